@@ -196,7 +196,7 @@ std::vector<Example> read_conll(const std::string& path, const Vocabulary& vocab
   return sentences;
 }
 
-// Examples of like length together, padded to few lengths: a CPU's kernels are prepared for each.
+// Groups examples of similar length, and pads to few lengths: CPU kernels are prepared for each.
 std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, at::Device device) {
   std::ranges::stable_sort(examples, {}, [](const Example& one) { return one.ids.size(); });
   std::vector<Batch> batches;
@@ -215,7 +215,7 @@ std::vector<Batch> batches_of(std::vector<Example> examples, std::size_t size, a
   return batches;
 }
 
-// The entities of a sentence, as type, first word and last. I- goes on over its own type alone.
+// The entities of a sentence: type, first word, end. I- continues an entity of its own type only.
 std::set<std::string> entities_of(const std::vector<std::string>& tags) {
   std::set<std::string> entities;
   for (std::size_t i = 0, end = 0; i < tags.size(); i = end) {
@@ -250,7 +250,10 @@ double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
 }
 
 int main(int argc, char** argv) try {
-  TORCH_CHECK(argc == 3 || argc == 4, "usage: bert_finetune MODEL DATA [OUT]");
+  if (argc != 3 && argc != 4) {
+    std::fprintf(stderr, "usage: bert_finetune MODEL DATA [OUT]\n");
+    return 2;
+  }
   torch::manual_seed(1);
   const std::filesystem::path folder = argv[1];
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
@@ -295,6 +298,9 @@ int main(int argc, char** argv) try {
   std::printf("loss %.3f  F1 %.3f\n", loss_sum.item<double>() / static_cast<double>(batches.size()),
               entity_f1(model, batches_of(held_out, 8, device), tags));
   if (argc == 4) torch::save(model, argv[3]);
+} catch (const c10::Error& error) {
+  std::fprintf(stderr, "bert_finetune: %s\n", error.what_without_backtrace());
+  return 1;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "bert_finetune: %s\n", error.what());
   return 1;

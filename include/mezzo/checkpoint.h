@@ -1,5 +1,5 @@
 /// \file
-/// The whole state of a training run in a file.
+/// Checkpoints of the whole state of a training run.
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>  // IWYU pragma: export

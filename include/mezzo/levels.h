@@ -1,5 +1,5 @@
 /// \file
-/// Apex's initialize and its optimization levels O0 to O3; Keras's wrapped optimizer.
+/// Apex's `initialize` and optimization levels O0 to O3, and Keras's LossScaleOptimizer.
 #pragma once
 
 #include <mezzo/levels/initialize.h>            // IWYU pragma: export

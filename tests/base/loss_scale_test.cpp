@@ -190,7 +190,7 @@ TEST(LossScale, RefusesValuesOutOfRangeByName) {
       {"kind, enabled, recheck", [] { return LossScale::dynamic({.recheck = false}); }},
       {"kind, enabled, recheck", [] { return LossScale::dynamic({.allow_fp16_gradients = true}); }},
       {"kind, enabled, recheck", [] { return LossScale::dynamic({.loss_id = 1}); }},
-      {"kind is no LossScaleKind",
+      {"kind is not a LossScaleKind",
        [] { return LossScale::of({.kind = static_cast<LossScaleKind>(9)}); }},
       {"growth_interval is 0",
        [] { return LossScale::of({.growth_interval = 0, .kind = LossScaleKind::none}); }},

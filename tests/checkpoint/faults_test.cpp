@@ -277,11 +277,29 @@ TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
   const auto file = scratch.path() / "model.pt";
   torch::save(torch::nn::Linear(2, 2), file.string());
   EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, run.state); }),
-              AllOf(HasSubstr(file.string()), HasSubstr("no checkpoint of mezzo's"),
+              AllOf(HasSubstr(file.string()), HasSubstr("not a checkpoint of mezzo's"),
                     HasSubstr("torch::load"), Not(HasSubstr("damaged"))));
   put_pipe(scratch.path() / "pipe");
   EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(scratch.path() / "pipe", run.state); }),
-              HasSubstr("it is no regular file"));
+              HasSubstr("it is not a regular file"));
+}
+
+TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {
+  TwoSaved saved;
+  put_bytes(saved.second, "%PDF-1.7, a document that was saved under the wrong name");
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
+              AllOf(HasSubstr("is not a checkpoint of mezzo's (it is not a zip file)"),
+                    Not(HasSubstr("damaged"))));
+  EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
+}
+
+TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
+  TwoSaved saved;
+  std::string bytes = bytes_of(saved.second);
+  bytes.replace(0, 4, "....");
+  put_bytes(saved.second, bytes);
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
+              HasSubstr("is damaged"));
 }
 
 TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {

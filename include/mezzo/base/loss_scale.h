@@ -1,6 +1,6 @@
 /// \file
-/// Loss scaling as values: the options of a loss scale, and the rule by which it moves, which knows
-/// no tensor, no optimizer and no device, and runs on the host and in a kernel.
+/// Loss scaling as values: the options of a loss scale, and the rule by which it moves. The rule
+/// knows no tensor, optimizer or device, and runs on the host and in a kernel.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -19,7 +19,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The smallest floor at which the scale and its reciprocal are both normal, finite floats: 2^-126.
 inline constexpr double kDefaultMinScale = std::numeric_limits<float>::min();
 
-/// No ceiling but float's own: growth that would not be finite is not taken.
+/// No ceiling other than float's own: the scale does not grow to a value that is not finite.
 inline constexpr double kNoMaxScale = std::numeric_limits<double>::infinity();
 
 /// The ceiling of Apex's dynamic loss scale, 2^24.
@@ -34,48 +34,49 @@ enum class LossScaleKind : uint8_t {
 
 /// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
 /// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
-/// Defaults are those of torch.amp.GradScaler but for `min_scale` and `recheck`.
+/// Defaults are those of torch.amp.GradScaler, except `min_scale` and `recheck`.
 struct LossScaleOptions {
-  /// The scale before the first iteration, and for good where `kind` is fixed; above 0.
+  /// The scale before the first iteration, or the constant scale if `kind` is fixed; above 0.
   double init_scale = 65536.0;
-  /// The factor on the scale after `growth_interval` clean iterations in a row; above 1.
+  /// The scale is multiplied by this after `growth_interval` clean iterations in a row; above 1.
   double growth_factor = 2.0;
-  /// The factor on the scale after an iteration with an inf or NaN; between 0 and 1.
+  /// The scale is multiplied by this after an iteration with an inf or NaN; between 0 and 1.
   double backoff_factor = 0.5;
   /// The number of clean iterations in a row after which the scale grows; at least 1.
   int64_t growth_interval = 2000;
-  /// `false`: the scaler passes every call through, its scale is 1, and `step` just steps.
+  /// If `false`, the scale is 1, nothing is checked, and `step` always steps.
   bool enabled = true;
 
-  /// The floor of the scale. torch has none, as here with 0: 160 backoffs from 1 end at 0, where
-  /// the scale stays.
+  /// The floor of the scale. 0 means no floor, as in torch: after 160 backoffs from 1 the scale is
+  /// 0, and stays 0.
   double min_scale = kDefaultMinScale;
   /// The ceiling of the scale.
   double max_scale = kNoMaxScale;
-  /// How many overflows in a row it takes to back off; each of them skips its step. At least 1.
+  /// The number of overflows in a row after which the scale backs off; each of them skips its step.
+  /// At least 1.
   int64_t hysteresis = 1;
-  /// `none` and `fixed` keep the scale (1, or init_scale) and still skip a step with inf or NaN.
+  /// `none` and `fixed` keep the scale at 1 or init_scale, and still skip a step with inf or NaN.
   LossScaleKind kind = LossScaleKind::dynamic;
 
-  /// `step` after an explicit `unscale_` reads the gradients once more, since clipping or the
-  /// caller may have broken them meanwhile. `false` is torch's behaviour.
+  /// Whether `step` checks the gradients again after an explicit `unscale_`, since clipping or the
+  /// caller may have made an inf or NaN in between. torch does not: `false`.
   bool recheck = true;
-  /// Unscales fp16 gradients too (of fp16 parameters without master weights). They underflow
-  /// easily, which is why torch.amp refuses them.
+  /// Whether `unscale_` accepts fp16 gradients (of fp16 parameters without master weights). They
+  /// underflow easily, so torch.amp refuses them.
   bool allow_fp16_gradients = false;
-  /// The number that the line about a skipped step names, for programs with several scalers.
+  /// The number of this scaler in the line about a skipped step, for programs with several scalers.
   int64_t loss_id = 0;
 };
 
 namespace detail {
 
-/// A number without a name, which constructors refuse: it might be any of the options.
+/// A number without a name. Constructors refuse it, since it could be any of the options.
 template <class T>
 concept BareNumber = std::is_arithmetic_v<T>;
 
 }  // namespace detail
 
-/// What changes of a loss scale from one iteration to the next.
+/// The part of a loss scale that changes from one iteration to the next.
 struct LossScaleState {
   float scale = 1.0F;
   int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
@@ -84,7 +85,7 @@ struct LossScaleState {
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
 
-/// The rule by which a loss scale moves, immutable once made.
+/// The rule by which a loss scale moves. Immutable.
 ///
 /// \code
 ///   auto rule = mezzo::LossScale::dynamic({.init_scale = 1024, .growth_interval = 100});
@@ -108,15 +109,16 @@ class LossScale {
   ///   belongs to a GradScaler (enabled, recheck, allow_fp16_gradients, loss_id) or another kind
   static LossScale dynamic(const LossScaleOptions& options = {});
 
-  /// Returns the rule that `options` describe, of any kind; the options of GradScaler are not read.
-  /// \throws c10::Error for a number out of range, also one that `kind` does not use
+  /// Returns the rule that `options` describe, of any kind. Options that belong to GradScaler are
+  /// ignored.
+  /// \throws c10::Error for a number out of range, even one that `kind` does not use
   static LossScale of(const LossScaleOptions& options);
 
   /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
 
-  /// Returns the state after an iteration, bit-equal to `at::_amp_update_scale_` but for min_scale,
-  /// max_scale and hysteresis, which torch has not. For a dynamic scale:
+  /// Returns the state after an iteration. Bit-equal to `at::_amp_update_scale_`, except that torch
+  /// has no min_scale, max_scale or hysteresis. For a dynamic scale:
   ///
   ///     if found_inf:
   ///         growth_tracker = 0
@@ -149,8 +151,8 @@ class LossScale {
   float max_scale() const noexcept { return max_scale_; }
   int32_t hysteresis() const noexcept { return hysteresis_; }
 
-  /// Returns the options that `of` makes this rule from, so that a rule may be given wherever
-  /// options are taken: `GradScaler(LossScale::fixed(128))`.
+  /// Returns options from which `of` makes this rule. A rule can thus be passed where options are
+  /// expected: `GradScaler(LossScale::fixed(128))`.
   operator LossScaleOptions() const noexcept;
 
  private:
@@ -171,7 +173,7 @@ namespace detail {
 inline constexpr double kLargestFloat = std::numeric_limits<float>::max();
 
 /// Whether `value` is neither inf nor NaN. Reads the bits, since under -ffast-math the compiler may
-/// assume that there is no NaN; so callers test this before they compare.
+/// assume that there is no NaN. Callers test this before they compare.
 inline bool is_finite(double value) noexcept { return !nonfinite_bits(value); }
 
 /// Whether `value` rounds to a positive float.
@@ -244,7 +246,7 @@ inline LossScale LossScale::dynamic(const LossScaleOptions& options) {
                                options.loss_id == 0;
   TORCH_CHECK(is_dynamic_rule,
               "LossScale::dynamic: kind, enabled, recheck, allow_fp16_gradients and loss_id are "
-              "no numbers of a dynamic scale; give them to GradScaler({...})");
+              "not options of a dynamic scale; give them to GradScaler({...})");
   return of(options);
 }
 
@@ -262,7 +264,7 @@ inline LossScale LossScale::of(const LossScaleOptions& options) {
     case LossScaleKind::dynamic:
       return LossScale(options);
   }
-  TORCH_CHECK(false, "kind is no LossScaleKind; use LossScaleKind::none, fixed or dynamic");
+  TORCH_CHECK(false, "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
 }
 
 inline LossScaleState LossScale::initial_state() const noexcept {

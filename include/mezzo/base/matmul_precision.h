@@ -1,7 +1,7 @@
 /// \file
-/// How libtorch multiplies matrices that stay float32, half or bfloat16: whether float32 may go
-/// through TF32, and in what cuBLAS adds up. Autocast (mezzo/autocast/autocast.h) chooses the
-/// matrices' dtype; this chooses what is done with it.
+/// Internal precision of libtorch's matrix products: whether float32 products may use TF32, and in
+/// which dtype cuBLAS accumulates. Autocast (mezzo/autocast/autocast.h) chooses the dtype of the
+/// matrices; this header chooses how products of that dtype are computed.
 #pragma once
 
 #include <mezzo/base/detail/settings.h>
@@ -13,29 +13,30 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What a guard changes; what is left out stays as it is.
+/// Settings that a guard changes. Members left unset keep the present setting.
 struct MatmulPrecisionOptions {
   /// Products of float32 matrices, by the names of `torch.set_float32_matmul_precision`:
   /// - HIGHEST: in float32.
-  /// - HIGH: TF32 on CUDA from compute capability 8.0 on, which rounds the factors to 10 bits of
-  ///   mantissa and adds in float32; on a CPU as oneDNN reads "tf32".
-  /// - MEDIUM: as HIGH on CUDA; bfloat16 factors on a CPU with instructions for them.
+  /// - HIGH: TF32 on CUDA with compute capability 8.0 or newer, which rounds the factors to 10 bits
+  ///   of mantissa and accumulates in float32; on a CPU, oneDNN's "tf32".
+  /// - MEDIUM: the same as HIGH on CUDA; bfloat16 factors on a CPU with instructions for them.
   std::optional<at::Float32MatmulPrecision> float32 = std::nullopt;
 
-  /// Whether cuDNN's float32 convolutions and recurrent layers may use TF32, as they do unless told
-  /// otherwise.
+  /// Whether cuDNN's float32 convolutions and recurrent layers may use TF32. libtorch's default is
+  /// true.
   std::optional<bool> cudnn_tf32 = std::nullopt;
 
-  /// Whether cuBLAS, where it splits a product of half matrices into partial sums, may add those in
-  /// half, as it does unless told otherwise. False costs little and keeps sums beyond 65504 finite
-  /// until the result is rounded.
+  /// Whether cuBLAS may add partial sums in half when it splits a product of half matrices.
+  /// libtorch's default is true. False costs little, and sums beyond 65504 stay finite until the
+  /// result is rounded.
   std::optional<bool> fp16_reduction = std::nullopt;
 
-  /// The same for bfloat16, where it is 8 bits of mantissa that are at stake.
+  /// Whether cuBLAS may add partial sums in bfloat16, which has 8 bits of mantissa, when it splits
+  /// a product of bfloat16 matrices.
   std::optional<bool> bf16_reduction = std::nullopt;
 
-  /// Whether cuBLAS may accumulate products of half matrices in half throughout; off unless asked
-  /// for, faster on some GPUs, and rarely fit for training.
+  /// Whether cuBLAS may accumulate products of half matrices entirely in half. libtorch's default
+  /// is false. Faster on some GPUs, and rarely precise enough for training.
   std::optional<bool> fp16_accumulation = std::nullopt;
 };
 
@@ -43,16 +44,16 @@ struct MatmulPrecisionOptions {
 ///
 ///     mezzo::MatmulPrecisionGuard precision({.float32 = at::Float32MatmulPrecision::HIGH});
 ///
-/// Leaving the scope, also by return or exception, restores all of these settings exactly as they
-/// were when it was entered, whether the guard changed them or code within its scope: what had been
-/// set through libtorch's older functions (`setFloat32MatmulPrecision`, `setAllowTF32CuBLAS`), what
-/// through its newer `setFloat32Precision`, and what had not been set and inherits. Inside, both
-/// report the same, so that no "mix of the legacy and new APIs" error comes of it.
+/// The end of the scope restores all of these settings exactly as the constructor found them, also
+/// those that code within the scope has changed. Values set through libtorch's older functions
+/// (`setFloat32MatmulPrecision`, `setAllowTF32CuBLAS`), values set through its newer
+/// `setFloat32Precision`, and unset values that inherit are all restored. Within the scope both
+/// interfaces report the same values, so neither throws "mix of the legacy and new APIs".
 ///
 /// **These settings belong to the process**, not to a thread, and libtorch reads them without a
-/// lock: enter and leave while no other thread runs matrix products. Guards nest within a thread;
-/// where another thread holds one, the constructor throws, since guards that overlap without
-/// nesting would restore each other's settings. A CUDA graph keeps what it was captured with.
+/// lock: enter and leave while no other thread runs matrix products. Guards nest within a thread.
+/// The constructor throws while another thread holds a guard, since guards that overlap without
+/// nesting would restore each other's settings. A CUDA graph keeps the settings of its capture.
 ///
 /// No host sync.
 class MatmulPrecisionGuard {

@@ -1,5 +1,5 @@
 /// \file
-/// Models and optimizers as people hand them over: one, several in braces, or a range of them.
+/// Function arguments that take one model or optimizer, several in braces, or a range of them.
 #pragma once
 
 #include <mezzo/base/script_module.h>
@@ -32,8 +32,8 @@ template <class M>
 concept ModelHandle =
     ModuleHolderLike<M> || std::convertible_to<const M&, std::shared_ptr<torch::nn::Module>>;
 
-/// A module that is a variable itself, as in pytorch/examples: `Net model;`. Its forward is not
-/// const, so that a const one is no model.
+/// A module that is a variable itself, as in pytorch/examples: `Net model;`. A const module does
+/// not qualify, since forward is not const.
 template <class M>
 concept ModuleVariable = std::derived_from<M, torch::nn::Module> && !std::is_const_v<M>;
 
@@ -52,7 +52,7 @@ std::shared_ptr<ScriptModuleImpl> module_pointer(const M& script) {
   return std::make_shared<ScriptModuleImpl>(script);
 }
 
-/// To what somebody else owns, and keeps alive.
+/// Returns a non-owning shared_ptr; the caller keeps the module alive.
 template <ModuleVariable M>
 std::shared_ptr<M> module_pointer(M& model) {
   return {std::shared_ptr<void>(), &model};
@@ -73,8 +73,8 @@ struct ListedModel {
 }  // namespace detail
 
 /// `model`, `{generator, discriminator}`, or a range of models. A model is a module holder, a
-/// shared_ptr to a module, a torch::jit::Module, or a module itself, which then stays where it is
-/// as long as it is used.
+/// shared_ptr to a module, a torch::jit::Module, or a module itself. A module passed by itself is
+/// referenced, not copied: it must stay at its address while the list is in use.
 class ModelList {
  public:
   template <detail::ListableModel M>
@@ -117,7 +117,7 @@ class ModelList {
 
 namespace detail {
 
-/// One optimizer of a list. It must be there already: a temporary would be gone after the call.
+/// One optimizer of a list. An lvalue: a temporary would be destroyed after the call.
 struct ListedOptimizer {
   ListedOptimizer(torch::optim::Optimizer& listed) : optimizer(&listed) {}
   torch::optim::Optimizer* optimizer;

@@ -20,8 +20,8 @@ using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace detail {
 
-/// Takes tensors from a module's lists: those that are defined, each once, under its first name.
-/// Tied weights have several. A list is libtorch's, of a module in C++ or in TorchScript.
+/// Collects the defined tensors of a module's lists, each once, under its first name. Tied weights
+/// have several names. A list is libtorch's, of a module in C++ or in TorchScript.
 class NamedOnce {
  public:
   template <class List>
@@ -29,7 +29,7 @@ class NamedOnce {
     return taken(list, [](const at::Tensor&) { return true; });
   }
 
-  /// Those of a floating dtype.
+  /// Collects only tensors of a floating dtype.
   template <class List>
   NamedTensors floating(const List& list) {
     return taken(list, [](const at::Tensor& tensor) { return tensor.is_floating_point(); });

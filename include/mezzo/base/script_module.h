@@ -1,6 +1,5 @@
 /// \file
-/// TorchScript as a torch::nn::Module: what takes a model takes a torch::jit::Module by way of
-/// this.
+/// TorchScript as a torch::nn::Module.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -36,7 +35,7 @@ namespace detail {
 template <class M>
 concept IsScript = std::derived_from<M, torch::jit::Module>;
 
-/// Whether a `with` statement of the script is about an autocast region.
+/// Whether a `with` statement of the script enters an autocast region.
 inline bool opens_autocast(const torch::jit::Block& block) {
   for (const torch::jit::Node* const node : block.nodes()) {
     const bool enters = node->kind() == c10::prim::Enter;
@@ -48,7 +47,7 @@ inline bool opens_autocast(const torch::jit::Block& block) {
   return false;
 }
 
-/// `forward` with its calls inlined and no cast added.
+/// Returns the graph of `forward`, with its calls inlined and without autocast's casts.
 inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
   // Under autocast libtorch would write casts into the graph, and keep that graph.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -63,7 +62,7 @@ inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Modu
   return graph;
 }
 
-/// The arguments of a call as TorchScript takes them: a vector of them, or one by one.
+/// Converts the arguments of a call, one vector or one by one, to a vector of IValues.
 template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
   return {c10::IValue(std::forward<Args>(args))...};
@@ -74,7 +73,7 @@ inline std::vector<c10::IValue> script_arguments(std::vector<c10::IValue> argume
 
 }  // namespace detail
 
-/// What ScriptModule holds.
+/// The module that a ScriptModule holds.
 class ScriptModuleImpl : public torch::nn::Module {
  public:
   explicit ScriptModuleImpl(torch::jit::Module script)
@@ -91,8 +90,8 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
   }
 
-  /// The script's `forward`. Under autocast each op is cast as in a model written in C++, and
-  /// libtorch's graph optimizer, which has other op lists, is left out.
+  /// Runs the script's `forward`. Under autocast each op is cast as in a model written in C++:
+  /// libtorch's graph optimizer, which has op lists of its own, is not used.
   c10::IValue forward(std::vector<c10::IValue> arguments) {
     const bool is_autocast =
         at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
@@ -102,9 +101,10 @@ class ScriptModuleImpl : public torch::nn::Module {
     return result;
   }
 
-  /// Takes over the values of buffers that the script has replaced, as `self.mean = ...` does in
-  /// its forward, and gives it the tensor back that it had; not where gradients flow through the
-  /// new one. What runs the script by way of this class, saves, loads or moves it has that done.
+  /// Copies the values of buffers that the script has replaced (`self.mean = ...` in its forward)
+  /// into the registered buffers, and puts the registered buffers back into the script. A
+  /// replacement that requires grad is left alone. Running, saving, loading and moving through this
+  /// class all call this.
   void settle_buffers() const {
     const c10::NoGradGuard no_grad;
     for (auto& item : named_buffers(/*recurse=*/false)) {
@@ -117,7 +117,7 @@ class ScriptModuleImpl : public torch::nn::Module {
     for (const auto& child : scripts_) child->settle_buffers();
   }
 
-  /// The same with the arguments one by one.
+  /// Runs the script's `forward` with the arguments given one by one.
   template <class... Args>
   c10::IValue call(Args&&... args) {
     return forward(detail::script_arguments(std::forward<Args>(args)...));
@@ -125,7 +125,7 @@ class ScriptModuleImpl : public torch::nn::Module {
 
   const torch::jit::Module& script() const noexcept { return script_; }
 
-  /// A deep copy; its parameters are leaves.
+  /// Returns a deep copy, whose parameters are leaves.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     const c10::NoGradGuard no_grad;
@@ -138,7 +138,7 @@ class ScriptModuleImpl : public torch::nn::Module {
     return std::make_shared<ScriptModuleImpl>(copy);
   }
   void save(torch::serialize::OutputArchive& archive) const override {
-    settle_buffers();  // what is saved is the script's
+    settle_buffers();  // the script may have replaced buffers
     torch::nn::Module::save(archive);
   }
   void load(torch::serialize::InputArchive& archive) override {
@@ -171,9 +171,9 @@ class ScriptModuleImpl : public torch::nn::Module {
  private:
   /// Runs `forward` op by op through the dispatcher, as a model written in C++ runs.
   ///
-  /// libtorch's executor does otherwise under autocast: it writes casts into the graph by op lists
-  /// of its own, with the dtype of the first call, and keeps that for later calls. Edits to the op
-  /// lists then mean nothing, and with another dtype backward throws.
+  /// libtorch's executor does not, under autocast: it writes casts into the graph by op lists of
+  /// its own, with the dtype of the first call, and keeps that graph. Edits to the op lists then
+  /// have no effect, and backward throws after a call in another dtype.
   c10::IValue interpret(std::vector<c10::IValue> arguments) {
     std::call_once(is_compiled_, [this] {
       code_ = torch::jit::Code(detail::inlined_forward(script_), "forward");
@@ -188,7 +188,7 @@ class ScriptModuleImpl : public torch::nn::Module {
   torch::jit::Module script_;
   std::vector<std::shared_ptr<ScriptModuleImpl>> scripts_;  // its children
   std::once_flag is_compiled_;
-  torch::jit::Code code_;  // of what is called; its calls of children are inlined
+  torch::jit::Code code_;  // forward, with its calls of children inlined
 };
 
 /// A TorchScript model with the interface of a torch::nn::Module:
@@ -197,15 +197,15 @@ class ScriptModuleImpl : public torch::nn::Module {
 ///     mezzo::optim::AdamW optimizer(net->parameters(), 2e-5);
 ///     const auto logits = net(ids, mask).toTensor();
 ///
-/// It is shared, not copied: parameters, buffers and children are the script's own, under its
-/// names, so that each sees what `to`, `train`, loading and an optimizer do to the other. Under
-/// autocast call it, not the script: a bare `script.forward` goes by libtorch's op lists for
-/// TorchScript (see docs/guide.md). What has a torch::jit::Module already (AutocastModule,
-/// initialize, DataParallel, TrainingState) makes one by itself.
+/// Parameters, buffers and children are the script's own, under its names, not copies: `to`,
+/// `train`, loading and optimizers act on both. Under autocast call the ScriptModule, not the
+/// script: `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md).
+/// AutocastModule, initialize, DataParallel and TrainingState accept a torch::jit::Module and wrap
+/// it themselves.
 ///
-/// Parameters must require grad to be trained; those that torch::jit::load reads do as they did
-/// when they were saved. A frozen model (torch::jit::freeze) has none. What is registered later,
-/// or a parameter that `setattr` replaces, is not seen.
+/// Only parameters that require grad are trained; torch::jit::load restores that flag from the
+/// file. A frozen model (torch::jit::freeze) has no parameters. Parameters that are registered
+/// later, or replaced with `setattr`, are not tracked.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
   ScriptModule(torch::jit::Module script)
@@ -215,7 +215,7 @@ class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
   ScriptModule(std::nullptr_t) : torch::nn::ModuleHolder<ScriptModuleImpl>(nullptr) {}
 
-  /// The script's `forward`: tensors, numbers, lists, or one vector of IValues.
+  /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
   template <class... Args>
   c10::IValue operator()(Args&&... args) const {
     return impl_->call(std::forward<Args>(args)...);
@@ -224,7 +224,7 @@ class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
 
 namespace detail {
 
-/// `module.forward(args...)`; a script's takes its arguments one by one.
+/// Calls `module.forward(args...)`, or `call(args...)` for a script.
 template <class Module, class... Args>
 decltype(auto) run_forward(Module& module, Args&&... args) {
   if constexpr (std::derived_from<Module, ScriptModuleImpl>) {
@@ -234,7 +234,8 @@ decltype(auto) run_forward(Module& module, Args&&... args) {
   }
 }
 
-/// What tells models apart: scripts are handles, of which there may be several of one object.
+/// An address that identifies a model. Several ScriptModules may share one script object, so a
+/// script is identified by that object.
 inline const void* identity_of(const torch::nn::Module& module) {
   const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module);
   return script != nullptr ? static_cast<const void*>(script->script()._ivalue().get()) : &module;

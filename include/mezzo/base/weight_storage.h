@@ -1,5 +1,5 @@
 /// \file
-/// How weights of 16 bits are kept from one step of an optimizer to the next.
+/// How optimizers store 16-bit weights between steps.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -9,29 +9,29 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// How an optimizer keeps a parameter of bfloat16 or half between steps. Parameters of float and
-/// double are always kept as they are. Bytes a parameter are those of AdamW with its gradient.
+/// How an optimizer stores a bfloat16 or half parameter between steps. Float and double parameters
+/// are always stored as they are. The bytes per parameter are those of AdamW, with the gradient.
 ///
-/// The model's parameter may be written between steps: what was written counts, and a master keeps
-/// the rest, element by element; a split master begins anew from the parameter as a whole (also
-/// when that moves to another device). Writes through `parameter.data()`, or by a raw pointer that
-/// bumps no version, leave no trace, and the next step undoes them where there is a master: write
+/// The model's parameter may be written between steps. A master then takes over the elements that
+/// were written and keeps its digits for the others; a split master restarts from the whole
+/// parameter (also when the parameter moves to another device). A write through `parameter.data()`
+/// or a raw pointer bumps no version, so the next step overwrites it if there is a master: write
 /// under NoGradGuard, or use set_data.
 enum class WeightStorage : std::uint8_t {
-  /// As they are, moments too, each result rounded to nearest. 8 bytes. Updates smaller than half a
-  /// unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and moments with a
-  /// beta2 of 0.999 never move at all.
+  /// Parameters and moments in 16 bits, each result rounded to nearest. 8 bytes. Updates smaller
+  /// than half a unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and
+  /// moments with a beta2 of 0.999 never change.
   plain,
-  /// A float copy in the state is what is trained; the parameter is that copy rounded to nearest.
-  /// Moments are floats. 16 bytes. What Apex's O2 calls master weights.
+  /// Trains a float copy in the state; the parameter is that copy rounded to nearest. Moments are
+  /// floats. 16 bytes. Apex's O2 calls the copies master weights.
   master,
-  /// The same trained values without the copy: 16 more bits a parameter complete the bfloat16 to
-  /// the float that it was rounded from. Moments are floats. 14 bytes. Parameters are of bfloat16.
+  /// Trains the same values as `master` without a second copy: the state holds the 16 bits that
+  /// complete the bfloat16 parameter to a float. Moments are floats. 14 bytes. bfloat16 only.
   split_master,
-  /// As plain, but each result goes to one of its two neighbours with the probability that makes
-  /// the mean right, moments too, so that small updates count. 8 bytes. Parameters are of bfloat16.
-  /// The random bits follow from `seed`, the step, and the element's place: the same on any number
-  /// of threads, on any device, and in a resumed run.
+  /// Like `plain`, but parameters and moments are rounded stochastically: up or down with the
+  /// probabilities that make the mean exact, so small updates are not lost. 8 bytes. bfloat16 only.
+  /// The random bits follow from `seed`, the step and the element's index: they are the same for
+  /// any number of threads, on any device, and in a resumed run.
   stochastic,
 };
 

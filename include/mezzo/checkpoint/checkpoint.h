@@ -1,14 +1,14 @@
 /// \file
-/// The whole state of a training run in one file: model, optimizer, scaler, schedule, random states
-/// and where the run stands in its data. A kill or a full disk at any moment leaves the old file or
-/// the new one, whole; a damaged file is noticed before anything is loaded from it.
+/// Saves the whole state of a training run in one file: model, optimizer, scaler, schedule, random
+/// states and the position in the data. A kill or a full disk at any moment leaves either the old
+/// file or the new one intact. Damage is detected before anything is loaded.
 ///
 /// The file is the zip that torch.save writes. Python reads it without mezzo:
 /// \code{.py}
 ///   checkpoint = torch.load("runs/ner/checkpoint-000012-step-3400.pt", weights_only=True)
 ///   checkpoint["step"], checkpoint["state"]["model"]["encoder"]["weight"]
 /// \endcode
-/// `examples/read_checkpoint` turns it into a state_dict.
+/// `examples/read_checkpoint` converts it to a state_dict.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -36,8 +36,8 @@ struct CheckpointAccess;
 class CheckpointZip;
 }  // namespace detail
 
-/// What belongs to a training run, by name. Holds references: the objects must outlive it. Make it
-/// once, save and load it as often as you like.
+/// Names the objects that make up a training run. Holds references: the objects must outlive it.
+/// Make it once; save and load it any number of times.
 ///
 /// \code
 ///   mezzo::TrainingState state;
@@ -45,51 +45,49 @@ class CheckpointZip;
 ///   state.add("schedule", schedule).add("epoch", epoch).with_random_state();
 /// \endcode
 ///
-/// Objects are loaded in the order in which they were added: an optimizer comes before its
-/// schedule.
+/// Objects are loaded in the order in which they were added: add an optimizer before its schedule.
 class TrainingState {
  public:
-  /// `object` may be
-  /// - a module, a ModuleHolder (`torch::nn::Linear`) or a std::shared_ptr to one, which may be
-  ///   given another module later, or a torch::jit::Module: parameters and buffers. The file has to have the same names,
-  ///   dtypes and shapes;
-  /// - any torch::optim::Optimizer, mezzo's with masters, averages and step counts. The file has to
+  /// Adds `object` under `name`. `object` may be
+  /// - a module, a ModuleHolder (`torch::nn::Linear`), a std::shared_ptr to a module, or a
+  ///   torch::jit::Module: its parameters and buffers. A holder or pointer may be given another
+  ///   module later. The file must have the same names, dtypes and shapes;
+  /// - any torch::optim::Optimizer; mezzo's with masters, averages and step counts. The file must
   ///   be of the same class, over parameters of the same shapes and names in the same order;
   /// - MasterWeights;
-  /// - whatever else torch::save and torch::load take: GradScaler, LrSchedule, Ema, Telemetry,
-  ///   RunReport;
-  /// - an integer, a bool, a float or double, a std::string, a tensor, a std::vector of integers
-  ///   (an epoch's shuffled order, whose length may change): the position in the data;
+  /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema,
+  ///   Telemetry, RunReport;
+  /// - an integer, a bool, a float or double, a std::string, a tensor, or a std::vector of integers
+  ///   (an epoch's shuffled order; its length may change): the position in the data;
   /// - an at::Generator, or an engine of the standard library (std::mt19937);
-  /// - a std::vector<at::Tensor>, whose memory is kept and written to.
-  /// Other tensors are given other memory by loading, as torch::load does: capture CUDA graphs
-  /// after it.
-  /// \throws c10::Error for an empty name, and one that was given before
+  /// - a std::vector<at::Tensor>; loading copies into the tensors' memory.
+  /// Loading gives all other tensors new memory, as torch::load does: capture CUDA graphs after it.
+  /// \throws c10::Error for an empty name, or a name that is already taken
   template <class T>
   TrainingState& add(std::string name, T& object);
 
-  /// Adds what two callables give and take, for an object that is of none of these types:
+  /// Adds an object of any other type by two callables:
   ///
   ///     state.add("loader", [&] { return loader.position(); },
   ///               [&](std::int64_t position) { loader.seek(position); });
   ///
-  /// \param save  called when a state is saved, and before one is loaded, for the case that a later
-  ///   object refuses its part; returns a value of one of the types above that can be copied: a
+  /// \param save  called when a state is saved, and before one is loaded (to restore the object if
+  ///   a later object refuses its part). Returns a copyable value of one of the types above: a
   ///   number, string, tensor, vector of integers or engine
   /// \param load  called with what `save` returned
   template <class Save, class Load>
   TrainingState& add(std::string name, Save save, Load load);
 
-  /// The same for what differs from rank to rank in a job of several processes, which
-  /// DistributedCheckpointManager (distributed/checkpoint_manager.h) saves: the residuals of error
-  /// feedback, a rank's own generator or place in the data. For CheckpointManager it is an object
-  /// like others; from a file of several ranks it loads what rank 0 had, with a warning.
+  /// Adds an object whose value differs between ranks, such as error-feedback residuals, or a
+  /// rank's own generator or position in the data. DistributedCheckpointManager
+  /// (distributed/checkpoint_manager.h) saves the value of every rank. CheckpointManager treats it
+  /// like any other object; from a file of several ranks it loads rank 0's value, with a warning.
   template <class T>
   TrainingState& add_per_rank(std::string name, T& object);
 
-  /// The default generators of the CPU and of each CUDA device (which initialises CUDA, where there
-  /// is one), of each rank its own. Takes the name "random_state". Where the number of CUDA devices
-  /// has changed, loading warns, and sets those that are there.
+  /// Adds the default generators of the CPU and of each CUDA device, for each rank, under the name
+  /// "random_state". Initialises CUDA if there is a device. If the number of CUDA devices has
+  /// changed, loading warns and sets the generators of the devices that are present.
   TrainingState& with_random_state();
 
  private:
@@ -104,9 +102,9 @@ class TrainingState {
 struct SavedCheckpoint {
   std::filesystem::path file;
   std::uint64_t bytes = 0;
-  /// Whether the file survives a crash of the machine from here on. False if all is in its place
-  /// but the system refused to flush the folder: committed, durability unknown. No older file is
-  /// removed then, except on a file system that never flushes folders.
+  /// Whether the file survives a crash of the machine from now on. False if the file is in place
+  /// but the system refused to flush the folder. No older file is removed then, except on a file
+  /// system that never flushes folders.
   bool durable = false;
 };
 
@@ -115,23 +113,25 @@ struct LoadedCheckpoint {
   std::int64_t step = 0;  ///< as it was given to `save`
 };
 
-/// How a checkpoint is loaded.
+/// Options for loading a checkpoint.
 struct LoadOptions {
-  /// Where tensors come to; where they were saved, without it. Parameters and buffers stay on their
-  /// module's device in any case, and so does what mezzo's optimizers and Ema keep.
+  /// The device of loaded tensors; unset: the device that they were saved from. Parameters and
+  /// buffers stay on their module's device in any case, as does the state of mezzo's optimizers and
+  /// of Ema.
   std::optional<c10::Device> device = std::nullopt;
-  /// Takes what the state names, and leaves the rest of the file: the model alone, for evaluation.
+  /// Whether the file may hold objects that the state does not name, which are then ignored: for
+  /// loading the model alone.
   bool subset = false;
 };
 
-/// How a folder of checkpoints is kept.
+/// Options for a folder of checkpoints.
 struct CheckpointManagerOptions {
-  /// How many of the newest files stay; at least 1. More than one, so that there is something to
-  /// fall back to. Files that were found damaged do not count. While a new one is written there is
-  /// one more.
+  /// The number of newest files to keep; at least 1. With two or more, a damaged file has a
+  /// predecessor to fall back to. Files that were found damaged do not count. There is one more
+  /// file while a new one is written.
   std::int64_t keep = 2;
-  /// Hears of damaged files, and of what the system refused after a file was in its place. By
-  /// default they are warnings of libtorch's (TORCH_WARN).
+  /// Called with a message for each damaged file, and for each failure of the system after a file
+  /// was in place. By default the messages are libtorch warnings (TORCH_WARN).
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 
@@ -144,51 +144,51 @@ struct CheckpointManagerOptions {
 ///   if (step % 1000 == 0) checkpoints.save(state, step);
 /// \endcode
 ///
-/// Files are "checkpoint-000012-step-3400.pt": the twelfth that was saved. The newest is the one
-/// that was saved last, whatever its step.
+/// Files are named "checkpoint-000012-step-3400.pt": the twelfth that was saved. The newest file is
+/// the one that was saved last, whatever its step.
 ///
-/// One writer a folder: from the first `save` on an object holds a lock until it goes; killed
-/// processes hold none. A forked child has to take the lock itself, and where the folder or its
-/// lock was removed, the next `save` makes them anew. A relative folder is found from the working
-/// directory at construction. Of several processes let one save, or take
-/// DistributedCheckpointManager. Reading takes
-/// no lock, and may be done by any. One thread at a time, and an iteration's end: after
-/// `scaler.update()`.
+/// A folder has one writer. The first `save` takes a lock, which the destructor or the end of the
+/// process releases. A forked child has to take the lock itself. If the folder or its lock was
+/// removed, the next `save` makes them anew. A relative folder is found from the working directory
+/// at construction. With several processes let one save, or use DistributedCheckpointManager.
+/// Reading takes no lock; any process may read. One thread at a time. Save at the end of an
+/// iteration, after `scaler.update()`.
 class CheckpointManager {
  public:
-  /// Touches nothing yet; `save` makes the folder. \throws c10::Error unless keep is at least 1
+  /// Does not touch the disk; `save` creates the folder. \throws c10::Error unless keep is at
+  /// least 1
   explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
 
   /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
-  /// flushes the folder, and removes files beyond `keep`. Waits for the devices; takes memory for a
-  /// copy of one tensor of theirs at a time.
-  /// \throws c10::Error where an object cannot be saved, the system refuses (a full disk), or
-  ///   another process saves here; what was there before is then untouched. Refused is what could
-  ///   not be loaded again (sparse buffers), and parameters that hold averages (EmaScope)
+  /// flushes the folder, and removes files beyond `keep`. Waits for the devices, and needs host
+  /// memory for a copy of one device tensor at a time.
+  /// \throws c10::Error if an object cannot be saved (sparse buffers, which could not be loaded
+  ///   again; parameters that hold averages, see EmaScope), if the system refuses (a full disk), or
+  ///   if another process saves here. Existing files are then untouched
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
-  /// Loads the newest file that is whole, and says which. Returns none if there are no checkpoints,
-  /// and says so once on std::cerr: a folder that was misspelt is no silent fresh start.
-  /// A file that is damaged, cannot be opened or is not mezzo's is passed over with a warning that
-  /// names it and the reason.
+  /// Loads the newest intact file, and returns its path and step. Returns none if there are no
+  /// checkpoints, and says so once on std::cerr, so that a misspelt folder is noticed. Skips a file
+  /// that is damaged, cannot be opened or is not a checkpoint, with a warning that names it and the
+  /// reason.
   ///
-  /// All or nothing: everything is checked and read before the first object changes, and where an
-  /// object refuses what the file has for it, all get back what they had. So it needs memory for
-  /// the file's tensors, and for what the objects hold.
-  /// \throws c10::Error if there are files and none is whole; for a file of a newer format; if a
+  /// Loading is all or nothing. Everything is checked and read before the first object changes, and
+  /// if an object refuses its part, all objects get back their values. This needs memory for the
+  /// file's tensors and for a copy of the objects' values.
+  /// \throws c10::Error if there are files and none is intact; for a file of a newer format; if a
   ///   name or kind, a module's parameter, or an optimizer's class, weight storage or parameter
   ///   (shape; name, if the state has the model) differs from the file's, naming it. mezzo's and
-  ///   libtorch's optimizer of one name take each other's state
+  ///   libtorch's optimizers of the same name accept each other's state
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
-  /// Loads the file of this step, of several the one that was saved last.
-  /// \throws c10::Error as `load_newest`, if there is none (naming the steps that there are), and
-  ///   for damage
+  /// Loads the file of this step; if there are several, the one that was saved last.
+  /// \throws c10::Error as `load_newest` does, if the file is damaged, and if there is no file of
+  ///   this step (naming the steps that exist)
   LoadedCheckpoint load(const TrainingState& state, std::int64_t step,
                         const LoadOptions& options = {});
 
-  /// The newest first; damaged ones too.
+  /// Returns all checkpoints, damaged ones too, the newest first.
   std::vector<std::filesystem::path> files() const;
 
  private:
@@ -216,13 +216,14 @@ class CheckpointManager {
   std::set<std::filesystem::path> damaged_;
 };
 
-/// Saves to one file that you choose, as CheckpointManager does: in the place of what was there,
-/// and whole or not at all. Takes no lock: one process at a time.
+/// Saves to one file of your choice, which replaces an existing file atomically, as
+/// CheckpointManager does. Takes no lock: one process at a time.
 /// \throws c10::Error as CheckpointManager::save
 SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                 std::int64_t step = 0);
 
-/// Loads one file that you choose. \throws c10::Error as `load_newest`, and for damage
+/// Loads one file of your choice. \throws c10::Error as `load_newest` does, and if the file is
+/// damaged
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
 
@@ -247,11 +248,11 @@ TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
 
 namespace detail {
 
-/// What tests and classes of mezzo's may do with a state and a manager beside what users may.
+/// Access to internals of a state and a manager, for tests and classes of mezzo.
 struct CheckpointAccess {
   static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
 
-  /// With other system calls, for tests of what happens when they fail.
+  /// Makes a manager with other system calls, for tests of failing calls.
   static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
                                    FileCalls calls) {
     return CheckpointManager(std::move(folder), std::move(options), std::move(calls));

@@ -11,7 +11,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What Adam and AdamW multiply with in one step of one parameter.
+/// The coefficients of Adam and AdamW for one step of one parameter.
 struct AdamCoefficients {
   double beta1;
   double beta2;

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-// Gradients on their way to other ranks and back: rounded to a dtype of two bytes, and widened.
+// Rounds gradients to a 16-bit dtype before they are sent to other ranks, and widens them after.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -51,17 +51,17 @@ struct NarrowKernel {
   }
 };
 
-/// The factors of a pass with residuals: what is sent of a value, and the loss scale, which
-/// residuals do not carry.
+/// The factors of a pass with residuals: the factor on a value that is sent, and the loss scale,
+/// which residuals do not carry.
 struct ResidualFactors {
   double value;
   double scale;
   double inv_scale;
 };
 
-/// sent = value * factor + residual * scale, rounded to `to`; what the rounding lost becomes the
-/// residual. Where the value is 0 nothing is sent, and the residual waits. An inf or NaN leaves a
-/// residual of 0.
+/// sent = value * factor + residual * scale, rounded to `to`. The rounding error becomes the new
+/// residual. If the value is 0, 0 is sent and the residual stays. An inf or NaN leaves a residual
+/// of 0.
 template <class Element, class Sent, class Lanes>
 struct NarrowWithResidualKernel {
   template <class L>

@@ -19,9 +19,8 @@
 #include <cstdint>
 #include <vector>
 
-// Whole buffers of gradients on their way to other ranks and back: contiguous tensors of one
-// length. On the CPU one pass each, over the bytes that go in and come out; elsewhere what ATen
-// has.
+// Compression of whole gradient buffers, which are contiguous tensors of equal length. On the CPU,
+// each function is one pass over its inputs and outputs; on other devices it uses ATen's ops.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -41,8 +40,8 @@ inline char* write_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
 }
 
-/// What an element is multiplied by on its way; residuals do not carry the loss scale. `scale` is
-/// one element of the gradients' dtype, on the CPU or on their device; undefined: 1.
+/// The factors of an element that is sent. Residuals do not carry the loss scale. `scale` has one
+/// element of the gradients' dtype, on the CPU or on their device; undefined means 1.
 struct CompressFactors {
   double value = 1.;
   at::Tensor scale = {};
@@ -73,8 +72,8 @@ struct AtenCompress {
   }
 };
 
-/// `to`, bfloat16 or half, becomes `from`, float or double, times `factor`. Of float, 4 bytes an
-/// element are read and 2 written.
+/// Computes to = from * factor, rounded. `to` is bfloat16 or half, `from` float or double. For
+/// float, reads 4 bytes per element and writes 2.
 inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double factor) {
   if (!from.is_cpu()) return AtenCompress::narrow(to, from, factor);
   const CompressLoops loops = compress_loops(from.scalar_type(), to.scalar_type(), best_isa());
@@ -106,9 +105,9 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::
   bump_version(residual);
 }
 
-/// `to`, float or double, becomes `from`, bfloat16 or half, times `factor`. Of float, 2 bytes an
-/// element are read and 4 written. \returns a bool of one element on the same device: is all of it
-/// finite?
+/// Computes to = from * factor. `to` is float or double, `from` bfloat16 or half. For float, reads
+/// 2 bytes per element and writes 4. \returns a bool of one element on the same device: whether all
+/// results are finite
 inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, double factor) {
   if (!to.is_cpu()) return AtenCompress::widen(to, from, factor);
   const CompressLoops loops = compress_loops(to.scalar_type(), from.scalar_type(), best_isa());
@@ -121,7 +120,7 @@ inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, doubl
   return at::scalar_tensor(!found, at::kBool);
 }
 
-/// A bool of one element on the device of `tensor`: is all of it finite?
+/// Returns a bool of one element on the device of `tensor`: whether all elements are finite.
 inline at::Tensor all_finite(const at::Tensor& tensor) {
   if (!tensor.is_cpu()) return at::isfinite(tensor).all();
   return at::scalar_tensor(!any_nonfinite_cpu({tensor}), at::kBool);

@@ -11,11 +11,12 @@
 #include <cstdint>
 #include <vector>
 
-// What host code calls of mezzo/kernels/cuda/mezzo_cuda.cu, the source of the target mezzo::cuda,
-// which is linked into each program and shared library. Hidden, for a shared library calls its own.
-// The definitions are weak, for two static libraries of one program may each have compiled them;
-// were these declarations weak, the linker would leave the definitions in their archive and let
-// null be called. All run on the current stream of their tensors' device, and none waits.
+// The functions of mezzo/kernels/cuda/mezzo_cuda.cu that host code calls. That file is the source
+// of the target mezzo::cuda, which is linked into each program and shared library. The functions
+// have hidden visibility, so that a shared library calls its own. The definitions are weak, since
+// two static libraries of one program may both contain them. The declarations must not be weak: the
+// linker would then leave the definitions in their archive, and calls would go to null. All
+// functions run on the current stream of their tensors' device, and none waits.
 #define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -75,7 +76,7 @@ MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor&
                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                       const at::Tensor& letter);
 
-/// Before the launches of a step: what the last one had no use for is given back.
+/// Call this before the launches of a step. Frees memory that the last step did not use.
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
 
 /// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one

@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-// Tensors as memory: whether a loop can walk it, and copies of those that it cannot.
+// Decides whether a loop can walk a tensor's memory, and copies tensors for which it cannot.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -21,13 +21,13 @@ inline void check_writable(const std::vector<at::Tensor>& gradients) {
   for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
 }
 
-/// After a raw write, which neither autograd nor a WeightCache has seen. An inference tensor has no
-/// version.
+/// Call this after a raw write, which neither autograd nor a WeightCache detects. An inference
+/// tensor has no version.
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
 
-/// Whether the values are the memory's: no bit says that they are to be negated or conjugated.
+/// Whether the values equal the memory: the tensor has no negation or conjugation bit.
 inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
 }
@@ -37,7 +37,7 @@ inline bool is_dense_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && is_plain(tensor);
 }
 
-/// Whether the elements of both, which have one shape, lie in the same order.
+/// Whether two tensors of the same shape have their elements in the same order in memory.
 inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
   if (left.is_contiguous() && right.is_contiguous()) return true;
   if (left.strides().equals(right.strides())) return true;
@@ -107,8 +107,8 @@ inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tenso
   return lists;
 }
 
-/// Gradients as memory that a kernel can walk: what has gaps or no memory, or is negative by a
-/// bit, is copied.
+/// Gradients as memory that a kernel can walk. Copies tensors with gaps, without memory, or with a
+/// negation bit.
 class DenseGradients {
  public:
   explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
@@ -121,8 +121,8 @@ class DenseGradients {
 
   const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
 
-  /// To be called after a kernel wrote to `tensors`: autograd does not see raw writes, and copies
-  /// go back where they came from.
+  /// Call this after a kernel has written to `tensors`. Bumps versions, since autograd does not see
+  /// raw writes, and writes copies back to their gradients.
   void written() const {
     for (const at::Tensor& tensor : tensors_) bump_version(tensor);
     for (const auto& [gradient, copy] : copies_) {

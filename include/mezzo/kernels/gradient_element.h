@@ -9,13 +9,13 @@
 #include <cstdint>
 #include <type_traits>
 
-// What a read of a stretch of gradients leaves behind, and how that of many stretches becomes that
-// of all. The same on host and device.
+// The partial result of reading a stretch of gradients, and how partial results are combined, on
+// host and device.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How many elements of a tensor one partial result stands for on the CPU. It is fixed, so that a
-/// sum is the same number whatever the number of threads.
+/// The number of elements of a partial result on the CPU. It is fixed, so that a sum does not
+/// depend on the number of threads.
 inline constexpr int64_t kSummaryChunk = 65536;
 
 /// A stretch of gradients as it lies in memory, before any scale. Largest magnitudes are kept as

@@ -29,8 +29,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// The same questions asked of ATen's kernels, on devices for which mezzo has none of its own (CUDA
-// without the target mezzo::cuda).
+// Summaries by ATen's kernels, for devices without kernels of mezzo (CUDA without the target
+// mezzo::cuda).
 
 /// The norms of the gradients, one element each, in `dtype`. ATen's fast route wants one dtype.
 inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double order,
@@ -42,8 +42,8 @@ inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double
   return at::stack(norms);
 }
 
-/// Two reads: the norm says how large the gradients are together, and only the largest of them says
-/// exactly whether a product overflows.
+/// Reads the gradients twice: once for the norm, and once for the largest magnitude, which alone
+/// decides exactly whether a product overflows.
 inline Verdict summarize_with_aten(std::vector<at::Tensor> gradients, const at::Tensor& inv_scale) {
   const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
   const auto options = inv_scale.options();
@@ -103,8 +103,8 @@ class GradientRead {
                           summary_loop(dense.scalar_type(), best_isa())});
   }
 
-  /// Returns what `add` was given, times inv_scale. On CUDA `memory` makes one launch of those that
-  /// many tensors take.
+  /// Returns the summary of all added gradients, times inv_scale. On CUDA, `memory` allows a single
+  /// launch for many tensors.
   Verdict finish([[maybe_unused]] TableMemory* memory = nullptr) const {
     if (is_on_cpu_) return finish_on_cpu();
 #ifdef MEZZO_WITH_CUDA

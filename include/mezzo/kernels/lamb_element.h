@@ -29,7 +29,7 @@ struct LambNorms {
   }
 };
 
-/// What LAMB multiplies with in one step of one parameter.
+/// The coefficients of LAMB for one step of one parameter.
 struct LambCoefficients {
   double beta1;
   double beta2;
@@ -70,8 +70,8 @@ struct LambConstants {
 };
 
 /// LAMB (You et al., 2020, algorithm 2, in the form of Apex's FusedLAMB) on as many elements as
-/// there are lanes. Moments: exp_avg and exp_avg_sq. How far an element moves depends on all
-/// elements of its parameter, so what the other optimizers do at once are three steps here.
+/// there are lanes. Moments: exp_avg and exp_avg_sq. The update of an element depends on all
+/// elements of its parameter, so a step has three parts here.
 struct LambRule {
   using Constants = LambConstants;
   using Coefficients = LambCoefficients;

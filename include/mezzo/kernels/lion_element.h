@@ -10,7 +10,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What Lion multiplies with in one step of one parameter.
+/// The coefficients of Lion for one step of one parameter.
 struct LionCoefficients {
   double lr;
   double beta1;

@@ -1,7 +1,7 @@
 /// \file
-/// Mixed precision in one call, as Apex's `amp.initialize` and `amp.scale_loss`: models are cast or
-/// run under autocast, optimizers get float32 master weights, and losses a scale each, all as an
-/// optimization level says. Includes libtorch's modules, which take twelve seconds to compile.
+/// Apex's `amp.initialize` and `amp.scale_loss`. Depending on the optimization level, models are
+/// cast or run under autocast, optimizers get float32 master weights, and each loss gets a scale.
+/// Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
@@ -32,33 +32,34 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What `initialize` takes beside models, optimizers and a level.
+/// Further options of `initialize`.
 struct InitializeOptions {
-  /// How many losses have a scale of their own: loss_id 0 to num_losses - 1. Losses that share a
-  /// scale share a loss_id.
+  /// The number of loss scales, with loss_id 0 to num_losses - 1. Losses that share a scale share a
+  /// loss_id.
   int64_t num_losses = 1;
-  /// False: nothing is cast, scaled or printed, and every call passes through.
+  /// If false, nothing is cast, scaled or printed.
   bool enabled = true;
   /// 1 prints the level to std::cout and a line for each skipped step to std::cerr; 0 does neither.
   int verbosity = 1;
-  /// Edits to the op lists, for O1; what Apex's `register_half_function` and its like are.
+  /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
   PolicyRef policy = {};
-  /// Where regions of O1 keep cast weights; see weight_cache.h.
+  /// The cache for cast weights in regions of O1; see weight_cache.h.
   WeightCacheRef weight_cache = {};
 };
 
 struct ScaleLossOptions {
   int64_t loss_id = 0;  ///< which scale
-  /// Leaves the gradients scaled: for all micro-batches of an accumulation but the last, which are
-  /// then unscaled together; or for good, where `step(optimizer, {.max_norm = 1.0})` is next, which
+  /// Whether the gradients stay scaled. Use it for all micro-batches of an accumulation except the
+  /// last, which are then unscaled together; or before `step(optimizer, {.max_norm = 1.0})`, which
   /// unscales, checks and clips in one pass.
   ///
-  /// Such gradients are checked where they are unscaled: in a step, each optimizer's by itself, so
-  /// that of several only those that show an inf or NaN skip, as in torch.amp.
+  /// Scaled gradients are checked when they are unscaled. If that happens in `step`, each optimizer
+  /// is checked by itself, and only optimizers with an inf or NaN skip, as in torch.amp.
   bool delay_unscale = false;
 };
 
-/// What `mezzo::initialize` returns: the loop's way to models, losses and steps. Movable.
+/// The result of `mezzo::initialize`, through which the loop calls models, backward and steps.
+/// Movable.
 ///
 /// \code
 ///   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
@@ -71,56 +72,58 @@ struct ScaleLossOptions {
 ///   }
 /// \endcode
 ///
-/// libtorch's modules have no hooks and nothing is patched: a bare `model->forward` is neither cast
-/// nor under autocast, and a bare `optimizer.step()` knows no scale and no masters.
+/// Nothing is patched, since libtorch's modules have no hooks. A direct `model->forward` is neither
+/// cast nor under autocast, and a direct `optimizer.step()` ignores scale and masters.
 ///
-/// Optimizers are named by the objects that were given to `initialize`, which must outlive this one
-/// and stay where they are. Param groups that are added to them later join in.
+/// Calls refer to an optimizer by the object that was given to `initialize`. That object must
+/// outlive this one and stay at its address. Param groups may be added to it later.
 ///
-/// There is no `update`: a loss's scale moves by itself when the last optimizer that it was scaled
-/// for has stepped; or, where one of those is not stepped every time, when a loss is scaled again
-/// for one that has. One thread at a time, but calls of models may come from several.
+/// There is no `update`. A loss's scale moves when all optimizers that the loss was scaled for have
+/// stepped; if one of them does not step every time, the scale moves when the loss is scaled again
+/// for one that has stepped. One thread at a time, except that several threads may call models.
 class Amp {
  public:
-  /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}, where each also has
-  /// all that `GradScaler::state_dict` has.
+  /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}. Each entry also has
+  /// all keys of `GradScaler::state_dict`.
   using StateDict = std::map<std::string, GradScaler::StateDict>;
 
   Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
-  /// `model->forward(args...)`, with its own signature and default arguments, where `model` is one
-  /// of those given, or a module inside one. At O0, O2 and O3 floating tensors in `args` come in as
-  /// `level().cast_model_type()`, and go out as `cast_model_outputs()`, in nested containers and
-  /// structs with `tensors()` too (see Precision); at O1 the call runs under autocast on the
-  /// model's devices. Other arguments and results pass as they are, but for a struct of tensors
-  /// without `tensors()`, which does not compile. A torch::jit::Module takes its arguments one by
-  /// one, or one vector of IValues, and gives an IValue: `amp(script, ids, mask).toTensor()`.
-  /// \throws c10::Error for another model
+  /// Calls `model->forward(args...)`, with its own signature and default arguments. `model` is a
+  /// model that was given to `initialize`, or a module inside one.
+  ///
+  /// At O0, O2 and O3, floating tensors in `args` are cast to `level().cast_model_type()`, and
+  /// those in the result to `cast_model_outputs()`, in nested containers and structs with
+  /// `tensors()` too (see Precision). At O1 the call runs under autocast on the model's devices.
+  /// Other arguments and results pass unchanged. A struct of tensors without `tensors()` does not
+  /// compile. A torch::jit::Module takes its arguments one by one, or as one vector of IValues, and
+  /// returns an IValue: `amp(script, ids, mask).toTensor()`.
+  /// \throws c10::Error for any other model
   template <class Model, class... Args>
   decltype(auto) operator()(Model&& model, Args&&... args) const;
 
   /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
-  /// (one, or several in braces), which are then right to be clipped: `master_params`. No host
+  /// (one, or several in braces). The gradients can then be clipped: see `master_params`. No host
   /// sync.
   ///
-  /// Called several times before a step, it adds up: true gradients are set aside for the time of
-  /// the call. Gradients from before the first call count as scaled: clear them. A loss that
-  /// overflows leaves an inf or NaN in the gradients of each of `optimizers`, which skips their
-  /// next step, and lowers its own scale only.
+  /// Several calls before a step add their gradients up; each call sets the true gradients aside
+  /// while it runs. Gradients from before the first call are taken for scaled ones: clear them. A
+  /// loss that overflows leaves an inf or NaN in the gradients of all `optimizers`, so that they
+  /// skip their next step. It lowers its own scale only.
   ///
-  /// If backward throws, so does this. Gradients that were unscaled before the call are then what
-  /// they were, and the next call adds to them; others are as backward left them, to be cleared by
-  /// `zero_grad(optimizer)` before going on.
+  /// Rethrows what backward throws. Gradients that were unscaled before the call are then restored,
+  /// and the next call adds to them. Other gradients are as backward left them: clear them with
+  /// `zero_grad(optimizer)` before you continue.
   /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
   ///   given to `initialize`, a parameter that two optimizers hold, or within the backward pass of
   ///   another call
   void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                   const ScaleLossOptions& options = {});
 
-  /// The same with a backward pass of your own, called once with the scaled loss: the body of
-  /// Apex's `with amp.scale_loss(loss, optimizer) as scaled`. What the gradients need once they are
-  /// unscaled comes after the call.
+  /// Runs a backward pass of your own, which is called once with the scaled loss: the body of
+  /// Apex's `with amp.scale_loss(loss, optimizer) as scaled`. Work on unscaled gradients after the
+  /// call, not in `backward`.
   ///
   ///     amp.scale_loss(loss, {first, second}, {.loss_id = 1},
   ///                    [&](const torch::Tensor& scaled) { scaled.backward({}, true); });
@@ -132,46 +135,48 @@ class Amp {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
   }
 
-  /// Steps, or skips if a loss overflowed or a gradient is inf or NaN by now; see
-  /// `GradScaler::step(optimizer, options)`. Gradients that are still scaled are unscaled. Where
-  /// the optimizer's own step throws, so does this; it may be called again, or the batch be given
-  /// up with `zero_grad`.
+  /// Steps, or skips the step if a loss overflowed or a gradient is inf or NaN; see
+  /// `GradScaler::step(optimizer, options)`. Unscales gradients that are still scaled. Rethrows
+  /// what the optimizer's own step throws; then call this again, or give the batch up with
+  /// `zero_grad`.
   /// \throws c10::Error unless a loss was scaled for the optimizer since its last step
   StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options = {});
 
-  /// Forgets what was scaled for `optimizer` since its last step, and clears its gradients: for a
-  /// batch that is given up. `optimizer.zero_grad()` or the model's clear it as well.
+  /// Gives a batch up: forgets the losses that were scaled for `optimizer` since its last step, and
+  /// clears its gradients. `optimizer.zero_grad()` and the model's do the same.
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none = true);
 
-  /// What to clip or look at after `scale_loss`: for each parameter of `optimizer` in order its
-  /// float32 master, where it has one, or the parameter. See mezzo::master_params.
+  /// Returns the tensors to clip or inspect after `scale_loss`: for each parameter of `optimizer`,
+  /// in order, its float32 master if it has one, otherwise the parameter. See mezzo::master_params.
   std::vector<at::Tensor> master_params(torch::optim::Optimizer& optimizer);
 
-  /// What steps an optimizer: a MasterWeights around it, where `step` needs float32 masters that it
-  /// has not by itself; or the optimizer. Save and load this one:
-  /// `torch::save(amp.optimizer(sgd), path)`.
+  /// Returns the object that steps an optimizer: a MasterWeights around it if the level needs
+  /// float32 masters that the optimizer does not keep itself, otherwise the optimizer. Save and
+  /// load this object: `torch::save(amp.optimizer(sgd), path)`.
   AnyOptimizer& optimizer(torch::optim::Optimizer& given);
 
   const OptLevel& level() const noexcept { return level_; }
   bool is_enabled() const noexcept { return enabled_; }
   int64_t num_losses() const noexcept { return static_cast<int64_t>(passes_.losses()); }
 
-  /// The scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
-  /// `on_skip(callback)`. Its other calls are Amp's to make. \throws c10::Error out of range
+  /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
+  /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
+  /// out of range
   GradScaler& scaler(int64_t loss_id = 0);
 
-  /// The scalers' state: with the models' and `optimizer(...)`'s all that a training run resumes
-  /// from. Call it between a step and the next `scale_loss`. Waits for the device.
+  /// Returns the state of the scalers. A run resumes from it together with the states of the models
+  /// and of `optimizer(...)`. Call it between a step and the next `scale_loss`. Waits for the
+  /// device.
   /// \throws c10::Error while gradients are scaled or a step is outstanding
   StateDict state_dict() const;
 
-  /// Takes what `state_dict` or Apex's gave, all or nothing; what is missing beside loss_scale and
-  /// unskipped is left as it is. \throws c10::Error for other entries than loss_scaler0 to
-  ///   num_losses - 1, and for values that GradScaler refuses
+  /// Loads a state by `state_dict` or by Apex, all or nothing. Keys other than loss_scale and
+  /// unskipped may be missing; their values then stay. \throws c10::Error unless the entries are
+  ///   loss_scaler0 to num_losses - 1, and for values that GradScaler refuses
   void load_state_dict(const StateDict& state);
 
  private:
-  /// An optimizer that was given, and what steps it.
+  /// An optimizer that was given, and the object that steps it.
   struct Given {
     Given(torch::optim::Optimizer& given, bool wants_masters);
     torch::optim::Optimizer* optimizer;
@@ -180,10 +185,10 @@ class Amp {
     bool keeps_own_masters;
   };
 
-  /// Autocast on the devices of a model, or none.
+  /// The autocast regions on a model's devices.
   using ForwardRegions = std::array<std::optional<detail::Region>, detail::kPolicyDevices.size()>;
 
-  /// The module of that identity; `regions` are then those that its model runs under.
+  /// Returns the module of this identity, and enters the `regions` that its model runs under.
   torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
                                     ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
@@ -206,42 +211,42 @@ class Amp {
   bool is_in_backward_ = false;
 };
 
-/// Makes models and optimizers ready for training at `level`, prints what that is in Apex's words,
-/// and returns what the loop calls.
+/// Prepares models and optimizers for training at `level`, prints the level in Apex's words, and
+/// returns the Amp that the loop calls.
 ///
 ///     auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2({.loss_scale = 128.0}));
 ///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
 ///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
 ///
 /// A model is a module holder, a shared_ptr to a module, a torch::jit::Module, or a module itself
-/// (`Net model;`), which must outlive what is returned and stay where it is. Several stand in
-/// braces or a range, as do optimizers (any of torch::optim and mezzo::optim; a range holds
-/// pointers).
+/// (`Net model;`), which must outlive the returned Amp and stay at its address. Pass several models
+/// in braces or as a range, and likewise optimizers (any of torch::optim and mezzo::optim; a range
+/// holds pointers).
 ///
-/// At O2 and O3 floating parameters and buffers become `cast_model_type`, in place, so that
-/// optimizers still hold them; with keep_batchnorm_fp32 batch norms (BatchNorm1d to 3d and what
-/// derives from them; in TorchScript what aten::batch_norm reads) stay whole, running statistics
-/// too, and take low-precision input as they are. Integer buffers are left alone. At O2 parameters
-/// then have float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups that
-/// store weights `plain`), any other is stepped through a MasterWeights. Give models in float32, on
-/// their device, and optimizers before their first step; load what they resume from afterwards.
-/// \throws c10::Error, before anything is changed, for a model not in float32 or on no CPU or CUDA
-///   device, a model or optimizer given twice, an optimizer that holds no parameter of the models,
-///   one that has stepped already where the model is to be cast, num_losses below 1, and a policy
-///   or weight cache with a level that has no op lists
+/// At O2 and O3 floating parameters and buffers are cast to `cast_model_type` in place, so
+/// optimizers still hold them. With keep_batchnorm_fp32, batch norms (BatchNorm1d to 3d and derived
+/// classes; in TorchScript the tensors that aten::batch_norm reads) stay float32, running
+/// statistics too, and accept low-precision input. Integer buffers are not cast. At O2 parameters
+/// get float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups that store
+/// weights `plain`), and any other optimizer is stepped through a MasterWeights. Pass models in
+/// float32, on their device, and optimizers before their first step; load a checkpoint afterwards.
+/// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
+///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
+///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,
+///   and a policy or weight cache with a level without op lists
 inline Amp initialize(ModelList models, const OptimizerList& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {
   return {std::move(models), optimizers, level, options};
 }
 
-/// Models alone, for evaluation.
+/// Prepares models without optimizers, for evaluation.
 inline Amp initialize(ModelList models, const OptLevel& level,
                       const InitializeOptions& options = {}) {
   return {std::move(models), {}, level, options};
 }
 
-/// What is neither models nor optimizers is told so by the compiler.
+/// Rejects other argument types with a readable compiler error.
 template <class Models, class Optimizers>
 requires(!std::convertible_to<Models, ModelList> ||
          !(std::convertible_to<Optimizers, OptimizerList> ||
@@ -258,7 +263,8 @@ requires(!std::convertible_to<Models, ModelList> ||
   std::terminate();  // for the compiler; nothing of this is ever compiled
 }
 
-/// `torch::save(amp, path)` and `torch::load(amp, path)`: `state_dict` in an archive.
+/// Saves `state_dict` to an archive, and loads it: `torch::save(amp, path)`,
+/// `torch::load(amp, path)`.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Amp& amp) {

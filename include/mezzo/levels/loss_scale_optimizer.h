@@ -1,7 +1,7 @@
 /// \file
-/// LossScaleOptimizer, Keras's way in: an optimizer that scales its loss, and unscales, checks,
-/// steps and moves the scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` made
-/// one too.
+/// LossScaleOptimizer, as in Keras: an optimizer that scales its loss, and unscales, checks, steps
+/// and moves the scale in one call. TensorFlow's `enable_mixed_precision_graph_rewrite` also
+/// returned one.
 #pragma once
 
 #include <mezzo/base/loss_scale.h>
@@ -35,18 +35,18 @@ inline constexpr LossScaleOptions kKerasLossScale{.init_scale = 32768.0};
 ///     }
 ///
 /// `inner` is any optimizer of torch::optim or mezzo::optim, or a MasterWeights for a model of half
-/// weights; it must outlive this object, and its param groups, rates and state are its own.
-/// Movable. One thread at a time. GradScaler says what waits for a device.
+/// weights. It must outlive this object, and keeps its own param groups, rates and state. Movable.
+/// One thread at a time. GradScaler documents which calls wait for a device.
 class LossScaleOptimizer {
  public:
   /// \param options  Keras's initial_scale is `init_scale`, its dynamic_growth_steps
-  ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`. Members that braces leave
-  ///   out have torch's values: an `init_scale` of 2^16, where kKerasLossScale has 2^15
+  ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`. Members omitted in braces
+  ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
   /// \throws c10::Error if an option is out of range
   explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptions& options = kKerasLossScale)
       : inner_(inner), options_(options), scaler_(options) {}
-  /// Refuses a number alone, which does not say what it is: write `{.init_scale = 128}` or, for a
-  /// constant scale, `LossScale::fixed(128)`.
+  /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
+  /// scale, `LossScale::fixed(128)`.
   LossScaleOptimizer(AnyOptimizer, detail::BareNumber auto) = delete;
 
   /// Returns the loss, a tensor or a nest of tensors, times the scale: Keras's scale_loss. See
@@ -57,13 +57,13 @@ class LossScaleOptimizer {
     return scaler_.scale(outputs);
   }
 
-  /// Takes the scale off the gradients, to look at or clip them before `step`: TensorFlow's
+  /// Unscales the gradients, so that they can be inspected or clipped before `step`: TensorFlow's
   /// get_unscaled_gradients. Optional. See GradScaler::unscale_.
   void unscale_() { scaler_.unscale_(inner_); }
 
   /// Unscales, checks, steps unless a gradient is inf or NaN, and moves the scale: Keras's apply.
-  /// Throws what the inner optimizer's step throws; afterwards call `step` again, or `zero_grad` and
-  /// scale a loss anew.
+  /// Rethrows what the inner optimizer's step throws; then call `step` again, or call `zero_grad`
+  /// and scale a new loss.
   /// \throws c10::Error if no loss was scaled, or no parameter has a gradient
   StepResult step(const StepOptions& options = {}) {
     threw_ = true;
@@ -76,8 +76,8 @@ class LossScaleOptimizer {
 
   void zero_grad(bool set_to_none = true) { inner_.optimizer().zero_grad(set_to_none); }
 
-  /// Returns how many steps were applied; skipped steps do not count. With an optimizer of mezzo's
-  /// the device counts, and this waits for it.
+  /// Returns the number of applied steps, without skipped ones. With an optimizer of mezzo's the
+  /// device counts, and this call waits for it.
   int64_t iterations() const {
     return is_counted_by_inner() ? inner_.mezzos()->applied_steps() : iterations_;
   }
@@ -109,13 +109,13 @@ class LossScaleOptimizer {
   friend Archive& operator>>(Archive& archive, LossScaleOptimizer& optimizer);
 };
 
-/// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph:
-/// here the mezzo::Autocast around the forward pass takes its place.
+/// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
+/// here use mezzo::Autocast around the forward pass.
 inline LossScaleOptimizer enable_mixed_precision(
     AnyOptimizer optimizer, const LossScaleOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
-/// Refuses a number alone: TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)`.
+/// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)`.
 void enable_mixed_precision(AnyOptimizer, detail::BareNumber auto) = delete;
 
 /// Writes the inner optimizer's state, the scaler's and the count of iterations:
@@ -134,7 +134,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 }
 
 /// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
-/// \throws c10::Error for the file of something else
+/// \throws c10::Error for the file of another kind of object
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, LossScaleOptimizer& optimizer) {

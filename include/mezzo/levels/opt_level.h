@@ -1,7 +1,7 @@
 /// \file
-/// Apex's optimization levels O0 to O3 as values: which dtype the model is cast to, whether ops are
-/// cast one by one, what stays float32, and how the loss is scaled. A level changes nothing by
-/// itself.
+/// Apex's optimization levels O0 to O3 as values. A level holds the dtype that the model is cast
+/// to, whether ops are cast one by one, what stays float32, and the loss scale. It changes nothing
+/// by itself.
 #pragma once
 
 #include <mezzo/base/loss_scale.h>
@@ -18,17 +18,18 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A loss scale as people write it: 128.0, "128.0", "dynamic", or a LossScale.
+/// A loss scale, given as 128.0, "128.0", "dynamic" or a LossScale.
 class LossScaleChoice {
  public:
   LossScaleChoice(const LossScale& rule) : rule_(rule) {}
 
-  /// A constant scale.
+  /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
   LossScaleChoice(double scale);
 
-  /// A number, or "dynamic": Apex's rule, from 2^16 doubled every 2000 clean steps up to 2^24 and
-  /// halved by an overflow. For other bounds give `LossScale::dynamic({...})`.
+  /// Parses a number, or "dynamic": Apex's rule, which starts at 2^16, doubles after 2000 clean
+  /// steps up to 2^24, and halves after an overflow. For other bounds use
+  /// `LossScale::dynamic({...})`.
   /// \throws c10::Error for any other text
   LossScaleChoice(const char* text);
   LossScaleChoice(const std::string& text);
@@ -39,19 +40,19 @@ class LossScaleChoice {
   LossScale rule_;
 };
 
-/// What to change of a level, by Apex's names; what is left out is the level's own.
+/// Overrides of a level's properties, by Apex's names. Unset members keep the level's value.
 struct OptLevelOverrides {
-  /// float32, half or bfloat16: what the weights and inputs of the model are cast to.
+  /// The dtype that the model's weights and inputs are cast to: float32, half or bfloat16.
   std::optional<at::ScalarType> cast_model_type = std::nullopt;
-  /// Whether ops are cast one by one, by the op lists (nothing is patched: it is autocast).
+  /// Whether ops are cast one by one, by the op lists. Nothing is patched; autocast does it.
   std::optional<bool> patch_torch_functions = std::nullopt;
   /// Whether batch norms stay float32 in a model that is cast.
   std::optional<bool> keep_batchnorm_fp32 = std::nullopt;
   /// Whether the optimizer keeps float32 copies of low-precision weights.
   std::optional<bool> master_weights = std::nullopt;
-  /// 128.0, "dynamic" or a LossScale; any, at any level.
+  /// The loss scale: 128.0, "dynamic" or a LossScale. Allowed at every level.
   std::optional<LossScaleChoice> loss_scale = std::nullopt;
-  /// What the model's outputs are cast to; otherwise float32 where the model is cast.
+  /// The dtype that the model's outputs are cast to. Unset: float32 if the model is cast.
   std::optional<at::ScalarType> cast_model_outputs = std::nullopt;
 };
 
@@ -69,19 +70,19 @@ struct OptLevelOverrides {
 /// | master_weights        | no      |         | yes     | no   |
 /// | loss_scale            | 1       | dynamic | dynamic | 1    |
 ///
-/// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1: bfloat16 has float32's
-/// range. TF32 is O0 for float32 products through TF32, which is a setting of the process: hold a
-/// MatmulPrecisionGuard of `matmul_precision()` around the training, or `initialize` warns.
+/// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1, since bfloat16 has
+/// float32's range. TF32 is O0 with float32 products in TF32, a setting of the process: hold a
+/// MatmulPrecisionGuard of `matmul_precision()` around the training; otherwise `initialize` warns.
 ///
-/// Every way to make a level looks at the whole set of overrides at once, so their order never
-/// matters, and throws c10::Error for a contradiction, naming both sides and what to do:
-/// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights: it leaves
-///   weights in float32 and its op lists run batch norms in float32. As in Apex.
+/// All overrides of a level are checked together, so their order does not matter. A contradiction
+/// throws c10::Error, which names both sides and what to do:
+/// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights. O1 leaves
+///   weights in float32, and its op lists run batch norms in float32. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
 /// - O0 or TF32 with a low-precision cast_model_type, a bf16 level with half, and master_weights
-///   for a model in float32. Apex takes these silently.
-/// A dynamic loss scale for a model without half is no contradiction, here as in Apex: the scale is
-/// a power of two and changes nothing but the range, and an inf still skips a step.
+///   for a model in float32. Apex accepts these silently.
+/// A dynamic loss scale for a model without half is accepted, as in Apex: the scale is a power of
+/// two and changes no digit, and an inf still skips a step.
 class OptLevel {
  public:
   static OptLevel O0(const OptLevelOverrides& set = {}) { return parse("O0", set); }
@@ -93,38 +94,39 @@ class OptLevel {
   static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
   static OptLevel TF32(const OptLevelOverrides& set = {}) { return parse("TF32", set); }
 
-  /// The level of that name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
-  /// \throws c10::Error for any other, in Apex's words
+  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
+  /// \throws c10::Error for any other name, in Apex's words
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
 
-  /// The same level with these overrides in place of, or beside, those that it has. What belongs
-  /// together goes into one call, for the result is looked at as a whole.
+  /// Returns this level with further overrides, which replace present ones of the same name. Pass
+  /// overrides that depend on each other in one call, since the result is checked as a whole.
   [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
 
   std::string_view name() const noexcept;
 
-  /// What weights and inputs of the model are cast to; none where it is left as it is.
+  /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
   std::optional<at::ScalarType> cast_model_type() const noexcept;
-  /// What the model's outputs are cast to; none where they come as the ops make them.
+  /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
   std::optional<at::ScalarType> cast_model_outputs() const noexcept;
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute()`.
   bool uses_op_lists() const noexcept;
   bool keep_batchnorm_fp32() const noexcept;
   bool master_weights() const noexcept;
-  /// LossScale::none() for 1.
+  /// Returns the loss scale; LossScale::none() for 1.
   const LossScale& loss_scale() const noexcept { return loss_scale_; }
 
-  /// The level in short. Its params are what the optimizer keeps, so float32 with master weights;
-  /// its output is as its compute where outputs are not cast.
+  /// Returns the dtypes of the level. `param` is the dtype of the weights in the optimizer: float32
+  /// with master weights. `output` equals `compute` if outputs are not cast.
   Precision precision() const;
 
-  /// For a MatmulPrecisionGuard around the training; changes nothing but at the level TF32.
+  /// Returns options for a MatmulPrecisionGuard around the training; empty except at level TF32.
   MatmulPrecisionOptions matmul_precision() const;
 
-  /// What Apex prints, from "Selected optimization level O1:" on to the options after overrides.
+  /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
+  /// overrides.
   std::string describe() const;
 
-  /// The overrides that it was made with.
+  /// Returns the overrides that the level was made with.
   const OptLevelOverrides& overrides() const noexcept { return overrides_; }
 
  private:
@@ -142,7 +144,7 @@ class OptLevel {
   LossScale loss_scale_;
 };
 
-/// `describe()`.
+/// Writes `describe()`.
 inline std::ostream& operator<<(std::ostream& stream, const OptLevel& level);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

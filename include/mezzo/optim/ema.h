@@ -1,6 +1,6 @@
 /// \file
-/// An exponential moving average of weights, kept beside any optimizer, and put into a model for
-/// evaluation.
+/// Exponential moving averages of weights, with any optimizer, and a guard that evaluates a model
+/// with them.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -27,26 +27,26 @@ class OutputArchive;
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 struct EmaOptions {
-  /// How much of the average an update keeps: at least 0 and less than 1.
+  /// The fraction of the average that an update keeps; at least 0 and less than 1.
   double decay = 0.999;
-  /// Returns what is averaged in place of the parameters, in their order, where an optimizer keeps
-  /// masters in float; undefined, or the parameter itself, where there is no master. Called at
-  /// construction and at each update, for loading a file replaces masters:
+  /// Returns float masters, which are averaged in place of the parameters: one tensor for each
+  /// parameter, in order; undefined, or the parameter itself, for a parameter without master.
+  /// Called at construction and at each update, since loading a file replaces masters:
   ///
   ///     mezzo::Ema ema(model->parameters(),
   ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
   std::function<std::vector<at::Tensor>()> masters = nullptr;
-  /// Of an Ema of a model: averages its buffers of a floating dtype too, as torch's
-  /// AveragedModel(use_buffers=True) does. Otherwise they stay as training leaves them.
+  /// Whether an Ema of a model averages its floating buffers too, as torch's
+  /// AveragedModel(use_buffers=True) does. Otherwise buffers keep their training values.
   bool buffers = false;
 };
 
-/// Keeps an exponential moving average of each parameter, beside any optimizer.
+/// Keeps an exponential moving average of each parameter. Works with any optimizer.
 ///
 /// \code
 ///   mezzo::Ema ema(model->parameters(), {.decay = 0.999});
 ///   ...
-///   ema.update(scaler.step(optimizer));  // a skipped step moves no average
+///   ema.update(scaler.step(optimizer));  // does nothing if the step was skipped
 ///   ...
 ///   {
 ///     mezzo::EmaScope averaged(ema);
@@ -54,24 +54,24 @@ struct EmaOptions {
 ///   }
 /// \endcode
 ///
-/// Averages are float (double for double), lie on the parameters' device, and begin as the weights
-/// at construction. An update moves all of them, those of frozen parameters too: Ema is torch's
-/// AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after an update_parameters(model)
-/// at construction. Memory: 4 bytes an element (8 of double).
+/// Averages are float (double for double), on the parameters' device, and start as the weights at
+/// construction. An update changes all averages, those of frozen parameters too. Ema computes
+/// torch's AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after one
+/// update_parameters(model) at construction. Memory: 4 bytes per element (8 for double).
 ///
-/// Made from the model (`mezzo::Ema ema(*model)`), it knows the buffers as well: averages those of
-/// a floating dtype if the options say so, and writes a whole model with `copy_to`.
+/// An Ema of a model (`mezzo::Ema ema(*model)`) also knows the buffers: it averages the floating
+/// ones if `buffers` is true, and `copy_to` writes a whole model.
 ///
-/// Holds the parameters, as an optimizer does: they may be written and given other memory. For
-/// parameters that join later make another Ema. Moved, and not copied,
-/// for a copy would share the averages. One thread at a time.
+/// Holds the parameters, as an optimizer does: they may be written and given other memory.
+/// Parameters that are added later need another Ema. Movable, not copyable. One thread at a time.
 class Ema {
  public:
-  /// \throws c10::Error unless decay is in [0, 1), parameters are dense and of floating point, and
-  ///   masters, where given, are as many, and of the same shapes
+  /// \throws c10::Error unless decay is in [0, 1), the parameters are dense and floating, and
+  ///   masters, if given, have the same number and shapes
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
-  /// An Ema of the parameters of `model`, and of its buffers if `options.buffers`. The masters of
-  /// the options, where given, are those of the parameters. \throws c10::Error as above
+  /// Makes an Ema of the parameters of `model`, and of its floating buffers if `options.buffers`.
+  /// `options.masters`, if given, returns masters of the parameters only. \throws c10::Error as
+  /// above
   explicit Ema(const torch::nn::Module& model, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
@@ -80,27 +80,26 @@ class Ema {
   ~Ema() = default;
 
   /// Computes averages = decay * averages + (1 - decay) * weights. Does not wait for a device.
-  /// \throws c10::Error, and changes nothing, where a shape has changed, or where an EmaScope is
-  ///   alive: the parameters then hold averages
+  /// \throws c10::Error, and changes nothing, if a shape has changed or an EmaScope is alive (the
+  ///   parameters then hold averages)
   void update();
 
-  /// Updates if the step ran, and leaves all bits as they are if it was skipped. Does not wait for
-  /// the device: where the device decided on the step, it also decides here, and in each replay of
-  /// a captured CUDA graph (update once before the capture). \throws c10::Error as `update()`
+  /// Updates if the step ran; changes nothing if it was skipped. Does not wait for the device: if
+  /// the device decided on the step, it also decides here, and in each replay of a captured CUDA
+  /// graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
-  /// Writes the averages to a model that is built as the averaged one is: its parameters, and its
-  /// buffers, of which those that are not averaged are copied from the training model. For an
-  /// evaluation model beside training, or a file: `ema.copy_to(*copy); torch::save(copy, path);`.
-  /// \throws c10::Error, and changes nothing, where its parameters or buffers are not as many or
-  ///   have other shapes, and where this Ema was made from parameters and the model has buffers
+  /// Writes the averages to another model of the same structure. Buffers that are not averaged are
+  /// copied from the training model. For a separate evaluation model, or a file:
+  /// `ema.copy_to(*copy); torch::save(copy, path);`.
+  /// \throws c10::Error, and changes nothing, if the number or shapes of its parameters or buffers
+  ///   differ, or if this Ema was made from parameters and the model has buffers
   void copy_to(const torch::nn::Module& model) const;
 
-  /// Returns how many updates there were. Waits for the device if that decides on steps.
+  /// Returns the number of updates. Waits for the device if the device decides on steps.
   std::int64_t updates() const;
   double decay() const noexcept { return options_.decay; }
-  /// Returns what is averaged: the parameters and, with `buffers`, the floating buffers behind
-  /// them.
+  /// Returns the averaged tensors: the parameters, followed by the floating buffers if `buffers`.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   /// Returns the averages, in the order of the parameters.
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
@@ -128,25 +127,24 @@ class Ema {
   friend Archive& operator>>(Archive& archive, Ema& ema);
 };
 
-/// Puts averaged weights into the model for as long as it lives.
+/// Replaces the weights of the parameters by their averages for a scope.
 ///
-/// The parameters are given other memory, which holds the averages rounded to their dtypes; at the
-/// end they get back their own, untouched. Training goes on bitwise identical, with masters whole
-/// and split; the price is the memory of one copy of the weights. Copies of a model that are made
-/// meanwhile, and files of it, have the averaged weights: that is how to export them.
+/// The constructor gives the parameters other memory, which holds the averages rounded to their
+/// dtypes. The destructor gives them back their own memory, untouched, so training continues
+/// bitwise identically, also with whole or split masters. The price is memory for one copy of the
+/// weights. Copies and files of the model that are made within the scope have the averaged weights.
 ///
-/// Meanwhile evaluate, and do not train: what is written to the parameters is gone at the end, and
-/// a step of an optimizer would make its masters follow the averages. CheckpointManager
-/// (mezzo/checkpoint/checkpoint.h) refuses to save or load such parameters, and Ema to update from
-/// them. Buffers stay as training left them: for batch norm's statistics of the averaged weights
-/// run some batches through the model in training mode, and restore the buffers afterwards. Views
-/// of parameters that were made before, and captured CUDA graphs, keep to the training weights.
-/// Begin and end it outside of autocast regions, whose cache would not notice. Guards nest, and end
-/// in reverse order, exceptions included. One thread: no other may use the parameters when it
-/// begins or ends.
+/// Evaluate within the scope; do not train. Writes to the parameters are lost at its end, and an
+/// optimizer's step would copy the averages into its masters. CheckpointManager
+/// (mezzo/checkpoint/checkpoint.h) refuses to save or load such parameters, and Ema refuses to
+/// update. Buffers keep their training values: to get batch-norm statistics for the averaged
+/// weights, run some batches in training mode, and restore the buffers afterwards. Older views of
+/// the parameters and captured CUDA graphs keep using the training weights. Begin and end the scope
+/// outside of autocast regions, whose cache would not notice the change. Guards nest, and end in
+/// reverse order. No other thread may use the parameters while the guard begins or ends.
 class [[nodiscard]] EmaScope {
  public:
-  /// \throws c10::Error, and changes nothing, where a parameter's shape is not its average's
+  /// \throws c10::Error, and changes nothing, if the shapes of a parameter and its average differ
   explicit EmaScope(const Ema& ema);
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;
@@ -160,9 +158,9 @@ class [[nodiscard]] EmaScope {
   std::vector<detail::LentParameter> lent_;
 };
 
-/// `torch::save(ema, path)` and `torch::load(ema, path)`: averages and their number of updates, not
-/// the decay (include <torch/serialize.h>). \throws c10::Error, and changes nothing, where the
-/// parameters have other shapes
+/// Save and load the averages and the number of updates, not the decay: `torch::save(ema, path)`
+/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
+/// changes nothing, if the shapes differ
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Ema& ema);

@@ -19,22 +19,22 @@ uint64_t capture_on(c10::Device device);
 }
 #endif
 
-// Captures of work into CUDA graphs. What is put on a stream that is being captured does not run:
-// it is recorded, and runs each time the graph is replayed. The host's part runs once, then.
+// Captures of work into CUDA graphs. Work on a stream that is being captured is recorded, not run;
+// it runs at each replay of the graph. Host code runs only once, during the capture.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 #ifdef MEZZO_WITH_CUDA
 
 namespace cuda {
-/// Of mezzo/kernels/cuda/mezzo_cuda.cu, like what mezzo/kernels/cuda_launch.h declares.
+/// Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
 __attribute__((visibility("hidden"))) uint64_t capture_on(at::Device device);
 }  // namespace cuda
 
 #else
 
-/// The same from the driver, which libtorch has loaded where there is a tensor on CUDA: without
-/// mezzo::cuda nothing of CUDA is compiled or linked.
+/// Returns the id of the capture that `stream` is part of, or 0. Asks the driver, since nothing of
+/// CUDA is linked without mezzo::cuda; libtorch has loaded the driver if a CUDA tensor exists.
 inline uint64_t capture_by_driver(void* stream) {
   using Query = int (*)(void* stream, int* status, uint64_t* id);
   static const auto query = [] {
@@ -58,7 +58,7 @@ inline uint64_t capture_by_driver(void* stream) {
   return status == 0 ? 0 : id;
 }
 
-/// The CUstream behind `stream`. libtorch 2.10 tells it to nobody who does not link CUDA.
+/// The CUstream behind `stream`. libtorch 2.10 does not expose it without linking CUDA.
 template <class Stream>
 void* native_handle(const Stream& stream) {
   if constexpr (requires { stream.native_handle(); }) {
@@ -72,7 +72,7 @@ void* native_handle(const Stream& stream) {
 
 #endif
 
-/// The number of the capture that the device's current stream is part of; 0: of none.
+/// Returns the id of the capture that the device's current stream is part of, or 0.
 inline uint64_t capture_on(at::Device device) {
 #if defined(MEZZO_DEVICE_ON_HOST)
   return host_device::capture_on(device);
@@ -85,8 +85,9 @@ inline uint64_t capture_on(at::Device device) {
 #endif
 }
 
-/// Called where `what` is about to be made, to be kept from step to step: a replay would make it
-/// anew each time. \throws c10::Error if the device's current stream is being captured
+/// Called before `what`, which must survive from step to step, is created: a captured creation
+/// would be repeated by each replay. \throws c10::Error if the device's current stream is being
+/// captured
 inline void check_is_warm(at::Device device, const char* what) {
   TORCH_CHECK(capture_on(device) == 0, what,
               " would be made in the capture of a CUDA graph, and so begin anew at each replay; "

@@ -1,5 +1,5 @@
 /// \file
-/// The checksum of checkpoints and of TensorBoard's files.
+/// CRC-32C, the checksum of checkpoints and TensorBoard event files.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -12,7 +12,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// [k][byte] is the CRC of `byte` and k zero bytes behind it.
+/// [k][byte] is the CRC of `byte` followed by k zero bytes.
 inline constexpr auto kCrc32cTables = [] {
   std::array<std::array<std::uint32_t, 256>, 8> tables{};
   for (std::uint32_t byte = 0; byte < 256; ++byte) {
@@ -29,7 +29,8 @@ inline constexpr auto kCrc32cTables = [] {
   return tables;
 }();
 
-/// CRC-32C (Castagnoli) of bytes behind others that have the CRC `crc`, eight bytes at a time.
+/// Returns the CRC-32C (Castagnoli) of `data` appended to bytes whose CRC is `crc`. Reads eight
+/// bytes at a time.
 inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t crc = 0) {
   const auto* bytes = static_cast<const unsigned char*>(data);
   const auto& tables = kCrc32cTables;
@@ -43,7 +44,7 @@ inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t cr
   return ~crc;
 }
 
-/// In eight hexadecimal digits.
+/// Returns `crc` as eight hexadecimal digits.
 inline std::string crc_text(std::uint32_t crc) {
   std::string text;
   for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[(crc >> shift) & 15];

@@ -16,11 +16,11 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 enum class CudaDevices {
-  in_use,  ///< those that this process has begun to use
-  all,     ///< and the others too, which initialises CUDA, where there is one
+  in_use,  ///< the devices that this process has begun to use
+  all,     ///< all devices; initialises CUDA if there is one
 };
 
-/// Those that ops draw from unless they are given another: the CPU's, and CUDA devices'.
+/// The default generators of the CPU and of CUDA devices.
 inline std::vector<at::Generator> default_generators(CudaDevices which) {
   std::vector<at::Generator> generators{at::globalContext().defaultGenerator(at::kCPU)};
   if (!at::hasCUDA()) return generators;
@@ -34,8 +34,8 @@ inline std::vector<at::Generator> default_generators(CudaDevices which) {
   return generators;
 }
 
-/// Reading and setting needs no device work and no sync: a CUDA generator is a seed and an offset
-/// on the host.
+/// Returns the generator's state. No device work and no sync: a CUDA generator's state is a seed
+/// and an offset on the host.
 inline at::Tensor state_of(at::Generator generator) {
   const std::scoped_lock lock(generator.mutex());
   return generator.get_state();
@@ -46,7 +46,7 @@ inline void set_state(at::Generator generator, const at::Tensor& state) {
   generator.set_state(state);
 }
 
-/// The state of random generators, libtorch's default ones in use, as a value.
+/// The state of random generators as a value; by default, of libtorch's default ones in use.
 class RandomState {
  public:
   explicit RandomState(
@@ -60,7 +60,7 @@ class RandomState {
     for (const auto& [generator, state] : states_) set_state(generator, state);
   }
 
-  /// Installs a state and puts its generators back at the end of the scope.
+  /// Installs a state, and restores the generators at the end of the scope.
   class Scope;
 
  private:

@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-// Questions about floats asked of their bits. A caller may compile with -ffast-math, where the
-// compiler takes `x != x` and std::isfinite(x) for constants; integers g++ leaves alone. Clang
-// knows which bits come from a float, and takes these questions for constants too.
+// Tests of floats by their bits. Under -ffast-math a compiler folds `x != x` and std::isfinite(x)
+// to constants. g++ does not fold the integer tests; Clang does, as it tracks bits that come from a
+// float.
 #if defined(__clang__) && __FINITE_MATH_ONLY__
 #error "mezzo finds no inf under Clang's -ffast-math; add -fno-finite-math-only after it"
 #endif
@@ -40,11 +40,11 @@ inline bool nan_bits(double value) {
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
-/// Comparisons that NaN fails: `value >= low` alone is taken for !(value < low).
+/// Comparisons that are false for NaN. Under -ffast-math `value >= low` may become !(value < low).
 inline bool is_at_least(double value, double low) { return !nan_bits(value) && value >= low; }
 inline bool is_above(double value, double low) { return !nan_bits(value) && value > low; }
 
-/// The larger of two, and NaN if one of them is, whichever it is.
+/// Returns the larger of two numbers, or NaN if either is NaN.
 template <class Float>
 Float max_or_nan(Float a, Float b) {
   if (nan_bits(a)) return a;

@@ -1,13 +1,13 @@
 /// \file
-/// The tensors inside a value: in optionals, pairs, tuples, arrays, vectors, maps, nested as deep
-/// as you like, and in a struct that lists its own:
+/// Visits the tensors inside a value: in optionals, pairs, tuples, arrays, vectors and maps, nested
+/// to any depth, and in a struct that lists its tensors:
 ///
 ///     struct Output {
 ///       torch::Tensor logits, loss;
 ///       auto tensors() { return std::tie(logits, loss); }
 ///     };
 ///
-/// What a pointer points to does not count.
+/// Pointers are not followed.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -37,7 +37,7 @@ concept TupleLike = requires {
   std::tuple_size<T>::value;
 };
 
-/// A range whose elements are something else than the range itself, as a path's are not.
+/// A range whose elements have another type than the range itself (excludes std::filesystem::path).
 template <class T>
 concept Collection = std::ranges::input_range<T> &&
     !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
@@ -72,8 +72,7 @@ consteval bool carries_tensors() {
   }
 }
 
-/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in the order they stand
-/// in.
+/// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in order.
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
   using Value = std::remove_cv_t<T>;
@@ -96,8 +95,7 @@ void for_each_tensor(T& value, const Visit& visit) {
   }
 }
 
-/// A type that owns the tensors of a `T`: a `TensorList` or a span becomes a vector, everything
-/// else itself.
+/// The owning type for a `T`: a vector for a `TensorList` or a span, otherwise `T` itself.
 template <class T>
 struct Owning {
   using Type = T;
@@ -113,7 +111,7 @@ struct Owning<std::span<T, Size>> {
 template <class T>
 using OwningType = typename Owning<std::decay_t<T>>::Type;
 
-/// An owning copy of `value`, moved from where it is an rvalue.
+/// Returns an owning copy of `value`; an rvalue is moved from.
 template <class T>
 OwningType<T> owned(T&& value) {
   if constexpr (std::same_as<OwningType<T>, std::decay_t<T>>) {
@@ -123,8 +121,8 @@ OwningType<T> owned(T&& value) {
   }
 }
 
-/// `value` as it is, a reference, where its type cannot hold tensors; otherwise an owning copy,
-/// moved from where it is an rvalue, with `map(tensor)` in the place of each tensor.
+/// Returns an owning copy of `value` (an rvalue is moved from) with each tensor replaced by
+/// `map(tensor)`. If its type cannot hold tensors, returns `value` itself, as a reference.
 template <class T, class Map>
 decltype(auto) map_tensors(T&& value, const Map& map) {
   if constexpr (carries_tensors<T>()) {

@@ -1,6 +1,6 @@
 /// \file
-/// What this hardware can do: which low-precision instructions oneDNN, and so libtorch, may use on
-/// this CPU, and a GPU's compute capability.
+/// Capabilities of this hardware: the low-precision instructions that oneDNN, and thus libtorch,
+/// may use on this CPU, and a GPU's compute capability.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -38,7 +38,7 @@ struct CpuFeatures {
   bool fp16() const { return avx512_fp16 || amx_fp16; }
 };
 
-/// The registers that say so, as CPUID and XGETBV give them.
+/// The registers of CPUID and XGETBV that describe the CPU's features.
 struct CpuidRegisters {
   std::uint32_t leaf1_ecx = 0;
   std::uint32_t leaf7_ebx = 0;
@@ -64,8 +64,8 @@ inline CpuFeatures decode(const CpuidRegisters& cpu) {
           .amx_fp16 = tiles && bit(cpu.leaf7_1_eax, 21)};
 }
 
-/// How far up oneDNN's ladder of instruction sets a cap lets it climb. oneDNN ignores case, and a
-/// value that it does not know is no cap.
+/// The highest instruction set that a cap lets oneDNN use. oneDNN ignores case, and ignores a cap
+/// with an unknown value.
 enum class OnednnLevel { below_avx512, avx512, avx512_bf16, avx512_fp16, amx, all };
 
 inline OnednnLevel onednn_level(std::string_view cap) {
@@ -91,7 +91,7 @@ inline OnednnLevel onednn_level(std::string_view cap) {
   return rung == ladder.end() ? OnednnLevel::all : rung->second;
 }
 
-/// What is left of `cpu` under oneDNN's cap `name=value`.
+/// Returns the features of `cpu` that remain under oneDNN's cap `name=value`.
 inline CpuFeatures capped(const CpuFeatures& cpu, std::string_view name, std::string_view value) {
   const OnednnLevel level = onednn_level(value);
   CpuFeatures left = cpu;
@@ -140,8 +140,8 @@ inline CpuFeatures read_cpu_features() {
 inline CpuFeatures read_cpu_features() { return {}; }
 #endif
 
-/// This CPU, under the cap that oneDNN reads from the environment: the new name wins over the old
-/// one.
+/// Returns the features of this CPU under the cap that oneDNN reads from the environment. The
+/// variable's new name takes precedence over its old one.
 inline CpuFeatures cpu_features() {
   for (const char* name : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
     if (const char* value = std::getenv(name); value != nullptr && *value != '\0') {
@@ -156,10 +156,10 @@ struct ComputeCapability {
   int minor = 0;
 };
 
-/// The capability of the device that the driver, like libtorch, numbers `ordinal` (both follow
-/// CUDA_VISIBLE_DEVICES). Empty when there is no driver or no such device. The driver is asked
-/// directly, without CUDA's headers: libtorch's host-side interface counts devices but does not
-/// describe them. Its library is there wherever a GPU is.
+/// Returns the compute capability of device `ordinal`, as the driver and libtorch number devices
+/// (both follow CUDA_VISIBLE_DEVICES). Empty if there is no driver or no such device. Asks the
+/// driver's library directly, without CUDA's headers, since libtorch's host-side interface counts
+/// devices but does not describe them.
 inline std::optional<ComputeCapability> query_compute_capability(
     int ordinal, const char* driver_library = "libcuda.so.1") {
   // Never closed: a CUDA driver does not expect to be unloaded.

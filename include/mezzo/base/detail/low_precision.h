@@ -8,7 +8,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The dtypes of 16 bits: trained with masters in float, and added up in float.
+/// The 16-bit floating dtypes, which are trained with masters in float and accumulated in float.
 inline bool is_low_precision(at::ScalarType dtype) {
   return dtype == at::kHalf || dtype == at::kBFloat16;
 }
@@ -16,7 +16,7 @@ inline bool is_low_precision(const at::Tensor& tensor) {
   return is_low_precision(tensor.scalar_type());
 }
 
-/// What keeps a weight in full: float, or double for double.
+/// The dtype of a weight's master: double for double, otherwise float.
 inline at::ScalarType wide_dtype(const at::Tensor& weight) {
   return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }

@@ -1,7 +1,7 @@
 /// \file
-/// A private data member of libtorch's, where nothing public tells the same. Three are read so, and
-/// each reader says why: RecordFunction's inputs (op_listener.h), the number of tensors that share
-/// a version (weight_identity.h) and what an archive holds (archive_value.h).
+/// Reads private data members of libtorch that have no public accessor. There are three, and each
+/// use says why: RecordFunction's inputs (op_listener.h), the number of tensors that share a
+/// version (weight_identity.h) and the contents of an archive (archive_value.h).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -9,8 +9,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An explicit instantiation may name a private member, and defines the function that hands out the
-/// pointer to it:
+/// An explicit instantiation may name a private member. It defines the function that returns the
+/// pointer to the member:
 ///
 ///     struct SizeMember {
 ///       friend constexpr auto private_member(SizeMember);

@@ -11,7 +11,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a copy of a script's value with `map(tensor)` in the place of each defined tensor, in
+/// Returns a copy of a script's value with each defined tensor replaced by `map(tensor)`, in
 /// tuples, lists and dictionaries too.
 template <class Map>
 c10::IValue map_script_tensors(const c10::IValue& value, const Map& map) {

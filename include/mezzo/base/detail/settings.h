@@ -1,11 +1,11 @@
 /// \file
-/// libtorch's settings for matrix products, read and written to the last bit.
+/// Reads and writes libtorch's settings for matrix products exactly.
 ///
-/// There are two layers. The newer one is a table over (backend, op) whose entries may be NONE and
-/// then inherit: an op from its backend's ALL, that from GENERIC. Its getter tells only what comes
-/// of it. The older one is a value and a flag beside the table, whose setters write to the table as
-/// well and whose getters throw when it says something else. So reading takes writing: parents are
-/// set to NONE for as long as their children are looked at.
+/// libtorch has two layers of settings. The newer one is a table over (backend, op) whose entries
+/// may be NONE and then inherit: an op from its backend's ALL, and ALL from GENERIC. Its getter
+/// returns only the inherited result. The older one is a value and a flag beside the table; its
+/// setters write to the table as well, and its getters throw if the table disagrees. Reading an
+/// entry therefore requires writing: its parents are set to NONE before the entry is read.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -28,7 +28,7 @@ struct Float32Entry {
   at::Float32Op op;
 };
 
-/// All of the table, parents before children.
+/// All entries of the table, parents before children.
 inline constexpr std::array<Float32Entry, 9> kFloat32Entries = {
     {{at::Float32Backend::GENERIC, at::Float32Op::ALL},
      {at::Float32Backend::CUDA, at::Float32Op::ALL},
@@ -48,7 +48,7 @@ inline void write_float32_table(at::Context& context, const Float32Table& table)
   }
 }
 
-/// The entries as they stand; afterwards all of them are NONE.
+/// Returns the entries, and sets all of them to NONE.
 inline Float32Table take_float32_table(at::Context& context) {
   Float32Table table{};
   for (std::size_t i = 0; i < table.size(); ++i) {
@@ -75,7 +75,7 @@ inline void set_cudnn_table(at::Context& context, at::Float32Precision precision
   context.setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::RNN, precision);
 }
 
-/// The older layer's flag for cuDNN, from its getter, which answers only where the table agrees.
+/// Returns the older layer's flag for cuDNN. Its getter throws unless the table agrees with it.
 inline bool take_cudnn_flag(at::Context& context) {
   set_cudnn_table(context, at::Float32Precision::TF32);
   try {
@@ -91,7 +91,7 @@ class MatmulSettings {
   static MatmulSettings read(at::Context& context) {
     MatmulSettings settings;
     settings.table_ = take_float32_table(context);
-    settings.float32_ = context.float32MatmulPrecision();  // an empty table contradicts nothing
+    settings.float32_ = context.float32MatmulPrecision();  // does not throw: the table is empty
     settings.cudnn_ = take_cudnn_flag(context);
     settings.fp16_reduction_ = context.allowFP16ReductionCuBLAS();
     settings.bf16_reduction_ = context.allowBF16ReductionCuBLAS();
@@ -103,7 +103,7 @@ class MatmulSettings {
   void write(at::Context& context) const {
     context.setFloat32MatmulPrecision(matmul_precision_name(float32_));
     context.setAllowTF32CuDNN(cudnn_);
-    write_float32_table(context, table_);  // last, for both of the above wrote to it
+    write_float32_table(context, table_);  // last, since both setters above write to the table
     context.setAllowFP16ReductionCuBLAS(is_reduced(fp16_reduction_), splits(fp16_reduction_));
     context.setAllowBF16ReductionCuBLAS(is_reduced(bf16_reduction_), splits(bf16_reduction_));
     context.setAllowFP16AccumulationCuBLAS(fp16_accumulation_);
@@ -130,7 +130,7 @@ inline void set_float32_matmul(at::Context& context,
   if (!precision) return;
   context.setFloat32MatmulPrecision(matmul_precision_name(*precision));
   if (*precision != at::Float32MatmulPrecision::HIGHEST) return;
-  // Said outright, for an entry that some version leaves at NONE would inherit.
+  // Set explicitly: some versions leave these entries at NONE, and they would then inherit.
   for (const auto backend : {at::Float32Backend::CUDA, at::Float32Backend::MKLDNN}) {
     context.setFloat32Precision(backend, at::Float32Op::MATMUL, at::Float32Precision::IEEE);
   }
@@ -149,14 +149,14 @@ inline void set_cublas(at::Context& context, std::optional<bool> fp16_reduction,
   if (fp16_accumulation) context.setAllowFP16AccumulationCuBLAS(*fp16_accumulation);
 }
 
-/// Whose turn it is to change the settings: one thread's at a time.
+/// The thread that may change the settings; only one at a time.
 struct MatmulPrecisionOwner {
   std::mutex mutex{};
   std::thread::id thread{};
   int depth = 0;
 };
 
-/// One a process, as the settings are; so exported, and never destroyed.
+/// The process's owner. Exported and never destroyed, since the settings belong to the process.
 C10_EXPORT inline MatmulPrecisionOwner& matmul_precision_owner() {
   static MatmulPrecisionOwner& owner = *new MatmulPrecisionOwner;
   return owner;

@@ -1,5 +1,5 @@
 /// \file
-/// How messages name a tensor and a parameter: everywhere in the same way.
+/// The descriptions of tensors and parameters in all messages.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -14,7 +14,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// "float32 [64, 3, 7, 7] on cuda:0"; a layout other than dense stands before the dtype.
+/// Returns a text such as "float32 [64, 3, 7, 7] on cuda:0". A layout other than dense precedes the
+/// dtype.
 inline std::string tensor_words(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined";
   std::string layout;
@@ -23,8 +24,8 @@ inline std::string tensor_words(const at::Tensor& tensor) {
                   tensor.device());
 }
 
-/// "parameter 3 (float32 [10] on cpu)": the number is that in `model->parameters()`, whose names
-/// `model->named_parameters()` has.
+/// Returns a text such as "parameter 3 (float32 [10] on cpu)". `number` is the parameter's index in
+/// `model->parameters()`.
 inline std::string parameter_words(std::size_t number, const at::Tensor& parameter) {
   return c10::str("parameter ", number, " (", tensor_words(parameter), ")");
 }

@@ -1,5 +1,5 @@
 /// \file
-/// Whether a tensor still is what it was, without keeping it alive or looking at its values.
+/// Detects whether a tensor has changed, without keeping it alive or reading its values.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -14,14 +14,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How often the tensor was modified in place; 0 for one of inference mode, which does not count.
+/// Returns the number of in-place modifications; 0 for an inference tensor, which has no version.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
 }
 
-/// Version and memory of a tensor at one moment. A write shows in the version, set_data in the
-/// memory. Knows the storage itself, weakly: an allocator may give memory that set_data let go to
-/// the tensor's next storage.
+/// Version and memory of a tensor at one moment. A write changes the version, set_data the memory.
+/// Holds the storage weakly, since an allocator may reuse memory that set_data has freed for the
+/// tensor's next storage.
 struct WriteStamp {
   std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> storage;  ///< none in a sparse tensor
   const void* data = nullptr;
@@ -40,7 +40,7 @@ struct WriteStamp {
            tensor.storage().unsafeGetStorageImpl() == storage->_unsafe_get_target();
   }
 
-  /// Whether nobody wrote to the tensor that this was made of.
+  /// Whether the tensor has not been written since this stamp was made.
   bool is_current(const at::Tensor& tensor) const {
     return version_of(tensor) == version && has_memory_of(tensor);
   }

@@ -20,9 +20,9 @@
 #include <utility>
 #include <vector>
 
-// libtorch's archives as dicts that Python reads, and back. What an archive holds lies in a private
-// member. The public way out of it, save_to, writes TorchScript with a copy of every tensor, which
-// neither torch.load(weights_only=True) nor a person can read.
+// Converts libtorch's archives to dicts that Python reads, and back. The contents of an archive are
+// in a private member. The public way to get them, save_to, writes TorchScript with a copy of every
+// tensor, which torch.load(weights_only=True) cannot read.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -43,7 +43,7 @@ inline torch::jit::Module& module_in(torch::serialize::InputArchive& archive) {
   return archive.*private_member(ReadModule());
 }
 
-/// `value` without the element types of its lists and dicts, which Python would not understand.
+/// Returns `value` without the element types of its lists and dicts, which Python does not read.
 inline c10::IValue without_types(const c10::IValue& value) {
   if (value.isList()) {
     c10::impl::GenericList list(c10::AnyType::get());
@@ -104,12 +104,12 @@ inline bool has_elements(const c10::IValue& value) {
   return value.isList() || value.isGenericDict() || value.isTuple();
 }
 
-/// In libtorch's file of an optimizer a parameter's state has the parameter's address for a name,
-/// so that the same state would never be the same file. Here it has its number, in the groups'
-/// order.
+/// Maps the names of parameter states to the parameters' numbers, in the order of the groups. In
+/// libtorch's archive of an optimizer the name is the parameter's address, so the same state would
+/// never give the same file.
 using ParameterNumbers = std::unordered_map<std::string, std::size_t>;
 
-/// Of an archive that is an optimizer's; otherwise none.
+/// Returns the numbers for an optimizer's archive; empty for any other archive.
 inline ParameterNumbers numbers_of_parameters(const torch::jit::Module& archive) {
   ParameterNumbers numbers;
   const auto is_archive = [&](const char* name) {
@@ -126,7 +126,7 @@ inline ParameterNumbers numbers_of_parameters(const torch::jit::Module& archive)
   return numbers;
 }
 
-/// What an archive holds by name, in the order in which it was written, but states by number.
+/// Returns the contents of an archive by name, in the order of writing; parameter states by number.
 inline std::vector<std::pair<std::string, c10::IValue>> attributes_of(
     const torch::jit::Module& archive, const ParameterNumbers& numbers) {
   std::vector<std::pair<std::string, c10::IValue>> attributes;
@@ -144,8 +144,8 @@ inline std::vector<std::pair<std::string, c10::IValue>> attributes_of(
   return attributes;
 }
 
-/// A dict with a dict for each nested archive. `types` gets, in the dict's order, the type of each
-/// list, dict and tuple, and an empty text for each nested archive.
+/// Returns a dict, with a dict for each nested archive. Appends to `types`, in the dict's order,
+/// the type of each list, dict and tuple, and an empty text for each nested archive.
 inline c10::IValue dict_of(const torch::jit::Module& archive, std::vector<std::string>& types,
                            const ParameterNumbers& of_outer = {}) {
   const ParameterNumbers own = numbers_of_parameters(archive);

@@ -23,8 +23,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The calls that decide whether a checkpoint is whole, with their POSIX meaning. Tests give
-/// others, which fail.
+/// The system calls that write a checkpoint, with their POSIX meaning. Tests replace them with
+/// calls that fail.
 struct FileCalls {
   std::function<int(const char* path, int flags)> open = [](const char* path, int flags) {
     return ::open(path, flags | O_CLOEXEC, 0666);
@@ -39,7 +39,7 @@ struct FileCalls {
 
 inline std::string reason(int error) { return std::generic_category().message(error); }
 
-/// A descriptor that is closed at the end.
+/// Owns a file descriptor, and closes it in the destructor.
 class OpenFile {
  public:
   OpenFile() = default;
@@ -58,22 +58,22 @@ class OpenFile {
 
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
-  /// For who wants to know whether closing went well.
+  /// Gives up ownership, for a caller that checks the result of closing.
   int release() noexcept { return std::exchange(descriptor_, -1); }
 
  private:
   int descriptor_ = -1;
 };
 
-/// Brings the names in a folder to the disk. \returns 0 or the system's error
+/// Flushes the names in a folder to the disk. \returns 0 or the system's error
 inline int flush_folder(const FileCalls& calls, const std::filesystem::path& folder) {
   const OpenFile file(calls, folder, O_RDONLY | O_DIRECTORY);
   if (!file.is_open()) return errno;
   return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
 }
 
-/// Whether `error`, of flushing a folder, says that it will be the same the next time: the file
-/// system does not do that at all, or not for this user.
+/// Whether `error`, from flushing a folder, is permanent: the file system does not support it, or
+/// does not allow it to this user.
 inline bool is_never_flushed(int error) {
   for (const int hopeless : {EINVAL, ENOTSUP, ENOSYS, EBADF, EACCES, EPERM}) {
     if (error == hopeless) return true;
@@ -81,11 +81,11 @@ inline bool is_never_flushed(int error) {
   return false;
 }
 
-/// A file that appears at its place whole or not at all: a temporary beside it, which is flushed to
-/// the disk and then renamed. Whatever fails before throws, and leaves what was there.
+/// Writes a file atomically: to a temporary beside the target, which is flushed to the disk and
+/// then renamed. A failure before the rename throws and leaves the target unchanged.
 class AtomicFile {
  public:
-  /// The temporary is a name of `target`'s folder that nobody else writes to.
+  /// `temporary` is a name in the folder of `target` that nobody else writes to.
   AtomicFile(const FileCalls& calls, std::filesystem::path temporary, std::filesystem::path target)
       : calls_(calls),
         temporary_(std::move(temporary)),
@@ -116,14 +116,14 @@ class AtomicFile {
     }
   }
 
-  /// How much was written.
+  /// Returns the number of bytes written.
   std::uint64_t total() const noexcept { return total_; }
 
-  /// The CRC-32C of all that was written.
+  /// Returns the CRC-32C of all bytes written.
   std::uint32_t crc() const noexcept { return crc_; }
 
-  /// Puts the file in its place. \returns 0, or the system's error where only the last flush, of
-  /// the folder, failed: the file is in place, but may not survive a crash
+  /// Renames the temporary to the target. \returns 0, or the system's error if only the last step,
+  /// flushing the folder, failed: the file is then in place, but may not survive a crash
   [[nodiscard]] int commit() {
     flush();
     while (calls_.fsync(file_.descriptor()) != 0) {

@@ -26,18 +26,19 @@
 
 // A checkpoint is the zip that torch.save writes, and Python's torch.load(weights_only=True) reads:
 //
-//   archive/data/...   the bytes of a tensor's storage each, uncompressed
+//   archive/data/...   one file for each tensor storage: its bytes, uncompressed
 //   archive/data.pkl   a pickled dict {"step": 3400, "state": {"model": {...}, "epoch": 7, ...}}
-//   archive/index.pkl  what mezzo needs beside: a CheckpointIndex, which says where in data.pkl each
-//                      object stands, so that one can be read without the others' tensors
-//   and, as libtorch writes them, archive/version and archive/.data/serialization_id
+//   archive/index.pkl  a CheckpointIndex with the position of each object in data.pkl, so that one
+//                      object can be read without the tensors of the others
+//   archive/version and archive/.data/serialization_id, as libtorch writes them
 //
-// The zip's comment ends with the CRC-32C of all that stands before those digits: libtorch's reader
-// does not check the CRC-32 that a zip has for each of its files, and those do not cover what lies
-// between them. Against damage, not against forgery. Nothing is believed before it fits.
+// The zip's comment ends with the CRC-32C of all bytes before those digits. libtorch's reader does
+// not check the CRC-32 that a zip has for each of its files, and those do not cover the bytes
+// between the files. The CRC protects against damage, not against forgery. Nothing in the file is
+// used before the CRC has been checked.
 //
-// What each of N ranks has of its own are N objects: "position" of 2 ranks is "position", which
-// rank 0 of 2 owns, and "position, rank 1". With one rank it is an object like others.
+// An object that differs between N ranks is stored as N objects: "position" of 2 ranks becomes
+// "position", owned by rank 0 of 2, and "position, rank 1". With one rank it is an ordinary object.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -46,38 +47,38 @@ inline constexpr std::string_view kCommentBegin = "mezzo checkpoint, format ";
 inline constexpr std::string_view kCommentEnd = ", CRC-32C of all before: ";
 inline constexpr std::size_t kCrcDigits = 8;
 
-/// A file from which no checkpoint can be read. `what()` is the reason.
+/// Thrown for a file from which no checkpoint can be read. `what()` is the reason.
 class UnusableCheckpoint : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
-  /// The reason in a sentence that begins with the file's name.
+  /// Returns the rest of a sentence that begins with the file's name.
   virtual std::string words() const = 0;
 };
 
-/// The file is a checkpoint, and its bytes are not those that were written.
+/// Thrown for a checkpoint whose bytes differ from those that were written.
 class DamagedCheckpoint final : public UnusableCheckpoint {
  public:
   using UnusableCheckpoint::UnusableCheckpoint;
   std::string words() const override { return std::string("is damaged (") + what() + ")"; }
 };
 
-/// A name whose file the system does not open, or that is no file: a folder, a pipe.
+/// Thrown for a path that the system does not open, or that is not a regular file.
 class UnopenedCheckpoint final : public UnusableCheckpoint {
  public:
   using UnusableCheckpoint::UnusableCheckpoint;
   std::string words() const override { return std::string("cannot be opened (") + what() + ")"; }
 };
 
-/// A file that torch::save has written.
+/// Thrown for a file that mezzo has not written.
 class ForeignCheckpoint final : public UnusableCheckpoint {
  public:
-  ForeignCheckpoint() : UnusableCheckpoint("torch::save wrote it") {}
+  using UnusableCheckpoint::UnusableCheckpoint;
   std::string words() const override {
-    return std::string("is no checkpoint of mezzo's (") + what() + ", and torch::load reads it)";
+    return std::string("is not a checkpoint of mezzo's (") + what() + ")";
   }
 };
 
-/// One of the ranks that read or write together. `ranks` is 0 for a process that knows of none.
+/// One of the ranks that read or write together. `ranks` is 0 for a process without ranks.
 struct RankOf {
   std::int64_t rank = 0;
   std::int64_t ranks = 0;
@@ -112,8 +113,8 @@ struct CheckpointIndex {
   }
 };
 
-/// The bytes of one storage, which may still be on a device or another rank. `read` calls `take`
-/// once, with all of them.
+/// The bytes of one storage, which may be on a device or another rank. `read` calls `take` once,
+/// with all bytes.
 struct PickledStorage {
   using Take = std::function<void(const void* data, std::size_t size)>;
   std::string key;
@@ -121,14 +122,15 @@ struct PickledStorage {
   std::function<void(const Take& take)> read;
 };
 
-/// Instructions of a pickle that leave one object on its stack, and the storages that they name.
+/// Pickle instructions that leave one object on the stack, and the storages that they refer to.
 struct PickledValue {
   std::string instructions{};
   std::vector<std::string> types{};
   std::vector<PickledStorage> storages{};
 };
 
-/// Holds the tensors, not copies of them. No other object's keys begin with `key_prefix`.
+/// Pickles a value. Holds the tensors, not copies of them. `key_prefix` must be unique to the
+/// object.
 inline PickledValue pickled(const SavedValue& saved, const std::string& key_prefix) {
   PickledValue object;
   object.types = saved.types;
@@ -154,7 +156,7 @@ inline PickledValue pickled(const SavedValue& saved, const std::string& key_pref
   return object;
 }
 
-/// The tensor as it is written: without the rest of a storage that it is a view of.
+/// Returns the tensor to be written: a view is copied, so that only its own elements are saved.
 inline at::Tensor savable(const at::Tensor& tensor) {
   const at::Tensor detached = tensor.detach();
   const bool is_whole =
@@ -172,12 +174,12 @@ inline std::string crc_of(const SavedValue& saved) {
   return "with the CRC-32C " + crc_text(crc);
 }
 
-/// Of the state's object number `part` on `rank`.
+/// Returns the prefix for storages of the state's object number `part` on `rank`.
 inline std::string key_prefix(std::size_t part, std::int64_t rank) {
   return std::to_string(part) + '.' + std::to_string(rank) + '.';
 }
 
-/// `instructions` as a pickle of its own.
+/// Returns `instructions` as a complete pickle.
 inline std::string whole_pickle(std::string_view instructions) {
   return "\x80\x02" + std::string(instructions) + '.';
 }
@@ -196,7 +198,7 @@ inline std::string index_bytes(const CheckpointIndex& index) {
   return whole_pickle(pickled(all, "").instructions);
 }
 
-/// `data_size` is data.pkl's. \throws DamagedCheckpoint
+/// Parses index.pkl. \param data_size  the size of data.pkl. \throws DamagedCheckpoint
 inline CheckpointIndex parse_index(const std::string& bytes, std::uint64_t data_size) {
   CheckpointIndex index;
   try {
@@ -234,9 +236,9 @@ inline CheckpointIndex parse_index(const std::string& bytes, std::uint64_t data_
 
 /// Writes a checkpoint's bytes to `file`, which must outlive it.
 ///
-/// No exception passes through libtorch's zip code, whose destructor goes on writing after one and
-/// ends the process at the second. A failed write is kept, the rest dropped, and the failure thrown
-/// when libtorch has returned.
+/// No exception may pass through libtorch's zip code: its destructor would go on writing after one,
+/// and a second exception would end the process. The error of a failed write is therefore kept,
+/// later writes are dropped, and the error is thrown after libtorch has returned.
 class CheckpointZip {
  public:
   CheckpointZip(AtomicFile& file, std::int64_t step)
@@ -282,7 +284,7 @@ class CheckpointZip {
   }
 
  private:
-  /// The instruction of a pickle that pushes a text.
+  /// Returns the pickle instruction that pushes a string.
   static std::string text(const std::string& value) {
     std::string instruction = "X";
     for (int shift = 0; shift < 32; shift += 8) {

@@ -21,9 +21,10 @@
 #include <string_view>
 #include <vector>
 
-// Names in a folder of checkpoints: "checkpoint-000012-step-3400.pt" is the twelfth that was
-// saved, ".checkpoint-000012-step-3400.pt.4711.tmp" what process 4711 makes it from. The newest
-// is the one saved last, whatever its step: who goes back to an older one saves lower steps.
+// Names in a folder of checkpoints. "checkpoint-000012-step-3400.pt" is the twelfth that was saved;
+// ".checkpoint-000012-step-3400.pt.4711.tmp" is the temporary that process 4711 writes before the
+// rename. The newest file is the one saved last, whatever its step: a run that went back to an
+// older checkpoint saves lower steps.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -39,7 +40,7 @@ inline bool take_text(std::string_view& rest, std::string_view text) {
   return true;
 }
 
-/// Digits that make a number, and no sign.
+/// Parses an unsigned number.
 template <class Integer>
 bool take_integer(std::string_view& rest, Integer& number) {
   if (rest.empty() || rest.front() < '0' || rest.front() > '9') return false;
@@ -49,7 +50,7 @@ bool take_integer(std::string_view& rest, Integer& number) {
   return true;
 }
 
-/// Takes a checkpoint's name off the front.
+/// Removes a checkpoint's name from the front of `rest`.
 inline bool take_checkpoint_name(std::string_view& rest, CheckpointName& name) {
   return take_text(rest, "checkpoint-") && take_integer(rest, name.sequence) &&
          take_text(rest, "-step-") && take_integer(rest, name.step) && take_text(rest, ".pt");
@@ -74,7 +75,7 @@ inline std::filesystem::path temporary_of(const std::filesystem::path& target) {
          ("." + target.filename().string() + "." + std::to_string(::getpid()) + ".tmp");
 }
 
-/// All names in `folder`, which need not exist.
+/// Returns all names in `folder`; none if it does not exist.
 inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
   std::error_code error;
@@ -87,7 +88,7 @@ inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
   return names;
 }
 
-/// The checkpoints, the newest first.
+/// Returns the checkpoints in `folder`, the newest first.
 inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& folder) {
   std::vector<CheckpointName> found;
   for (const std::string& file : names_in(folder)) {
@@ -103,8 +104,8 @@ inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& f
   return found;
 }
 
-/// Makes the folder. \returns the parents of the folders that had to be made: their names are still
-/// to be brought to the disk
+/// Creates the folder. \returns the parents of the folders that were created, which have yet to be
+/// flushed to the disk
 inline std::vector<std::filesystem::path> make_folder(const std::filesystem::path& folder) {
   std::vector<std::filesystem::path> parents;
   std::error_code error;
@@ -117,8 +118,8 @@ inline std::vector<std::filesystem::path> make_folder(const std::filesystem::pat
   return parents;
 }
 
-/// Brings the names in `folders` to the disk, and leaves those of which that failed, to be tried
-/// again. \returns 0, or the system's last error
+/// Flushes the names in `folders` to the disk. Folders that could not be flushed stay in the list,
+/// for another attempt. \returns 0, or the system's last error
 inline int flush_folders(const FileCalls& calls, std::vector<std::filesystem::path>& folders) {
   int failure = 0;
   std::erase_if(folders, [&](const std::filesystem::path& folder) {
@@ -129,7 +130,7 @@ inline int flush_folders(const FileCalls& calls, std::vector<std::filesystem::pa
   return failure;
 }
 
-/// That of the next checkpoint, when `newest_first` are there.
+/// Returns the sequence number of the next checkpoint, given the existing ones.
 inline std::uint64_t next_sequence(const std::vector<CheckpointName>& newest_first) {
   if (newest_first.empty()) return 1;
   const CheckpointName& newest = newest_first.front();
@@ -143,7 +144,7 @@ inline std::filesystem::path absolute_folder(const std::filesystem::path& folder
   return std::filesystem::absolute(folder.empty() ? std::filesystem::path(".") : folder);
 }
 
-/// Whether there is something of that name, if only a link to nowhere.
+/// Whether `path` exists, if only as a dangling link.
 inline bool is_there(const std::filesystem::path& path) {
   std::error_code error;
   return std::filesystem::symlink_status(path, error).type() !=
@@ -188,7 +189,8 @@ class FolderLock {
   pid_t process_ = 0;
 };
 
-/// For who holds the lock: nobody else is writing, so their writers were killed.
+/// Removes temporaries of killed writers. Only the holder of the lock may call this: no other
+/// process is writing then.
 inline void remove_stale_temporaries(const FileCalls& calls, const std::filesystem::path& folder) {
   for (const std::string& file : names_in(folder)) {
     if (is_temporary_name(file)) calls.unlink((folder / file).c_str());

@@ -111,7 +111,7 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
   return write(step, [&state](detail::CheckpointZip& zip) { detail::add_parts(state, zip); });
 }
 
-/// `add` adds the objects.
+/// Writes a checkpoint; `add` adds its objects.
 MEZZO_INLINE SavedCheckpoint CheckpointManager::write(
     std::int64_t step, const std::function<void(detail::CheckpointZip&)>& add) {
   TORCH_CHECK(step >= 0, "CheckpointManager::save: step is ", step, "; it should be at least 0");
@@ -133,7 +133,8 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(
   return saved;
 }
 
-/// Old files go where the new one is durable, or no file ever will be: one more stays then.
+/// Removes old files if the new one is durable. On a file system where no file can be, one more old
+/// file is kept.
 MEZZO_INLINE void CheckpointManager::finish(SavedCheckpoint& saved, int flush_error) {
   saved.durable = flush_error == 0;
   const bool is_hopeless = detail::is_never_flushed(flush_error);
@@ -148,7 +149,7 @@ MEZZO_INLINE void CheckpointManager::finish(SavedCheckpoint& saved, int flush_er
   if (is_hopeless) prune(options_.keep + 1);
 }
 
-/// Removes what is older than the `keep` newest that may be whole.
+/// Removes files older than the `keep` newest ones, not counting files known to be damaged.
 MEZZO_INLINE void CheckpointManager::prune(std::int64_t keep) {
   std::int64_t kept = 0;
   for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
@@ -265,11 +266,10 @@ MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   } catch (const detail::UnopenedCheckpoint& failure) {
     TORCH_CHECK(false, file.string(), " cannot be opened (", failure.what(),
                 "); name a checkpoint, or give its folder to a CheckpointManager");
-  } catch (const detail::ForeignCheckpoint&) {
-    TORCH_CHECK(false, file.string(),
-                " is no checkpoint of mezzo's, but a file by torch::save; read it with "
-                "torch::load(model, path), or with torch::pickle_load if Python's torch.save wrote "
-                "it");
+  } catch (const detail::ForeignCheckpoint& foreign) {
+    TORCH_CHECK(false, file.string(), " is not a checkpoint of mezzo's (", foreign.what(),
+                "); read a file by torch::save with torch::load(model, path), and one by Python's "
+                "torch.save with torch::pickle_load");
   }
   detail::apply_parts(file.string(), std::move(decoded.pending));
   for (const std::string& note : decoded.notes) {

@@ -15,7 +15,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// To be called while an exception is handled.
+/// Returns the message of the exception that is being handled.
 inline std::string message_of_current_exception() {
   try {
     throw;
@@ -28,16 +28,16 @@ inline std::string message_of_current_exception() {
   }
 }
 
-/// An object as Python can read it: a number, a string, a tensor, or lists and dicts of them.
+/// An object in a form that Python reads: a number, a string, a tensor, or lists and dicts of them.
 struct SavedValue {
   c10::IValue value{};
-  /// What Python's types do not tell, for ArchivePart: see archive_value.h.
+  /// Type information that Python's types lack, for ArchivePart: see archive_value.h.
   std::vector<std::string> types{};
 };
 
 struct NamedPart;
 
-/// One object of the user's in a checkpoint.
+/// One object of a training state.
 class CheckpointPart {
  public:
   using VisitParameter = std::function<void(const std::string& name, const at::Tensor& parameter)>;
@@ -47,48 +47,50 @@ class CheckpointPart {
   CheckpointPart& operator=(const CheckpointPart&) = delete;
   virtual ~CheckpointPart() = default;
 
-  /// The file records it too; a part loads only what its own kind saved.
+  /// Returns the kind of object. The file records it; a part loads only values of its own kind.
   virtual const char* kind() const = 0;
 
-  /// What loading cannot change, and the file must therefore agree with, a line each: of a module
-  /// the names, dtypes and shapes of its tensors.
+  /// Returns the properties that loading cannot change and that must match the file, one per line:
+  /// for a module, the names, dtypes and shapes of its tensors.
   virtual std::string layout() const { return {}; }
 
-  /// What the object is, a line each, for who compares it in a way of its own: an optimizer's class
-  /// and parameters (optimizer_identity.h). `parts` are those of the state, of which models name
-  /// parameters.
+  /// Returns the properties that are compared by rules of their own, one per line: an optimizer's
+  /// class and parameters (optimizer_identity.h). `parts` are all parts of the state; its models
+  /// give the parameters their names.
   virtual std::string identity(const std::vector<NamedPart>& parts) const {
     (void)parts;
     return {};
   }
 
-  /// Of a module: calls `visit` with each of its parameters.
+  /// Calls `visit` with each parameter, if the object is a module.
   virtual void each_parameter(const VisitParameter& visit) const { (void)visit; }
 
-  /// Throws where `save` would refuse before it needs other ranks. Ranks that save together call
-  /// this first, so that none of them stays away from a collective.
+  /// Throws if `save` would throw before its first collective. Ranks that save together call this
+  /// first, so that no rank misses a collective.
   virtual void check_savable() const {}
 
-  /// Holds the object's own tensors, not copies of them. May need other ranks (ShardedOptimizer).
+  /// Returns the object's value, with the object's own tensors, not copies of them. May call
+  /// collectives (ShardedOptimizer).
   virtual SavedValue save() const = 0;
 
-  /// Checks `saved` and leaves the object alone; the function that comes back changes the object.
+  /// Checks `saved`, and returns a function that changes the object. Does not change it itself.
   virtual std::function<void()> load(SavedValue saved) const = 0;
 
-  /// For what each rank had of its own when the number of ranks has changed: `of_rank_0` is what
-  /// rank 0 had, `salt` a text that no two ranks share. Without a function to call the object is
-  /// left as it is.
+  /// Loads an object that differs between ranks, when the number of ranks has changed. `of_rank_0`
+  /// is rank 0's value; `salt` is a text that is different on each rank. Returns the function that
+  /// changes the object; an empty function leaves the object as it is.
   virtual std::function<void()> load_on_other_ranks(const SavedValue& of_rank_0,
                                                     const std::string& salt) const {
     (void)of_rank_0, (void)salt;
     return nullptr;
   }
 
-  /// A short text for the value, by which ranks compare what they share: a checksum, or a line for
-  /// each number. Empty where ranks may differ, or another rank would be needed.
+  /// Returns a short text that represents the value, by which ranks compare what they share: a
+  /// checksum, or a line for each number. Empty where ranks may differ, or another rank would be
+  /// needed.
   virtual std::string value_in_common() const { return {}; }
 
-  /// Copies the object as it is now; the function that comes back restores it.
+  /// Copies the object's present value, and returns a function that restores it.
   virtual std::function<void()> snapshot() const {
     SavedValue copy = save();
     copy.value = copy.value.deepcopy();

@@ -30,8 +30,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An open file. The descriptor stays open: what is read later is this file, whatever becomes of
-/// its name.
+/// An open file. The descriptor stays open, so that later reads see this file even if it is renamed
+/// or removed.
 class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
  public:
   OpenCheckpoint(const FileCalls& calls, const std::filesystem::path& path)
@@ -39,7 +39,7 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
     if (!file_.is_open()) throw UnopenedCheckpoint(reason(errno));
     struct stat status {};
     if (::fstat(file_.descriptor(), &status) != 0) throw UnopenedCheckpoint(reason(errno));
-    if (!S_ISREG(status.st_mode)) throw UnopenedCheckpoint("it is no regular file");
+    if (!S_ISREG(status.st_mode)) throw UnopenedCheckpoint("it is not a regular file");
     size_ = static_cast<std::size_t>(status.st_size);
   }
 
@@ -58,7 +58,7 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
     }
   }
 
-  /// For libtorch's zip code, through which no exception may pass.
+  /// Reads for libtorch's zip code, through which no exception may pass.
   std::size_t read(std::uint64_t offset, void* to, std::size_t count,
                    const char* /*what*/) const override {
     if (failure_ || offset >= size_) return 0;
@@ -72,7 +72,7 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
     }
   }
 
-  /// Calls `f`, which reads through libtorch. \throws what `read` could not throw
+  /// Calls `f`, which reads through libtorch. \throws the error that `read` has kept
   template <class F>
   auto through_libtorch(const F& f) const {
     try {
@@ -90,10 +90,10 @@ class OpenCheckpoint final : public caffe2::serialize::ReadAdapterInterface {
   mutable std::exception_ptr failure_;
 };
 
-/// A checkpoint whose every byte has been read once and found to be what was written.
+/// A checkpoint whose CRC has been checked over all bytes.
 class CheckpointReader {
  public:
-  /// \throws UnusableCheckpoint, or c10::Error where the file is of a newer format
+  /// \throws UnusableCheckpoint, or c10::Error if the file has a newer format
   CheckpointReader(const FileCalls& calls, std::filesystem::path path)
       : path_(std::move(path)), file_(std::make_shared<OpenCheckpoint>(calls, path_)) {
     check_is_not_foreign();
@@ -108,7 +108,7 @@ class CheckpointReader {
   const std::filesystem::path& path() const noexcept { return path_; }
   const CheckpointIndex& index() const noexcept { return index_; }
 
-  /// Reads an object of `index` with its tensors, which come to `device`, or to where they were.
+  /// Reads an object of `index` with its tensors, onto `device` or the device they were saved from.
   SavedValue read(const CheckpointEntry& entry, std::optional<c10::Device> device) const {
     const std::string pickle =
         whole_pickle(std::string_view(data_).substr(entry.begin, entry.size));
@@ -151,21 +151,36 @@ class CheckpointReader {
     }
   }
 
-  /// libtorch's zips have no comment: the record that ends them, of 22 bytes, is the file's end. A
-  /// checkpoint that lacks its last bytes still says there how long its comment was.
+  static constexpr std::size_t kTail = 100;  // holds all of mezzo's comment
+
+  std::string last_bytes(std::size_t count) const {
+    std::string bytes(std::min(file_->size(), count), '\0');
+    file_->read_all(file_->size() - bytes.size(), bytes.data(), bytes.size());
+    return bytes;
+  }
+
+  /// A damaged checkpoint still begins as a zip file, or ends with mezzo's comment. libtorch's zips
+  /// have no comment: their last record, of 22 bytes, is the end of the file. In a checkpoint that
+  /// has lost its last bytes, that record still holds the length of the comment.
   void check_is_not_foreign() const {
     constexpr std::size_t kEndOfZip = 22;
-    if (file_->size() < kEndOfZip) return;
-    std::string begin(4, '\0'), end(kEndOfZip, '\0');
+    std::string begin(4, '\0');
+    if (file_->size() < begin.size()) return;
     file_->read_all(0, begin.data(), begin.size());
-    file_->read_all(file_->size() - end.size(), end.data(), end.size());
-    const bool is_zip = begin == "PK\x03\x04" && end.starts_with("PK\x05\x06");
-    if (is_zip && end.ends_with(std::string_view("\0\0", 2))) throw ForeignCheckpoint();
+    const std::string tail = last_bytes(kTail);
+    const bool is_zip = begin == "PK\x03\x04";
+    if (!is_zip && tail.find(kCommentBegin) == std::string::npos) {
+      throw ForeignCheckpoint("it is not a zip file");
+    }
+    const std::string_view end =
+        std::string_view(tail).substr(tail.size() - std::min(tail.size(), kEndOfZip));
+    if (is_zip && end.starts_with("PK\x05\x06") && end.ends_with(std::string_view("\0\0", 2))) {
+      throw ForeignCheckpoint("torch::save wrote it, and torch::load reads it");
+    }
   }
 
   void check_format() const {
-    std::string tail(std::min<std::size_t>(file_->size(), 100), '\0');
-    file_->read_all(file_->size() - tail.size(), tail.data(), tail.size());
+    const std::string tail = last_bytes(kTail);
     const std::size_t begin = tail.rfind(kCommentBegin);
     const std::size_t end = tail.rfind(kCommentEnd);
     if (begin == std::string::npos || end == std::string::npos || end < begin) {

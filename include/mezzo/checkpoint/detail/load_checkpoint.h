@@ -23,12 +23,13 @@
 #include <utility>
 #include <vector>
 
-// Loading: what the file has is compared with what the state wants, then read, and only then given
-// to the objects.
+// Loading a checkpoint: the file's objects are first compared with those of the state, then read,
+// and only then given to the objects.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What each rank had of its own may be missing, or stay unnamed.
+/// Checks that file and state name the same objects. Objects that differ between ranks may be
+/// missing in either.
 inline void check_names(const CheckpointReader& reader, const std::vector<NamedPart>& parts,
                         bool subset, RankOf who) {
   std::string missing, extra;
@@ -66,7 +67,7 @@ inline std::map<std::string, std::string> layout_lines(const std::string& layout
   return lines;
 }
 
-/// The first thing in which they differ; empty if there is none.
+/// Returns the first difference between two layouts; empty if there is none.
 inline std::string layout_difference(const std::string& in_file, const std::string& here) {
   if (in_file == here) return {};
   const auto file_lines = layout_lines(in_file), own_lines = layout_lines(here);
@@ -83,7 +84,7 @@ inline std::string layout_difference(const std::string& in_file, const std::stri
   return {};
 }
 
-/// What is left to do for one object once all is read.
+/// The work that remains for one object after all objects have been read.
 struct PendingPart {
   const NamedPart* part;
   std::function<void()> apply;
@@ -91,11 +92,11 @@ struct PendingPart {
 
 struct DecodedParts {
   std::vector<PendingPart> pending{};
-  /// What differs since other ranks have written the file, a sentence each.
+  /// Differences because another number of ranks wrote the file, one sentence each.
   std::vector<std::string> notes{};
 };
 
-/// What an object is read from.
+/// The entry that an object is read from.
 struct ChosenEntry {
   const NamedPart* part;
   const CheckpointEntry* entry;
@@ -201,11 +202,11 @@ inline DecodedParts decode_parts(const CheckpointReader& reader,
   return decoded;
 }
 
-/// Gives objects what was read, and can give them back what they had.
+/// Gives the objects the values that were read, and can restore their previous values.
 class LoadedParts {
  public:
-  /// Keeps what the objects have, of those behind one that refuses too: other ranks may be waiting
-  /// for them. \throws c10::Error where one refuses
+  /// Takes a snapshot of every object, also of those after one that throws: other ranks may be
+  /// waiting for their collectives. \throws c10::Error if one throws
   LoadedParts(std::string file, std::vector<PendingPart> pending)
       : file_(std::move(file)), pending_(std::move(pending)) {
     const c10::NoGradGuard no_grad;
@@ -222,7 +223,7 @@ class LoadedParts {
     TORCH_CHECK(failure.empty(), failure);
   }
 
-  /// Up to the first that refuses. \returns what it said, or nothing
+  /// Applies the values up to the first object that throws. \returns its message, or an empty text
   std::string apply() {
     const c10::NoGradGuard no_grad;
     for (PendingPart& one : pending_) {
@@ -238,7 +239,7 @@ class LoadedParts {
     return {};
   }
 
-  /// \returns what could not be put back, or nothing
+  /// Restores the previous values. \returns what could not be restored, or an empty text
   std::string put_back() {
     const c10::NoGradGuard no_grad;
     std::string left;
@@ -261,7 +262,7 @@ class LoadedParts {
   std::size_t begun_ = 0;
 };
 
-/// Gives the objects what was read; all or none.
+/// Gives the objects the values that were read; all or none.
 inline void apply_parts(const std::string& file, std::vector<PendingPart> pending) {
   LoadedParts parts(file, std::move(pending));
   const std::string failure = parts.apply();

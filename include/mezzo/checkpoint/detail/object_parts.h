@@ -28,12 +28,12 @@
 #include <utility>
 #include <vector>
 
-// What goes through an archive of libtorch's: modules, optimizers, and whatever else has the
-// operators that torch::save and torch::load ask for.
+// Parts that are saved through a libtorch archive: modules, optimizers, and other types with the
+// operators that torch::save and torch::load require.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Averages are no training weights: see averaged_parameters.h.
+/// Throws for a parameter that holds an average in place of its weight: see averaged_parameters.h.
 inline void check_not_averaged(const std::string& what, const at::Tensor& tensor) {
   TORCH_CHECK(!averaged_parameters().hold(tensor), what,
               " holds an average, for an EmaScope is alive; let it end first (to export the "
@@ -62,7 +62,7 @@ class ArchivePart : public CheckpointPart {
   virtual void take(torch::serialize::InputArchive& archive) const = 0;
 };
 
-/// Whatever torch::save and torch::load take.
+/// An object of any type that torch::save and torch::load accept.
 class ObjectPart final : public ArchivePart {
  public:
   ObjectPart(std::function<void(torch::serialize::OutputArchive&)> put,
@@ -97,7 +97,8 @@ class OptimizerPart final : public ArchivePart {
     return is_sharded ? words : words + "state " + crc_of(save());
   }
 
-  /// A split master is the parameter and the rest of it: an average with that rest would be none.
+  /// A split master is the parameter together with its lower bits. With an average in place of the
+  /// parameter, the two do not belong together.
   void check_savable() const override {
     for (const auto& group : optimizer_.optimizer().param_groups()) {
       for (const at::Tensor& parameter : group.params())
@@ -121,8 +122,7 @@ class OptimizerPart final : public ArchivePart {
   AnyOptimizer optimizer_;
 };
 
-/// What libtorch writes from a module, but cannot read into one: anything but dense memory as it
-/// lies.
+/// Refuses tensors that libtorch saves from a module but cannot load: all that are not dense.
 inline void check_module_tensor(const std::string& what, const at::Tensor& tensor) {
   check_not_averaged(what, tensor);
   TORCH_CHECK(
@@ -134,13 +134,13 @@ inline void check_module_tensor(const std::string& what, const at::Tensor& tenso
       "it beside the module and add it to the state by itself");
 }
 
-/// A module, or what holds one: the module that it holds when a checkpoint is saved or loaded.
+/// A module, or the module that a holder has when a checkpoint is saved or loaded.
 ///
-/// libtorch's own loading takes tensors of any shape and dtype, and leaves out what it does not
-/// know: `layout` sees to it that there are none such.
+/// libtorch's own loading accepts tensors of any shape and dtype, and ignores unknown names.
+/// Comparing `layout` rules both out.
 class ModulePart final : public ArchivePart {
  public:
-  /// `module` returns the module that there is when it is called, or throws.
+  /// `module` returns the present module, or throws.
   explicit ModulePart(std::function<std::shared_ptr<torch::nn::Module>()> module)
       : module_(std::move(module)) {
     module_();
@@ -169,9 +169,9 @@ class ModulePart final : public ArchivePart {
     for (const auto& item : module_()->named_parameters()) visit(item.key(), item.value());
   }
 
-  /// Loading gives tensors other memory and leaves their own alone, which so can come back: what
-  /// else knows it (the rest of a split master, views, CUDA graphs) is right again. A module that
-  /// loads in its own way may write where it is, and does so again when it is put back.
+  /// Loading gives tensors new memory and leaves their old memory alone, so restoring puts the old
+  /// memory back. Split masters, views and CUDA graphs that refer to it are then valid again. A
+  /// module with a `load` of its own may write in place, and does so again when it is restored.
   std::function<void()> snapshot() const override {
     std::vector<std::pair<at::Tensor, at::Tensor>> memories;
     for_each_tensor([&memories](const char*, const std::string&, const at::Tensor& tensor) {

@@ -24,19 +24,20 @@
 #include <utility>
 #include <vector>
 
-// What an optimizer is, as a checkpoint's index says it, a line each:
+// The identity of an optimizer in a checkpoint's index, one property per line:
 //
 //   class: AdamW
-//   weight storage of group 0: split_master     (of mezzo's, for a group with weights of 16 bits)
+//   weight storage of group 0: split_master     (mezzo's optimizers, groups with 16-bit weights)
 //   parameter 0 of group 0: [3, 2] model.0.weight    (names, if the state has its modules)
 //
-// Archives of optimizers hold states by number. Those of another class, or of parameters in another
-// order, may be read without an error, so that a load compares these lines first.
+// Archives of optimizers hold parameter states by number. An archive of another class, or with
+// parameters in another order, could be read without an error, so loading compares these lines
+// first.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// "AdamW" for `torch::optim::AdamW`, `mezzo::optim::AdamW` and a ShardedOptimizer of that, which
-/// read each other's archives. Namespaces of the user's are left out as well: classes move.
+/// Returns the class name without namespaces: "AdamW" for `torch::optim::AdamW`,
+/// `mezzo::optim::AdamW` and a ShardedOptimizer of it, which read each other's archives.
 inline std::string class_in_files(const std::string& demangled) {
   const auto unqualified = [](const std::string& name) {
     const std::size_t colon = name.rfind("::", name.find('<'));
@@ -48,7 +49,7 @@ inline std::string class_in_files(const std::string& demangled) {
   return unqualified(name.substr(kSharded.size(), name.size() - kSharded.size() - 1));
 }
 
-/// "AdamW", or "MasterWeights of SGD".
+/// Returns a name such as "AdamW" or "MasterWeights of SGD".
 inline std::string class_in_files(const AnyOptimizer& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
   const std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
@@ -73,8 +74,8 @@ inline const char* storage_name(optim::WeightStorage storage) {
   return "unknown";
 }
 
-/// The extra options of a group; null where the optimizer is not mezzo's, or no weight of the group
-/// has 16 bits.
+/// Returns the extra options of a group; null if the optimizer is not mezzo's, or the group has no
+/// 16-bit weight.
 inline const HoldsExtraOptions* storage_options(const torch::optim::Optimizer& optimizer,
                                                 const torch::optim::OptimizerParamGroup& group) {
   const bool has_low_precision =
@@ -87,7 +88,7 @@ inline const HoldsExtraOptions* storage_options(const torch::optim::Optimizer& o
   return own != nullptr ? own : dynamic_cast<const HoldsExtraOptions*>(&optimizer.defaults());
 }
 
-/// Between the names of a parameter that several modules have, or one has twice.
+/// Separates the names of a parameter that has more than one.
 inline constexpr const char* kBetweenNames = ", ";
 
 inline std::string optimizer_identity(const AnyOptimizer& any,
@@ -122,7 +123,7 @@ inline std::string optimizer_identity(const AnyOptimizer& any,
   return lines.str();
 }
 
-/// A line of an identity: its key, and what stands behind the first ": ".
+/// Splits each line of an identity at the first ": " into key and value.
 inline std::map<std::string, std::string> identity_lines(const std::string& identity) {
   std::map<std::string, std::string> lines;
   std::istringstream stream(identity);
@@ -133,7 +134,7 @@ inline std::map<std::string, std::string> identity_lines(const std::string& iden
   return lines;
 }
 
-/// The names in "[3, 2] model.0.weight, encoder.0.weight".
+/// Returns the names in a text such as "[3, 2] model.0.weight, encoder.0.weight".
 inline std::set<std::string> names_in_line(const std::string& text) {
   std::set<std::string> names;
   const std::string_view between = kBetweenNames;
@@ -145,8 +146,8 @@ inline std::set<std::string> names_in_line(const std::string& text) {
   return names;
 }
 
-/// Whether "[3, 2] model.0.weight" may be the parameter of the other text: it has the same shape,
-/// and one name in common, if both states know names.
+/// Whether two texts such as "[3, 2] model.0.weight" may describe the same parameter: the shapes
+/// are equal and, if both have names, at least one name is in both.
 inline bool may_be_same_parameter(const std::string& left, const std::string& right) {
   const auto shape = [](const std::string& text) { return text.substr(0, text.find(']') + 1); };
   if (shape(left) != shape(right)) return false;
@@ -156,8 +157,8 @@ inline bool may_be_same_parameter(const std::string& left, const std::string& ri
                      [&others](const std::string& name) { return others.count(name) > 0; });
 }
 
-/// The first thing in which an optimizer of the file and one of the state differ, and what to do;
-/// empty if there is none, or if the file does not say.
+/// Returns the first difference between an optimizer of the file and one of the state, and what to
+/// do; empty if there is none, or if the file has no identity.
 inline std::string optimizer_difference(const std::string& in_file, const std::string& here) {
   if (in_file.empty() || here.empty() || in_file == here) return {};
   const auto saved = identity_lines(in_file), own = identity_lines(here);

@@ -28,14 +28,14 @@ class InputArchive;
 class OutputArchive;
 }  // namespace torch::serialize
 
-// Which part an object makes. Templates know types, and no more than they have to: what a part does
-// is compiled where checkpoint_impl.h is.
+// Chooses the kind of part for an object by its type. The templates do only what needs the type;
+// the parts themselves are compiled with checkpoint_impl.h.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 using PartPointer = std::shared_ptr<const CheckpointPart>;
 
-/// An integer of any type.
+/// Access to an integer of any type.
 struct IntegerAccess {
   std::function<std::int64_t()> get;  ///< \throws c10::Error for what std::int64_t cannot hold
   std::function<void(std::int64_t)> set;
@@ -63,7 +63,7 @@ PartPointer tensors_part(std::vector<at::Tensor>& tensors);
 PartPointer generator_part(at::Generator& generator);
 PartPointer random_states_part();
 PartPointer callable_part(PartPointer part, std::function<void()> get, std::function<void()> set);
-/// The module that a holder has. \throws c10::Error if it is null
+/// Returns a holder's module. \throws c10::Error if it is null
 std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module);
 std::int64_t signed_of(std::uint64_t value);
 
@@ -86,8 +86,7 @@ concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
   input >> object;
 };
 
-/// std::mt19937 and the like: generators of the standard library, which write and read themselves
-/// as text.
+/// A random engine of the standard library, such as std::mt19937, with stream operators.
 template <class T>
 concept IsEngine = std::uniform_random_bit_generator<T> &&
     requires(std::ostream& output, std::istream& input, T& engine) {
@@ -110,7 +109,7 @@ std::int64_t wide(T value) {
   }
 }
 
-/// The range of T, without access to a value.
+/// Returns the range of T, without access to a value.
 template <std::integral T>
 IntegerAccess range_of() {
   static_assert(sizeof(T) <= sizeof(std::int64_t));
@@ -205,7 +204,7 @@ PartPointer part_of(T& object) {
   }
 }
 
-/// What `save` returns is kept, and given to `load`.
+/// Makes a part of two callables: the value that `save` returns is stored, and given to `load`.
 template <class Save, class Load>
 PartPointer part_of_callables(Save save, Load load) {
   using Value = std::decay_t<std::invoke_result_t<Save&>>;

@@ -35,7 +35,7 @@
 #include <utility>
 #include <vector>
 
-// What needs no archive: numbers, strings, tensors, generators.
+// Parts that need no archive: numbers, strings, tensors, generators.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -67,7 +67,7 @@ class IntegerPart final : public CheckpointPart {
   IntegerAccess access_;
 };
 
-/// Integers as a tensor, for there may be as many as a data set has samples.
+/// A vector of integers, stored as a tensor, since it may be as long as a data set.
 class IntegersPart final : public CheckpointPart {
  public:
   IntegersPart(std::function<std::vector<std::int64_t>()> get,
@@ -118,7 +118,7 @@ class RealPart final : public CheckpointPart {
   double largest_;
 };
 
-/// A generator of the standard library, as the text that it writes.
+/// A random engine of the standard library, stored as the text that it writes.
 class EnginePart final : public CheckpointPart {
  public:
   EnginePart(std::function<void(std::ostream&)> write, std::function<void(std::istream&)> read)
@@ -153,7 +153,7 @@ class EnginePart final : public CheckpointPart {
   std::function<void(std::istream&)> read_;
 };
 
-/// A value that callables of the user's give and take; `part` is the value's, in between.
+/// A value that the user's callables return and accept; `part` is the part of that value.
 class CallablePart final : public CheckpointPart {
  public:
   CallablePart(PartPointer part, std::function<void()> get, std::function<void()> set)
@@ -224,7 +224,7 @@ class TensorPart final : public CheckpointPart {
     };
   }
 
-  /// Loading gives the tensor other memory, and leaves its own alone.
+  /// Loading gives the tensor new memory and leaves its old memory alone.
   std::function<void()> snapshot() const override {
     if (!tensor_.defined()) return [this] { tensor_ = at::Tensor(); };
     check_not_averaged("the tensor", tensor_);
@@ -238,8 +238,8 @@ class TensorPart final : public CheckpointPart {
   at::Tensor& tensor_;
 };
 
-/// Tensors whose memory is others' too, as what GradAllReduce::residuals gives: it is kept, and
-/// what is read copied there.
+/// Tensors whose memory is shared, such as the result of GradAllReduce::residuals. Loading copies
+/// into that memory.
 class TensorsPart final : public CheckpointPart {
  public:
   explicit TensorsPart(std::vector<at::Tensor>& tensors) : tensors_(tensors) {}
@@ -305,7 +305,7 @@ class GeneratorPart final : public CheckpointPart {
   at::Generator& generator_;
 };
 
-/// The default generators of the CPU and of CUDA devices.
+/// The states of the default generators of the CPU and of CUDA devices.
 class RandomStatesPart final : public CheckpointPart {
  public:
   const char* kind() const override { return "random states"; }
@@ -334,8 +334,8 @@ class RandomStatesPart final : public CheckpointPart {
     };
   }
 
-  /// Another number of ranks cannot go on where these stopped. Each rank begins anew, from a seed
-  /// that it draws from the CPU state of rank 0 and the salt, so that it is the same each time.
+  /// Seeds the generators anew, since another number of ranks cannot continue the saved sequences.
+  /// The seed follows from rank 0's CPU state and the salt, so it is the same at each load.
   std::function<void()> load_on_other_ranks(const SavedValue& of_rank_0,
                                             const std::string& salt) const override {
     const at::Tensor state = of_rank_0.value.toListRef().at(0).toTensor().cpu().contiguous();

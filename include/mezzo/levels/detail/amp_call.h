@@ -1,5 +1,5 @@
 /// \file
-/// One call of a model, of C++ or TorchScript, with tensors cast on the way in and out.
+/// Calls a model, in C++ or TorchScript, and casts the tensors of its arguments and result.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -29,7 +29,7 @@ inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dt
   });
 }
 
-/// What a level makes of a call.
+/// The dtypes that a level casts a call's arguments and result to.
 struct CastDtypes {
   std::optional<at::ScalarType> input;
   std::optional<at::ScalarType> output;
@@ -45,7 +45,7 @@ c10::IValue run_cast(ScriptModuleImpl& script, const CastDtypes& dtypes, Args&&.
   return dtypes.output ? cast_script_value(result, *dtypes.output) : result;
 }
 
-/// Converts to a tensor and to nothing else; to anything; to nothing.
+/// Probe types: OnlyTensor converts to a tensor only, Anything to any type, Nothing to no type.
 struct OnlyTensor {
   operator at::Tensor() const;
 };
@@ -82,7 +82,7 @@ consteval void check_lists_tensors() {
       "list them; give it a member `auto tensors() { return std::tie(logits, loss); }`");
 }
 
-/// What `forward` gets: a cast copy of what holds tensors, and everything else as it is.
+/// Returns an argument for `forward`: a cast copy if it can hold tensors, otherwise the argument.
 template <class Argument>
 decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& argument) {
   check_lists_tensors<Argument>();
@@ -95,7 +95,7 @@ decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& 
   }
 }
 
-/// What `run` returns, with its tensors cast.
+/// Calls `run`, and returns its result with the tensors cast.
 template <class Run>
 decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) {
   using Result = std::invoke_result_t<const Run&>;
@@ -111,7 +111,7 @@ decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) 
   }
 }
 
-/// `module.forward(args...)`, with tensors cast on the way in and out.
+/// Calls `module.forward(args...)`, and casts the tensors of its arguments and result.
 template <class Module, class... Args>
 decltype(auto) run_cast(Module& module, const CastDtypes& dtypes, Args&&... args) {
   return cast_result(dtypes.output, [&]() -> decltype(auto) {

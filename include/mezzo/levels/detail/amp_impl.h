@@ -1,5 +1,5 @@
 /// \file
-/// Amp: how models are called, what steps an optimizer, and its state in files.
+/// Implementation of Amp: calls of models, steps of optimizers, and state in files.
 #pragma once
 
 #include <mezzo/levels/detail/amp_call.h>
@@ -30,7 +30,8 @@ inline void check_initialize_options(const InitializeOptions& options, const Opt
               level.name(), " has no region that would read it; use O1, or leave it out");
 }
 
-/// How products are computed belongs to the process: a level asks for it, and does not set it.
+/// Warns if the process's settings for matrix products are not those of the level, which does not
+/// change them.
 inline void warn_where_products_are_not_as(const OptLevel& level) {
   if (!level.matmul_precision().float32) return;
   const auto products =
@@ -45,8 +46,8 @@ inline std::string loss_scaler_key(std::size_t loss) {
   return "loss_scaler" + std::to_string(loss);
 }
 
-/// An entry as GradScaler takes it: the values of `present` where the entry, as one of Apex's, has
-/// only the two that Apex writes.
+/// Returns a complete state for GradScaler. An entry by Apex has only two values; the others are
+/// those of `present`.
 inline GradScaler::StateDict full_scaler_state(const std::string& key,
                                                const GradScaler::StateDict& entry,
                                                GradScaler::StateDict present) {
@@ -108,7 +109,7 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
   ForwardRegions regions;
   if constexpr (detail::IsScript<std::remove_cvref_t<Model>>) {
-    // The module that was made for the script; another one would have to walk through all of it.
+    // Use the ScriptModule that was made for this script; making another walks the whole script.
     auto& known = find_and_enter(model._ivalue().get(), "the script", regions);
     auto& script = dynamic_cast<ScriptModuleImpl&>(known);
     return detail::run_cast(script, dtypes, std::forward<Args>(args)...);
@@ -182,7 +183,7 @@ inline detail::LossPasses::Pass Amp::begin_pass(const at::Tensor& loss,
   return passes_.begin(id, loss, optimizers.optimizers());
 }
 
-/// A gradient that belongs to two would be unscaled by each.
+/// Refuses a parameter of two optimizers: each would unscale its gradient.
 inline void Amp::refuse_shared_parameters() const {
   if (given_.size() < 2) return;
   std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
@@ -231,7 +232,7 @@ inline Amp::Given::Given(torch::optim::Optimizer& given, bool wants_masters)
   stepper = AnyOptimizer(*masters);
 }
 
-/// With masters for groups that are new.
+/// Returns the entry of an optimizer, after masters have been made for new groups.
 inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {
   Given* found = nullptr;
   for (Given& one : given_) {

@@ -1,6 +1,6 @@
 /// \file
-/// The models that were given to initialize: what must hold before anything is changed, and the
-/// cast. Which tensors are a batch norm's, in C++ and in TorchScript.
+/// The models that were given to `initialize`: checks before anything is changed, the cast, and
+/// finding the tensors of batch norms in C++ and in TorchScript.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -41,7 +41,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Apex's sentence, and what to do in C++.
+/// Returns Apex's message, with what to do in C++.
 inline const char* expected_float32(at::ScalarType found) {
   return is_training_dtype(found)
              ? ", expected float32. When using amp.initialize, you do not need to call .half() on "
@@ -54,7 +54,8 @@ inline const char* expected_float32(at::ScalarType found) {
                "as a buffer, which is not cast";
 }
 
-/// Apex's check: whoever casts a model first has no float32 weights left for masters to start from.
+/// Apex's check that a model is in float32: a model that is already cast has no float32 weights for
+/// masters to start from.
 inline void check_model(const torch::nn::Module& model) {
   for (const auto& item : model.named_parameters()) {
     const at::Tensor& parameter = item.value();
@@ -72,7 +73,7 @@ inline void check_model(const torch::nn::Module& model) {
   }
 }
 
-/// The same tensor object in another dtype, so that whoever holds it, an optimizer say, sees that.
+/// Casts a tensor object in place, so that other holders of the object (optimizers) see the cast.
 inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (!tensor.defined() || !is_training_dtype(tensor.scalar_type())) return;
   const at::Tensor gradient = tensor.grad();
@@ -80,7 +81,7 @@ inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (gradient.defined()) tensor.mutable_grad() = gradient.to(dtype);
 }
 
-/// cuDNN wants the weights of a recurrent layer in one piece of memory.
+/// Flattens the weights of recurrent layers, which cuDNN requires to be contiguous.
 template <class... Layers>
 void flatten_recurrent_weights(torch::nn::Module& module) {
   const auto flatten = [](auto* layer) {
@@ -91,8 +92,8 @@ void flatten_recurrent_weights(torch::nn::Module& module) {
 
 using TensorSet = std::unordered_set<const c10::TensorImpl*>;
 
-/// The parameters and buffers that `aten::batch_norm` reads in a script's `forward`. The classes of
-/// scripts can have any name; what they do tells what they are.
+/// The parameters and buffers that `aten::batch_norm` reads in a script's `forward`. The ops
+/// identify batch norms, since classes of scripts can have any name.
 class ScriptBatchNorms {
  public:
   static void collect(const torch::jit::Module& script, TensorSet& tensors) {
@@ -113,7 +114,7 @@ class ScriptBatchNorms {
     }
   }
 
-  /// What a value is: an attribute, one of several by a condition, or an optional's content.
+  /// Keeps the attribute that a value stems from, through conditions and optionals.
   void keep(const torch::jit::Value* value) {
     const torch::jit::Node* const node = value->node();
     if (node->kind() == c10::prim::If) {
@@ -146,7 +147,7 @@ inline bool is_batch_norm(const torch::nn::Module& module) {
          dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
 }
 
-/// The parameters and buffers of the batch norms in `model`.
+/// Returns the parameters and buffers of the batch norms in `model`.
 inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
   TensorSet tensors;
   model.apply([&tensors](torch::nn::Module& module) {
@@ -160,8 +161,8 @@ inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
   return tensors;
 }
 
-/// Unlike torch::nn::Module::to(dtype), which in libtorch casts integer buffers too (a batch norm's
-/// count of batches would end at 2048 in half), and float8 ones.
+/// Casts floating parameters and buffers. torch::nn::Module::to(dtype) would cast float8 and
+/// integer buffers too; a batch norm's count of batches would then stop at 2048 in half.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
   const TensorSet kept = keep_batchnorm_fp32 ? tensors_of_batch_norms(model) : TensorSet();
@@ -175,8 +176,8 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   });
 }
 
-/// An optimizer of some other model is a mistake that nothing else would show: it would step
-/// parameters that never get a gradient.
+/// Refuses an optimizer of another model. It would step parameters that never get a gradient, and
+/// nothing else would show the mistake.
 inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>& of_models,
                                const torch::optim::Optimizer& optimizer, std::size_t number) {
   bool holds_one = false;
@@ -188,7 +189,8 @@ inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>&
               "parameters, or give its model too");
 }
 
-/// Adagrad makes its state in the constructor.
+/// Whether an optimizer has stepped. State alone does not tell: Adagrad makes it in the
+/// constructor.
 inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
   return std::any_of(
       optimizer.state().begin(), optimizer.state().end(), [](const auto& parameter_and_state) {
@@ -198,7 +200,7 @@ inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
       });
 }
 
-/// That it can be stepped once the models are cast, which cannot be undone.
+/// Checks that an optimizer can step after the models are cast, since the cast cannot be undone.
 inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size_t number,
                                    bool wants_masters) {
   TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
@@ -231,7 +233,7 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
   }
 }
 
-/// A model that was given to initialize, and on which types of device it lies.
+/// A model that was given to `initialize`, and the types of its devices.
 class AmpModel {
  public:
   explicit AmpModel(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {
@@ -240,7 +242,7 @@ class AmpModel {
     }
   }
 
-  /// The model, or the module inside it, of this identity (see identity_of); null if there is none.
+  /// Returns the model or inner module with this identity (see identity_of), or null.
   torch::nn::Module* find(const void* wanted) const {
     if (identity_of(*module_) == wanted) return module_.get();
     for (const auto& module : module_->modules(/*include_self=*/false)) {
@@ -249,7 +251,7 @@ class AmpModel {
     return nullptr;
   }
 
-  /// By its parameters as they lie now; a model without parameters lies everywhere.
+  /// Whether a parameter is on this type of device. True for a model without parameters.
   bool lies_on(c10::DeviceType type) const {
     for (const at::Tensor& parameter : placed_) {
       if (parameter.device().type() == type) return true;

@@ -25,21 +25,21 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Several losses, each with a scale of its own, that become one step of an optimizer.
+/// Combines several losses, each with its own scale, into one step of an optimizer.
 ///
-/// Between two calls `.grad` holds all there is: gradients that carry the scale of one loss, or
-/// true ones. A pass over true gradients sets them aside for its time, takes the scale off what it
-/// has brought, and adds them back. An inf stays in `.grad`, where the step finds it.
+/// Between calls, `.grad` holds either gradients with the scale of one loss, or true gradients. A
+/// pass sets true gradients aside, unscales the gradients that it has computed, and adds the others
+/// back. An inf stays in `.grad`, where the step finds it.
 ///
-/// A scale moves when the last optimizer that its loss was scaled for has stepped; or, where one of
-/// those is not stepped every time, when the loss is scaled again for one that has. Optimizers are
-/// known by the objects whose groups are trained.
+/// A scale moves when all optimizers that its loss was scaled for have stepped; if one of them does
+/// not step every time, when the loss is scaled again for one that has stepped. Optimizers are
+/// identified by the objects whose groups are trained.
 class LossPasses {
  public:
   using Optimizers = std::vector<torch::optim::Optimizer*>;
 
-  /// A backward pass between `begin` and `end`. Where it throws, its destructor puts true gradients
-  /// back as they were.
+  /// A backward pass between `begin` and `end`. If the pass throws, the destructor restores the
+  /// true gradients.
   struct Pass {
     at::Tensor scaled{};  ///< the loss to run backward from
     Optimizers optimizers{};
@@ -85,17 +85,17 @@ class LossPasses {
     return pass;
   }
 
-  /// The pass threw: what was set aside is all there is again. Gradients that carried the same
-  /// scale before are as the pass left them.
+  /// Restores the gradients that were set aside, after the pass has thrown. Gradients that carried
+  /// the same scale before the pass stay as the pass left them.
   void give_up(const Pass& pass) {
     for (std::size_t i = 0; i < pass.optimizers.size(); ++i) {
       if (pass.aside[i]) known(*pass.optimizers[i]).scaled_by.reset();
     }
   }
 
-  /// Takes the scale off what the pass has brought, and adds what was set aside. A pass that delays
-  /// this does so only where nothing was. An inf that shows in the gradients of one optimizer holds
-  /// for all: it is the loss that overflowed.
+  /// Unscales the gradients of the pass, and adds those that were set aside. If `delays` is true,
+  /// does so only if gradients were set aside. An inf in the gradients of one optimizer counts for
+  /// all optimizers of the pass, since the loss has overflowed.
   void end(Pass pass, bool delays) {
     std::vector<at::Tensor> found;
     for (std::size_t i = 0; i < pass.optimizers.size(); ++i) {
@@ -111,7 +111,7 @@ class LossPasses {
     }
   }
 
-  /// Takes the step of an optimizer that awaits it.
+  /// Steps an optimizer for which a loss was scaled.
   StepResult step(torch::optim::Optimizer& optimizer, StepOptions options) {
     Known& one = known(optimizer);
     options.is_unscaled = !one.scaled_by;
@@ -134,14 +134,14 @@ class LossPasses {
     }
   }
 
-  /// Gives up what was scaled for `optimizer` since its last step.
+  /// Discards the losses that were scaled for `optimizer` since its last step.
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
     optimizer.zero_grad(set_to_none);
     finish(optimizer);
   }
 
  private:
-  /// What is known of an optimizer between its steps.
+  /// The state of an optimizer between its steps.
   struct Known {
     AnyOptimizer optimizer;
     std::optional<std::size_t> scaled_by{};    // the loss whose scale the gradients carry
@@ -150,7 +150,7 @@ class LossPasses {
     bool awaits_step() const noexcept { return scaled_by || unscaled_by; }
   };
 
-  /// A loss, and what its scale's iteration knows.
+  /// A loss, and the state of its scale's iteration.
   struct Loss {
     explicit Loss(const LossScaleOptions& options) : scaler(options) {}
     GradScaler scaler;
@@ -179,12 +179,12 @@ class LossPasses {
     return all;
   }
 
-  /// Brings gradients in line with what the caller has changed at masters.
+  /// Updates gradients after the caller has changed those of masters.
   static void follow_masters(const Known& one) {
     if (optim::FusedOptimizer* const fused = as_fused(one.optimizer)) (void)fused->plan();
   }
 
-  /// Takes the scale off the gradients; returns what was found in them.
+  /// Unscales the gradients; returns found_inf.
   at::Tensor unscale(Known& one) {
     GradScaler& own = scaler(*one.scaled_by);
     own.unscale_(one.optimizer);
@@ -200,8 +200,8 @@ class LossPasses {
                         : found;
   }
 
-  /// Writes a NaN into the gradients of an optimizer where `found` is not 0, so that its step is
-  /// skipped, and so that clearing the gradients clears that too. No host sync on a device.
+  /// If `found` is nonzero, writes a NaN into the gradients of an optimizer, so that its step is
+  /// skipped. Clearing the gradients clears this mark too. No host sync.
   static void spoil_gradients(Known& one, const at::Tensor& found) {
     const c10::NoGradGuard no_grad;
     for (const StepPlan::Row& row : plain_plan(one.optimizer.optimizer()).rows) {
@@ -216,7 +216,8 @@ class LossPasses {
     note_inf(one, found);
   }
 
-  /// The optimizer waits for nothing any more; losses that waited for it alone move their scale.
+  /// Marks the optimizer's step as done. Losses that waited for this optimizer only move their
+  /// scale.
   void finish(torch::optim::Optimizer& optimizer) {
     Known& one = known(optimizer);
     one = Known{one.optimizer};
@@ -229,7 +230,7 @@ class LossPasses {
     }
   }
 
-  /// Gradients that carry a scale lose it before the scale moves.
+  /// Moves the scale of a loss, after unscaling the gradients that still carry it.
   void end_iteration(std::size_t loss) {
     for (Known& one : all_) {
       if (one.scaled_by == loss) (void)unscale(one);

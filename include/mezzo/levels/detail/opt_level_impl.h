@@ -1,5 +1,5 @@
 /// \file
-/// The levels' table, what may be combined with what, and Apex's report.
+/// The table of levels, the checks of overrides, and Apex's text.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>

@@ -8,9 +8,9 @@
 #include <mutex>
 #include <unordered_set>
 
-// Which parameters hold averages for the time being. A checkpoint that was written then would give
-// the averages out as what is trained, and one that was loaded would be gone when the guard puts
-// the training weights back; neither would show.
+// Records which parameters presently hold averages. A checkpoint saved in that state would present
+// the averages as training weights, and weights loaded in that state would be lost when the guard
+// restores the training weights. Without this record neither mistake would be noticed.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -35,13 +35,13 @@ class AveragedParameters {
   std::unordered_multiset<const c10::TensorImpl*> parameters_;  // guards nest
 };
 
-/// The process's: the guard and the checkpoint may lie in different libraries, on other threads.
+/// The process's record. The guard and the checkpoint may be in different libraries and threads.
 C10_EXPORT inline AveragedParameters& averaged_parameters() {
   static AveragedParameters& parameters = *new AveragedParameters;
   return parameters;
 }
 
-/// A parameter, what it held before, and the mark that it holds an average until this goes.
+/// A parameter with its previous contents. Marks the parameter as averaged for this object's life.
 class LentParameter {
  public:
   explicit LentParameter(const at::Tensor& parameter)

@@ -29,7 +29,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
 
-/// The buffers of a model, in its order, of a floating dtype or others.
+/// Returns the floating, or else the other, buffers of a model, in order.
 inline std::vector<at::Tensor> buffers_of(const torch::nn::Module& model, bool is_floating) {
   std::vector<at::Tensor> buffers = model.buffers();
   std::erase_if(buffers, [is_floating](const at::Tensor& buffer) {
@@ -44,7 +44,7 @@ inline std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
   return first;
 }
 
-/// The masters of parameters, and none for the buffers behind them.
+/// Returns `options` with undefined masters appended for the buffers.
 inline EmaOptions with_buffers(EmaOptions options, std::size_t buffers) {
   if (options.masters && buffers > 0) {
     options.masters = [masters = std::move(options.masters), buffers] {
@@ -91,7 +91,7 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
   }
 }
 
-/// Returns what is averaged, in the order of the parameters.
+/// Returns the tensors to average (masters where given), in the order of the parameters.
 inline std::vector<at::Tensor> Ema::weights() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
@@ -113,14 +113,14 @@ inline std::vector<at::Tensor> Ema::weights() const {
   return weights;
 }
 
-/// Averages are converted where their weights went to another device or dtype.
+/// Converts averages whose weights have moved to another device or dtype.
 inline void Ema::follow(const std::vector<at::Tensor>& weights) {
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     averages_[i] = averages_[i].to(weights[i].device(), detail::wide_dtype(weights[i]));
   }
 }
 
-/// Floating buffers stand before the others, both here and there.
+/// Buffers are ordered floating ones first, in both models.
 inline void Ema::copy_to(const torch::nn::Module& model) const {
   const std::vector<at::Tensor> from = detail::joined(averages_, copied_buffers_);
   const std::vector<at::Tensor> parameters = model.parameters();
@@ -147,7 +147,8 @@ inline void Ema::copy_to(const torch::nn::Module& model) const {
 
 namespace detail {
 
-/// Averages and weights of one device and dtype, each pair of one layout: ATen moves them together.
+/// Averages and weights of one device and dtype, which ATen updates together. The two tensors of a
+/// pair have the same layout.
 struct AveragedTogether {
   std::vector<at::Tensor> averages, weights;
 
@@ -156,8 +157,8 @@ struct AveragedTogether {
            averages.front().scalar_type() == average.scalar_type();
   }
 
-  /// Computes averages += share * (weights - averages), unless `found_inf`, one element on any
-  /// device, is not 0; undefined, it stands for 0.
+  /// Computes averages += share * (weights - averages), unless `found_inf` (one element, any
+  /// device) is nonzero. An undefined `found_inf` means 0.
   void move(double share, const at::Tensor& found_inf) const {
     if (!found_inf.defined()) {
       at::_foreach_lerp_(averages, weights, share);
@@ -177,7 +178,8 @@ struct AveragedTogether {
 
 }  // namespace detail
 
-/// A weight that needs a conversion is moved by itself, so that one at a time is kept twice.
+/// Updates all averages. Weights that need a conversion are updated one at a time, so that only one
+/// converted copy exists at any time.
 inline void Ema::move(const at::Tensor& found_inf) {
   const detail::NoGraphGuard no_graph;
   const std::vector<at::Tensor> trained = weights();
@@ -208,7 +210,7 @@ inline void Ema::move(const at::Tensor& found_inf) {
   count(found_inf);
 }
 
-/// One more update, unless `found_inf` is not 0: counted by the device once that decides.
+/// Counts one more update unless `found_inf` is nonzero. Once the device decides, it also counts.
 inline void Ema::count(const at::Tensor& found_inf) {
   const detail::StepCount updates(updates_on_host_, updates_on_device_);
   if (found_inf.defined() && !found_inf.is_cpu() && !updates_on_device_.defined()) {
@@ -255,8 +257,8 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   detail::StepCount(updates_on_host_, updates_on_device_).overwrite(updates);
 }
 
-/// set_data leaves version, hooks and gradient of a parameter alone, so that nothing that watches
-/// it for writes sees one when it has its own memory back.
+/// set_data leaves a parameter's version, hooks and gradient unchanged. After the scope, code that
+/// watches the parameter for writes therefore sees none.
 inline EmaScope::EmaScope(const Ema& ema) {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor>& parameters = ema.parameters();
@@ -283,14 +285,15 @@ inline EmaScope::EmaScope(const Ema& ema) {
 
 inline EmaScope::~EmaScope() { put_back(); }
 
-/// set_data fails for a tensor of another kind, and what comes back is the parameter's own.
+/// Does not throw: set_data fails only for a tensor of another kind, and each parameter gets back
+/// its own.
 inline void EmaScope::put_back() noexcept {
   const c10::NoGradGuard no_grad;
   for (auto lent = lent_.rbegin(); lent != lent_.rend(); ++lent) lent->put_back();
   lent_.clear();
 }
 
-// Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+// Templates, as for GradScaler, since the headers of archives take long to compile.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Ema& ema) {

@@ -10,8 +10,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// An option that lies in libtorch's class. Libtorch's setter returns that class, on which nothing
-// of mezzo's could be called next.
+// Declares an option that libtorch's class stores. libtorch's setter returns libtorch's class, on
+// which setters of mezzo's class cannot be chained.
 #define MEZZO_LIBTORCH_OPTION(T, name)                    \
   const T& name() const noexcept { return Base::name(); } \
   T& name() noexcept { return Base::name(); }             \
@@ -20,8 +20,8 @@ namespace detail {
     return static_cast<Own&>(*this);                      \
   }
 
-// Derived classes inherit the constructors: ones of their own, being no templates, would
-// instantiate the virtual functions, files and all, in every unit that sees them.
+// Derived classes inherit the constructors. Non-template constructors of their own would
+// instantiate the virtual functions, serialisation included, in every unit that includes them.
 
 /// The options of Adam and AdamW. `Base` is libtorch's class.
 template <class Own, class Base>

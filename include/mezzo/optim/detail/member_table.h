@@ -11,9 +11,9 @@
 #include <tuple>
 #include <type_traits>
 
-// The options and the state of an optimizer each list their members once. From that list they are
-// saved, loaded and compared. Files are as torch::optim writes them:
-// options and counts as IValues, tensors too, and an undefined tensor as no entry.
+// The options and the state of an optimizer each list their members once. Saving, loading and
+// comparing follow from that list. Files have the format of torch::optim: options, counts and
+// tensors are IValues, and an undefined tensor has no entry.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -25,7 +25,7 @@ inline bool is_same(const at::Tensor& left, const at::Tensor& right) {
   return left.defined() == right.defined() && (!left.defined() || left.equal(right));
 }
 
-/// One member of options or of a state, by its key in a file.
+/// One member of options or of a state, with its key in a file.
 template <class T>
 struct Member {
   const char* key;
@@ -41,7 +41,7 @@ Member<T> member(const char* key, T& value) {
   return {key, value};
 }
 
-/// The list of `owner`, which makes this a friend and has a private
+/// Access to the member list of a class, which makes this a friend and has a private
 ///     static auto members(auto& own) { return std::tuple{member("lr", own.lr()), ...}; }
 struct MemberTable {
   template <class Owner>
