@@ -27,7 +27,8 @@ if (location.protocol === "file:") {
       this.frame = frame;
     }
     postMessage(message) {
-      this.loaded.then(() => this.frame.contentWindow.postMessage(message, "*"));
+      // The frame's own postMessage is the worker's, which leads here.
+      this.loaded.then(() => this.frame.contentWindow.dispatchEvent(new MessageEvent("message", {data: message})));
     }
     terminate() { this.frame.remove(); }
   };
