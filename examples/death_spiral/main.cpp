@@ -8,10 +8,12 @@
 
 #include <torch/torch.h>
 
+#include <cstdio>
 #include <iostream>
 
 int main() {
   torch::manual_seed(0);
+  std::setbuf(stdout, nullptr);  // lines of stdout and stderr in their order
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::ReLU(),
                               torch::nn::Linear(64, 64), torch::nn::ReLU(),
@@ -35,6 +37,8 @@ int main() {
         const mezzo::AutocastGuard autocast({.device = device.type(), .dtype = torch::kHalf});
         loss = torch::nn::functional::cross_entropy(model->forward(inputs), labels);
       }
+      std::printf("step %2d: loss %g, loss scale %g\n", step, loss.item<double>(),
+                  scaler.get_scale());
       scaler.scale(loss).backward();
       const auto result = scaler.step(optimizer);
       scaler.update();

@@ -1,5 +1,5 @@
 // Averaged weights: kept beside an optimizer, and put into the model for an evaluation.
-// Exits with 1 if averages are no better than the noisy weights that they are of.
+// Exits with 1 if the error of the averages is above 0.7 of that of the noisy weights.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -8,6 +8,7 @@
 
 namespace {
 
+constexpr double kMostOfTheError = 0.7;  // measured: 0.46 for both optimizers
 const auto kPrecision = mezzo::AutocastSetting{.device = torch::kCPU};
 
 /// Mean square error on data without noise.
@@ -18,7 +19,8 @@ double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {
   return (output - input.mm(teacher)).square().mean().item<double>();
 }
 
-/// Trains with a rate that is too high to settle, and says whether the averages are better.
+/// Trains with a rate that is too high to settle, and says whether the averages are better by
+/// enough.
 template <class Optimizer>
 bool train(const char* name, const torch::Tensor& teacher) {
   torch::nn::Linear model(16, 4);
@@ -38,8 +40,9 @@ bool train(const char* name, const torch::Tensor& teacher) {
   const double last = evaluate(model, teacher);
   const mezzo::EmaScope averaged(ema);  // until the scope ends
   const double average = evaluate(model, teacher);
-  std::printf("%-18s error %.4f, of the average %.4f\n", name, last, average);
-  return average < last;
+  std::printf("%-18s error %.4f, of the average %.4f: %.2f of it, at most %.2f\n", name, last,
+              average, average / last, kMostOfTheError);
+  return average < kMostOfTheError * last;
 }
 
 }  // namespace

@@ -245,6 +245,12 @@ TEST(OptLevelText, IsApexsReport) {
             "loss_scale             : 128.0\n");
 }
 
+TEST(OptLevelText, ListsTheOptionsOnceWhereNothingIsOverridden) {
+  EXPECT_THAT(OptLevel::O2().describe(), Not(HasSubstr("After processing overrides")));
+  EXPECT_THAT(OptLevel::O2({.loss_scale = 128.0}).describe(),
+              HasSubstr("After processing overrides"));
+}
+
 TEST(OptLevelText, SaysNoneWhereALevelHasNoSay) {
   const std::string text = OptLevel::O1().describe();
   EXPECT_THAT(text, AllOf(HasSubstr("cast_model_type        : None\n"),

@@ -203,11 +203,14 @@ inline MatmulPrecisionOptions OptLevel::matmul_precision() const {
 }
 
 inline std::string OptLevel::describe() const {
-  return c10::str("Selected optimization level ", name(), ":  ", defaults_->brief, "\n",
-                  OptLevel(*defaults_, {}).listing(),
+  const std::string before = OptLevel(*defaults_, {}).listing(), after = listing();
+  const std::string selected =
+      c10::str("Selected optimization level ", name(), ":  ", defaults_->brief, "\n", before);
+  if (after == before) return selected;
+  return c10::str(selected,
                   "Processing user overrides (options that were given)...\n"
                   "After processing overrides, optimization options are:\n",
-                  listing());
+                  after);
 }
 
 inline std::string OptLevel::listing() const {

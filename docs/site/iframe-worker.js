@@ -1,0 +1,35 @@
+// The search of a site that is opened from a folder: browsers start no worker from a file, so that it runs in a frame.
+// The offline plugin of MkDocs Material would fetch its own such script from a network.
+if (location.protocol === "file:") {
+  const inside = `
+    self.postMessage = message => parent.postMessage(message, "*");
+    self.importScripts = (...urls) => urls.reduce((before, url) => before.then(() => new Promise(resolve => {
+      const script = document.createElement("script");
+      script.src = url;
+      script.onload = resolve;
+      document.body.appendChild(script);
+    })), Promise.resolve());`;
+  window.Worker = class extends EventTarget {
+    constructor(url) {
+      super();
+      this.onmessage = null;
+      const frame = document.createElement("iframe");
+      frame.hidden = true;
+      this.loaded = new Promise(resolve => { frame.onload = resolve; });
+      frame.srcdoc = `<body><script>${inside}</script><script src="${new URL(url, location)}"></script></body>`;
+      window.addEventListener("message", event => {
+        if (event.source !== frame.contentWindow) return;
+        const message = new MessageEvent("message", {data: event.data});
+        this.dispatchEvent(message);
+        if (this.onmessage) this.onmessage(message);
+      });
+      document.body.appendChild(frame);
+      this.frame = frame;
+    }
+    postMessage(message) {
+      // The frame's own postMessage is the worker's, which leads here.
+      this.loaded.then(() => this.frame.contentWindow.dispatchEvent(new MessageEvent("message", {data: message})));
+    }
+    terminate() { this.frame.remove(); }
+  };
+}
