@@ -5,8 +5,6 @@
 #include <random>
 #include <stdexcept>
 
-#include "shuffle.h"
-
 namespace bert_ner {
 namespace {
 

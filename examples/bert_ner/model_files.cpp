@@ -6,14 +6,8 @@
 #include <sstream>
 #include <utility>
 
-#include "atomic_file.h"
-#include "fingerprint.h"
-#include "formatted.h"
-#include "input_error.h"
-#include "json_file.h"
-#include "mapped_file.h"
 #include "safetensors.h"
-#include "tensor_views.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
@@ -23,12 +17,6 @@ using nlohmann::json;
 
 constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json",
                                         "special_tokens_map.json"};
-
-std::string read_text(const fs::path& path) {
-  const MappedFile file(path);
-  const auto bytes = file.bytes();
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
 
 /// One field of config.json, checked.
 class ConfigReader {
@@ -118,13 +106,13 @@ std::string abridged(const std::vector<std::string>& names) {
 }
 
 /// Copies one tensor of the file over `parameter`. \returns what does not fit, or nothing.
-std::string copy_tensor(const TensorView& view, torch::Tensor& parameter) {
-  const auto tensor = to_tensor(view);
+std::string copy_tensor(const std::string& name, const torch::Tensor& tensor,
+                        torch::Tensor& parameter) {
   if (!tensor.is_floating_point()) {
-    return view.name + " is of dtype " + std::string(name_of(view.dtype));
+    return name + " is of dtype " + std::string(dtype_name(tensor.scalar_type()));
   }
   if (tensor.sizes() != parameter.sizes()) {
-    return view.name + " is " + shape_text(tensor.sizes()) + " where config.json makes it " +
+    return name + " is " + shape_text(tensor.sizes()) + " where config.json makes it " +
            shape_text(parameter.sizes());
   }
   parameter.copy_(tensor);
@@ -152,12 +140,6 @@ fs::path weights_file(const fs::path& folder) {
                    "model.safetensors");
 }
 
-void write_text(const fs::path& path, std::string_view text) {
-  AtomicFile file(path);
-  file.write(text);
-  static_cast<void>(file.commit());  // whether it is durable is told of the checkpoint
-}
-
 json config_with_labels(json config, const Labels& labels) {
   config["architectures"] = {"BertForTokenClassification"};
   json id2label = json::object(), label2id = json::object();
@@ -182,9 +164,9 @@ ModelFiles read_model_files(const fs::path& folder) {
   if (!files.config.is_object()) {
     throw InputError((folder / "config.json").string() + ": must hold a JSON object");
   }
-  files.texts["vocab.txt"] = read_text(folder / "vocab.txt");
+  files.texts["vocab.txt"] = read_file(folder / "vocab.txt");
   for (const char* name : kTokenizerFiles) {
-    if (fs::exists(folder / name)) files.texts[name] = read_text(folder / name);
+    if (fs::exists(folder / name)) files.texts[name] = read_file(folder / name);
   }
   return files;
 }
@@ -248,9 +230,10 @@ Labels labels_of(const ModelFiles& files) {
 
 void check_sizes(const BertConfig& config, const fs::path& folder) {
   const auto path = weights_file(folder);
-  const SafetensorsFile file(path);
   std::map<std::string, std::vector<int64_t>> shapes;
-  for (const auto& view : file.tensors()) shapes[name_in_model(view.name)] = view.shape;
+  for (const auto& [name, tensor] : read_safetensors(path).tensors) {
+    shapes[name_in_model(name)] = tensor.sizes().vec();
+  }
   const std::string advice = "; are config.json and model.safetensors of the same model?";
   const auto expect = [&](const std::string& name, const std::vector<int64_t>& shape) {
     const auto found = shapes.find(name);
@@ -273,20 +256,21 @@ void check_sizes(const BertConfig& config, const fs::path& folder) {
 std::vector<std::string> load_weights(BertForTokenClassification& model, const fs::path& folder,
                                       Head head) {
   const torch::NoGradGuard no_grad;
-  const SafetensorsFile file(weights_file(folder));
+  const auto file = read_safetensors(weights_file(folder));
   auto parameters = model->named_parameters();
   std::vector<std::string> missing, misfits, unknown, other_heads;
   std::set<std::string> loaded;
-  for (const auto& view : file.tensors()) {
-    const auto name = name_in_model(view.name);
+  for (const auto& [given_name, tensor] : file.tensors) {
+    const auto name = name_in_model(given_name);
     auto* parameter = parameters.find(name);
     const bool is_head = name.starts_with("classifier.");
     if (name == "bert.embeddings.position_ids") continue;  // 0, 1, 2, ...: carries nothing
     if (parameter == nullptr || (is_head && head == Head::fresh)) {
-      (belongs_to_encoder(name) ? unknown : other_heads).push_back(view.name);
+      (belongs_to_encoder(name) ? unknown : other_heads).push_back(given_name);
       continue;
     }
-    if (auto misfit = copy_tensor(view, *parameter); !misfit.empty()) misfits.push_back(misfit);
+    if (auto misfit = copy_tensor(given_name, tensor, *parameter); !misfit.empty())
+      misfits.push_back(misfit);
     loaded.insert(name);
   }
   for (const auto& parameter : parameters) {
@@ -304,27 +288,21 @@ std::vector<std::string> load_weights(BertForTokenClassification& model, const f
   return other_heads;
 }
 
-uint64_t fingerprint_of(const ModelFiles& files, const Labels& labels) {
-  Fingerprint fingerprint;
-  fingerprint.add(config_with_labels(files.config, labels).dump());
-  for (const auto& [name, text] : files.texts) {
-    fingerprint.add(name);
-    fingerprint.add(text);
-  }
-  return fingerprint.value();
+std::string text_of(const ModelFiles& files, const Labels& labels) {
+  std::string text = config_with_labels(files.config, labels).dump();
+  for (const auto& [name, content] : files.texts) text += "\n" + name + "\n" + content;
+  return text;
 }
 
 void write_model_folder(const fs::path& folder, const ModelFiles& files,
                         const BertForTokenClassification& model, const Labels& labels) {
-  for (const auto& [name, text] : files.texts) write_text(folder / name, text);
-  write_text(folder / "config.json", config_with_labels(files.config, labels).dump(2) + "\n");
-  std::vector<torch::Tensor> tensors;
-  std::vector<TensorView> views;
+  for (const auto& [name, text] : files.texts) write_file(folder / name, {text});
+  write_file(folder / "config.json", {config_with_labels(files.config, labels).dump(2), "\n"});
+  NamedTensors tensors;
   for (const auto& parameter : model->named_parameters()) {
-    tensors.push_back(parameter.value().detach().cpu().contiguous());
-    views.push_back(view_of(parameter.key(), tensors.back()));
+    tensors.emplace_back(parameter.key(), parameter.value());
   }
-  static_cast<void>(write_safetensors(folder / "model.safetensors", views, {{"format", "pt"}}));
+  write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}});
 }
 
 }  // namespace bert_ner

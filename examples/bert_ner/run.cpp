@@ -1,33 +1,146 @@
 #include "run.h"
 
+#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/diagnose/run_report.h>
+#include <mezzo/diagnose/telemetry.h>
+
 #include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <csignal>
+#include <functional>
 #include <iostream>
 #include <map>
 #include <optional>
 #include <random>
-#include <string>
 #include <utility>
 #include <vector>
 
+#include "batches.h"
 #include "checkpoint.h"
-#include "doctor.h"
-#include "formatted.h"
-#include "input_error.h"
+#include "entity_scores.h"
 #include "machine.h"
-#include "memory_map.h"
 #include "model_files.h"
-#include "progress.h"
-#include "run_inputs.h"
-#include "run_page.h"
-#include "step_profile.h"
 #include "tagging.h"
-#include "training.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr int64_t kScoringBatchSize = 32;
-constexpr int64_t kStepsBeforeProfile = 20;  // the first ones compile kernels and make state
+
+/// Lengths of batches are rounded up to it. Tensor cores want 8; on a CPU oneDNN compiles and keeps
+/// kernels for each length: of the README's tweets 10 in place of 54, for 11 % more padding.
+constexpr int64_t kLengthMultiple = 8;
+
+/// Where a run starts from: a model, or a checkpoint of its own.
+struct RunOrigin {
+  std::filesystem::path folder;   ///< of the model: --model, or --resume
+  std::optional<SavedRun> saved;  ///< the run to resume
+  RunOptions options;  ///< paths are absolute; a resumed run's own where they decide its outcome
+};
+
+/// Tells whether a text is still the same, on one machine and for one build.
+std::string fingerprint(const std::string& text) {
+  return std::to_string(std::hash<std::string>()(text));
+}
+
+/// Everything that is read from files.
+struct RunInputs {
+  /// \param gpu which of them, where the run is on CUDA
+  /// \throws InputError for files that cannot be used, also for those of another run than the
+  /// record's
+  RunInputs(const RunOrigin& origin, int gpu);
+
+  torch::Device device;
+  mezzo::AutocastSetting precision;
+  ModelFiles files;
+  BertConfig config;  ///< with the dropout of the options
+  WordPiece tokenizer;
+  Dataset data;
+  std::vector<Example> train, valid, test;  ///< of `data`
+  BatchList batches;                        ///< of `train`
+  int64_t epoch_steps;
+
+  Padding padding() const { return {tokenizer.pad_id(), kLengthMultiple}; }
+  std::string data_fingerprint() const { return fingerprint(data.text()); }
+  std::string model_fingerprint() const { return fingerprint(text_of(files, data.labels)); }
+};
+
+std::string absolute(const std::string& path) {
+  return path.empty() ? path : fs::absolute(path).lexically_normal().string();
+}
+
+BertConfig config_with_dropout(const ModelFiles& files, const TrainingOptions& training) {
+  auto config = bert_config_of(files);
+  config.hidden_dropout = config.attention_dropout = training.dropout;
+  return config;
+}
+
+/// Whether the run can go on here exactly as it would have gone on there.
+void check_record(const RunOrigin& origin, const RunInputs& inputs) {
+  const auto& [record, position] = *origin.saved;
+  const std::string run = origin.folder.string() + ": the run ";
+  if (record.data_fingerprint != inputs.data_fingerprint() ||
+      labels_of(inputs.files) != inputs.data.labels) {
+    throw InputError(run + "had other sentences; put back the data it began with");
+  }
+  if (record.model_fingerprint != inputs.model_fingerprint()) {
+    throw InputError(run +
+                     "had another config.json, vocab.txt or tokenizer; put back the files that it "
+                     "saved");
+  }
+  if (position.group > inputs.epoch_steps ||
+      position.steps != position.epoch * inputs.epoch_steps + position.group) {
+    throw InputError(run +
+                     "cannot have been at this place: its epoch, group and steps do not fit "
+                     "together; resume from a folder that --save wrote");
+  }
+  if (record.device != origin.options.device) {
+    throw InputError(run + "was on " + record.device + "; pass --device " + record.device);
+  }
+  if (record.autocast != describe(inputs.precision)) {
+    throw InputError(run + "had autocast " + record.autocast + ", here it would be " +
+                     describe(inputs.precision) + "; set MEZZO_AUTOCAST as it was");
+  }
+}
+
+RunOrigin origin_of(const RunOptions& options) {
+  RunOrigin origin{options.model, std::nullopt, options};
+  if (!options.resume.empty()) {
+    origin.folder = options.resume;
+    origin.saved = read_saved_run(origin.folder);
+    origin.options.model = origin.saved->record.model;
+    origin.options.data = origin.saved->record.data;
+    origin.options.training = origin.saved->record.training;
+    return origin;
+  }
+  auto& data = origin.options.data;
+  for (auto* path : {&origin.options.model, &data.data, &data.train, &data.valid, &data.test}) {
+    *path = absolute(*path);
+  }
+  return origin;
+}
+
+RunInputs::RunInputs(const RunOrigin& origin, int gpu)
+    : device(find_device(origin.options.device, gpu)),
+      precision(setting_for(origin.options.training.precision, device)),
+      files(read_model_files(origin.folder)),
+      config(config_with_dropout(files, origin.options.training)),
+      tokenizer(load_tokenizer(files, config)),
+      data(load_dataset(origin.options.data, origin.options.training.seed)) {
+  const auto examples_of = [&](const std::vector<Sentence>& sentences) {
+    return make_examples(sentences, tokenizer, data.labels, config.max_position_embeddings);
+  };
+  train = examples_of(data.train);
+  valid = examples_of(data.valid);
+  test = examples_of(data.test);
+  batches = length_sorted_batches(train, origin.options.training.batch_size);
+  epoch_steps = steps_per_epoch(batches.size(), origin.options.training.accumulate);
+  if (origin.saved) check_record(origin, *this);
+}
 
 std::string score_text(const Score& score) {
   return formatted("F1 %.3f  P %.3f  R %.3f  (%lld entities, %lld found, %lld right)", score.f1,
@@ -53,6 +166,122 @@ void seed_rank(uint64_t seed, int rank) {
   torch::manual_seed(std::mt19937_64(words)());
 }
 
+/// What a person watching a run sees: a line on standard error every few seconds. The device is
+/// waited for only when a line is written.
+class Progress {
+ public:
+  /// \param epochs, steps of the whole run, of which `first_step` were done before this process
+  Progress(bool quiet, int64_t epochs, int64_t steps, int64_t first_step)
+      : quiet_(quiet), epochs_(epochs), steps_(steps), first_step_(first_step) {}
+
+  void on_step(const StepReport& report, const TrainingPosition& position, int64_t skipped) {
+    loss_sum_ = losses_++ == 0 ? report.loss : loss_sum_ + report.loss;
+    tokens_ += report.tokens;
+    const auto now = Clock::now();
+    seconds_ += std::chrono::duration<double>(now - step_began_).count();
+    step_began_ = now;
+    if (quiet_ || (now - last_shown_ < std::chrono::seconds(5) && position.steps != steps_)) return;
+    last_shown_ = now;
+    const double a_step = seconds_ / static_cast<double>(position.steps - first_step_);
+    const auto left = std::llround(a_step * static_cast<double>(steps_ - position.steps));
+    say(
+        formatted("epoch %lld/%lld  step %lld/%lld  loss %.4f  scale %g  skipped %lld  "
+                  "%.0f tokens/s  %lld:%02lld left",
+                  std::min<long long>(position.epoch + 1, epochs_), static_cast<long long>(epochs_),
+                  static_cast<long long>(position.steps), static_cast<long long>(steps_),
+                  loss_sum_.item<double>() / static_cast<double>(losses_), report.result.scale(),
+                  static_cast<long long>(skipped), static_cast<double>(tokens_) / seconds_,
+                  left / 60, left % 60));
+    losses_ = 0;
+  }
+
+  void say(const std::string& line) const {
+    if (!quiet_) std::cerr << line << std::endl;
+  }
+  /// The time since the last step went to something else (a score, a checkpoint): do not count it.
+  void restart_clock() { step_began_ = Clock::now(); }
+
+  double seconds() const { return seconds_; }
+  double tokens_per_second() const {
+    return seconds_ > 0 ? static_cast<double>(tokens_) / seconds_ : 0.0;
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  bool quiet_;
+  int64_t epochs_, steps_, first_step_;
+  int64_t tokens_ = 0, losses_ = 0;
+  double seconds_ = 0;
+  torch::Tensor loss_sum_;  ///< since the last line, on the device
+  Clock::time_point step_began_ = Clock::now(), last_shown_ = step_began_;
+};
+
+/// The run as an HTML page: mezzo's RunReport, with what mezzo's Telemetry and OverflowReport tell
+/// it. \throws InputError for a file that cannot be written, before the hours of training
+class RunPage {
+ public:
+  RunPage(const std::string& file, const std::string& title, const torch::nn::Module& model,
+          int64_t first_step)
+      : file_(file),
+        report_(title),
+        overflows_(model,
+                   {.stream = nullptr,
+                    .callback = [this](const mezzo::Overflow& found) { report_.add(found); }}),
+        telemetry_(first_step) {
+    check_writable(file_);
+    telemetry_.write_to(std::ref(report_));
+  }
+
+  void on_step(const StepReport& report, double max_norm, double learning_rate) {
+    telemetry_.record(
+        report.result, report.loss,
+        {.max_norm = max_norm, .tokens = report.tokens, .learning_rate = learning_rate});
+  }
+  void on_skip(const mezzo::SkippedStep& skipped) { overflows_(skipped); }
+  void restart_clock() { telemetry_.restart_clock(); }
+  mezzo::RunReport& report() { return report_; }
+
+  /// Puts the page in its place. \throws InputError
+  void write() {
+    telemetry_.flush();
+    write_file(file_, {report_.html()});
+  }
+
+ private:
+  std::string file_;
+  mezzo::RunReport report_;
+  mezzo::OverflowReport overflows_;
+  mezzo::Telemetry telemetry_;
+};
+
+/// While it lives, SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
+class SignalWatch {
+ public:
+  SignalWatch() {
+    struct sigaction action {};
+    action.sa_handler = [](int signal) { seen_ = signal; };
+    action.sa_flags = SA_RESETHAND | SA_RESTART;
+    sigaction(SIGTERM, &action, &before_term_);
+    sigaction(SIGINT, &action, &before_int_);
+  }
+  ~SignalWatch() {
+    sigaction(SIGTERM, &before_term_, nullptr);
+    sigaction(SIGINT, &before_int_, nullptr);
+    seen_ = 0;
+  }
+  SignalWatch(const SignalWatch&) = delete;
+  SignalWatch& operator=(const SignalWatch&) = delete;
+
+  /// Its number; 0 if none came.
+  static int seen() { return seen_; }
+
+ private:
+  struct sigaction before_term_ {
+  }, before_int_{};
+  inline static volatile std::sig_atomic_t seen_ = 0;
+};
+
 /// A run under way.
 class Run {
  public:
@@ -66,9 +295,8 @@ class Run {
   void train(Progress& progress);
   bool after_step(const StepReport& report, Progress& progress);
   void save(Progress& progress);
-  void begin_profile();
-  void show_profile();
   void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
+  void describe_on_page(const RunResult& result, const std::string& ended);
   RunResult result(const Progress& progress) const;
 
   const RunOptions& options() const { return origin_.options; }
@@ -77,7 +305,8 @@ class Run {
     return trainer_.position.steps - trainer_.schedule.applied_steps();
   }
   bool stopped_early() const {
-    return options().max_steps > 0 && trainer_.position.steps >= options().max_steps;
+    return SignalWatch::seen() != 0 ||
+           (options().max_steps > 0 && trainer_.position.steps >= options().max_steps);
   }
 
   Ranks ranks_;
@@ -87,11 +316,9 @@ class Run {
   std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
-  CoreTime trained_;                        ///< by the cores that this process has
   std::optional<RunPage> page_;             ///< of the first rank, if it was asked for
-  std::optional<StepProfile> profile_;
-  int64_t profiled_from_ = 0;  ///< steps
-  Score score_;                ///< the last one
+  int64_t skipped_ = 0;                     ///< as far as is known without waiting
+  Score score_;                             ///< the last one
   std::map<std::string, Score> scores_by_type_;
 };
 
@@ -136,7 +363,7 @@ BertForTokenClassification Run::load_model() {
 /// Ranks that were started differently would wait for one another, or train on other sentences.
 void Run::check_alike() const {
   const nlohmann::json own{{"training", options().training},
-                           {"sentences", inputs_.data.fingerprint()},
+                           {"sentences", inputs_.data_fingerprint()},
                            {"labels", inputs_.data.labels.names()},
                            {"class_weights", class_weights_},
                            {"autocast", describe(inputs_.precision)},
@@ -171,21 +398,18 @@ void Run::introduce(Progress& progress) {
   if (!to_guess.empty()) {
     progress.say("note: no sentence to learn from has " + joined(to_guess));
   }
-  const bool is_row = options().json == "-";  // of a table, whose memory is measured
-  if (options().quiet || is_row || !ranks_.is_first()) return;
-  const auto batch = collate(inputs_.train, inputs_.batches.back(), inputs_.padding(),
-                             inputs_.config.max_position_embeddings, inputs_.device);
-  for (const auto& warning : doctors_warnings(trainer_, batch)) progress.say("doctor: " + warning);
 }
 
 RunResult Run::execute() {
   const int64_t schedule_steps = options().training.epochs * inputs_.epoch_steps;
   const int64_t steps =
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
-  Progress progress(std::cerr, Progress::style_for_stderr(options().quiet || !ranks_.is_first()),
-                    options().training.epochs, steps, trainer_.position.steps, skipped_steps());
-  trainer_.scaler.on_skip([&](const auto& skipped) {
-    progress.on_skip(skipped);
+  Progress progress(options().quiet || !ranks_.is_first(), options().training.epochs, steps,
+                    trainer_.position.steps);
+  skipped_ = skipped_steps();
+  trainer_.scaler.on_skip([&](const mezzo::SkippedStep& skipped) {
+    ++skipped_;
+    progress.say(skipped.message());
     if (page_) page_->on_skip(skipped);
   });
   introduce(progress);
@@ -198,12 +422,17 @@ RunResult Run::execute() {
                     *trainer_.model, trainer_.position.steps + 1);
     }
   });
+  std::optional<SignalWatch> signals;  // several ranks would end in different steps
+  if (!ranks_.is_distributed()) signals.emplace();
   train(progress);
-  if (options().profile && profiled_from_ == 0) {
-    std::cerr << "note: nothing to profile: --profile begins after " << kStepsBeforeProfile
-              << " steps, and this run has no more" << std::endl;
-  }
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save(progress);
+  trainer_.scaler.on_skip(nullptr);
+  if (const int signal = SignalWatch::seen(); signal != 0) {
+    const std::string cause = signal == SIGINT ? "Ctrl-C" : "SIGTERM";
+    describe_on_page(result(progress), "stopped by " + cause);
+    progress.say("stopped by " + cause + " after step " + std::to_string(trainer_.position.steps));
+    throw Interrupted{signal};
+  }
   if (!inputs_.test.empty()) {
     score(inputs_.data.test, inputs_.test);
   } else if (scored_at_ != trainer_.position.steps) {
@@ -212,22 +441,20 @@ RunResult Run::execute() {
   for (const auto& [type, type_score] : scores_by_type_) {
     progress.say("  " + type + ": " + score_text(type_score));
   }
-  trainer_.scaler.on_skip(nullptr);
-  if (page_) page_->write();
-  return result(progress);
+  const auto measured = result(progress);
+  describe_on_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
+  return measured;
 }
 
 void Run::train(Progress& progress) {
   const auto& training = options().training;
   while (trainer_.position.epoch < training.epochs && !stopped_early()) {
     const auto epoch = trainer_.position.epoch;
-    const auto before = core_time();
     progress.restart_clock();
+    if (page_) page_->restart_clock();
     trainer_.train_epoch(inputs_.train, shuffled(inputs_.batches, training.seed, epoch),
                          inputs_.padding(), inputs_.config.max_position_embeddings,
                          [&](const StepReport& report) { return after_step(report, progress); });
-    trained_ = trained_.plus(core_time().since(before));
-    if (profile_) show_profile();
     if (trainer_.position.epoch == epoch) return;  // stopped within the epoch
     score(inputs_.data.valid, inputs_.valid);
     progress.say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
@@ -235,36 +462,39 @@ void Run::train(Progress& progress) {
 }
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
-  progress.on_step(report, trainer_.position);
-  if (page_) page_->on_step(report, options().training.max_grad_norm);
-  const bool more_follow = trainer_.position.group < inputs_.epoch_steps && !stopped_early();
-  if (options().profile && profiled_from_ == 0 && more_follow &&
-      trainer_.position.steps >= kStepsBeforeProfile) {
-    begin_profile();
-  }
+  progress.on_step(report, trainer_.position, skipped_);
+  if (page_) page_->on_step(report, options().training.max_grad_norm, report.learning_rate);
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
     save(progress);
     progress.restart_clock();
+    if (page_) page_->restart_clock();
   }
   return !stopped_early();
 }
 
-void Run::begin_profile() {
-  profiled_from_ = trainer_.position.steps;
-  profile_.emplace();
-}
-
-/// On standard error, also of a quiet run: it was asked for.
-void Run::show_profile() {
-  const auto times = profile_->stop();
-  profile_.reset();
-  const auto steps = trainer_.position.steps - profiled_from_;
-  const auto map = memory_map();  // before the products that are timed below add to it
-  const auto peak = peak_memory_bytes(inputs_.device);
-  std::cerr << title_of(options().training.precision) << ", " << steps << " steps, "
-            << at::get_num_threads() << " threads\n"
-            << format_step_times(times, steps)
-            << format_memory_map(map, trainer_.bytes_held(), peak) << std::flush;
+/// What the curves do not show, and puts the page in its place.
+void Run::describe_on_page(const RunResult& result, const std::string& ended) {
+  if (!page_) return;
+  auto& report = page_->report();
+  if (scored_at_ >= 0) {
+    report.score("F1", result.f1);
+    report.score("precision", result.precision);
+    report.score("recall", result.recall);
+  }
+  report.fact("tokens/s, mean", formatted("%.0f", result.tokens_per_second));
+  report.fact("peak memory", formatted("%.0f MiB", static_cast<double>(result.peak_memory_bytes) /
+                                                       (1024.0 * 1024.0)));
+  report.fact("seed", std::to_string(result.seed));
+  report.fact("ended", ended);
+  for (const auto& [name, value] : nlohmann::json(options().training).items()) {
+    report.option(name, value.is_string() ? value.get<std::string>() : value.dump());
+  }
+  report.option("model", options().model);
+  report.option("data", options().data.data.empty() ? options().data.train : options().data.data);
+  report.option("device", options().device);
+  report.option("threads", std::to_string(at::get_num_threads()));
+  report.option("processes", std::to_string(ranks_.size()));
+  page_->write();
 }
 
 void Run::save(Progress& progress) {
@@ -273,8 +503,8 @@ void Run::save(Progress& progress) {
                          .training = options().training,
                          .device = options().device,
                          .autocast = describe(inputs_.precision),
-                         .data_fingerprint = inputs_.data.fingerprint(),
-                         .model_fingerprint = fingerprint_of(inputs_.files, inputs_.data.labels)};
+                         .data_fingerprint = inputs_.data_fingerprint(),
+                         .model_fingerprint = inputs_.model_fingerprint()};
   const bool is_durable =
       save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
   saved_at_ = trainer_.position.steps;
@@ -297,7 +527,6 @@ void Run::score(const std::vector<Sentence>& sentences, const std::vector<Exampl
 }
 
 RunResult Run::result(const Progress& progress) const {
-  const double seconds = progress.seconds();
   return {.name = title_of(options().training.precision),
           .seed = options().training.seed,
           .autocast = describe(inputs_.precision),
@@ -307,12 +536,11 @@ RunResult Run::result(const Progress& progress) const {
           .recall = score_.recall,
           .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
           .bytes_a_parameter = trainer_.bytes_a_parameter(),
-          .tokens_per_second = seconds > 0 ? static_cast<double>(progress.tokens()) / seconds : 0.0,
-          .train_seconds = seconds,
+          .tokens_per_second = progress.tokens_per_second(),
+          .train_seconds = progress.seconds(),
           .steps = trainer_.position.steps,
           .skipped_steps = skipped_steps(),
-          .loss_scale = trainer_.scaler.get_scale(),
-          .waited_part = trained_.waited_part()};
+          .loss_scale = trainer_.scaler.get_scale()};
 }
 
 }  // namespace

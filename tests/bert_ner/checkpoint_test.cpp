@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "input_error.h"
 #include "run.h"
+#include "text.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
