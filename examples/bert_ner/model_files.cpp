@@ -1,6 +1,8 @@
 #include "model_files.h"
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <set>
 #include <span>
 #include <sstream>
@@ -18,60 +20,40 @@ using nlohmann::json;
 constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json",
                                         "special_tokens_map.json"};
 
-/// One field of config.json, checked.
+/// Fields of config.json, checked.
 class ConfigReader {
  public:
   explicit ConfigReader(const ModelFiles& files)
       : config_(files.config), origin_((files.folder / "config.json").string()) {}
 
   int64_t size(const char* name) const {
-    const auto& value = required(name);
-    constexpr int64_t kLargest = int64_t{1} << 31;
-    if (!value.is_number_integer() || value.get<double>() < 1 ||
-        value.get<double>() > static_cast<double>(kLargest)) {
-      fail(name, "must be a whole number from 1 to 2^31");
-    }
+    const auto value = config_.value(name, json());
+    const double number = value.is_number_integer() ? value.get<double>() : 0;
+    if (number < 1 || number > std::exp2(31)) fail(name, "must be a whole number from 1 to 2^31");
     return value.get<int64_t>();
   }
 
-  double number(const char* name, double fallback, double low, double high) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) return fallback;
-    const double value = found->is_number() ? found->get<double>() : low - 1;
-    if (!(value >= low && value <= high)) {
-      std::ostringstream range;
-      range << "must be a number from " << low << " to " << high;
-      fail(name, range.str());
-    }
-    return value;
+  double number(const char* name, double fallback, int low, int high) const {
+    const auto value = config_.value(name, json(fallback));
+    if (value.is_number() && value >= low && value <= high) return value.get<double>();
+    fail(name, "must be a number from " + std::to_string(low) + " to " + std::to_string(high));
   }
 
-  std::string one_of(const char* name, const std::string& fallback,
-                     std::initializer_list<const char*> accepted) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) return fallback;
-    std::string list;
-    for (const char* word : accepted) {
-      if (*found == word) return word;
-      list += (list.empty() ? "" : ", ") + std::string(word);
+  std::string one_of(const char* name, const std::vector<std::string>& accepted) const {
+    const auto value = config_.value(name, json(accepted.front()));
+    for (const auto& word : accepted) {
+      if (value == word) return word;
     }
-    fail(name, "must be one of: " + list);
+    fail(name, "must be one of: " + joined(accepted));
   }
 
   [[noreturn]] void fail(const char* name, const std::string& what) const {
-    const auto found = config_.find(name);
+    const auto value = config_.value(name, json());
     throw InputError(origin_ + ": \"" + name + "\" is " +
-                     (found == config_.end() ? "missing" : found->dump().substr(0, 60)) + "; it " +
-                     what);
+                     (value.is_null() ? "missing" : value.dump().substr(0, 60)) + "; it " + what);
   }
 
  private:
-  const json& required(const char* name) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) fail(name, "is needed: use the config.json of a BERT model");
-    return *found;
-  }
-
   const json& config_;
   std::string origin_;
 };
@@ -173,8 +155,8 @@ ModelFiles read_model_files(const fs::path& folder) {
 
 BertConfig bert_config_of(const ModelFiles& files) {
   const ConfigReader read(files);
-  read.one_of("model_type", "bert", {"bert"});
-  read.one_of("position_embedding_type", "absolute", {"absolute"});
+  read.one_of("model_type", {"bert"});
+  read.one_of("position_embedding_type", {"absolute"});
   BertConfig config;
   config.vocab_size = read.size("vocab_size");
   config.hidden_size = read.size("hidden_size");
@@ -188,8 +170,7 @@ BertConfig bert_config_of(const ModelFiles& files) {
   config.attention_dropout =
       read.number("attention_probs_dropout_prob", config.attention_dropout, 0, 1);
   config.initializer_range = read.number("initializer_range", config.initializer_range, 0, 10);
-  config.hidden_act =
-      read.one_of("hidden_act", "gelu", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
+  config.hidden_act = read.one_of("hidden_act", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
   constexpr int64_t kShortest = 3;
   if (config.max_position_embeddings < kShortest) {
     read.fail("max_position_embeddings", "must be 3 or more, for [CLS], a piece and [SEP]");

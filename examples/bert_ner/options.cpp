@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
-#include <map>
 #include <sstream>
 #include <thread>
 
@@ -84,16 +83,13 @@ CLI::Validator some_threads() {
   return between(1, std::max(kAlwaysFine, kPerCore * std::thread::hardware_concurrency()));
 }
 
-/// As CLI::CheckedTransformer, whose message shows the numbers of an enumeration.
-template <class Values>
-CLI::Validator one_of(const std::string& names, const Values& values) {
-  const auto check = [names, values](const std::string& text) -> std::string {
-    for (const auto& [name, value] : values) {
-      if (text == name || text == std::to_string(static_cast<int>(value))) return {};
-    }
-    return text + " is none of " + names;
+/// CLI11's own would show the numbers of the enumeration.
+CLI::Validator a_precision(const std::string& flags) {
+  const auto check = [flags](const std::string& text) -> std::string {
+    const auto is_named = [&](Precision one) { return flag_of(one) == text; };
+    return std::ranges::any_of(kPrecisions, is_named) ? "" : text + " is none of " + flags;
   };
-  return {check, "", "one_of"};
+  return {check, "", "a_precision"};
 }
 
 CLI::Validator at_least_1() { return between(1.0, 1e9); }
@@ -125,12 +121,9 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
 
 /// Flags that decide a run's outcome; a resumed run has them from its checkpoint.
 void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
-  std::map<std::string, Precision> precisions;
-  std::string flags;
-  for (const auto one : all_precisions()) {
-    precisions.emplace(flag_of(one), one);
-    flags += (flags.empty() ? "" : ", ") + flag_of(one);
-  }
+  std::vector<std::string> names;
+  for (const auto one : kPrecisions) names.push_back(flag_of(one));
+  const auto flags = joined(names);
   auto& data = run.data;
   auto& training = run.training;
   app.add_option("--model", run.model, "Hugging Face BERT folder")->check(a_path());
@@ -147,10 +140,10 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
   app.add_option("--held-out", data.held_out, "part of --data that is kept for the scores")
       ->check(between(0.0, 1.0))
       ->needs("--data");
-  app.add_option("--precision", precision, "one run only: " + flags)
-      ->transform(CLI::Transformer(precisions))
-      ->check(one_of(flags, precisions))
-      ->option_text("TEXT")
+  app.add_option_function<std::string>(
+         "--precision", [&](const std::string& flag) { precision = precision_of(flag); },
+         "one run only: " + flags)
+      ->check(a_precision(flags))
       ->take_last();
   app.add_option("--seed", training.seed, "of split, order, classifier and dropout")
       ->check(a_seed())

@@ -82,29 +82,23 @@ BertConfig config_with_dropout(const ModelFiles& files, const TrainingOptions& t
 /// Whether the run can go on here exactly as it would have gone on there.
 void check_record(const RunOrigin& origin, const RunInputs& inputs) {
   const auto& [record, position] = *origin.saved;
-  const std::string run = origin.folder.string() + ": the run ";
-  if (record.data_fingerprint != inputs.data_fingerprint() ||
-      labels_of(inputs.files) != inputs.data.labels) {
-    throw InputError(run + "had other sentences; put back the data it began with");
-  }
-  if (record.model_fingerprint != inputs.model_fingerprint()) {
-    throw InputError(run +
-                     "had another config.json, vocab.txt or tokenizer; put back the files that it "
-                     "saved");
-  }
-  if (position.group > inputs.epoch_steps ||
-      position.steps != position.epoch * inputs.epoch_steps + position.group) {
-    throw InputError(run +
-                     "cannot have been at this place: its epoch, group and steps do not fit "
-                     "together; resume from a folder that --save wrote");
-  }
-  if (record.device != origin.options.device) {
-    throw InputError(run + "was on " + record.device + "; pass --device " + record.device);
-  }
-  if (record.autocast != describe(inputs.precision)) {
-    throw InputError(run + "had autocast " + record.autocast + ", here it would be " +
-                     describe(inputs.precision) + "; set MEZZO_AUTOCAST as it was");
-  }
+  const auto autocast = describe(inputs.precision);
+  const auto require = [&](bool condition, const std::string& what) {
+    if (!condition) throw InputError(origin.folder.string() + ": the run " + what);
+  };
+  require(record.data_fingerprint == inputs.data_fingerprint() &&
+              labels_of(inputs.files) == inputs.data.labels,
+          "had other sentences; put back the data it began with");
+  require(record.model_fingerprint == inputs.model_fingerprint(),
+          "had another config.json, vocab.txt or tokenizer; put back the files that it saved");
+  require(position.group <= inputs.epoch_steps &&
+              position.steps == position.epoch * inputs.epoch_steps + position.group,
+          "cannot have been at this place: its epoch, group and steps do not fit together; resume "
+          "from a folder that --save wrote");
+  require(record.device == origin.options.device,
+          "was on " + record.device + "; pass --device " + record.device);
+  require(record.autocast == autocast, "had autocast " + record.autocast + ", here it would be " +
+                                           autocast + "; set MEZZO_AUTOCAST as it was");
 }
 
 RunOrigin origin_of(const RunOptions& options) {
@@ -233,10 +227,10 @@ class RunPage {
     telemetry_.write_to(std::ref(report_));
   }
 
-  void on_step(const StepReport& report, double max_norm, double learning_rate) {
+  void on_step(const StepReport& report, double max_norm) {
     telemetry_.record(
         report.result, report.loss,
-        {.max_norm = max_norm, .tokens = report.tokens, .learning_rate = learning_rate});
+        {.max_norm = max_norm, .tokens = report.tokens, .learning_rate = report.learning_rate});
   }
   void on_skip(const mezzo::SkippedStep& skipped) { overflows_(skipped); }
   void restart_clock() { telemetry_.restart_clock(); }
@@ -463,7 +457,7 @@ void Run::train(Progress& progress) {
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
   progress.on_step(report, trainer_.position, skipped_);
-  if (page_) page_->on_step(report, options().training.max_grad_norm, report.learning_rate);
+  if (page_) page_->on_step(report, options().training.max_grad_norm);
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
     save(progress);
     progress.restart_clock();
@@ -481,7 +475,6 @@ void Run::describe_on_page(const RunResult& result, const std::string& ended) {
     report.score("precision", result.precision);
     report.score("recall", result.recall);
   }
-  report.fact("tokens/s, mean", formatted("%.0f", result.tokens_per_second));
   report.fact("peak memory", formatted("%.0f MiB", static_cast<double>(result.peak_memory_bytes) /
                                                        (1024.0 * 1024.0)));
   report.fact("seed", std::to_string(result.seed));

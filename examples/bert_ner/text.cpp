@@ -166,7 +166,6 @@ void check_writable(const fs::path& path) {
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& origin) {
-  using Event = nlohmann::json::parse_event_t;
   const auto at = [&](std::size_t byte) {
     const auto before = text.substr(0, byte);
     return origin + ":" + std::to_string(1 + std::count(before.begin(), before.end(), '\n'));
@@ -176,18 +175,13 @@ nlohmann::json parse_json(std::string_view text, const std::string& origin) {
                      " is not UTF-8; save the file as UTF-8");
   }
   std::vector<std::set<std::string>> keys;  // nlohmann/json keeps the last of two equal ones
-  const auto check = [&](int depth, Event event, const nlohmann::json& parsed) {
-    constexpr int kMaxDepth = 64;
-    if (depth > kMaxDepth) {
-      throw InputError(origin + ": JSON is nested deeper than 64 levels; is it the right file?");
-    }
-    if (event == Event::object_start) keys.emplace_back();
-    if (event == Event::object_end) keys.pop_back();
-    if (event == Event::key && !keys.back().insert(parsed.get<std::string>()).second) {
-      throw InputError(origin + ": the JSON key " + parsed.dump() +
-                       " stands twice in one object; remove one of them");
-    }
-    return true;
+  const auto check = [&](int, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
+    if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
+    if (event == nlohmann::json::parse_event_t::object_end) keys.pop_back();
+    if (event != nlohmann::json::parse_event_t::key) return true;
+    if (keys.back().insert(parsed.get<std::string>()).second) return true;
+    throw InputError(origin + ": the JSON key " + parsed.dump() +
+                     " stands twice in one object; remove one of them");
   };
   try {
     return nlohmann::json::parse(text.begin(), text.end(), check);

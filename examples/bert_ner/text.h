@@ -60,8 +60,8 @@ void write_file(const std::filesystem::path& path, std::span<const std::string_v
 /// Tries out whether write_file could begin. \throws InputError
 void check_writable(const std::filesystem::path& path);
 
-/// A JSON value that a stranger wrote: a key that appears twice, more than 64 levels and bytes that
-/// are no UTF-8 are refused. \throws InputError that opens with `origin` and says where
+/// A JSON value that a stranger wrote: a key that appears twice and bytes that are no UTF-8
+/// are refused. \throws InputError that opens with `origin` and says where
 nlohmann::json parse_json(std::string_view text, const std::string& origin);
 nlohmann::json read_json(const std::filesystem::path& path);
 

@@ -77,7 +77,7 @@ TEST_F(Bert, NamesItsParametersAsHuggingFaceDoes) {
   EXPECT_TRUE(parameters.contains("bert.encoder.layer.0.attention.output.LayerNorm.bias"));
   EXPECT_TRUE(parameters.contains("bert.encoder.layer.0.intermediate.dense.weight"));
   EXPECT_EQ(parameters.size() + 6,  // ids, mask, labels, loss and two logits are no gradients
-            file_.tensors().size());
+            file_.tensors.size());
 }
 
 }  // namespace

@@ -279,7 +279,8 @@ MEZZO_INLINE std::string RunReport::Series::facts_html() const {
     html += detail::tile_html("mean tokens/s", detail::digits(all.tokens / all.seconds, 6));
   }
   if (all.memory > 0) {
-    html += detail::tile_html("most memory, MiB", detail::digits(all.memory / 1048576, 5));
+    html +=
+        detail::tile_html("most memory at a step, MiB", detail::digits(all.memory / 1048576, 5));
   }
   return html + "</dl>\n";
 }
