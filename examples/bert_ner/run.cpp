@@ -479,7 +479,8 @@ void Run::describe_on_page(const RunResult& result, const std::string& ended) {
                                                        (1024.0 * 1024.0)));
   report.fact("seed", std::to_string(result.seed));
   report.fact("ended", ended);
-  for (const auto& [name, value] : nlohmann::json(options().training).items()) {
+  const nlohmann::json training = options().training;
+  for (const auto& [name, value] : training.items()) {
     report.option(name, value.is_string() ? value.get<std::string>() : value.dump());
   }
   report.option("model", options().model);

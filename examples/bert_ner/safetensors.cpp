@@ -58,7 +58,8 @@ class HeaderReader {
     data_bytes_ = file_.size() - kLengthBytes - text.size();
     if (!text.starts_with('{')) fail("the header is no JSON object; fetch the file again");
     std::vector<Entry> entries;
-    for (const auto& [name, value] : parse_json(text, origin_).items()) {
+    const auto json = parse_json(text, origin_);
+    for (const auto& [name, value] : json.items()) {
       if (name == kMetadataKey) {
         metadata = read_metadata(value);
       } else {

@@ -35,6 +35,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -276,7 +277,8 @@ MEZZO_INLINE std::string RunReport::Series::facts_html() const {
   }
   html += detail::tile_html("loss scale", detail::digits(last.scale, 8));
   if (all.seconds > 0) {
-    html += detail::tile_html("mean tokens/s", detail::digits(all.tokens / all.seconds, 6));
+    html += detail::tile_html("mean tokens/s",
+                              detail::digits(std::round(all.tokens / all.seconds * 10) / 10, 8));
   }
   if (all.memory > 0) {
     html +=
@@ -330,10 +332,12 @@ MEZZO_INLINE std::string RunReport::head_html() const {
   for (const auto& [name, value] : scores_) {
     const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
     tiles += detail::tile_html(name, detail::digits(value, 3), is_nothing);
-    if (is_nothing) {
-      troubles += "<p class=trouble>" + detail::html_text(name) + " is " + detail::digits(value) +
-                  ": this run has learnt nothing that counts.</p>\n";
-    }
+    if (!is_nothing) continue;
+    troubles +=
+        (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + detail::digits(value);
+  }
+  if (!troubles.empty()) {
+    troubles = "<p class=trouble>" + troubles + ": this run has learnt nothing that counts.</p>\n";
   }
   for (const auto& [name, value] : facts_) tiles += detail::tile_html(name, value);
   return troubles + (tiles.empty() ? "" : "<dl>" + tiles + "</dl>\n");
