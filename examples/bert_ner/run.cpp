@@ -211,42 +211,19 @@ class Progress {
   Clock::time_point step_began_ = Clock::now(), last_shown_ = step_began_;
 };
 
-/// The run as an HTML page: mezzo's RunReport, with what mezzo's Telemetry and OverflowReport tell
-/// it. \throws InputError for a file that cannot be written, before the hours of training
-class RunPage {
- public:
-  RunPage(const std::string& file, const std::string& title, const torch::nn::Module& model,
-          int64_t first_step)
-      : file_(file),
-        report_(title),
-        overflows_(model,
-                   {.stream = nullptr,
-                    .callback = [this](const mezzo::Overflow& found) { report_.add(found); }}),
-        telemetry_(first_step) {
-    check_writable(file_);
-    telemetry_.write_to(std::ref(report_));
+/// The run as an HTML page: what mezzo's Telemetry and OverflowReport tell its RunReport.
+struct RunPage {
+  RunPage(const std::string& title, const torch::nn::Module& model, int64_t first_step)
+      : report(title),
+        overflows(model, {.stream = nullptr,
+                          .callback = [this](const mezzo::Overflow& found) { report.add(found); }}),
+        telemetry(first_step) {
+    telemetry.write_to(std::ref(report));
   }
 
-  void on_step(const StepReport& report, double max_norm) {
-    telemetry_.record(
-        report.result, report.loss,
-        {.max_norm = max_norm, .tokens = report.tokens, .learning_rate = report.learning_rate});
-  }
-  void on_skip(const mezzo::SkippedStep& skipped) { overflows_(skipped); }
-  void restart_clock() { telemetry_.restart_clock(); }
-  mezzo::RunReport& report() { return report_; }
-
-  /// Puts the page in its place. \throws InputError
-  void write() {
-    telemetry_.flush();
-    write_file(file_, {report_.html()});
-  }
-
- private:
-  std::string file_;
-  mezzo::RunReport report_;
-  mezzo::OverflowReport overflows_;
-  mezzo::Telemetry telemetry_;
+  mezzo::RunReport report;
+  mezzo::OverflowReport overflows;
+  mezzo::Telemetry telemetry;
 };
 
 /// While it lives, SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
@@ -256,12 +233,10 @@ class SignalWatch {
     struct sigaction action {};
     action.sa_handler = [](int signal) { seen_ = signal; };
     action.sa_flags = SA_RESETHAND | SA_RESTART;
-    sigaction(SIGTERM, &action, &before_term_);
-    sigaction(SIGINT, &action, &before_int_);
+    for (const int signal : {SIGTERM, SIGINT}) sigaction(signal, &action, nullptr);
   }
   ~SignalWatch() {
-    sigaction(SIGTERM, &before_term_, nullptr);
-    sigaction(SIGINT, &before_int_, nullptr);
+    for (const int signal : {SIGTERM, SIGINT}) std::signal(signal, SIG_DFL);
     seen_ = 0;
   }
   SignalWatch(const SignalWatch&) = delete;
@@ -271,8 +246,6 @@ class SignalWatch {
   static int seen() { return seen_; }
 
  private:
-  struct sigaction before_term_ {
-  }, before_int_{};
   inline static volatile std::sig_atomic_t seen_ = 0;
 };
 
@@ -404,14 +377,14 @@ RunResult Run::execute() {
   trainer_.scaler.on_skip([&](const mezzo::SkippedStep& skipped) {
     ++skipped_;
     progress.say(skipped.message());
-    if (page_) page_->on_skip(skipped);
+    if (page_) page_->overflows(skipped);
   });
   introduce(progress);
   ranks_.together([&] {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
     if (!options().report.empty() && ranks_.is_first()) {
-      page_.emplace(options().report,
-                    "BERT, " + title_of(options().training.precision) + " (autocast " +
+      check_writable(options().report);
+      page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
                         describe(inputs_.precision) + ")",
                     *trainer_.model, trainer_.position.steps + 1);
     }
@@ -445,7 +418,7 @@ void Run::train(Progress& progress) {
   while (trainer_.position.epoch < training.epochs && !stopped_early()) {
     const auto epoch = trainer_.position.epoch;
     progress.restart_clock();
-    if (page_) page_->restart_clock();
+    if (page_) page_->telemetry.restart_clock();
     trainer_.train_epoch(inputs_.train, shuffled(inputs_.batches, training.seed, epoch),
                          inputs_.padding(), inputs_.config.max_position_embeddings,
                          [&](const StepReport& report) { return after_step(report, progress); });
@@ -457,11 +430,16 @@ void Run::train(Progress& progress) {
 
 bool Run::after_step(const StepReport& report, Progress& progress) {
   progress.on_step(report, trainer_.position, skipped_);
-  if (page_) page_->on_step(report, options().training.max_grad_norm);
+  if (page_) {
+    page_->telemetry.record(report.result, report.loss,
+                            {.max_norm = options().training.max_grad_norm,
+                             .tokens = report.tokens,
+                             .learning_rate = report.learning_rate});
+  }
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
     save(progress);
     progress.restart_clock();
-    if (page_) page_->restart_clock();
+    if (page_) page_->telemetry.restart_clock();
   }
   return !stopped_early();
 }
@@ -469,7 +447,7 @@ bool Run::after_step(const StepReport& report, Progress& progress) {
 /// What the curves do not show, and puts the page in its place.
 void Run::describe_on_page(const RunResult& result, const std::string& ended) {
   if (!page_) return;
-  auto& report = page_->report();
+  auto& report = page_->report;
   if (scored_at_ >= 0) {
     report.score("F1", result.f1);
     report.score("precision", result.precision);
@@ -488,7 +466,8 @@ void Run::describe_on_page(const RunResult& result, const std::string& ended) {
   report.option("device", options().device);
   report.option("threads", std::to_string(at::get_num_threads()));
   report.option("processes", std::to_string(ranks_.size()));
-  page_->write();
+  page_->telemetry.flush();
+  write_file(options().report, {report.html()});
 }
 
 void Run::save(Progress& progress) {
@@ -502,12 +481,8 @@ void Run::save(Progress& progress) {
   const bool is_durable =
       save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
   saved_at_ = trainer_.position.steps;
-  progress.say(
-      "saved step " + std::to_string(saved_at_) + " in " + options().save +
-      (is_durable
-           ? ""
-           : " (whether it would survive a power failure is unknown: the folder could not be "
-             "flushed to the disk)"));
+  progress.say("saved step " + std::to_string(saved_at_) + " in " + options().save +
+               (is_durable ? "" : " (not known to survive a power failure: no flush to the disk)"));
 }
 
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
