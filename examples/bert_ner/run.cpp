@@ -160,70 +160,53 @@ void seed_rank(uint64_t seed, int rank) {
   torch::manual_seed(std::mt19937_64(words)());
 }
 
-/// What a person watching a run sees: a line on standard error every few seconds. The device is
-/// waited for only when a line is written.
+/// What a person watching a run sees: a line on standard error every few seconds, from what
+/// mezzo's Telemetry tells of each step.
 class Progress {
  public:
-  /// \param epochs, steps of the whole run, of which `first_step` were done before this process
-  Progress(bool quiet, int64_t epochs, int64_t steps, int64_t first_step)
-      : quiet_(quiet), epochs_(epochs), steps_(steps), first_step_(first_step) {}
+  Progress(bool quiet, int64_t epochs, int64_t epoch_steps, int64_t steps, int64_t skipped)
+      : quiet_(quiet), epochs_(epochs), epoch_steps_(epoch_steps), end_(steps), skipped_(skipped) {}
 
-  void on_step(const StepReport& report, const TrainingPosition& position, int64_t skipped) {
-    loss_sum_ = losses_++ == 0 ? report.loss : loss_sum_ + report.loss;
-    tokens_ += report.tokens;
-    const auto now = Clock::now();
-    seconds_ += std::chrono::duration<double>(now - step_began_).count();
-    step_began_ = now;
-    if (quiet_ || (now - last_shown_ < std::chrono::seconds(5) && position.steps != steps_)) return;
+  void operator()(const mezzo::TelemetryRecord& record) {
+    ++steps_;
+    skipped_ += record.skipped ? 1 : 0;
+    seconds_ += record.seconds;
+    tokens_ += record.tokens_per_second.value_or(0) * record.seconds;
+    const auto now = std::chrono::steady_clock::now();
+    if (now - last_shown_ < std::chrono::seconds(5) && record.step != end_) return;
     last_shown_ = now;
-    const double a_step = seconds_ / static_cast<double>(position.steps - first_step_);
-    const auto left = std::llround(a_step * static_cast<double>(steps_ - position.steps));
-    say(
-        formatted("epoch %lld/%lld  step %lld/%lld  loss %.4f  scale %g  skipped %lld  "
-                  "%.0f tokens/s  %lld:%02lld left",
-                  std::min<long long>(position.epoch + 1, epochs_), static_cast<long long>(epochs_),
-                  static_cast<long long>(position.steps), static_cast<long long>(steps_),
-                  loss_sum_.item<double>() / static_cast<double>(losses_), report.result.scale(),
-                  static_cast<long long>(skipped), static_cast<double>(tokens_) / seconds_,
-                  left / 60, left % 60));
-    losses_ = 0;
+    const auto left = std::llround(seconds_ / static_cast<double>(steps_) *
+                                   static_cast<double>(end_ - record.step));
+    say(c10::str("epoch ", (record.step - 1) / epoch_steps_ + 1, "/", epochs_, "  step ",
+                 record.step, "/", end_) +
+        formatted("  loss %.4f  scale %g  skipped %lld  %.0f tokens/s  %lld:%02lld left",
+                  record.loss.value_or(0), record.scale, static_cast<long long>(skipped_),
+                  tokens_per_second(), left / 60, left % 60));
   }
 
   void say(const std::string& line) const {
     if (!quiet_) std::cerr << line << std::endl;
   }
-  /// The time since the last step went to something else (a score, a checkpoint): do not count it.
-  void restart_clock() { step_began_ = Clock::now(); }
-
   double seconds() const { return seconds_; }
-  double tokens_per_second() const {
-    return seconds_ > 0 ? static_cast<double>(tokens_) / seconds_ : 0.0;
-  }
+  double tokens_per_second() const { return seconds_ > 0 ? tokens_ / seconds_ : 0.0; }
 
  private:
-  using Clock = std::chrono::steady_clock;
-
   bool quiet_;
-  int64_t epochs_, steps_, first_step_;
-  int64_t tokens_ = 0, losses_ = 0;
-  double seconds_ = 0;
-  torch::Tensor loss_sum_;  ///< since the last line, on the device
-  Clock::time_point step_began_ = Clock::now(), last_shown_ = step_began_;
+  int64_t epochs_, epoch_steps_, end_, skipped_, steps_ = 0;
+  double seconds_ = 0, tokens_ = 0;
+  std::chrono::steady_clock::time_point last_shown_ = std::chrono::steady_clock::now();
 };
 
-/// The run as an HTML page: what mezzo's Telemetry and OverflowReport tell its RunReport.
+/// The run as an HTML page: mezzo's RunReport, with the overflows that its OverflowReport finds.
 struct RunPage {
-  RunPage(const std::string& title, const torch::nn::Module& model, int64_t first_step)
+  RunPage(const std::string& title, const torch::nn::Module& model)
       : report(title),
-        overflows(model, {.stream = nullptr,
-                          .callback = [this](const mezzo::Overflow& found) { report.add(found); }}),
-        telemetry(first_step) {
-    telemetry.write_to(std::ref(report));
-  }
+        overflows(model, {.stream = nullptr, .callback = [this](const mezzo::Overflow& found) {
+                            report.add(found);
+                          }}) {}
 
   mezzo::RunReport report;
   mezzo::OverflowReport overflows;
-  mezzo::Telemetry telemetry;
 };
 
 /// While it lives, SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
@@ -258,13 +241,13 @@ class Run {
  private:
   BertForTokenClassification load_model();
   void check_alike() const;
-  void introduce(Progress& progress);
-  void train(Progress& progress);
-  bool after_step(const StepReport& report, Progress& progress);
-  void save(Progress& progress);
+  void introduce() const;
+  void train();
+  bool after_step(const StepReport& report);
+  void save();
   void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
   void describe_on_page(const RunResult& result, const std::string& ended);
-  RunResult result(const Progress& progress) const;
+  RunResult result() const;
 
   const RunOptions& options() const { return origin_.options; }
   /// Waits for the steps that are under way.
@@ -284,8 +267,9 @@ class Run {
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
   std::optional<RunPage> page_;             ///< of the first rank, if it was asked for
-  int64_t skipped_ = 0;                     ///< as far as is known without waiting
-  Score score_;                             ///< the last one
+  std::optional<Progress> progress_;
+  std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
+  Score score_;                                ///< the last one
   std::map<std::string, Score> scores_by_type_;
 };
 
@@ -352,18 +336,18 @@ void Run::check_alike() const {
   });
 }
 
-void Run::introduce(Progress& progress) {
+void Run::introduce() const {
   const auto& data = inputs_.data;
-  progress.say(title_of(options().training.precision) + ": autocast " +
-               describe(inputs_.precision) + ", " + std::to_string(data.train.size()) +
-               " sentences to learn, " + std::to_string(data.valid.size()) + " to be scored on, " +
-               std::to_string(data.labels.size()) + " labels");
+  progress_->say(title_of(options().training.precision) + ": autocast " +
+                 describe(inputs_.precision) + ", " + std::to_string(data.train.size()) +
+                 " sentences to learn, " + std::to_string(data.valid.size()) +
+                 " to be scored on, " + std::to_string(data.labels.size()) + " labels");
   if (!passed_over_.empty()) {
-    progress.say("not needed from the model: " + joined(passed_over_));
+    progress_->say("not needed from the model: " + joined(passed_over_));
   }
   const auto to_guess = labels_to_guess(data);
   if (!to_guess.empty()) {
-    progress.say("note: no sentence to learn from has " + joined(to_guess));
+    progress_->say("note: no sentence to learn from has " + joined(to_guess));
   }
 }
 
@@ -371,33 +355,36 @@ RunResult Run::execute() {
   const int64_t schedule_steps = options().training.epochs * inputs_.epoch_steps;
   const int64_t steps =
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
-  Progress progress(options().quiet || !ranks_.is_first(), options().training.epochs, steps,
-                    trainer_.position.steps);
-  skipped_ = skipped_steps();
+  progress_.emplace(options().quiet || !ranks_.is_first(), options().training.epochs,
+                    inputs_.epoch_steps, steps, skipped_steps());
+  telemetry_.emplace(trainer_.position.steps + 1);
+  telemetry_->write_to(std::ref(*progress_));
   trainer_.scaler.on_skip([&](const mezzo::SkippedStep& skipped) {
-    ++skipped_;
-    progress.say(skipped.message());
+    progress_->say(skipped.message());
     if (page_) page_->overflows(skipped);
   });
-  introduce(progress);
+  introduce();
   ranks_.together([&] {
     if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
     if (!options().report.empty() && ranks_.is_first()) {
       check_writable(options().report);
       page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
                         describe(inputs_.precision) + ")",
-                    *trainer_.model, trainer_.position.steps + 1);
+                    *trainer_.model);
+      telemetry_->write_to(std::ref(page_->report));
     }
   });
   std::optional<SignalWatch> signals;  // several ranks would end in different steps
   if (!ranks_.is_distributed()) signals.emplace();
-  train(progress);
-  if (!options().save.empty() && saved_at_ != trainer_.position.steps) save(progress);
+  train();
+  telemetry_->flush();
+  if (!options().save.empty() && saved_at_ != trainer_.position.steps) save();
   trainer_.scaler.on_skip(nullptr);
   if (const int signal = SignalWatch::seen(); signal != 0) {
     const std::string cause = signal == SIGINT ? "Ctrl-C" : "SIGTERM";
-    describe_on_page(result(progress), "stopped by " + cause);
-    progress.say("stopped by " + cause + " after step " + std::to_string(trainer_.position.steps));
+    describe_on_page(result(), "stopped by " + cause);
+    progress_->say("stopped by " + cause + " after step " +
+                   std::to_string(trainer_.position.steps));
     throw Interrupted{signal};
   }
   if (!inputs_.test.empty()) {
@@ -406,40 +393,35 @@ RunResult Run::execute() {
     score(inputs_.data.valid, inputs_.valid);
   }
   for (const auto& [type, type_score] : scores_by_type_) {
-    progress.say("  " + type + ": " + score_text(type_score));
+    progress_->say("  " + type + ": " + score_text(type_score));
   }
-  const auto measured = result(progress);
+  const auto measured = result();
   describe_on_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
   return measured;
 }
 
-void Run::train(Progress& progress) {
+void Run::train() {
   const auto& training = options().training;
   while (trainer_.position.epoch < training.epochs && !stopped_early()) {
     const auto epoch = trainer_.position.epoch;
-    progress.restart_clock();
-    if (page_) page_->telemetry.restart_clock();
+    telemetry_->restart_clock();
     trainer_.train_epoch(inputs_.train, shuffled(inputs_.batches, training.seed, epoch),
                          inputs_.padding(), inputs_.config.max_position_embeddings,
-                         [&](const StepReport& report) { return after_step(report, progress); });
+                         [&](const StepReport& report) { return after_step(report); });
     if (trainer_.position.epoch == epoch) return;  // stopped within the epoch
     score(inputs_.data.valid, inputs_.valid);
-    progress.say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
+    progress_->say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
   }
 }
 
-bool Run::after_step(const StepReport& report, Progress& progress) {
-  progress.on_step(report, trainer_.position, skipped_);
-  if (page_) {
-    page_->telemetry.record(report.result, report.loss,
-                            {.max_norm = options().training.max_grad_norm,
-                             .tokens = report.tokens,
-                             .learning_rate = report.learning_rate});
-  }
+bool Run::after_step(const StepReport& report) {
+  telemetry_->record(report.result, report.loss,
+                     {.max_norm = options().training.max_grad_norm,
+                      .tokens = report.tokens,
+                      .learning_rate = report.learning_rate});
   if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
-    save(progress);
-    progress.restart_clock();
-    if (page_) page_->telemetry.restart_clock();
+    save();
+    telemetry_->restart_clock();
   }
   return !stopped_early();
 }
@@ -466,11 +448,10 @@ void Run::describe_on_page(const RunResult& result, const std::string& ended) {
   report.option("device", options().device);
   report.option("threads", std::to_string(at::get_num_threads()));
   report.option("processes", std::to_string(ranks_.size()));
-  page_->telemetry.flush();
   write_file(options().report, {report.html()});
 }
 
-void Run::save(Progress& progress) {
+void Run::save() {
   const RunRecord record{.model = options().model,
                          .data = options().data,
                          .training = options().training,
@@ -481,8 +462,9 @@ void Run::save(Progress& progress) {
   const bool is_durable =
       save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
   saved_at_ = trainer_.position.steps;
-  progress.say("saved step " + std::to_string(saved_at_) + " in " + options().save +
-               (is_durable ? "" : " (not known to survive a power failure: no flush to the disk)"));
+  progress_->say(
+      "saved step " + std::to_string(saved_at_) + " in " + options().save +
+      (is_durable ? "" : " (not known to survive a power failure: no flush to the disk)"));
 }
 
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
@@ -495,7 +477,7 @@ void Run::score(const std::vector<Sentence>& sentences, const std::vector<Exampl
   scored_at_ = trainer_.position.steps;
 }
 
-RunResult Run::result(const Progress& progress) const {
+RunResult Run::result() const {
   return {.name = title_of(options().training.precision),
           .seed = options().training.seed,
           .autocast = describe(inputs_.precision),
@@ -505,8 +487,8 @@ RunResult Run::result(const Progress& progress) const {
           .recall = score_.recall,
           .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
           .bytes_a_parameter = trainer_.bytes_a_parameter(),
-          .tokens_per_second = progress.tokens_per_second(),
-          .train_seconds = progress.seconds(),
+          .tokens_per_second = progress_->tokens_per_second(),
+          .train_seconds = progress_->seconds(),
           .steps = trainer_.position.steps,
           .skipped_steps = skipped_steps(),
           .loss_scale = trainer_.scaler.get_scale()};

@@ -13,14 +13,10 @@ namespace bert_ner {
 namespace {
 
 mezzo::optim::WeightStorage weight_storage_of(Precision precision) {
-  switch (precision) {
-    case Precision::bf16_split_master:
-      return mezzo::optim::WeightStorage::split_master;
-    case Precision::bf16_stochastic:
-      return mezzo::optim::WeightStorage::stochastic;
-    default:
-      return mezzo::optim::WeightStorage::plain;
-  }
+  using mezzo::optim::WeightStorage;
+  if (precision == Precision::bf16_split_master) return WeightStorage::split_master;
+  if (precision == Precision::bf16_stochastic) return WeightStorage::stochastic;
+  return WeightStorage::plain;
 }
 
 BertForTokenClassification stored_as(Precision precision, BertForTokenClassification model) {
