@@ -114,8 +114,7 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--json", run.json, "write the results to this file (-: standard output)")
       ->check(a_path())
       ->take_last();
-  app.add_option("--report", run.report, "write the run as an HTML page")
-      ->check(a_path());
+  app.add_option("--report", run.report, "write the run as an HTML page")->check(a_path());
   app.add_flag("--quiet", run.quiet, "no progress on standard error");
 }
 
