@@ -5,55 +5,8 @@
 #include <random>
 #include <stdexcept>
 
-#include "shuffle.h"
-
 namespace bert_ner {
 namespace {
-
-/// The id of the tag of word `index`, for a sentence that has tags.
-int64_t label_of(const Sentence& sentence, std::size_t index, const Labels& labels) {
-  const auto id = labels.id(sentence.tags[index]);
-  if (!id) throw std::out_of_range("unknown label " + sentence.tags[index]);
-  return *id;
-}
-
-/// Examples of one sentence, begun and closed as its words arrive.
-class ExampleBuilder {
- public:
-  ExampleBuilder(std::vector<Example>& examples, const WordPiece& tokenizer, int64_t max_length,
-                 std::size_t sentence)
-      : examples_(examples),
-        tokenizer_(tokenizer),
-        room_(static_cast<std::size_t>(max_length) - 2),
-        sentence_(sentence) {
-    begin();
-  }
-
-  /// Adds a word, in a new example if this one has no room for it.
-  Example& add(const std::string& word) {
-    auto pieces = tokenizer_.encode_word(word);
-    pieces.resize(std::min(pieces.size(), room_));
-    if (current().ids.size() - 1 + pieces.size() > room_) {
-      close();
-      begin();
-    }
-    auto& example = current();
-    example.first_pieces.push_back(static_cast<int64_t>(example.ids.size()));
-    example.ids.insert(example.ids.end(), pieces.begin(), pieces.end());
-    return example;
-  }
-
-  void close() { current().ids.push_back(tokenizer_.sep_id()); }
-
- private:
-  Example& current() { return examples_.back(); }
-  void begin() { examples_.push_back({{tokenizer_.cls_id()}, {}, {}, sentence_}); }
-
-  std::vector<Example>& examples_;
-  const WordPiece& tokenizer_;
-  std::size_t room_;
-  std::size_t sentence_;
-};
 
 int64_t round_up(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -73,15 +26,28 @@ std::vector<Example> make_examples(std::span<const Sentence> sentences, const Wo
                                    const Labels& labels, int64_t max_length) {
   TORCH_CHECK(max_length >= 3, "max_length must leave room for [CLS], a piece and [SEP], got ",
               max_length);
+  const auto room = static_cast<std::size_t>(max_length) - 1;  // and [SEP]
   std::vector<Example> examples;
   for (std::size_t i = 0; i < sentences.size(); ++i) {
-    const auto& sentence = sentences[i];
-    ExampleBuilder builder(examples, tokenizer, max_length, i);
-    for (std::size_t word = 0; word < sentence.words.size(); ++word) {
-      auto& example = builder.add(sentence.words[word]);
-      if (!sentence.tags.empty()) example.labels.push_back(label_of(sentence, word, labels));
+    const auto& [words, tags, line] = sentences[i];
+    const auto begin = [&] { examples.push_back({{tokenizer.cls_id()}, {}, {}, i}); };
+    begin();
+    for (std::size_t word = 0; word < words.size(); ++word) {
+      auto pieces = tokenizer.encode_word(words[word]);
+      pieces.resize(std::min(pieces.size(), room - 1));
+      if (examples.back().ids.size() + pieces.size() > room) {
+        examples.back().ids.push_back(tokenizer.sep_id());
+        begin();
+      }
+      auto& example = examples.back();
+      example.first_pieces.push_back(static_cast<int64_t>(example.ids.size()));
+      example.ids.insert(example.ids.end(), pieces.begin(), pieces.end());
+      if (tags.empty()) continue;
+      const auto label = labels.id(tags[word]);
+      if (!label) throw std::out_of_range("unknown label " + tags[word]);
+      example.labels.push_back(*label);
     }
-    builder.close();
+    examples.back().ids.push_back(tokenizer.sep_id());
   }
   return examples;
 }

@@ -9,8 +9,7 @@
 #include <span>
 #include <vector>
 
-#include "conll.h"
-#include "labels.h"
+#include "dataset.h"
 #include "wordpiece.h"
 
 namespace bert_ner {

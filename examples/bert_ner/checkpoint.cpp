@@ -11,8 +11,7 @@
 #include <system_error>
 #include <utility>
 
-#include "atomic_file.h"
-#include "input_error.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
@@ -46,7 +45,7 @@ auto with_checkpoints(const fs::path& dir, const Ranks& ranks, const Use& use) {
     std::string text = error.what_without_backtrace();
     std::ranges::replace(text, '\n', ' ');
     if (!ranks.is_distributed()) throw InputError(text);
-    throw RanksFailed{{1, ranks.is_first() ? text : ""}};
+    throw RanksFailed{{1, ranks.is_first() ? text : "", true}};
   }
 }
 
@@ -99,7 +98,8 @@ void prepare_checkpoints(const fs::path& dir) {
   fs::create_directories(checkpoints_of(dir), error);
   if (error)
     throw InputError(checkpoints_of(dir).string() + ": cannot be made: " + error.message());
-  const AtomicFile model(dir / "config.json"), checkpoint(checkpoints_of(dir) / "probe");
+  check_writable(dir / "config.json");
+  check_writable(checkpoints_of(dir) / "probe");
 }
 
 }  // namespace bert_ner

@@ -11,7 +11,6 @@
 #include <filesystem>
 #include <string>
 
-#include "labels.h"
 #include "model_files.h"
 #include "options.h"
 #include "ranks.h"
@@ -24,10 +23,10 @@ struct RunRecord {
   std::string model;  ///< the folder that the run began with, as an absolute path
   DataOptions data;   ///< with absolute paths
   TrainingOptions training;
-  std::string device;    ///< cpu or cuda
-  std::string autocast;  ///< "bfloat16", "float16" or "off"
-  uint64_t data_fingerprint = 0;
-  uint64_t model_fingerprint = 0;  ///< of the model folder's small files
+  std::string device;             ///< cpu or cuda
+  std::string autocast;           ///< "bfloat16", "float16" or "off"
+  std::string data_fingerprint;   ///< of all sentences
+  std::string model_fingerprint;  ///< of the model folder's small files
 };
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,

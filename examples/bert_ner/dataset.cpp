@@ -1,14 +1,76 @@
 #include "dataset.h"
 
-#include <string>
+#include <algorithm>
+#include <charconv>
+#include <cmath>
+#include <numeric>
+#include <set>
 #include <utility>
 
-#include "fingerprint.h"
-#include "input_error.h"
-#include "text_lines.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
+
+struct Row {
+  std::string_view word = {}, tag = {};  // empty where there is none
+};
+
+Row parse_row(std::string_view line) {
+  const char separator = line.find('\t') == std::string_view::npos ? ' ' : '\t';
+  const std::string_view columns = separator == ' ' ? trimmed(line) : line;
+  const std::size_t first = columns.find(separator), last = columns.rfind(separator);
+  if (first == std::string_view::npos) return {.word = trimmed(columns)};
+  return {.word = trimmed(columns.substr(0, first)), .tag = trimmed(columns.substr(last + 1))};
+}
+
+bool is_bio(std::string_view tag) {
+  return tag == "O" || (tag.size() > 2 && (tag.starts_with("B-") || tag.starts_with("I-")));
+}
+
+void check(const Row& row, const std::string& where) {
+  if (row.word.empty()) {
+    throw InputError(where + ": has no word in its first column; write \"word<TAB>tag\"");
+  }
+  if (row.tag.empty()) {
+    throw InputError(where + ": has no tag for \"" + std::string(row.word) +
+                     "\"; write \"word<TAB>tag\", or leave the line blank between sentences");
+  }
+  if (!is_bio(row.tag)) {
+    throw InputError(where + ": \"" + std::string(row.tag) +
+                     "\" is no BIO tag; write O, B-TYPE or I-TYPE (convert other schemes first)");
+  }
+}
+
+double parse_weight(std::string_view text, const std::string& origin) {
+  double weight = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), weight);
+  // The loss is computed in float32: a weight that is 0 or infinite there is none.
+  const auto in_loss = static_cast<float>(weight);
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(in_loss) ||
+      in_loss <= 0) {
+    throw InputError(origin + ": the weight \"" + std::string(text) +
+                     "\" is no number above 0 that float32 holds; write one such as 2.5");
+  }
+  return weight;
+}
+
+/// One entry, its label and weight parted by any of `separators`.
+void take_weight(std::string_view entry, std::string_view separators, const std::string& origin,
+                 const Labels& labels, std::vector<double>& weights) {
+  const auto cut = entry.find_last_of(separators);
+  if (cut == std::string_view::npos) {
+    throw InputError(origin + ": \"" + std::string(entry) +
+                     "\" has no weight; write a label and a number, such as B-person=2");
+  }
+  const std::string label(trimmed(entry.substr(0, cut), " \t="));
+  const auto id = labels.id(label);
+  if (!id) {
+    throw InputError(origin + ": the training data has no label \"" + label + "\"; it has " +
+                     labels.list());
+  }
+  weights[static_cast<std::size_t>(*id)] = parse_weight(trimmed(entry.substr(cut + 1)), origin);
+}
 
 /// A model cannot answer a label that it never saw: say so before an hour of training, not after.
 void check_labels(const std::vector<Sentence>& sentences, const std::string& file,
@@ -33,16 +95,124 @@ Split split_file(const DataOptions& options, std::vector<Sentence> sentences, ui
 
 }  // namespace
 
-uint64_t Dataset::fingerprint() const {
-  Fingerprint fingerprint;
+std::vector<Sentence> read_conll(const std::filesystem::path& path) {
+  std::vector<Sentence> sentences;
+  bool inside = false;
+  for_each_line(path, [&](std::string_view line, std::size_t number) {
+    if (trimmed(line).empty()) {
+      inside = false;
+      return;
+    }
+    const Row row = parse_row(line);
+    if (row.word == "-DOCSTART-") {
+      inside = false;
+      return;
+    }
+    check(row, place(path, number));
+    if (!inside) sentences.push_back({.words = {}, .tags = {}, .line = number});
+    inside = true;
+    sentences.back().words.emplace_back(row.word);
+    sentences.back().tags.emplace_back(row.tag);
+  });
+  if (sentences.empty()) {
+    throw InputError(path.string() + ": holds no sentence; give a file of \"word<TAB>tag\" lines");
+  }
+  return sentences;
+}
+
+Split split_by_seed(std::vector<Sentence> sentences, double held_out, std::uint64_t seed) {
+  if (!(held_out > 0 && held_out < 1)) {
+    throw InputError("held-out share " + std::to_string(held_out) +
+                     ": is not between 0 and 1; give the share to validate on, such as 0.2");
+  }
+  const std::size_t count = sentences.size();
+  const auto valid_count =
+      static_cast<std::size_t>(std::llround(held_out * static_cast<double>(count)));
+  if (valid_count == 0 || valid_count == count) {
+    throw InputError("held-out share " + std::to_string(held_out) + ": of " +
+                     std::to_string(count) + " sentences leaves the " +
+                     (valid_count == 0 ? "validation" : "training") +
+                     " part empty; choose another share or give more sentences");
+  }
+  std::mt19937_64 generator(seed);
+  const auto order = shuffled_indices(count, generator);
+  std::vector<bool> is_valid(count, false);
+  for (std::size_t i = 0; i < valid_count; ++i) is_valid[order[i]] = true;
+  Split split;
+  for (std::size_t i = 0; i < count; ++i) {
+    (is_valid[i] ? split.valid : split.train).push_back(std::move(sentences[i]));
+  }
+  return split;
+}
+
+std::vector<std::size_t> shuffled_indices(std::size_t count, std::mt19937_64& generator) {
+  std::vector<std::size_t> indices(count);
+  std::iota(indices.begin(), indices.end(), std::size_t{0});
+  for (std::size_t last = count; last > 1; --last) {
+    // Uniform: draws that fall into the incomplete last multiple of `last` are drawn again.
+    const auto surplus = (std::mt19937_64::max() % last + 1) % last;
+    auto drawn = generator();
+    while (drawn > std::mt19937_64::max() - surplus) drawn = generator();
+    std::swap(indices[last - 1], indices[drawn % last]);
+  }
+  return indices;
+}
+
+Labels::Labels(std::vector<std::string> names) : names_(std::move(names)) {
+  if (names_.empty()) throw InputError("a token classifier needs at least one label");
+  std::set<std::string_view> seen;
+  for (const auto& name : names_) {
+    if (!seen.insert(name).second) throw InputError("the label \"" + name + "\" occurs twice");
+  }
+}
+
+Labels Labels::of(std::span<const Sentence> sentences) {
+  std::set<std::string> others;
+  for (const auto& sentence : sentences) others.insert(sentence.tags.begin(), sentence.tags.end());
+  others.erase("O");
+  std::vector<std::string> names{"O"};
+  names.insert(names.end(), others.begin(), others.end());
+  return Labels(std::move(names));
+}
+
+std::optional<int64_t> Labels::id(std::string_view name) const {
+  const auto found = std::find(names_.begin(), names_.end(), name);
+  if (found == names_.end()) return std::nullopt;
+  return found - names_.begin();
+}
+
+std::string Labels::list() const { return joined(names_); }
+
+std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels) {
+  std::vector<double> weights(labels.size(), 1.0);
+  if (spec.empty()) return weights;
+  if (spec.find('=') == std::string::npos) {
+    for_each_line(spec, [&](std::string_view line, std::size_t number) {
+      if (trimmed(line).empty()) return;
+      take_weight(trimmed(line), " \t=", place(spec, number), labels, weights);
+    });
+    return weights;
+  }
+  for (std::size_t begin = 0; begin <= spec.size();) {
+    const auto end = std::min(spec.find(',', begin), spec.size());
+    take_weight(std::string_view(spec).substr(begin, end - begin), "=", "--class-weights", labels,
+                weights);
+    begin = end + 1;
+  }
+  return weights;
+}
+
+std::string Dataset::text() const {
+  std::string text;
   for (const auto* part : {&train, &valid, &test}) {
     for (const auto& sentence : *part) {
-      for (const auto& word : sentence.words) fingerprint.add(word);
-      for (const auto& tag : sentence.tags) fingerprint.add(tag);
+      for (const auto& word : sentence.words) text += word + '\t';
+      for (const auto& tag : sentence.tags) text += tag + '\t';
+      text += '\n';
     }
-    fingerprint.add("end of part");
+    text += '\n';
   }
-  return fingerprint.value();
+  return text;
 }
 
 Dataset load_dataset(const DataOptions& options, uint64_t seed) {

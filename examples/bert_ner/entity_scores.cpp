@@ -1,74 +1,50 @@
 #include "entity_scores.h"
 
-#include <compare>
-#include <cstddef>
+#include <set>
 #include <stdexcept>
 #include <string_view>
+#include <tuple>
 
 namespace bert_ner {
 namespace {
 
-struct Entity {
-  std::string_view type;
-  std::size_t first, last;
-  auto operator<=>(const Entity&) const = default;
-};
+/// Type, sentence, first word, last word.
+using Entities = std::set<std::tuple<std::string, std::size_t, std::size_t, std::size_t>>;
 
-std::string_view type_of(std::string_view tag) { return tag == "O" ? tag : tag.substr(2); }
-
-// As conlleval reads tags: an entity goes on only over an I- of its own type.
-std::vector<Entity> entities_of(const std::vector<std::string>& tags) {
-  std::vector<Entity> entities;
-  bool inside = false;
-  for (std::size_t i = 0; i < tags.size(); ++i) {
-    const std::string_view tag = tags[i], type = type_of(tag);
-    if (tag == "O") {
-      inside = false;
-    } else if (inside && tag.front() == 'I' && entities.back().type == type) {
-      entities.back().last = i;
-    } else {
-      entities.push_back({type, i, i});
-      inside = true;
+/// As conlleval reads tags: an entity goes on only over an I- of its own type.
+Entities entities_of(const TagSequences& sentences) {
+  Entities entities;
+  for (std::size_t i = 0; i < sentences.size(); ++i) {
+    const auto& tags = sentences[i];
+    for (std::size_t first = 0; first < tags.size();) {
+      std::size_t next = first + 1;
+      if (tags[first] != "O") {
+        const auto type = tags[first].substr(2);
+        while (next < tags.size() && tags[next] == "I-" + type) ++next;
+        entities.emplace(type, i, first, next - 1);
+      }
+      first = next;
     }
   }
   return entities;
 }
 
 void check(const TagSequences& truth, const TagSequences& predicted) {
-  if (truth.size() != predicted.size()) {
-    throw std::invalid_argument("entity_scores: " + std::to_string(truth.size()) +
-                                " sentences in truth, " + std::to_string(predicted.size()) +
-                                " in predicted");
+  bool is_alike = truth.size() == predicted.size();
+  for (std::size_t i = 0; is_alike && i < truth.size(); ++i) {
+    is_alike = truth[i].size() == predicted[i].size();
   }
-  for (std::size_t i = 0; i < truth.size(); ++i) {
-    if (truth[i].size() != predicted[i].size()) {
-      throw std::invalid_argument("entity_scores: sentence " + std::to_string(i) + " has " +
-                                  std::to_string(truth[i].size()) + " tags in truth, " +
-                                  std::to_string(predicted[i].size()) + " in predicted");
-    }
-  }
+  if (is_alike) return;
+  throw std::invalid_argument("entity_scores: truth and prediction differ in sentences or words");
 }
 
-double ratio(std::int64_t part, std::int64_t whole) {
-  return whole == 0 ? 0. : static_cast<double>(part) / static_cast<double>(whole);
-}
-
-void set_ratios(Score& score) {
-  score.precision = ratio(score.correct, score.predicted);
-  score.recall = ratio(score.correct, score.support);
-  const double sum = score.precision + score.recall;
-  score.f1 = sum == 0 ? 0. : 2 * score.precision * score.recall / sum;
-}
-
-void count_sentence(const std::vector<Entity>& truth, const std::vector<Entity>& predicted,
-                    std::map<std::string, Score>& scores) {
-  for (const Entity& entity : truth) ++scores[std::string(entity.type)].support;
-  for (const Entity& entity : predicted) ++scores[std::string(entity.type)].predicted;
-  // Both lists are in order of their first word, and no two entities of a list share a word.
-  for (std::size_t t = 0, p = 0; t < truth.size() && p < predicted.size();) {
-    if (truth[t] == predicted[p]) ++scores[std::string(truth[t].type)].correct;
-    (truth[t].first <= predicted[p].first ? t : p) += 1;
-  }
+Score with_ratios(Score score) {
+  const auto ratio = [](double part, double whole) { return whole == 0 ? 0. : part / whole; };
+  const auto correct = static_cast<double>(score.correct);
+  score.precision = ratio(correct, static_cast<double>(score.predicted));
+  score.recall = ratio(correct, static_cast<double>(score.support));
+  score.f1 = ratio(2 * score.precision * score.recall, score.precision + score.recall);
+  return score;
 }
 
 }  // namespace
@@ -77,10 +53,14 @@ std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
                                                    const TagSequences& predicted) {
   check(truth, predicted);
   std::map<std::string, Score> scores;
-  for (std::size_t i = 0; i < truth.size(); ++i) {
-    count_sentence(entities_of(truth[i]), entities_of(predicted[i]), scores);
+  const auto wanted = entities_of(truth), found = entities_of(predicted);
+  for (const auto& entity : wanted) ++scores[std::get<0>(entity)].support;
+  for (const auto& entity : found) {
+    auto& score = scores[std::get<0>(entity)];
+    ++score.predicted;
+    if (wanted.contains(entity)) ++score.correct;
   }
-  for (auto& [type, score] : scores) set_ratios(score);
+  for (auto& [type, score] : scores) score = with_ratios(score);
   return scores;
 }
 
@@ -91,8 +71,7 @@ Score entity_scores(const TagSequences& truth, const TagSequences& predicted) {
     total.predicted += score.predicted;
     total.correct += score.correct;
   }
-  set_ratios(total);
-  return total;
+  return with_ratios(total);
 }
 
 }  // namespace bert_ner

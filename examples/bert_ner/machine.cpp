@@ -9,14 +9,12 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
-#include <system_error>
 
-#include "input_error.h"
+#include "text.h"
 
 namespace bert_ner {
 
@@ -63,20 +61,6 @@ void set_threads(int threads, int processes) {
   const auto part = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / processes;
   // mpirun may have bound this process to fewer than its part.
   at::set_num_threads(std::max(1, std::min(part, cores_of_this_process())));
-}
-
-CoreTime core_time() {
-  constexpr double kNanosecond = 1e-9;
-  CoreTime time;
-  std::error_code none;  // threads that end meanwhile have no file any more
-  for (const auto& task : std::filesystem::directory_iterator("/proc/self/task", none)) {
-    std::ifstream file(task.path() / "schedstat");
-    double ran = 0, waited = 0;
-    if (!(file >> ran >> waited)) continue;
-    time.ran += ran * kNanosecond;
-    time.waited += waited * kNanosecond;
-  }
-  return time;
 }
 
 mezzo::AutocastSetting setting_for(Precision precision, torch::Device device) {

@@ -48,20 +48,6 @@ std::string describe(const mezzo::AutocastSetting& setting);
 /// What its ops compute in: what it says, or the device's default.
 torch::Dtype dtype_of(const mezzo::AutocastSetting& setting);
 
-/// How long this process's threads have run, and how long they waited for a core that others had.
-struct CoreTime {
-  double ran = 0, waited = 0;  ///< seconds, all threads that still run added up
-  CoreTime plus(const CoreTime& other) const {
-    return {.ran = ran + other.ran, .waited = waited + other.waited};
-  }
-  CoreTime since(const CoreTime& before) const {
-    return {.ran = ran - before.ran, .waited = waited - before.waited};
-  }
-  /// The part of the time in which a thread had work that it waited; 0 where nothing is known.
-  double waited_part() const { return ran + waited > 0 ? waited / (ran + waited) : 0; }
-};
-CoreTime core_time();
-
 /// The most memory this process has held: on the CPU its resident set, libraries and mapped files
 /// included; on CUDA what libtorch's allocator gave out to tensors.
 int64_t peak_memory_bytes(torch::Device device);

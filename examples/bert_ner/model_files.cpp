@@ -1,19 +1,15 @@
 #include "model_files.h"
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <set>
 #include <span>
 #include <sstream>
 #include <utility>
 
-#include "atomic_file.h"
-#include "fingerprint.h"
-#include "formatted.h"
-#include "input_error.h"
-#include "json_file.h"
-#include "mapped_file.h"
 #include "safetensors.h"
-#include "tensor_views.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
@@ -24,66 +20,40 @@ using nlohmann::json;
 constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json",
                                         "special_tokens_map.json"};
 
-std::string read_text(const fs::path& path) {
-  const MappedFile file(path);
-  const auto bytes = file.bytes();
-  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
-}
-
-/// One field of config.json, checked.
+/// Fields of config.json, checked.
 class ConfigReader {
  public:
   explicit ConfigReader(const ModelFiles& files)
       : config_(files.config), origin_((files.folder / "config.json").string()) {}
 
   int64_t size(const char* name) const {
-    const auto& value = required(name);
-    constexpr int64_t kLargest = int64_t{1} << 31;
-    if (!value.is_number_integer() || value.get<double>() < 1 ||
-        value.get<double>() > static_cast<double>(kLargest)) {
-      fail(name, "must be a whole number from 1 to 2^31");
-    }
+    const auto value = config_.value(name, json());
+    const double number = value.is_number_integer() ? value.get<double>() : 0;
+    if (number < 1 || number > std::exp2(31)) fail(name, "must be a whole number from 1 to 2^31");
     return value.get<int64_t>();
   }
 
-  double number(const char* name, double fallback, double low, double high) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) return fallback;
-    const double value = found->is_number() ? found->get<double>() : low - 1;
-    if (!(value >= low && value <= high)) {
-      std::ostringstream range;
-      range << "must be a number from " << low << " to " << high;
-      fail(name, range.str());
-    }
-    return value;
+  double number(const char* name, double fallback, int low, int high) const {
+    const auto value = config_.value(name, json(fallback));
+    if (value.is_number() && value >= low && value <= high) return value.get<double>();
+    fail(name, "must be a number from " + std::to_string(low) + " to " + std::to_string(high));
   }
 
-  std::string one_of(const char* name, const std::string& fallback,
-                     std::initializer_list<const char*> accepted) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) return fallback;
-    std::string list;
-    for (const char* word : accepted) {
-      if (*found == word) return word;
-      list += (list.empty() ? "" : ", ") + std::string(word);
+  std::string one_of(const char* name, const std::vector<std::string>& accepted) const {
+    const auto value = config_.value(name, json(accepted.front()));
+    for (const auto& word : accepted) {
+      if (value == word) return word;
     }
-    fail(name, "must be one of: " + list);
+    fail(name, "must be one of: " + joined(accepted));
   }
 
   [[noreturn]] void fail(const char* name, const std::string& what) const {
-    const auto found = config_.find(name);
+    const auto value = config_.value(name, json());
     throw InputError(origin_ + ": \"" + name + "\" is " +
-                     (found == config_.end() ? "missing" : found->dump().substr(0, 60)) + "; it " +
-                     what);
+                     (value.is_null() ? "missing" : value.dump().substr(0, 60)) + "; it " + what);
   }
 
  private:
-  const json& required(const char* name) const {
-    const auto found = config_.find(name);
-    if (found == config_.end()) fail(name, "is needed: use the config.json of a BERT model");
-    return *found;
-  }
-
   const json& config_;
   std::string origin_;
 };
@@ -118,13 +88,13 @@ std::string abridged(const std::vector<std::string>& names) {
 }
 
 /// Copies one tensor of the file over `parameter`. \returns what does not fit, or nothing.
-std::string copy_tensor(const TensorView& view, torch::Tensor& parameter) {
-  const auto tensor = to_tensor(view);
+std::string copy_tensor(const std::string& name, const torch::Tensor& tensor,
+                        torch::Tensor& parameter) {
   if (!tensor.is_floating_point()) {
-    return view.name + " is of dtype " + std::string(name_of(view.dtype));
+    return name + " is of dtype " + std::string(dtype_name(tensor.scalar_type()));
   }
   if (tensor.sizes() != parameter.sizes()) {
-    return view.name + " is " + shape_text(tensor.sizes()) + " where config.json makes it " +
+    return name + " is " + shape_text(tensor.sizes()) + " where config.json makes it " +
            shape_text(parameter.sizes());
   }
   parameter.copy_(tensor);
@@ -152,12 +122,6 @@ fs::path weights_file(const fs::path& folder) {
                    "model.safetensors");
 }
 
-void write_text(const fs::path& path, std::string_view text) {
-  AtomicFile file(path);
-  file.write(text);
-  static_cast<void>(file.commit());  // whether it is durable is told of the checkpoint
-}
-
 json config_with_labels(json config, const Labels& labels) {
   config["architectures"] = {"BertForTokenClassification"};
   json id2label = json::object(), label2id = json::object();
@@ -182,17 +146,17 @@ ModelFiles read_model_files(const fs::path& folder) {
   if (!files.config.is_object()) {
     throw InputError((folder / "config.json").string() + ": must hold a JSON object");
   }
-  files.texts["vocab.txt"] = read_text(folder / "vocab.txt");
+  files.texts["vocab.txt"] = read_file(folder / "vocab.txt");
   for (const char* name : kTokenizerFiles) {
-    if (fs::exists(folder / name)) files.texts[name] = read_text(folder / name);
+    if (fs::exists(folder / name)) files.texts[name] = read_file(folder / name);
   }
   return files;
 }
 
 BertConfig bert_config_of(const ModelFiles& files) {
   const ConfigReader read(files);
-  read.one_of("model_type", "bert", {"bert"});
-  read.one_of("position_embedding_type", "absolute", {"absolute"});
+  read.one_of("model_type", {"bert"});
+  read.one_of("position_embedding_type", {"absolute"});
   BertConfig config;
   config.vocab_size = read.size("vocab_size");
   config.hidden_size = read.size("hidden_size");
@@ -206,8 +170,7 @@ BertConfig bert_config_of(const ModelFiles& files) {
   config.attention_dropout =
       read.number("attention_probs_dropout_prob", config.attention_dropout, 0, 1);
   config.initializer_range = read.number("initializer_range", config.initializer_range, 0, 10);
-  config.hidden_act =
-      read.one_of("hidden_act", "gelu", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
+  config.hidden_act = read.one_of("hidden_act", {"gelu", "gelu_new", "gelu_pytorch_tanh", "relu"});
   constexpr int64_t kShortest = 3;
   if (config.max_position_embeddings < kShortest) {
     read.fail("max_position_embeddings", "must be 3 or more, for [CLS], a piece and [SEP]");
@@ -248,9 +211,10 @@ Labels labels_of(const ModelFiles& files) {
 
 void check_sizes(const BertConfig& config, const fs::path& folder) {
   const auto path = weights_file(folder);
-  const SafetensorsFile file(path);
   std::map<std::string, std::vector<int64_t>> shapes;
-  for (const auto& view : file.tensors()) shapes[name_in_model(view.name)] = view.shape;
+  for (const auto& [name, tensor] : read_safetensors(path).tensors) {
+    shapes[name_in_model(name)] = tensor.sizes().vec();
+  }
   const std::string advice = "; are config.json and model.safetensors of the same model?";
   const auto expect = [&](const std::string& name, const std::vector<int64_t>& shape) {
     const auto found = shapes.find(name);
@@ -273,20 +237,21 @@ void check_sizes(const BertConfig& config, const fs::path& folder) {
 std::vector<std::string> load_weights(BertForTokenClassification& model, const fs::path& folder,
                                       Head head) {
   const torch::NoGradGuard no_grad;
-  const SafetensorsFile file(weights_file(folder));
+  const auto file = read_safetensors(weights_file(folder));
   auto parameters = model->named_parameters();
   std::vector<std::string> missing, misfits, unknown, other_heads;
   std::set<std::string> loaded;
-  for (const auto& view : file.tensors()) {
-    const auto name = name_in_model(view.name);
+  for (const auto& [given_name, tensor] : file.tensors) {
+    const auto name = name_in_model(given_name);
     auto* parameter = parameters.find(name);
     const bool is_head = name.starts_with("classifier.");
     if (name == "bert.embeddings.position_ids") continue;  // 0, 1, 2, ...: carries nothing
     if (parameter == nullptr || (is_head && head == Head::fresh)) {
-      (belongs_to_encoder(name) ? unknown : other_heads).push_back(view.name);
+      (belongs_to_encoder(name) ? unknown : other_heads).push_back(given_name);
       continue;
     }
-    if (auto misfit = copy_tensor(view, *parameter); !misfit.empty()) misfits.push_back(misfit);
+    if (auto misfit = copy_tensor(given_name, tensor, *parameter); !misfit.empty())
+      misfits.push_back(misfit);
     loaded.insert(name);
   }
   for (const auto& parameter : parameters) {
@@ -304,27 +269,21 @@ std::vector<std::string> load_weights(BertForTokenClassification& model, const f
   return other_heads;
 }
 
-uint64_t fingerprint_of(const ModelFiles& files, const Labels& labels) {
-  Fingerprint fingerprint;
-  fingerprint.add(config_with_labels(files.config, labels).dump());
-  for (const auto& [name, text] : files.texts) {
-    fingerprint.add(name);
-    fingerprint.add(text);
-  }
-  return fingerprint.value();
+std::string text_of(const ModelFiles& files, const Labels& labels) {
+  std::string text = config_with_labels(files.config, labels).dump();
+  for (const auto& [name, content] : files.texts) text += "\n" + name + "\n" + content;
+  return text;
 }
 
 void write_model_folder(const fs::path& folder, const ModelFiles& files,
                         const BertForTokenClassification& model, const Labels& labels) {
-  for (const auto& [name, text] : files.texts) write_text(folder / name, text);
-  write_text(folder / "config.json", config_with_labels(files.config, labels).dump(2) + "\n");
-  std::vector<torch::Tensor> tensors;
-  std::vector<TensorView> views;
+  for (const auto& [name, text] : files.texts) write_file(folder / name, {text});
+  write_file(folder / "config.json", {config_with_labels(files.config, labels).dump(2), "\n"});
+  NamedTensors tensors;
   for (const auto& parameter : model->named_parameters()) {
-    tensors.push_back(parameter.value().detach().cpu().contiguous());
-    views.push_back(view_of(parameter.key(), tensors.back()));
+    tensors.emplace_back(parameter.key(), parameter.value());
   }
-  static_cast<void>(write_safetensors(folder / "model.safetensors", views, {{"format", "pt"}}));
+  write_safetensors(folder / "model.safetensors", tensors, {{"format", "pt"}});
 }
 
 }  // namespace bert_ner

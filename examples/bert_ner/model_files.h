@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "bert.h"
-#include "labels.h"
+#include "dataset.h"
 #include "wordpiece.h"
 
 namespace bert_ner {
@@ -50,8 +50,8 @@ void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
 std::vector<std::string> load_weights(BertForTokenClassification& model,
                                       const std::filesystem::path& folder, Head head);
 
-/// Changes where the configuration or the tokenizer of a folder does, given its labels or not.
-uint64_t fingerprint_of(const ModelFiles& files, const Labels& labels);
+/// Configuration and tokenizer as one text, the same for a folder that has its labels or not.
+std::string text_of(const ModelFiles& files, const Labels& labels);
 
 /// Writes a folder that load_weights, and Hugging Face's own `from_pretrained`, can read.
 /// `folder` must exist. Each file is written aside, flushed to the disk and renamed into its place.

@@ -1,12 +1,16 @@
 /// \file
-/// What a run is told, as values. Those that decide its outcome are saved with every checkpoint.
+/// What a run is told, as values, and the flags that they come from.
 #pragma once
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
+
+#include "dataset.h"
 
 namespace bert_ner {
 
@@ -32,12 +36,6 @@ const std::string& title_of(Precision precision);
 bool scales_loss(Precision precision);
 /// Whether the model's parameters are of bfloat16; autocast is off then.
 bool stores_bfloat16(Precision precision);
-
-/// Where the sentences are: one file that is split, or a file for each part.
-struct DataOptions {
-  std::string data, train, valid, test;
-  double held_out = 0.2;  ///< the part of `data` that is kept for the scores
-};
 
 struct TrainingOptions {
   Precision precision = Precision::amp;
@@ -67,7 +65,6 @@ struct RunOptions {
   std::string json;            ///< a file for the results
   std::string report;          ///< a file for the run as an HTML page
   int seeds = 1;               ///< runs of each row, with `training.seed` and those after it
-  bool profile = false;        ///< say where the time of a step and the memory go
   bool quiet = false;          ///< no progress
 };
 
@@ -84,9 +81,34 @@ struct PredictOptions {
 void to_json(nlohmann::json& json, Precision precision);
 void from_json(const nlohmann::json& json, Precision& precision);
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataOptions, data, train, valid, test, held_out)
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, learning_rate, epochs, batch_size,
                                    accumulate, warmup, max_grad_norm, weight_decay, dropout,
                                    class_weights, seed)
+
+/// `--help` and what it prints.
+struct HelpRequest {
+  std::string text;
+};
+
+/// All precisions, one after the other. `arguments` are this program's own.
+struct TableRequest {
+  RunOptions options;
+  std::vector<std::string> arguments;
+};
+
+using Request = std::variant<HelpRequest, TableRequest, RunOptions, PredictOptions>;
+
+/// A flag that does not exist, lacks its value, is out of range or contradicts another.
+/// what() is one line.
+struct UsageError : std::runtime_error {
+  using runtime_error::runtime_error;
+};
+
+/// Is this process one of several (--distributed)? Known before the flags are checked, so that
+/// errors in them are said once.
+bool asks_for_ranks(const std::vector<std::string>& arguments);
+
+/// What the arguments (without the program's name) ask for. \throws UsageError
+Request parse_command_line(const std::vector<std::string>& arguments);
 
 }  // namespace bert_ner

@@ -2,6 +2,8 @@
 
 #include <mezzo/distributed/process_group_environment.h>
 
+#include <c10/util/Exception.h>
+
 #ifdef BERT_NER_MPI
 #include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/distributed/mpi_rendezvous.h>
@@ -17,7 +19,9 @@
 #include <exception>
 #include <utility>
 
-#include "input_error.h"
+#include "options.h"
+#include "table.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
@@ -118,6 +122,25 @@ void Ranks::check_device(const std::string& name) const {
 
 c10::intrusive_ptr<c10d::Backend> Ranks::group() const { return job_ ? job_->group : nullptr; }
 
+Failure failure_of(const std::exception_ptr& exception) {
+  constexpr int kFailure = 1, kUsage = 2;
+  const auto first_line = [](const std::string& text) { return text.substr(0, text.find('\n')); };
+  try {
+    std::rethrow_exception(exception);
+  } catch (const RowFailed& row) {
+    return {.status = row.status, .message = ""};
+  } catch (const RanksFailed& ranks) {
+    return ranks.failure;
+  } catch (const UsageError& error) {
+    return {.status = kUsage,
+            .message = first_line(error.what()) + " (bert_ner --help lists the flags)"};
+  } catch (const c10::Error& error) {
+    return {.status = kFailure, .message = first_line(error.what_without_backtrace())};
+  } catch (const std::exception& error) {
+    return {.status = kFailure, .message = first_line(error.what())};
+  }
+}
+
 void Ranks::together(const std::function<void()>& work) const {
   if (!job_) return work();
   Failure own;
@@ -129,7 +152,8 @@ void Ranks::together(const std::function<void()>& work) const {
   std::vector<Failure> failures;
   for (const auto& text : texts_of_all(std::to_string(own.status) + ' ' + own.message)) {
     const auto space = text.find(' ');
-    failures.push_back({std::stoi(text.substr(0, space)), text.substr(space + 1)});
+    failures.push_back(
+        {.status = std::stoi(text.substr(0, space)), .message = text.substr(space + 1)});
   }
   const auto failed = [](const Failure& failure) { return failure.status != 0; };
   const auto first = std::ranges::find_if(failures, failed);
@@ -138,7 +162,7 @@ void Ranks::together(const std::function<void()>& work) const {
   const bool is_shared = std::ranges::all_of(
       failures, [&](const Failure& failure) { return failure.message == first->message; });
   const std::string who = is_shared ? "" : "rank " + std::to_string(rank()) + ": ";
-  throw RanksFailed{{first->status, is_own ? who + first->message : ""}};
+  throw RanksFailed{{first->status, is_own ? who + first->message : "", true}};
 }
 
 std::vector<std::string> Ranks::texts_of_all(const std::string& text) const {

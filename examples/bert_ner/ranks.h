@@ -7,14 +7,23 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "failure.h"
-
 namespace bert_ner {
+
+/// What is said on standard error, if anything, and the status to end with.
+struct Failure {
+  int status = 0;
+  std::string message;           ///< one line; empty where somebody else has said it
+  bool is_of_all_ranks = false;  ///< so that none waits for another
+};
+
+/// Of an exception that is being handled or was caught: 2 for flags that cannot be, 1 for all else.
+Failure failure_of(const std::exception_ptr& exception);
 
 /// Work that all ranks did together failed on at least one of them. The failure of the first that
 /// failed, on that rank; the others have its status, and nothing to say.

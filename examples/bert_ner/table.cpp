@@ -13,15 +13,13 @@
 #include <functional>
 #include <stdexcept>
 #include <system_error>
+#include <utility>
 
-#include "formatted.h"
-#include "json_file.h"
 #include "machine.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {
-
-namespace fs = std::filesystem;
 
 constexpr std::size_t kColumns = 11;
 constexpr double kMebibyte = 1024.0 * 1024.0;
@@ -76,68 +74,40 @@ Cells cells_of(const TableRow& row, const TableRow& first) {
           formatted("%g", run.loss_scale)};
 }
 
-[[noreturn]] void fail(const char* what) {
-  throw std::system_error(errno, std::generic_category(), what);
-}
-
-/// This very program, run with other arguments; its standard output comes through a pipe. It ends
-/// with this process, however this one ends.
-class Row {
- public:
-  explicit Row(const std::vector<std::string>& arguments) {
-    const std::string self = fs::read_symlink("/proc/self/exe").string();
-    std::vector<char*> pointers{const_cast<char*>(self.c_str())};
-    for (const auto& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
-    pointers.push_back(nullptr);
-    std::array<int, 2> ends{};
-    if (pipe2(ends.data(), O_CLOEXEC) != 0) fail("cannot make a pipe");
-    output_ = ends[0];
-    const pid_t parent = getpid();
-    child_ = fork();
-    if (child_ < 0) fail("cannot start a run");
-    if (child_ == 0) become(self.c_str(), pointers.data(), ends[1], parent);
-    close(ends[1]);
-  }
-  ~Row() { close(output_); }
-  Row(const Row&) = delete;
-  Row& operator=(const Row&) = delete;
-
-  /// All that it prints.
-  std::string read_all() const {
-    std::string text;
-    std::array<char, 4096> buffer;
-    while (true) {
-      const auto count = read(output_, buffer.data(), buffer.size());
-      if (count == 0) return text;
-      if (count > 0) text.append(buffer.data(), static_cast<std::size_t>(count));
-      if (count < 0 && errno != EINTR) fail("cannot read the results of a run");
-    }
-  }
-
-  /// Waits for its end. \returns as waitpid does
-  int wait() const {
-    int status = 0;
-    while (waitpid(child_, &status, 0) < 0) {
-      if (errno != EINTR) fail("waitpid");
-    }
-    return status;
-  }
-
- private:
-  /// In the child, where only what is safe in a signal handler may be called.
-  [[noreturn]] static void become(const char* self, char* const* arguments, int output,
-                                  pid_t parent) {
+/// Runs this very program with other arguments; it ends with this process, however this one ends.
+/// \returns what it prints, and its status as waitpid has it
+std::pair<std::string, int> run_self(const std::vector<std::string>& arguments) {
+  const auto fail = [] { throw std::system_error(errno, std::generic_category(), "cannot start"); };
+  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
+  std::vector<char*> pointers{const_cast<char*>(self.c_str())};
+  for (const auto& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
+  pointers.push_back(nullptr);
+  std::array<int, 2> ends{};
+  if (pipe2(ends.data(), O_CLOEXEC) != 0) fail();
+  const pid_t parent = getpid(), child = fork();
+  if (child < 0) fail();
+  if (child == 0) {  // where only what is safe in a signal handler may be called
     constexpr int kCannotRun = 127;
     prctl(PR_SET_PDEATHSIG, SIGTERM);
     if (getppid() != parent) _exit(kCannotRun);  // it ended before we asked
-    dup2(output, STDOUT_FILENO);
-    execv(self, arguments);
+    dup2(ends[1], STDOUT_FILENO);
+    execv(self.c_str(), pointers.data());
     _exit(kCannotRun);
   }
-
-  int output_ = -1;
-  pid_t child_ = -1;
-};
+  close(ends[1]);
+  std::string text;
+  std::array<char, 4096> buffer{};
+  for (ssize_t count = 1; count != 0;) {
+    count = read(ends[0], buffer.data(), buffer.size());
+    if (count > 0) text.append(buffer.data(), static_cast<std::size_t>(count));
+    if (count < 0 && errno != EINTR) break;
+  }
+  close(ends[0]);
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
+  }
+  return {text, status};
+}
 
 }  // namespace
 
@@ -195,8 +165,7 @@ std::optional<std::string> reading_note(std::span<const TableRow> rows) {
          chance;
 }
 
-nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::string> notes,
-                          const RunOptions& options, int ranks) {
+nlohmann::json table_json(std::span<const TableRow> rows, const RunOptions& options, int ranks) {
   nlohmann::json list = nlohmann::json::array();
   for (const auto& row : rows) {
     nlohmann::json entry = row.front();
@@ -204,10 +173,9 @@ nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::s
     if (row.size() > 1) entry["runs"] = row;
     list.push_back(std::move(entry));
   }
-  return {{"rows", std::move(list)},  {"notes", std::vector(notes.begin(), notes.end())},
-          {"device", options.device}, {"threads", at::get_num_threads()},
-          {"ranks", ranks},           {"model", options.model},
-          {"data", options.data},     {"training", options.training}};
+  return {{"rows", std::move(list)},          {"device", options.device}, {"ranks", ranks},
+          {"threads", at::get_num_threads()}, {"data", options.data},     {"model", options.model},
+          {"training", options.training}};
 }
 
 std::string slow_autocast_warning(const RunOptions& options) {
@@ -224,9 +192,7 @@ RunResult run_in_its_process(std::vector<std::string> arguments, Precision preci
                              uint64_t seed) {
   arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
                                      std::to_string(seed), "--seeds", "1", "--json", "-"});
-  const Row row(arguments);
-  const auto results = row.read_all();
-  const int status = row.wait();
+  const auto [results, status] = run_self(arguments);
   const auto name = "the run of " + title_of(precision);
   if (WIFSIGNALED(status)) {
     throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +

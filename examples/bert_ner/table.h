@@ -2,8 +2,6 @@
 /// The runs of all precisions side by side.
 #pragma once
 
-#include <mezzo/autocast/autocast_setting.h>
-
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -26,17 +24,15 @@ std::vector<Precision> table_precisions(const RunOptions& options);
 /// name | initial learning rate | F1 | P | R | peak memory | bytes a parameter | tokens/s |
 /// relative speed | skipped steps | loss scale, as a Markdown table. Of several seeds the scores
 /// are means, with the lowest and the highest; speeds are means, memory is the most, steps are
-/// added up. Speed is training tokens a second, the relative one that of the first row's run with
-/// the same seed.
+/// added up. The relative speed is that to the first row's run with the same seed.
 std::string format_table(std::span<const TableRow> rows);
 
 /// What to read from a table of several rows, in a sentence or two; else nothing.
 std::optional<std::string> reading_note(std::span<const TableRow> rows);
 
 /// The same for programs: an array of rows, each of the first seed's run with its relative_speed
-/// and, where there are several seeds, all its runs; the notes; and what they ran on.
-nlohmann::json table_json(std::span<const TableRow> rows, std::span<const std::string> notes,
-                          const RunOptions& options, int ranks);
+/// and, where there are several seeds, all its runs; and what they ran on.
+nlohmann::json table_json(std::span<const TableRow> rows, const RunOptions& options, int ranks);
 
 /// A warning where autocast will be slower than float32 on this machine, with the reason; else
 /// empty. The speed column will then disappoint, so it is said before the runs begin.
@@ -50,8 +46,7 @@ struct RowFailed {
 /// Runs every row and seed, each in a process of its own, since the peak memory of one process
 /// would be that of its largest run. \param arguments this program's own, which these processes get
 /// too, plus their --precision and --seed. They end with this process.
-/// \throws RowFailed if one of them fails; it has said why on standard error
-/// \throws std::runtime_error if one of them is ended by a signal
+/// \throws RowFailed if one of them fails, std::runtime_error if one is ended by a signal
 std::vector<TableRow> run_rows(const RunOptions& options,
                                const std::vector<std::string>& arguments);
 

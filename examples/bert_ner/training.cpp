@@ -2,8 +2,6 @@
 
 #include <mezzo/distributed/data_parallel.h>
 
-#include <ATen/record_function.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -15,14 +13,10 @@ namespace bert_ner {
 namespace {
 
 mezzo::optim::WeightStorage weight_storage_of(Precision precision) {
-  switch (precision) {
-    case Precision::bf16_split_master:
-      return mezzo::optim::WeightStorage::split_master;
-    case Precision::bf16_stochastic:
-      return mezzo::optim::WeightStorage::stochastic;
-    default:
-      return mezzo::optim::WeightStorage::plain;
-  }
+  using mezzo::optim::WeightStorage;
+  if (precision == Precision::bf16_split_master) return WeightStorage::split_master;
+  if (precision == Precision::bf16_stochastic) return WeightStorage::stochastic;
+  return WeightStorage::plain;
 }
 
 BertForTokenClassification stored_as(Precision precision, BertForTokenClassification model) {
@@ -109,35 +103,27 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
   if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 
-int64_t Trainer::bytes_held() const {
-  int64_t bytes = weights_.statistics().bytes_held;
+double Trainer::bytes_a_parameter() const {
+  auto bytes = static_cast<double>(weights_.statistics().bytes_held);
+  double parameters = 0;
   const auto add = [&](const torch::Tensor& tensor) {
-    if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
+    if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
   };
   const auto& states = optimizer.state();
   for (const auto& parameter : model->parameters()) {
-    add(parameter);
+    parameters += static_cast<double>(parameter.numel());
+    bytes += 2 * static_cast<double>(parameter.nbytes());  // a gradient has the same dtype
     const auto found = states.find(parameter.unsafeGetTensorImpl());
     if (found == states.end()) continue;
     auto& state = static_cast<mezzo::optim::AdamWParamState&>(*found->second);
     for (const auto& tensor : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()})
       add(tensor);
   }
-  return bytes;
-}
-
-double Trainer::bytes_a_parameter() const {
-  double bytes = static_cast<double>(bytes_held()), parameters = 0;
-  for (const auto& parameter : model->parameters()) {
-    bytes += static_cast<double>(parameter.nbytes());  // a gradient has the parameter's dtype
-    parameters += static_cast<double>(parameter.numel());
-  }
   return bytes / parameters;
 }
 
 /// This rank's share of the batch's mean; the ranks' shares add up to it.
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  RECORD_USER_SCOPE("forward");  // for --profile, and for libtorch's own profiler
   // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
   mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
@@ -155,15 +141,12 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
     std::optional<mezzo::GradBuckets::NoSync> no_sync;  // until the last
     if (all_ranks_ && &micro_batch != &micro_batches.back()) no_sync.emplace(all_ranks_->buckets());
     const auto loss = loss_of(micro_batch);
-    {
-      RECORD_USER_SCOPE("backward");
-      scaler.scale(loss / parts).backward();
-    }
+    scaler.scale(loss / parts).backward();
     loss_sum += loss.detach();
     tokens += micro_batch.batch.tokens;
   }
   auto loss_of_all = ranks_.begin_sum(loss_sum);  // under the step
-  RECORD_USER_SCOPE("optimizer");
+  const double learning_rate = optimizer.param_groups().front().options().get_lr();
   // Unscales, clips and steps, unless there is an inf or a NaN.
   auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();
@@ -172,6 +155,7 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
   if (loss_of_all) loss_of_all->wait();
   return {.loss = loss_sum / static_cast<double>(micro_batches.size()),
           .tokens = tokens,
+          .learning_rate = learning_rate,
           .result = std::move(result)};
 }
 

@@ -40,6 +40,7 @@ struct MicroBatch {
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;        ///< that were read
+  double learning_rate = 0;  ///< that the step had
   mezzo::StepResult result;  ///< whether it ran and with what loss scale, for those who wait
 };
 
@@ -62,13 +63,8 @@ class Trainer {
   void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
-  /// What the forward pass runs in, with the cache that steps write weights to.
-  const mezzo::AutocastSetting& autocast() const { return precision_; }
-
-  /// Bytes of what lives on between steps: parameters, the optimizer's state, and the copies of
-  /// weights that autocast reads.
-  int64_t bytes_held() const;
-  /// The same with a gradient, for one parameter, of all in the mean.
+  /// Bytes of what lives on between steps (parameters, the optimizer's state, and the copies of
+  /// weights that autocast reads) and of a gradient, for one parameter, of all in the mean.
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;

@@ -1,29 +1,91 @@
 #include "wordpiece.h"
 
-#include <algorithm>
-#include <array>
-#include <optional>
-#include <span>
+#include <utf8proc.h>
 
-#include "input_error.h"
-#include "json_file.h"
-#include "text_lines.h"
-#include "unicode.h"
+#include <algorithm>
+#include <iterator>
+
+#include "text.h"
 
 namespace bert_ner {
-
-// A code point of the normalised text, and the bytes of the given text that it comes from.
-struct WordPiece::Character {
-  char32_t code_point;
-  std::size_t begin, end;
-};
-
 namespace {
 
 constexpr std::size_t kMaxWordCharacters = 100;  // longer words are [UNK], as in BERT
-constexpr std::string_view kContinuation = "##";
 constexpr std::string_view kUnknown = "[UNK]", kClassify = "[CLS]", kSeparate = "[SEP]",
                            kPad = "[PAD]", kMask = "[MASK]";
+
+utf8proc_category_t category(char32_t c) {
+  return utf8proc_category(static_cast<utf8proc_int32_t>(c));
+}
+
+bool is_white_space(char32_t c) {
+  const auto kind = category(c);
+  return (c >= U'\t' && c <= U'\r') || c == U'\u0085' ||
+         (kind >= UTF8PROC_CATEGORY_ZS && kind <= UTF8PROC_CATEGORY_ZP);
+}
+
+bool is_control(char32_t c) {
+  const auto kind = category(c);
+  return c != U'\t' && c != U'\n' && c != U'\r' &&
+         (kind == UTF8PROC_CATEGORY_CC || kind == UTF8PROC_CATEGORY_CF ||
+          kind == UTF8PROC_CATEGORY_CO || kind == UTF8PROC_CATEGORY_CS);
+}
+
+/// In ASCII every character that is drawn and neither letter nor digit, "$" and "^" too.
+bool is_punctuation(char32_t c) {
+  const auto kind = category(c);
+  return (c >= U'!' && c <= U'/') || (c >= U':' && c <= U'@') || (c >= U'[' && c <= U'`') ||
+         (c >= U'{' && c <= U'~') || (kind >= UTF8PROC_CATEGORY_PC && kind <= UTF8PROC_CATEGORY_PO);
+}
+
+/// Extension E begins at U+2B820; `tokenizers`, with whose answers models are trained, begins at
+/// U+2B920.
+bool is_ideograph(char32_t c) {
+  return (c >= 0x4E00 && c <= 0x9FFF) || (c >= 0x3400 && c <= 0x4DBF) ||
+         (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B73F) ||
+         (c >= 0x2B740 && c <= 0x2B81F) || (c >= 0x2B920 && c <= 0x2CEAF) ||
+         (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
+}
+
+/// NFD without its non-spacing marks.
+std::u32string without_accents(std::u32string_view text) {
+  constexpr std::size_t kLongestDecomposition = 4;  // Unicode's longest canonical one
+  const std::string utf8 = to_utf8(text);
+  std::vector<utf8proc_int32_t> parts(kLongestDecomposition * text.size() + 1);
+  const auto length =
+      utf8proc_decompose(reinterpret_cast<const utf8proc_uint8_t*>(utf8.data()),
+                         static_cast<utf8proc_ssize_t>(utf8.size()), parts.data(),
+                         static_cast<utf8proc_ssize_t>(parts.size()), UTF8PROC_DECOMPOSE);
+  std::u32string decomposed(parts.begin(), parts.begin() + std::max<utf8proc_ssize_t>(length, 0));
+  std::erase_if(decomposed, [](char32_t c) { return category(c) == UTF8PROC_CATEGORY_MN; });
+  return decomposed;
+}
+
+std::u32string lower_cased(std::u32string_view text) {
+  std::u32string lowered;
+  for (const char32_t c : text) {
+    if (c == U'\u0130') {  // the one character whose lower case is two
+      lowered += U"i\u0307";
+    } else {
+      lowered += static_cast<char32_t>(utf8proc_tolower(static_cast<utf8proc_int32_t>(c)));
+    }
+  }
+  return lowered;
+}
+
+/// At spaces, which vanish, and around punctuation, each mark of which is a word.
+std::vector<std::u32string_view> split_words(std::u32string_view text) {
+  std::vector<std::u32string_view> words;
+  std::size_t begin = 0;
+  for (std::size_t at = 0; at <= text.size(); ++at) {
+    const bool is_mark = at < text.size() && is_punctuation(text[at]);
+    if (at < text.size() && !is_mark && !is_white_space(text[at])) continue;
+    if (at > begin) words.push_back(text.substr(begin, at - begin));
+    if (is_mark) words.push_back(text.substr(at, 1));
+    begin = at + 1;
+  }
+  return words;
+}
 
 std::vector<std::string> read_vocabulary(const std::filesystem::path& path) {
   std::vector<std::string> tokens;
@@ -36,28 +98,13 @@ std::vector<std::string> read_vocabulary(const std::filesystem::path& path) {
   return tokens;
 }
 
-// Reads a boolean; `fallback` if the file does not speak of it or says null.
+/// `fallback` if the file does not speak of it or says null.
 bool read_flag(const nlohmann::json& json, const char* key, bool fallback,
                const std::string& origin) {
-  const auto found = json.find(key);
-  if (found == json.end() || found->is_null()) return fallback;
-  if (!found->is_boolean()) {
-    throw InputError(origin + ": \"" + key + "\" is " + found->dump() + "; write true or false");
-  }
-  return found->get<bool>();
-}
-
-// Names of special tokens stand as strings or, in files of a tokenizer that was trained, as
-// {"content": "[UNK]", ...}.
-void check_special_token(const nlohmann::json& json, const char* key, std::string_view expected,
-                         const std::string& origin) {
-  const auto found = json.find(key);
-  if (found == json.end() || found->is_null()) return;
-  const nlohmann::json content = found->is_object() ? found->value("content", *found) : *found;
-  if (content != expected) {
-    throw InputError(origin + ": \"" + key + "\" is " + content.dump() + "; only BERT's " +
-                     std::string(expected) + " is understood");
-  }
+  const auto value = json.value(key, nlohmann::json());
+  if (value.is_null()) return fallback;
+  if (value.is_boolean()) return value.get<bool>();
+  throw InputError(origin + ": \"" + key + "\" is " + value.dump() + "; write true or false");
 }
 
 WordPieceOptions read_options(const std::filesystem::path& path) {
@@ -70,10 +117,18 @@ WordPieceOptions read_options(const std::filesystem::path& path) {
     throw InputError(origin +
                      ": \"do_basic_tokenize\" is false; only BERT's own splitting is known");
   }
-  check_special_token(json, "unk_token", kUnknown, origin);
-  check_special_token(json, "cls_token", kClassify, origin);
-  check_special_token(json, "sep_token", kSeparate, origin);
-  check_special_token(json, "pad_token", kPad, origin);
+  // Special tokens stand as strings or, where a tokenizer was trained, as {"content": "[UNK]",
+  // ...}.
+  for (const auto& [key, expected] : {std::pair("unk_token", kUnknown),
+                                      {"cls_token", kClassify},
+                                      {"sep_token", kSeparate},
+                                      {"pad_token", kPad}}) {
+    auto token = json.value(key, nlohmann::json());
+    if (token.is_object()) token = token.value("content", token);
+    if (token.is_null() || token == expected) continue;
+    throw InputError(origin + ": \"" + key + "\" is " + token.dump() + "; only BERT's " +
+                     std::string(expected) + " is understood");
+  }
   options.do_lower_case = read_flag(json, "do_lower_case", true, origin);
   options.strip_accents = read_flag(json, "strip_accents", options.do_lower_case, origin);
   options.tokenize_chinese_chars = read_flag(json, "tokenize_chinese_chars", true, origin);
@@ -91,13 +146,11 @@ WordPiece::WordPiece(std::vector<std::string> tokens, WordPieceOptions options,
                      const std::filesystem::path& origin)
     : options_(options), tokens_(std::move(tokens)) {
   for (std::size_t id = 0; id < tokens_.size(); ++id) {
-    const auto [place_of_first, is_new] =
-        vocabulary_.emplace(tokens_[id], static_cast<std::int64_t>(id));
-    if (!is_new) {
-      throw InputError(place(origin, id + 1) + ": the token \"" + tokens_[id] +
-                       "\" already stands in line " + std::to_string(place_of_first->second + 1) +
-                       "; keep one of them");
-    }
+    const auto [first, is_new] = vocabulary_.emplace(tokens_[id], static_cast<std::int64_t>(id));
+    if (is_new) continue;
+    throw InputError(place(origin, id + 1) + ": the token \"" + tokens_[id] +
+                     "\" already stands in line " + std::to_string(first->second + 1) +
+                     "; keep one of them");
   }
   const auto required = [&](std::string_view token) {
     const auto found = vocabulary_.find(token);
@@ -116,179 +169,84 @@ WordPiece::WordPiece(std::vector<std::string> tokens, WordPieceOptions options,
 
 std::vector<std::string> WordPiece::pre_tokenize(std::string_view utf8) const {
   std::vector<std::string> words;
-  const auto text = normalize(utf8, 0);
-  for (const Word& word : split_words(text)) {
-    words.emplace_back();
-    for (const Character& c : word) append_utf8(c.code_point, words.back());
-  }
+  const auto text = normalize(utf8);
+  for (const auto word : split_words(text)) words.push_back(to_utf8(word));
   return words;
 }
 
-Encoding WordPiece::encode(std::string_view utf8, bool add_special_tokens) const {
-  Encoding encoding;
-  if (add_special_tokens) append_token(cls_id_, 0, 0, encoding);
+WordPiece::Ids WordPiece::encode(std::string_view utf8) const {
+  Ids ids;
   std::size_t done = 0;
-  for (std::size_t at = utf8.find('['); at != std::string_view::npos; at = utf8.find('[', at)) {
-    const auto special = special_token_at(utf8.substr(at));
-    if (!special) {
+  for (auto at = utf8.find('['); at != std::string_view::npos; at = utf8.find('[', at)) {
+    const auto special = std::ranges::find_if(
+        special_ids_, [&](std::int64_t id) { return utf8.substr(at).starts_with(token(id)); });
+    if (special == special_ids_.end()) {
       ++at;
       continue;
     }
-    append_text(utf8.substr(done, at - done), done, encoding);
-    done = at + tokens_[static_cast<std::size_t>(*special)].size();
-    append_token(*special, at, done, encoding);
-    at = done;
+    append_text(utf8.substr(done, at - done), ids);
+    ids.push_back(*special);
+    done = at += token(*special).size();
   }
-  append_text(utf8.substr(done), done, encoding);
-  if (add_special_tokens) append_token(sep_id_, 0, 0, encoding);
-  return encoding;
+  append_text(utf8.substr(done), ids);
+  return ids;
 }
 
-std::vector<std::int64_t> WordPiece::encode_word(std::string_view word) const {
-  auto ids = encode(word, /*add_special_tokens=*/false).ids;
+WordPiece::Ids WordPiece::encode_word(std::string_view word) const {
+  auto ids = encode(word);
   if (ids.empty()) ids.push_back(unk_id_);
   return ids;
 }
 
-std::optional<std::int64_t> WordPiece::special_token_at(std::string_view text) const {
-  for (const std::int64_t id : special_ids_) {
-    if (text.starts_with(tokens_[static_cast<std::size_t>(id)])) return id;
-  }
-  return std::nullopt;
+void WordPiece::append_text(std::string_view utf8, Ids& ids) const {
+  const auto text = normalize(utf8);
+  for (const auto word : split_words(text)) append_pieces(word, ids);
 }
 
-void WordPiece::append_text(std::string_view utf8, std::size_t first_byte,
-                            Encoding& encoding) const {
-  const auto text = normalize(utf8, first_byte);
-  for (const Word& word : split_words(text)) append_pieces(word, encoding);
-}
-
-std::vector<WordPiece::Character> WordPiece::normalize(std::string_view utf8,
-                                                       std::size_t first_byte) const {
+/// Drops control characters, makes all white space a space, parts ideographs from their neighbours,
+/// and then strips accents and lowers the case, if the options say so.
+std::u32string WordPiece::normalize(std::string_view utf8) const {
+  constexpr char32_t kReplacement = 0xFFFD;
   if (const auto invalid = first_invalid_utf8(utf8)) {
-    throw InputError("byte " + std::to_string(first_byte + *invalid + 1) +
+    throw InputError("byte " + std::to_string(*invalid + 1) +
                      " of the text is not UTF-8; give the text as UTF-8");
   }
-  auto text = clean(utf8, first_byte);
-  if (options_.strip_accents) text = without_accents(text);
-  if (options_.do_lower_case) text = lower_cased(text);
-  return text;
-}
-
-// Drops control characters, makes all white space a space and parts ideographs from their
-// neighbours.
-std::vector<WordPiece::Character> WordPiece::clean(std::string_view utf8,
-                                                   std::size_t first_byte) const {
-  constexpr char32_t kReplacement = 0xFFFD;
-  std::vector<Character> text;
-  text.reserve(utf8.size());
+  std::u32string text;
   for (std::size_t offset = 0; offset < utf8.size();) {
-    const std::size_t begin = first_byte + offset;
     const char32_t c = next_code_point(utf8, offset);
-    const std::size_t end = first_byte + offset;
     if (c == 0 || c == kReplacement || is_control(c)) continue;
     if (is_white_space(c)) {
-      text.push_back({U' ', begin, end});
+      text += U' ';
     } else if (options_.tokenize_chinese_chars && is_ideograph(c)) {
-      text.insert(text.end(), {{U' ', begin, end}, {c, begin, end}, {U' ', begin, end}});
+      text += {U' ', c, U' '};
     } else {
-      text.push_back({c, begin, end});
+      text += c;
     }
   }
-  return text;
+  if (options_.strip_accents) text = without_accents(text);
+  return options_.do_lower_case ? lower_cased(text) : text;
 }
 
-// NFD without its non-spacing marks.
-std::vector<WordPiece::Character> WordPiece::without_accents(const std::vector<Character>& text) {
-  std::vector<Character> decomposed;
-  decomposed.reserve(text.size());
-  std::vector<char32_t> parts;
-  for (const Character& c : text) {
-    parts.clear();
-    append_decomposed(c.code_point, parts);
-    for (const char32_t part : parts) decomposed.push_back({part, c.begin, c.end});
-  }
-  // Canonical order: within a run of marks, by combining class.
-  const auto is_starter = [](const Character& c) { return combining_class(c.code_point) == 0; };
-  for (auto run = decomposed.begin(); run != decomposed.end();) {
-    run = std::find_if_not(run, decomposed.end(), is_starter);
-    const auto run_end = std::find_if(run, decomposed.end(), is_starter);
-    std::stable_sort(run, run_end, [](const Character& left, const Character& right) {
-      return combining_class(left.code_point) < combining_class(right.code_point);
-    });
-    run = run_end;
-  }
-  std::erase_if(decomposed, [](const Character& c) { return is_nonspacing_mark(c.code_point); });
-  return decomposed;
-}
-
-std::vector<WordPiece::Character> WordPiece::lower_cased(const std::vector<Character>& text) {
-  std::vector<Character> lowered;
-  lowered.reserve(text.size());
-  std::vector<char32_t> parts;
-  for (const Character& c : text) {
-    parts.clear();
-    append_lower_case(c.code_point, parts);
-    for (const char32_t part : parts) lowered.push_back({part, c.begin, c.end});
-  }
-  return lowered;
-}
-
-// At spaces, which vanish, and around punctuation, each mark of which is a word.
-std::vector<WordPiece::Word> WordPiece::split_words(const std::vector<Character>& text) {
-  std::vector<Word> words;
-  const auto is_letter = [](const Character& c) {
-    return !is_white_space(c.code_point) && !is_punctuation(c.code_point);
-  };
-  for (auto at = text.begin(); at != text.end();) {
-    auto end = std::find_if_not(at, text.end(), is_letter);
-    if (end != at) words.emplace_back(at, end);
-    at = end;
-    if (at == text.end()) break;
-    if (is_punctuation(at->code_point)) words.emplace_back(at, at + 1);
-    ++at;
-  }
-  return words;
-}
-
-void WordPiece::append_token(std::int64_t id, std::size_t begin, std::size_t end,
-                             Encoding& encoding) const {
-  encoding.ids.push_back(id);
-  encoding.tokens.push_back(tokens_[static_cast<std::size_t>(id)]);
-  encoding.offsets.emplace_back(begin, end);
-}
-
-// Covers the word from the left, each time with the longest piece there is; [UNK] for the whole
-// word if that fails.
-void WordPiece::append_pieces(Word word, Encoding& encoding) const {
-  const std::size_t pieces_before = encoding.ids.size();
-  const auto append_unknown = [&] {
-    encoding.ids.resize(pieces_before);
-    encoding.tokens.resize(pieces_before);
-    encoding.offsets.resize(pieces_before);
-    append_token(unk_id_, word.front().begin, word.back().end, encoding);
-  };
-  if (word.size() > kMaxWordCharacters) return append_unknown();
-  for (std::size_t first = 0; first < word.size();) {
-    const auto [id, length] = longest_piece(word.subspan(first), /*continues=*/first > 0);
-    if (length == 0) return append_unknown();
-    append_token(id, word[first].begin, word[first + length - 1].end, encoding);
+/// Covers the word from the left, each time with the longest piece there is; [UNK] for the whole
+/// word if that fails.
+void WordPiece::append_pieces(std::u32string_view word, Ids& ids) const {
+  const auto pieces_before = ids.size();
+  bool is_known = word.size() <= kMaxWordCharacters;
+  for (std::size_t first = 0; is_known && first < word.size();) {
+    auto length = word.size() - first;
+    std::string piece = (first > 0 ? "##" : "") + to_utf8(word.substr(first));
+    auto found = vocabulary_.find(piece);
+    while (found == vocabulary_.end() && length > 0) {
+      piece.resize(piece.size() - to_utf8(word.substr(first + --length, 1)).size());
+      found = length > 0 ? vocabulary_.find(piece) : vocabulary_.end();
+    }
+    is_known = length > 0;
+    if (is_known) ids.push_back(found->second);
     first += length;
   }
-}
-
-WordPiece::Piece WordPiece::longest_piece(Word rest, bool continues) const {
-  std::string candidate(continues ? kContinuation : std::string_view());
-  std::array<std::size_t, kMaxWordCharacters> ends{};  // of each character in `candidate`
-  for (std::size_t i = 0; i < rest.size(); ++i) {
-    append_utf8(rest[i].code_point, candidate);
-    ends[i] = candidate.size();
-  }
-  for (std::size_t length = rest.size(); length > 0; --length) {
-    const auto found = vocabulary_.find(std::string_view(candidate).substr(0, ends[length - 1]));
-    if (found != vocabulary_.end()) return {found->second, length};
-  }
-  return {};
+  if (is_known) return;
+  ids.resize(pieces_before);
+  ids.push_back(unk_id_);
 }
 
 }  // namespace bert_ner

@@ -2,7 +2,7 @@
 
 #include <gtest/gtest.h>
 
-#include "input_error.h"
+#include "text.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
@@ -13,9 +13,9 @@ using test::load_tiny_bert;
 /// What Hugging Face's model answers (make_bert_expectation.py).
 class Bert : public testing::Test {
  protected:
-  torch::Tensor expected(const std::string& name) const { return to_tensor(*file_.find(name)); }
+  torch::Tensor expected(const std::string& name) const { return file_.find(name); }
 
-  SafetensorsFile file_{test::data_folder() / "tiny_bert_expectation.safetensors"};
+  Safetensors file_ = read_safetensors(test::data_folder() / "tiny_bert_expectation.safetensors");
   BertForTokenClassification model_ = load_tiny_bert();
 };
 
@@ -77,7 +77,7 @@ TEST_F(Bert, NamesItsParametersAsHuggingFaceDoes) {
   EXPECT_TRUE(parameters.contains("bert.encoder.layer.0.attention.output.LayerNorm.bias"));
   EXPECT_TRUE(parameters.contains("bert.encoder.layer.0.intermediate.dense.weight"));
   EXPECT_EQ(parameters.size() + 6,  // ids, mask, labels, loss and two logits are no gradients
-            file_.tensors().size());
+            file_.tensors.size());
 }
 
 }  // namespace

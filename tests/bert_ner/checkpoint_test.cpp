@@ -15,8 +15,8 @@
 #include <string>
 #include <vector>
 
-#include "input_error.h"
 #include "run.h"
+#include "text.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
@@ -190,7 +190,7 @@ TEST_F(Checkpoint, KeepsTwoAndClearsWhatAKillLeft) {
   fs::create_directories(fs::path(run.save) / "notes");
   std::ofstream(fs::path(run.save) / "checkpoints" / ".checkpoint-000001-step-3.pt.7.tmp")
       << "half";
-  std::ofstream(fs::path(run.save) / ".model.safetensors.7-0.tmp") << "half";
+  std::ofstream(fs::path(run.save) / ".model.safetensors.tmp") << "half";
   run_training(run);
   const std::set<std::string> names{"checkpoints", "config.json", "model.safetensors", "notes",
                                     "vocab.txt"};

@@ -1,10 +1,9 @@
-#include "labels.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "input_error.h"
+#include "dataset.h"
 #include "scratch_folder.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {

@@ -9,7 +9,7 @@
 #include <functional>
 #include <nlohmann/json.hpp>
 
-#include "input_error.h"
+#include "text.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
@@ -38,20 +38,12 @@ std::string load_error(const std::filesystem::path& folder) {
 /// Rewrites the weights of a folder, each tensor as `change` gives it back (no name: left out).
 void rewrite_weights(const std::filesystem::path& folder,
                      const std::function<void(std::string& name, torch::Tensor& tensor)>& change) {
-  std::vector<torch::Tensor> tensors;
-  std::vector<TensorView> views;
-  {
-    const SafetensorsFile file(folder / "model.safetensors");
-    for (const auto& view : file.tensors()) {
-      auto name = view.name;
-      auto tensor = to_tensor(view);
-      change(name, tensor);
-      if (name.empty()) continue;
-      tensors.push_back(tensor.contiguous());
-      views.push_back(view_of(name, tensors.back()));
-    }
+  NamedTensors tensors;
+  for (auto [name, tensor] : read_safetensors(folder / "model.safetensors").tensors) {
+    change(name, tensor);
+    if (!name.empty()) tensors.emplace_back(name, tensor);
   }
-  static_cast<void>(write_safetensors(folder / "model.safetensors", views));
+  write_safetensors(folder / "model.safetensors", tensors);
 }
 
 void change_config(const std::filesystem::path& folder, const char* field,

@@ -1,5 +1,3 @@
-#include "predict.h"
-
 #include <mezzo/autocast/cast_trace.h>
 
 #include <gmock/gmock.h>
@@ -9,8 +7,9 @@
 #include <set>
 #include <sstream>
 
-#include "conll.h"
-#include "input_error.h"
+#include "dataset.h"
+#include "tagging.h"
+#include "text.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {

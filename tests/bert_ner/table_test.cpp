@@ -93,15 +93,13 @@ TEST(Table, SaysWhatToReadFromIt) {
 
 TEST(Table, ForProgramsHasAllRunsOfSeveralSeeds) {
   const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
-  const std::vector<std::string> notes{"a note"};
-  const auto one = table_json(rows, notes, RunOptions(), 1);
-  EXPECT_EQ(one.at("notes").at(0), "a note");
+  const auto one = table_json(rows, RunOptions(), 1);
   EXPECT_EQ(one.at("rows").at(1).at("skipped_steps"), 3);
   EXPECT_EQ(one.at("rows").at(1).at("relative_speed"), 1.5);
   EXPECT_FALSE(one.at("rows").at(1).contains("runs"));
 
   const std::vector<TableRow> twice{{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)}};
-  const auto runs = table_json(twice, notes, RunOptions(), 1).at("rows").at(0).at("runs");
+  const auto runs = table_json(twice, RunOptions(), 1).at("rows").at(0).at("runs");
   ASSERT_EQ(runs.size(), 2U);
   EXPECT_EQ(runs.at(1).at("seed"), 2);
   EXPECT_EQ(runs.at(1).at("f1"), 0.54);

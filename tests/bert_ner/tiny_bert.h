@@ -12,7 +12,6 @@
 #include "model_files.h"
 #include "safetensors.h"
 #include "scratch_folder.h"
-#include "tensor_views.h"
 #include "tiny_corpus.h"
 
 namespace bert_ner::test {

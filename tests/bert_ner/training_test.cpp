@@ -8,7 +8,6 @@
 #include <limits>
 #include <memory>
 
-#include "doctor.h"
 #include "tiny_bert.h"
 
 namespace bert_ner {
@@ -124,21 +123,6 @@ TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
             skipped);
   EXPECT_EQ(run.reports.front().result.scale(), std::ldexp(1.0F, 24));
   EXPECT_LT(losses.back(), losses.front() * 0.7);
-}
-
-TEST(Training, TheDoctorWarnsOfWhatIsWrongAndOfNothingElse) {
-  TinyTraining training(tiny_options(Precision::amp), {.device = torch::kCPU});
-  const auto batch = collate(training.examples, training.batches.back(), {0, 8}, 24, torch::kCPU);
-  EXPECT_THAT(doctors_warnings(*training.trainer, batch), testing::IsEmpty());
-  {
-    const torch::NoGradGuard no_grad;
-    training.trainer->model->classifier->bias[1] = std::numeric_limits<float>::quiet_NaN();
-  }
-  EXPECT_THAT(doctors_warnings(*training.trainer, batch),
-              testing::Contains(testing::HasSubstr(
-                  "error: classifier.bias: this parameter holds inf or NaN already")));
-  TinyTraining exact(tiny_options(Precision::fp32));
-  EXPECT_THAT(doctors_warnings(*exact.trainer, batch), testing::IsEmpty());
 }
 
 TEST(Training, AccumulationIsTheStepOfTheWholeBatch) {

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdlib>
@@ -25,6 +26,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "../support/scratch.h"
@@ -264,9 +266,9 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   EXPECT_THAT(
       test_support::bytes_of(folder + "/run.csv"),
       testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,clip_ratio,underflow,"
-                          "tokens_per_second,memory_bytes,name\n1,1750000001,"));
+                          "tokens_per_second,memory_bytes,learning_rate,name\n1,1750000001,"));
   EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
-              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09,\n"));
+              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09,,\n"));
   EXPECT_THAT(test_support::bytes_of(folder + "/run.jsonl"),
               HasSubstr("\"loss\":\"-inf\",\"scale\":32768"));
   const std::string page = test_support::bytes_of(folder + "/run.html");
@@ -362,6 +364,73 @@ TEST(Telemetry, NumbersTheStepsOfEachNameByThemselves) {
   EXPECT_THAT(tags, HasSubstr("generator/loss"));
 }
 
+TEST(RunReport, ShowsScoresOptionsAndWhereItRan) {
+  mezzo::RunReport report("scored");
+  report.score("F1", 0.25);
+  report.score("F1", 0.513);
+  report.fact("ended", "stopped by SIGTERM");
+  report.option("seed", "7");
+  const std::string page = report.html();
+  EXPECT_THAT(page, HasSubstr("<div><dt>F1</dt><dd>0.513</dd>"));
+  EXPECT_THAT(page, Not(HasSubstr("0.25<")));
+  EXPECT_THAT(page, HasSubstr("<dt>ended</dt><dd>stopped by SIGTERM</dd>"));
+  EXPECT_THAT(page, HasSubstr("<td>seed</td><td class=text>7</td>"));
+  for (const char* const row : {"machine", "mezzo", "libtorch", "written"}) {
+    EXPECT_THAT(page, HasSubstr("<td>" + std::string(row) + "</td>"));
+  }
+  EXPECT_THAT(page, Not(HasSubstr("class=trouble>")));
+}
+
+TEST(RunReport, DoesNotLookHealthyWhereAScoreIsNothing) {
+  mezzo::RunReport report("failed");
+  report.score("F1", 0);
+  EXPECT_THAT(report.html(), HasSubstr("<p class=trouble>F1 is 0: "));
+  EXPECT_THAT(report.html(), HasSubstr("<div class=bad><dt>F1</dt>"));
+  report.score("F1", std::numeric_limits<double>::quiet_NaN());
+  EXPECT_THAT(report.html(), HasSubstr("<p class=trouble>F1 is nan: "));
+}
+
+TEST(RunReport, SaysTheMeanRateOverAllStepsAndDrawsWhatWasMeasured) {
+  mezzo::RunReport report("rates");
+  report({.step = 1, .tokens_per_second = 100, .seconds = 3, .learning_rate = 0.5});
+  report({.step = 2, .tokens_per_second = 500, .seconds = 1, .memory_bytes = 3 * 1048576.0});
+  const std::string page = report.html();
+  EXPECT_THAT(page, HasSubstr("<dt>mean tokens/s</dt><dd>200</dd>"));
+  EXPECT_THAT(page, HasSubstr("<dt>most memory at a step, MiB</dt><dd>3</dd>"));
+  for (const char* const chart : {"tokens/s", "learning rate", "memory, MiB"}) {
+    EXPECT_THAT(page, HasSubstr("<figcaption>" + std::string(chart) + ", by step"));
+  }
+  mezzo::RunReport nothing("nothing measured");
+  nothing({.step = 1});
+  EXPECT_THAT(nothing.html(), Not(HasSubstr("<figcaption>learning rate")));
+}
+
+TEST(RunReport, SmoothsManyStepsAndHasRoundTicks) {
+  mezzo::RunReport report("long");
+  for (int step = 1; step <= 400; ++step) report({.step = step, .loss = step % 2});
+  const std::string page = report.html();
+  EXPECT_THAT(page, HasSubstr("<path class=faint"));
+  for (const char* const tick : {">100<", ">200<", ">300<", ">400<"}) {
+    EXPECT_THAT(page, HasSubstr(tick));
+  }
+}
+
+TEST(Telemetry, DoesNotCountWhatTheHostDidAfterRestartClock) {
+  std::vector<TelemetryRecord> records;
+  mezzo::Telemetry telemetry;
+  telemetry.write_to([&](const TelemetryRecord& record) { records.push_back(record); });
+  const StepResult ran(StepOutcome{.ran = true, .scale = 1});
+  telemetry.restart_clock();
+  telemetry.record(ran, torch::tensor(1.0), {.tokens = 10});
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  telemetry.restart_clock();
+  telemetry.record(ran, torch::tensor(1.0), {.tokens = 10, .learning_rate = 0.5});
+  ASSERT_EQ(records.size(), 2U);
+  EXPECT_TRUE(records[0].tokens_per_second) << "timed since restart_clock";
+  EXPECT_LT(records[1].seconds, 0.2);
+  EXPECT_EQ(records[1].learning_rate, 0.5);
+}
+
 TEST(RunReport, DrawsCurvesForEachName) {
   mezzo::RunReport report("two");
   {
@@ -403,8 +472,18 @@ TEST(RunReport, GoesOnWithTheTelemetryFromACheckpoint) {
       }
       record_step_of_two(*telemetry, step);
     }
-    return std::regex_replace(report.html(), std::regex("<dt>(tokens/s|MiB)</dt><dd>[^<]*</dd>"),
-                              "");
+    // Speed, memory and the date are those of this very run.
+    const std::regex measured("<dt>(mean tokens/s|most memory at a step, MiB)</dt><dd>[^<]*</dd>");
+    std::stringstream lines(report.html());
+    std::string page;
+    for (std::string line; std::getline(lines, line);) {
+      const bool is_measured = line.find("<figcaption>tokens/s") != std::string::npos ||
+                               line.find("<figcaption>memory") != std::string::npos ||
+                               line.find("<td>written</td>") != std::string::npos;
+      if (line.starts_with("<dl>")) line = std::regex_replace(line, measured, "");
+      if (!is_measured) page += line + "\n";
+    }
+    return page;
   };
   EXPECT_TRUE(page_of(true) == page_of(false));
   mezzo::RunReport other("other");

@@ -1,10 +1,9 @@
-#include "conll.h"
-
 #include <string>
 
 #include "../support/scratch.h"
-#include "input_error.h"
+#include "dataset.h"
 #include "targets.h"
+#include "text.h"
 
 namespace fuzz {
 

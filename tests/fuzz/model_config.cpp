@@ -1,10 +1,10 @@
 #include <string>
 
 #include "../support/scratch.h"
-#include "input_error.h"
-#include "labels.h"
+#include "dataset.h"
 #include "model_files.h"
 #include "targets.h"
+#include "text.h"
 
 namespace fuzz {
 

@@ -1,7 +1,8 @@
 /// \file
-/// A run as one HTML page: the loss scale's staircase with skipped steps marked, loss, gradient
-/// norm, overflows, exponents by layer, and a comparison of precisions. The page needs no network
-/// and no script, follows the reader's light or dark setting, and fits a phone.
+/// A run as one HTML page: its scores and options, the loss scale's staircase with skipped steps
+/// marked, loss, gradient norm, learning rate, speed and memory, overflows, exponents by layer, and
+/// a comparison of precisions. The page needs no network and no script, follows the reader's light
+/// or dark setting, and fits a phone.
 ///
 ///     mezzo::RunReport report("BERT on tweets, half");
 ///     telemetry.write_to(std::ref(report));
@@ -10,6 +11,8 @@
 ///                                          }}));
 ///     ...                                    // train
 ///     telemetry.flush();
+///     report.score("F1", f1);
+///     report.option("seed", "1");
 ///     report.save("run.html");
 #pragma once
 
@@ -32,6 +35,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -57,6 +61,18 @@ class RunReport {
 
   /// One more step: a Telemetry's writer.
   void operator()(const TelemetryRecord& record);
+
+  /// A result for which more is better and 0 is nothing: "F1", 0.513. A score that is 0, negative
+  /// or not finite is red, and a line below the title says so. A later score, fact or option of the
+  /// same name replaces the earlier one.
+  void score(const std::string& name, double value);
+
+  /// A tile beside the scores: "ended", "stopped by SIGTERM".
+  void fact(const std::string& name, const std::string& value);
+
+  /// A row of the table of what the run was told: "learning rate", "0.0004". Versions, machine and
+  /// date are on the page by themselves.
+  void option(const std::string& name, const std::string& value);
 
   void add(const PrecisionComparison& comparison);
 
@@ -84,6 +100,9 @@ class RunReport {
     double scale = 1;
     double norm = -1;  // none yet
     std::int64_t skips = 0;
+    double learning_rate = -1;       // none yet
+    double seconds = 0, tokens = 0;  // summed
+    double memory = 0;               // bytes, the most
 
     void add(const Point& other);
   };
@@ -105,9 +124,16 @@ class RunReport {
   static constexpr std::size_t kMostPoints = 4096;
   static constexpr std::size_t kMostOverflows = 40;
 
+  using Texts = std::vector<std::pair<std::string, std::string>>;
+
   Series& series(const std::string& name);
+  static void set(Texts& texts, const std::string& name, const std::string& value);
+  std::string head_html() const;
+  std::string options_html() const;
 
   std::string title_;
+  std::vector<std::pair<std::string, double>> scores_;
+  Texts facts_, options_;
   std::vector<Series> series_;             // in the order of their first records
   std::optional<std::int64_t> last_step_;  // of the last record, whatever its name
   std::int64_t overflows_ = 0;
@@ -130,6 +156,29 @@ class RunReport {
 #if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 MEZZO_INLINE void RunReport::add(const PrecisionComparison& comparison) {
   comparisons_ += detail::comparison_html(comparison);
+}
+
+MEZZO_INLINE void RunReport::set(Texts& texts, const std::string& name, const std::string& value) {
+  for (auto& [known, text] : texts) {
+    if (known == name) {
+      text = value;
+      return;
+    }
+  }
+  texts.emplace_back(name, value);
+}
+
+MEZZO_INLINE void RunReport::score(const std::string& name, double value) {
+  std::erase_if(scores_, [&](const auto& known) { return known.first == name; });
+  scores_.emplace_back(name, value);
+}
+
+MEZZO_INLINE void RunReport::fact(const std::string& name, const std::string& value) {
+  set(facts_, name, value);
+}
+
+MEZZO_INLINE void RunReport::option(const std::string& name, const std::string& value) {
+  set(options_, name, value);
 }
 
 MEZZO_INLINE void RunReport::add(const UnderflowReport& report) {
@@ -160,6 +209,10 @@ MEZZO_INLINE void RunReport::Point::add(const Point& other) {
   scale = other.scale;
   norm = std::max(norm, other.norm);
   skips += other.skips;
+  if (other.learning_rate >= 0) learning_rate = other.learning_rate;
+  seconds += other.seconds;
+  tokens += other.tokens;
+  memory = std::max(memory, other.memory);
 }
 
 MEZZO_INLINE RunReport::Series& RunReport::series(const std::string& name) {
@@ -184,6 +237,12 @@ MEZZO_INLINE void RunReport::Series::add(const TelemetryRecord& record) {
     point.losses = 1;
   }
   if (record.grad_norm && !record.skipped) point.norm = *record.grad_norm;
+  point.learning_rate = record.learning_rate.value_or(-1);
+  if (record.tokens_per_second) {
+    point.seconds = record.seconds;
+    point.tokens = *record.tokens_per_second * record.seconds;
+  }
+  point.memory = record.memory_bytes.value_or(0);
   last = record;
   const bool joins = !points.empty() && record.step - points.back().first < steps_a_point &&
                      record.step >= points.back().first;
@@ -210,27 +269,34 @@ MEZZO_INLINE void RunReport::Series::thin() {
 }
 
 MEZZO_INLINE std::string RunReport::Series::facts_html() const {
-  std::int64_t skips = 0;
-  for (const Point& point : points) skips += point.skips;
-  std::ostringstream html;
-  const auto fact = [&html](const char* what, const std::string& value) {
-    html << "<div><dt>" << what << "</dt><dd>" << value << "</dd></div>";
-  };
-  html << "<dl>";
-  fact("steps", std::to_string(points.back().last - points.front().first + 1));
-  fact("skipped", std::to_string(skips));
-  if (last.loss) fact("last loss", detail::digits(*last.loss, 4));
-  fact("loss scale", detail::digits(last.scale, 8));
-  if (last.tokens_per_second) fact("tokens/s", detail::digits(*last.tokens_per_second, 4));
-  if (last.memory_bytes) fact("MiB", detail::digits(*last.memory_bytes / 1048576, 5));
-  html << "</dl>\n";
-  return html.str();
+  Point all = points.front();
+  for (std::size_t i = 1; i < points.size(); ++i) all.add(points[i]);
+  std::string html = "<dl>";
+  html += detail::tile_html("steps", std::to_string(all.last - all.first + 1));
+  html += detail::tile_html("skipped", std::to_string(all.skips));
+  if (last.loss) {
+    html += detail::tile_html("last loss", detail::digits(*last.loss, 4),
+                              detail::nonfinite_bits(*last.loss));
+  }
+  html += detail::tile_html("loss scale", detail::digits(last.scale, 8));
+  if (all.seconds > 0) {
+    html += detail::tile_html("mean tokens/s",
+                              detail::digits(std::round(all.tokens / all.seconds * 10) / 10, 8));
+  }
+  if (all.memory > 0) {
+    html +=
+        detail::tile_html("most memory at a step, MiB", detail::digits(all.memory / 1048576, 5));
+  }
+  return html + "</dl>\n";
 }
 
 MEZZO_INLINE std::string RunReport::Series::charts_html() const {
-  detail::Chart loss{.title = "loss"};
+  detail::Chart loss{.title = "loss", .smooth = true};
   detail::Chart scale{.title = "loss scale", .logarithmic = true, .steps = true};
-  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
+  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true, .smooth = true};
+  detail::Chart rate{.title = "learning rate"};
+  detail::Chart speed{.title = "tokens/s", .smooth = true};
+  detail::Chart memory{.title = "memory, MiB"};
   for (const Point& point : points) {
     constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
     const auto step = static_cast<double>(point.first);
@@ -241,14 +307,21 @@ MEZZO_INLINE std::string RunReport::Series::charts_html() const {
     }
     scale.points.push_back({step, point.scale});
     norm.points.push_back({step, point.norm < 0 ? kGap : point.norm});
+    if (point.learning_rate >= 0) rate.points.push_back({step, point.learning_rate});
+    if (point.seconds > 0) speed.points.push_back({step, point.tokens / point.seconds});
+    if (point.memory > 0) memory.points.push_back({step, point.memory / 1048576});
     if (point.skips == 0) continue;
     scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
   }
   norm.marks = scale.marks;
   if (!scale.marks.empty()) scale.title += "; red: a skipped step";
   if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
-  return "<div class=charts>\n" + detail::chart_html(loss) + detail::chart_html(scale) +
-         detail::chart_html(norm) + "</div>\n";
+  std::string html =
+      detail::chart_html(loss) + detail::chart_html(scale) + detail::chart_html(norm);
+  for (const detail::Chart* chart : {&rate, &speed, &memory}) {
+    if (!chart->points.empty()) html += detail::chart_html(*chart);
+  }
+  return "<div class=charts>\n" + html + "</div>\n";
 }
 
 MEZZO_INLINE std::string RunReport::Series::html() const {
@@ -256,15 +329,44 @@ MEZZO_INLINE std::string RunReport::Series::html() const {
   return head + facts_html() + charts_html();
 }
 
+/// Scores and facts; what went wrong in words.
+MEZZO_INLINE std::string RunReport::head_html() const {
+  std::string tiles, troubles;
+  for (const auto& [name, value] : scores_) {
+    const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
+    tiles += detail::tile_html(name, detail::digits(value, 3), is_nothing);
+    if (!is_nothing) continue;
+    troubles +=
+        (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + detail::digits(value);
+  }
+  if (!troubles.empty()) {
+    troubles = "<p class=trouble>" + troubles + ": this run has learnt nothing that counts.</p>\n";
+  }
+  for (const auto& [name, value] : facts_) tiles += detail::tile_html(name, value);
+  return troubles + (tiles.empty() ? "" : "<dl>" + tiles + "</dl>\n");
+}
+
+MEZZO_INLINE std::string RunReport::options_html() const {
+  Texts rows = options_;
+  for (const auto& [name, value] : detail::where_and_when()) rows.emplace_back(name, value);
+  std::string html;
+  for (const auto& [name, value] : rows) {
+    html += "<tr>" + detail::td(detail::html_text(name)) +
+            detail::td(detail::html_text(value), " class=text") + "</tr>\n";
+  }
+  return detail::section_html("The run", "<div class=wide><table>" + html + "</table></div>");
+}
+
 MEZZO_INLINE std::string RunReport::html() const {
   const std::string title = detail::html_text(title_);
   std::string page =
       "<!doctype html>\n<html lang=en><meta charset=utf-8>"
       "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
-      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n";
+      title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n" +
+      head_html();
   for (const Series& one : series_) page += one.html();
   if (overflows_ > 0) page += detail::overflows_html(overflow_rows_, overflows_);
-  return page + anomalies_ + exponents_ + comparisons_;
+  return page + anomalies_ + exponents_ + comparisons_ + options_html();
 }
 
 MEZZO_INLINE void RunReport::save(const std::string& path) const {
@@ -274,10 +376,12 @@ MEZZO_INLINE void RunReport::save(const std::string& path) const {
 
 // The archive of a RunReport:
 //   names, counts, steps_a_point  of each name: the name, how many points, and steps a point
-//   points                        double [sum of counts, 7], the members of Point in their order
+//   points                        double [sum of counts, 11], the members of Point in their order;
+//                                 7 of them in files of before 0.2
 //   last                          double [names, 8]: step, scale, then loss, tokens_per_second and
 //                                 memory_bytes with a 1 before each that is known
 //   overflows, overflow_rows, html, last_step    html: anomalies, exponents, comparisons
+// Scores, facts and options are of the run that is told them.
 //
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.
 template <class Archive>
@@ -294,7 +398,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
       points.insert(points.end(),
                     {static_cast<double>(point.first), static_cast<double>(point.last), point.loss,
                      static_cast<double>(point.losses), point.scale, point.norm,
-                     static_cast<double>(point.skips)});
+                     static_cast<double>(point.skips), point.learning_rate, point.seconds,
+                     point.tokens, point.memory});
     }
     last.insert(last.end(), {static_cast<double>(one.last.step), one.last.scale});
     for (const auto& number : {one.last.loss, one.last.tokens_per_second, one.last.memory_bytes}) {
@@ -334,13 +439,17 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
               "This archive is not that of a RunReport: it lacks \"points\" or another part; load "
               "what torch::save(report, path) wrote");
   RunReport loaded(report.title_);
+  loaded.scores_ = report.scores_;
+  loaded.facts_ = report.facts_;
+  loaded.options_ = report.options_;
   points = points.to(at::kCPU, at::kDouble).contiguous();
   last = last.to(at::kCPU, at::kDouble).contiguous();
   const auto sizes = counts.toIntVector(), widths = steps_a_point.toIntVector();
   const std::size_t size = names.toListRef().size();
   std::int64_t all = 0;
   for (const std::int64_t count : sizes) all += count;
-  TORCH_CHECK(sizes.size() == size && widths.size() == size && points.numel() == all * 7 &&
+  const std::int64_t members = points.numel() == all * 7 ? 7 : 11;
+  TORCH_CHECK(sizes.size() == size && widths.size() == size && points.numel() == all * members &&
                   last.numel() == static_cast<std::int64_t>(size) * 8 &&
                   html.toListRef().size() == 3,
               "The archive of a RunReport is damaged: its points are not as many as it says; load "
@@ -350,11 +459,17 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   for (std::size_t i = 0; i < size; ++i) {
     RunReport::Series& one = loaded.series(names.toListRef()[i].toStringRef());
     one.steps_a_point = widths[i];
-    for (std::int64_t k = 0; k < sizes[i]; ++k, number += 7) {
+    for (std::int64_t k = 0; k < sizes[i]; ++k, number += members) {
       one.points.push_back({static_cast<std::int64_t>(number[0]),
                             static_cast<std::int64_t>(number[1]), number[2],
                             static_cast<std::int64_t>(number[3]), number[4], number[5],
                             static_cast<std::int64_t>(number[6])});
+      if (members == 7) continue;
+      RunReport::Point& point = one.points.back();
+      point.learning_rate = number[7];
+      point.seconds = number[8];
+      point.tokens = number[9];
+      point.memory = number[10];
     }
     one.last.step = static_cast<std::int64_t>(known[0]);
     one.last.scale = known[1];

@@ -116,12 +116,14 @@ struct TelemetryRecord {
   std::optional<double> clip_ratio = std::nullopt;  ///< what clipping multiplied gradients by
   std::optional<double> underflow = std::nullopt;   ///< share of gradient values that are lost
   std::optional<double> tokens_per_second = std::nullopt;
+  double seconds = 0;  ///< since the record before of this name; 0: not known
+  std::optional<double> learning_rate = std::nullopt;
   /// Most bytes so far that libtorch's allocator had in use on the loss's device; of a loss on the
   /// CPU what the process has resident now (Linux).
   std::optional<double> memory_bytes = std::nullopt;
 
   /// The columns of files, with their names; `skipped` is 0 or 1.
-  std::array<std::pair<const char*, std::optional<double>>, 8> numbers() const {
+  std::array<std::pair<const char*, std::optional<double>>, 9> numbers() const {
     return {{{"loss", loss},
              {"scale", scale},
              {"skipped", skipped ? 1.0 : 0.0},
@@ -129,7 +131,8 @@ struct TelemetryRecord {
              {"clip_ratio", clip_ratio},
              {"underflow", underflow},
              {"tokens_per_second", tokens_per_second},
-             {"memory_bytes", memory_bytes}}};
+             {"memory_bytes", memory_bytes},
+             {"learning_rate", learning_rate}}};
   }
 };
 
@@ -137,7 +140,8 @@ struct TelemetryRecord {
 struct TelemetryStep {
   double max_norm = std::numeric_limits<double>::infinity();  ///< that gradients were clipped to
   std::int64_t tokens = 0;  ///< or samples, since the step before; 0: not counted
-  std::optional<double> underflow = std::nullopt;  ///< as UnderflowReport::lost gives it
+  std::optional<double> underflow = std::nullopt;      ///< as UnderflowReport::lost gives it
+  std::optional<double> learning_rate = std::nullopt;  ///< that the step had
 };
 
 /// Collects steps and hands them to writers in order. It keeps each step's handle and asks it again
@@ -198,6 +202,14 @@ class Telemetry {
   void record(const std::string& name, const StepResult& result, const at::Tensor& loss,
               const TelemetryStep& step = {});
 
+  /// Begins to time the next step of each name: what the host did since the last one (a score, a
+  /// checkpoint) does not count into its tokens a second. Before the first step it lets that one
+  /// count too.
+  void restart_clock() {
+    started_ = std::chrono::steady_clock::now();
+    for (auto& [name, source] : sources_) source.last_call = started_;
+  }
+
   /// Waits for the device, and hands over all that was recorded.
   void flush() { deliver(/*waits=*/true); }
 
@@ -228,12 +240,14 @@ class Telemetry {
   void drop_first();
   TelemetryRecord finished(Pending& pending);
   Source& source(const std::string& name) {
-    return sources_.try_emplace(name, Source{.next_step = first_step_}).first->second;
+    return sources_.try_emplace(name, Source{.next_step = first_step_, .last_call = started_})
+        .first->second;
   }
 
   std::int64_t first_step_;
   std::size_t most_pending_;
   std::int64_t dropped_ = 0;
+  std::optional<std::chrono::steady_clock::time_point> started_;  // by restart_clock
   std::map<std::string, Source> sources_;
   std::deque<Pending> pending_;
   std::vector<Reader> writers_;
@@ -295,9 +309,12 @@ MEZZO_INLINE void Telemetry::record(const std::string& name, const StepResult& r
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   record.underflow = step.underflow;
   record.memory_bytes = detail::memory_in_use(loss);
-  if (step.tokens > 0 && own.last_call.has_value()) {
-    const std::chrono::duration<double> passed = now - *own.last_call;
-    record.tokens_per_second = static_cast<double>(step.tokens) / passed.count();
+  record.learning_rate = step.learning_rate;
+  if (own.last_call.has_value()) {
+    record.seconds = std::chrono::duration<double>(now - *own.last_call).count();
+    if (step.tokens > 0) {
+      record.tokens_per_second = static_cast<double>(step.tokens) / record.seconds;
+    }
   }
   own.last_call = now;
   detail::LateNumber late_loss(loss);

@@ -30,7 +30,34 @@ struct Chart {
   std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
   bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
   bool steps = false;        ///< y holds until the next point
+  bool smooth = false;       ///< of many points a running mean, over the points drawn faintly
 };
+
+/// The points' means over as many neighbours on either side as a hundredth of them, of which those
+/// that are no numbers are left out.
+inline std::vector<CurvePoint> running_means(const std::vector<CurvePoint>& points) {
+  const std::size_t reach = points.size() / 100 + 2;
+  std::vector<CurvePoint> means;
+  for (std::size_t i = 0; i < points.size(); ++i) {
+    double sum = 0, count = 0;
+    for (std::size_t k = i - std::min(i, reach); k < std::min(i + reach + 1, points.size()); ++k) {
+      if (nonfinite_bits(points[k].y)) continue;
+      sum += points[k].y;
+      ++count;
+    }
+    means.push_back({points[i].x, nonfinite_bits(points[i].y) ? points[i].y : sum / count});
+  }
+  return means;
+}
+
+/// Round numbers from `first` on, about four, with the places of the curve's x.
+inline std::vector<double> round_steps(double first, double width) {
+  double step = 1;
+  for (int i = 0; width / step > 5; ++i) step *= i % 3 == 1 ? 2.5 : 2;  // 1, 2, 5, 10, ...
+  std::vector<double> steps;
+  for (double x = std::ceil(first / step) * step; x <= first + width; x += step) steps.push_back(x);
+  return steps;
+}
 
 /// The y axis of a chart: from its values to 0 (below) to 100 (above), with lines at round numbers.
 class ValueAxis {
@@ -113,7 +140,7 @@ inline std::string curve_path(const Chart& chart, const ValueAxis& axis, double 
 /// The chart as a figure; of no points a sentence.
 inline std::string chart_html(const Chart& chart) {
   std::ostringstream html;
-  html << "<figure><figcaption>" << html_text(chart.title) << "</figcaption>";
+  html << "<figure><figcaption>" << html_text(chart.title) << ", by step</figcaption>";
   if (chart.points.empty()) {
     html << "<p>Nothing was recorded.</p></figure>\n";
     return html.str();
@@ -134,9 +161,19 @@ inline std::string chart_html(const Chart& chart) {
     html << "<path class=mark d='M" << digits(100 * (where - first) / width, 6) << " 0V100'><title>"
          << html_text(why) << "</title></path>";
   }
-  html << "<path class=curve d='" << curve_path(chart, axis, first, width) << "'/></svg>";
-  html << "<div class=x><span>step " << digits(first, 10) << "</span><span>"
-       << digits(chart.points.back().x, 10) << "</span></div></div></figure>\n";
+  constexpr std::size_t kMany = 20;
+  Chart drawn = chart;
+  if (chart.smooth && chart.points.size() >= kMany) {
+    html << "<path class=faint d='" << curve_path(chart, axis, first, width) << "'/>";
+    drawn.points = running_means(chart.points);
+  }
+  html << "<path class=curve d='" << curve_path(drawn, axis, first, width)
+       << "'/></svg><div class=ticks>";
+  for (const double x : round_steps(first, width)) {
+    html << "<span style='left:" << digits(100 * (x - first) / width, 4) << "%'>" << digits(x, 10)
+         << "</span>";
+  }
+  html << "</div></div></figure>\n";
   return html.str();
 }
 

@@ -10,14 +10,22 @@
 #include <mezzo/diagnose/underflow.h>
 
 #include <c10/util/StringUtil.h>
+#include <torch/version.h>
+
+#include <time.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
+#include <fstream>
 #include <optional>
 #include <sstream>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -45,8 +53,12 @@ font-variant-numeric:tabular-nums}
 .y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
 svg{width:100%;height:11rem;display:block;overflow:visible}
 .x{grid-column:2;display:flex;justify-content:space-between;margin-top:.35rem}
+.ticks{grid-column:2;position:relative;height:1.2rem;margin-top:.35rem;color:var(--soft)}
+.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
+.bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
 path{fill:none;vector-effect:non-scaling-stroke}
 .grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
+.faint{stroke:var(--curve);stroke-opacity:.3}
 .curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem;
 font-variant-numeric:tabular-nums}
@@ -57,6 +69,35 @@ td.text{text-align:left;white-space:normal;min-width:16rem;color:var(--soft)}
 .bin{fill:var(--curve)}.lost{fill:var(--mark);fill-opacity:.16}.subnormal{fill:var(--mark);fill-opacity:.06}
 td.name,th.name{text-align:left}tr.proposed{background:var(--good)}p{margin:.7rem 0 0}pre{margin:.6rem 0 0;overflow-x:auto}
 )";
+
+/// A number with its name.
+inline std::string tile_html(const std::string& name, const std::string& value,
+                             bool is_bad = false) {
+  return std::string(is_bad ? "<div class=bad>" : "<div>") + "<dt>" + html_text(name) +
+         "</dt><dd>" + html_text(value) + "</dd></div>";
+}
+
+/// Versions, machine and date, each with its name. The machine is its processor and its threads, as
+/// Linux names them; its host name stays out of a page that is passed on.
+inline std::vector<std::pair<std::string, std::string>> where_and_when() {
+  std::string processor = "unknown";
+  std::ifstream cpuinfo("/proc/cpuinfo");
+  for (std::string line; std::getline(cpuinfo, line);) {
+    if (!line.starts_with("model name")) continue;
+    processor = line.substr(std::min(line.find(':') + 2, line.size()));
+    break;
+  }
+  const std::time_t now = std::time(nullptr);
+  std::tm utc{};
+  gmtime_r(&now, &utc);
+  std::array<char, 32> date{};
+  std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
+  return {
+      {"machine", c10::str(processor, ", ", std::thread::hardware_concurrency(), " threads")},
+      {"mezzo", c10::str(MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH)},
+      {"libtorch", TORCH_VERSION},
+      {"written", date.data()}};
+}
 
 inline std::string td(const std::string& html, const char* attributes = "") {
   return c10::str("<td", attributes, ">", html, "</td>");

@@ -1,10 +1,10 @@
-#include "json_file.h"
+
+#include "text.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-#include "input_error.h"
 #include "scratch_folder.h"
 
 namespace bert_ner {
@@ -43,8 +43,33 @@ TEST(JsonFile, IsRefusedWithTheLineOfAMistake) {
 }
 
 TEST(JsonFile, IsRefusedIfItIsNestedWithoutEnd) {
-  EXPECT_TRUE(error_of(std::string(1 << 20, '[')).find("nested deeper") != std::string::npos);
+  EXPECT_TRUE(error_of(std::string(1 << 20, '[')).find("no valid JSON") != std::string::npos);
   EXPECT_TRUE(error_of(std::string(60, '[') + std::string(60, ']')) == "no error");
+}
+
+TEST(WriteFile, ReplacesAFileAsAWholeAndLeavesNoOther) {
+  const test::ScratchFolder folder;
+  write_file(folder / "out", {"one"});
+  write_file(folder / "out", {"two", "three"});
+  EXPECT_EQ(read_file(folder / "out"), "twothree");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);
+}
+
+TEST(WriteFile, NamesFileAndReasonWhereItCannotBegin) {
+  const test::ScratchFolder folder;
+  const auto error = [&](const std::filesystem::path& path) -> std::string {
+    try {
+      check_writable(path);
+    } catch (const InputError& refused) {
+      return refused.what();
+    }
+    return "no error";
+  };
+  EXPECT_EQ(error(folder / "out"), "no error");
+  EXPECT_FALSE(std::filesystem::exists(folder / "out"));
+  EXPECT_NE(error(folder / "missing" / "out").find("cannot be created (No such"),
+            std::string::npos);
+  EXPECT_NE(error(folder.path()).find("is a folder"), std::string::npos);
 }
 
 }  // namespace

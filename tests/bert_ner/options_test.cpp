@@ -1,4 +1,4 @@
-#include "command_line.h"
+#include "options.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

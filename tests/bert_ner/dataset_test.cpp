@@ -1,4 +1,4 @@
-#include "conll.h"
+#include "dataset.h"
 
 #include <gtest/gtest.h>
 
@@ -8,9 +8,8 @@
 #include <random>
 #include <string>
 
-#include "input_error.h"
 #include "scratch_folder.h"
-#include "shuffle.h"
+#include "text.h"
 
 namespace bert_ner {
 namespace {

@@ -1,0 +1,68 @@
+/// \file
+/// Text, files, JSON, and the one error of this program.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <initializer_list>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
+namespace bert_ner {
+
+/// Every error that comes from what the user gave: a file, a flag, a text. what() is one line:
+/// "FILE:LINE: what is wrong; what to do" (the line only where one is at fault).
+struct InputError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+/// What std::printf would print. (g++ 12 has no std::format.)
+[[gnu::format(printf, 1, 2)]] std::string formatted(const char* pattern, ...);
+
+/// "a, b, c"
+std::string joined(std::span<const std::string> names);
+
+inline constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
+
+/// The text without the characters of `edges` at its ends.
+std::string_view trimmed(std::string_view text, std::string_view edges = kWhiteSpace);
+
+/// Offset of the first byte that is no part of well-formed UTF-8.
+std::optional<std::size_t> first_invalid_utf8(std::string_view text);
+
+/// Decodes the code point at `offset` of well-formed UTF-8 and moves `offset` behind it.
+char32_t next_code_point(std::string_view utf8, std::size_t& offset);
+std::string to_utf8(std::u32string_view text);
+
+/// "FILE:LINE", the opening of an error message.
+std::string place(const std::filesystem::path& path, std::size_t line);
+
+/// A whole file. \throws InputError if it cannot be opened or is no regular file
+std::string read_file(const std::filesystem::path& path);
+
+/// Calls `take(line, number)` for each line of a UTF-8 file, numbered from 1, without "\n" or
+/// "\r\n"
+/// and without a byte order mark. \throws InputError, with the line where it is no UTF-8
+void for_each_line(const std::filesystem::path& path,
+                   const std::function<void(std::string_view, std::size_t)>& take);
+
+/// Replaces a file as a whole: writes the parts to ".NAME.tmp" beside it, flushes them to the disk
+/// and renames. \throws InputError with the system's reason; the file is then as it was
+void write_file(const std::filesystem::path& path, std::initializer_list<std::string_view> parts);
+void write_file(const std::filesystem::path& path, std::span<const std::string_view> parts);
+
+/// Tries out whether write_file could begin. \throws InputError
+void check_writable(const std::filesystem::path& path);
+
+/// A JSON value that a stranger wrote: a key that appears twice and bytes that are no UTF-8
+/// are refused. \throws InputError that opens with `origin` and says where
+nlohmann::json parse_json(std::string_view text, const std::string& origin);
+nlohmann::json read_json(const std::filesystem::path& path);
+
+}  // namespace bert_ner
