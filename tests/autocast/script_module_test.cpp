@@ -187,6 +187,47 @@ TEST(ScriptModule, RefusesAScriptThatOpensARegionItself) {
           testing::HasSubstr("opens a torch.autocast region in its forward")));
 }
 
+// The files are what tests/autocast/data/forks.py writes.
+TEST(ScriptModule, FollowsForksUnderTheOpListsAndThePolicy) {
+  ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/forks.pt"));
+  const auto parameters = net->named_parameters();
+  const auto x = torch::randn({4, 8});
+  const auto in_cpp = [&] {
+    const auto layer = [&](const std::string& name) {
+      return torch::linear(x, parameters[name + ".l.weight"], parameters[name + ".l.bias"]);
+    };
+    return layer("a") + layer("b");
+  };
+  EXPECT_TRUE(torch::equal(net(x).toTensor(), in_cpp()));
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::linear"));
+  for (const auto& own : {mezzo::OpPolicy(), policy}) {
+    const mezzo::AutocastGuard autocast({.device = torch::kCPU, .policy = own});
+    const auto output = net(x).toTensor();
+    EXPECT_EQ(output.scalar_type(), own.empty() ? torch::kBFloat16 : torch::kFloat);
+    EXPECT_TRUE(torch::equal(output, in_cpp()));
+  }
+}
+
+TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
+  const auto refused = [](const char* file) {
+    ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
+    EXPECT_NO_THROW(net(torch::ones({2, 8})));
+    const mezzo::Autocast<torch::kCPU> autocast;
+    try {
+      net(torch::ones({2, 8}));
+    } catch (const c10::Error& error) {
+      return std::string(error.what_without_backtrace());
+    }
+    return std::string("nothing");
+  };
+  EXPECT_THAT(refused("many_forks.pt"),
+              testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is kept in a list"),
+                             testing::HasSubstr("Wait for each fork by its name")));
+  EXPECT_THAT(refused("interface.pt"),
+              testing::AllOf(testing::HasSubstr("calls a method of an interface"),
+                             testing::HasSubstr("Declare the submodule with its class")));
+}
+
 TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
   const auto bare = script_model();
   AutocastModule net(bare, {.device = torch::kCPU});

@@ -317,6 +317,17 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
   EXPECT_TRUE(eager.ran());
 }
 
+TEST_P(Captures, CountsThatTheHostKeptGoOnOnTheDevice) {
+  Training gpu(host_gpu::device());
+  Training cpu(at::kCPU);
+  for (Training* training : {&gpu, &cpu}) {
+    training->optimizer().set_applied_steps(2);
+    training->iterate();
+  }
+  expect_same(gpu, cpu);
+  EXPECT_EQ(gpu.applied_steps(), 3);
+}
+
 /// What a step and its update ask of a device, once the state is made.
 struct Asked {
   const char* what;

@@ -13,11 +13,14 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/function_impl.h>
 #include <torch/csrc/jit/api/module.h>
+#include <torch/csrc/jit/ir/ir.h>
+#include <torch/csrc/jit/passes/inline_fork_wait.h>
 #include <torch/csrc/jit/passes/inliner.h>
 #include <torch/csrc/jit/runtime/interpreter.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <memory>
@@ -35,27 +38,71 @@ namespace detail {
 template <class M>
 concept IsScript = std::derived_from<M, torch::jit::Module>;
 
-/// Whether a `with` statement of the script enters an autocast region.
-inline bool opens_autocast(const torch::jit::Block& block) {
+/// Returns the first node of `block`, and of the blocks in it, for which `is_meant(node)` holds;
+/// null if there is none.
+template <class IsMeant>
+const torch::jit::Node* find_node(const torch::jit::Block& block, const IsMeant& is_meant) {
   for (const torch::jit::Node* const node : block.nodes()) {
-    const bool enters = node->kind() == c10::prim::Enter;
-    if (enters && node->input(0)->type()->str().find("autocast") != std::string::npos) return true;
+    if (is_meant(*node)) return node;
     for (const torch::jit::Block* const inner : node->blocks()) {
-      if (opens_autocast(*inner)) return true;
+      if (const auto* const found = find_node(*inner, is_meant)) return found;
     }
   }
-  return false;
+  return nullptr;
 }
 
-/// Returns the graph of `forward`, with its calls inlined and without autocast's casts.
+/// Whether a `with` statement enters an autocast region.
+inline bool opens_autocast(const torch::jit::Node& node) {
+  return node.kind() == c10::prim::Enter &&
+         node.input(0)->type()->str().find("autocast") != std::string::npos;
+}
+
+inline bool is_fork(const torch::jit::Node& node) {
+  return node.kind() == c10::prim::fork || node.kind() == c10::prim::awaitable;
+}
+
+/// Whether something else than aten::wait reads the result of a fork, such as a list.
+inline bool is_lost_fork(const torch::jit::Node& node) {
+  if (!is_fork(node)) return false;
+  const auto& uses = node.output()->uses();
+  return node.kind() != c10::prim::fork ||
+         std::any_of(uses.begin(), uses.end(),
+                     [](const auto& use) { return use.user->kind() != c10::aten::wait; });
+}
+
+/// Whether the target is known only during the run: a method of an interface.
+inline bool is_call(const torch::jit::Node& node) {
+  return node.kind() == c10::prim::CallMethod || node.kind() == c10::prim::CallFunction;
+}
+
+/// Returns the graph of `forward`, with its calls and forks inlined and without autocast's casts.
+/// \throws c10::Error for what libtorch would run by executors of their own, which write casts by
+///   other op lists
 inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
   // Under autocast libtorch would write casts into the graph, and keep that graph.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
+  const torch::jit::Block& block = *graph->block();
   torch::jit::Inline(*graph);
+  while (find_node(block, is_fork) != nullptr) {  // again for a fork in a fork
+    const torch::jit::Node* const lost = find_node(block, is_lost_fork);
+    TORCH_CHECK(lost == nullptr,
+                "ScriptModule: the result of a torch.jit.fork is kept in a list "
+                "or passed on, so that libtorch runs the fork by op lists of its own: ",
+                lost->sourceRange().str(),
+                "\nWait for each fork by its name, or call the functions one after the other");
+    torch::jit::InlineForkWait(graph);
+    torch::jit::Inline(*graph);
+  }
+  const torch::jit::Node* const call = find_node(block, is_call);
+  TORCH_CHECK(call == nullptr,
+              "ScriptModule: forward calls a method of an interface, which "
+              "libtorch runs by op lists of its own: ",
+              call->sourceRange().str(),
+              "\nDeclare the submodule with its class, not with the interface");
   TORCH_CHECK(
-      !opens_autocast(*graph->block()),
+      find_node(block, opens_autocast) == nullptr,
       "ScriptModule: this script opens a torch.autocast region in its forward, which means "
       "nothing when its ops run one by one; save it without, and use mezzo::Autocast and op "
       "policies, or call it outside of autocast");
