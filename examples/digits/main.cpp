@@ -1,6 +1,6 @@
 // Training and validation on real data: 1,797 scans of handwritten digits (UCI, 8x8 pixels), read
 // by a DataLoader. The model with the best validation is kept. Exits with 1 if it reads fewer than
-// 95 % of the validation digits.
+// 90 % of the validation digits.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>

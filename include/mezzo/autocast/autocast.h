@@ -164,6 +164,7 @@ class AutocastState {
   /// it is the thread's outermost, its end clears the process's weight cache.
   class Scope {
    public:
+    /// Enters the regions of `state`.
     [[nodiscard]] explicit Scope(const AutocastState& state) noexcept : scope_(state.state_) {}
 
    private:

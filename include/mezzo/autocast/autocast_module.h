@@ -111,6 +111,7 @@ class AutocastModuleImpl : public torch::nn::Module,
                 "overloaded; wrap the call instead: mezzo::autocast<Device>(lambda)");
 
  public:
+  /// Wraps `module`, whose `forward` runs in regions of `setting`.
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
       : module_(std::move(module)), region_(detail::checked_region(setting)) {
     TORCH_CHECK(

@@ -55,6 +55,7 @@ class PolicyRef {
  public:
   /// No policy: the surrounding region's stays in force.
   PolicyRef() = default;
+  /// Whether there are no edits.
   bool empty() const noexcept { return edits_ == nullptr; }
 
  private:
@@ -72,6 +73,7 @@ class WeightCacheRef {
  public:
   /// No cache: the surrounding region's stays in force.
   WeightCacheRef() = default;
+  /// Whether there is no cache.
   bool empty() const noexcept { return owner_ == nullptr; }
 
  private:
@@ -107,6 +109,7 @@ class AutocastCache {
 
   /// Whether libtorch's cache was asked for, if anybody said so.
   std::optional<bool> enabled() const noexcept { return enabled_; }
+  /// Returns the cache; null for `true` and `false`.
   const WeightCacheRef& weight_cache() const noexcept { return weight_cache_; }
 
  private:

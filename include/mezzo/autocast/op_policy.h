@@ -41,6 +41,7 @@ class OpList {
   OpList(c10::DeviceType device, std::vector<OpEntry> entries)
       : device_(device), entries_(std::move(entries)) {}
 
+  /// Returns the device that the list is for.
   c10::DeviceType device() const { return device_; }
   const std::vector<OpEntry>& entries() const& { return entries_; }
   std::vector<OpEntry> entries() && { return std::move(entries_); }
@@ -149,6 +150,7 @@ class OpPolicy {
   /// What holds for the op on `device` under this policy alone.
   OpCategory category(std::string_view op, c10::DeviceType device) const;
 
+  /// Whether there are no edits.
   bool empty() const { return edits_ == nullptr; }
 
   /// What an AutocastSetting holds.

@@ -87,6 +87,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// What a WeightCache keeps.
 struct WeightCacheOptions {
   /// The most that copies may hold, for each thread where threads are isolated. The least recently
   /// used goes first; published copies never go, and do not fit beyond it. A copy is half of its
@@ -166,8 +167,10 @@ class WeightCache {
 
   /// What happened so far, in all threads that still run.
   [[nodiscard]] WeightCacheStatistics statistics() const;
+  /// Sets all counts to 0.
   void reset_statistics() const;
 
+  /// Returns the options that the cache was made with.
   [[nodiscard]] const WeightCacheOptions& options() const;
 
   /// What an AutocastSetting holds.

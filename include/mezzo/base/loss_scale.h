@@ -142,13 +142,21 @@ class LossScale {
     return floored > max_scale_ ? max_scale_ : floored;
   }
 
+  /// Returns whether the scale is none, fixed or dynamic.
   LossScaleKind kind() const noexcept { return kind_; }
+  /// Returns the scale of the first iteration.
   double init_scale() const noexcept { return init_scale_; }
+  /// Returns the factor of the scale after `growth_interval` iterations without a skip.
   double growth_factor() const noexcept { return growth_factor_; }
+  /// Returns the factor of the scale after a skip.
   double backoff_factor() const noexcept { return backoff_factor_; }
+  /// Returns how many iterations without a skip come before the scale grows.
   int64_t growth_interval() const noexcept { return growth_interval_; }
+  /// Returns the floor of the scale.
   float min_scale() const noexcept { return min_scale_; }
+  /// Returns the ceiling of the scale.
   float max_scale() const noexcept { return max_scale_; }
+  /// Returns how many skips lower the scale once.
   int32_t hysteresis() const noexcept { return hysteresis_; }
 
   /// Returns options from which `of` makes this rule. A rule can thus be passed where options are

@@ -94,6 +94,7 @@ class ModelList {
     check();
   }
 
+  /// Returns the modules, in the order in which they were given.
   const std::vector<std::shared_ptr<torch::nn::Module>>& modules() const noexcept {
     return modules_;
   }
@@ -152,6 +153,7 @@ class OptimizerList {
     check();
   }
 
+  /// Returns the optimizers, in the order in which they were given.
   const std::vector<torch::optim::Optimizer*>& optimizers() const noexcept { return optimizers_; }
 
  private:

@@ -52,8 +52,11 @@ class Precision {
   /// \throws c10::Error naming the part that was not understood, and the accepted forms
   static Precision parse(std::string_view text);
 
+  /// Returns the dtype of parameters.
   at::ScalarType param() const noexcept { return dtypes_.param; }
+  /// Returns the dtype of arithmetic.
   at::ScalarType compute() const noexcept { return dtypes_.compute; }
+  /// Returns the dtype of results.
   at::ScalarType output() const noexcept { return dtypes_.output; }
 
   /// Each returns a copy with one dtype replaced.

@@ -123,6 +123,7 @@ inline std::vector<c10::IValue> script_arguments(std::vector<c10::IValue> argume
 /// The module that a ScriptModule holds.
 class ScriptModuleImpl : public torch::nn::Module {
  public:
+  /// Registers the parameters, buffers and children of `script`.
   explicit ScriptModuleImpl(torch::jit::Module script)
       : torch::nn::Module("ScriptModule"), script_(std::move(script)) {
     for (const auto& item : script_.named_parameters(/*recurse=*/false)) {
@@ -170,6 +171,7 @@ class ScriptModuleImpl : public torch::nn::Module {
     return forward(detail::script_arguments(std::forward<Args>(args)...));
   }
 
+  /// Returns the script.
   const torch::jit::Module& script() const noexcept { return script_; }
 
   /// Returns a deep copy, whose parameters are leaves.
@@ -255,6 +257,7 @@ class ScriptModuleImpl : public torch::nn::Module {
 /// later, or replaced with `setattr`, are not tracked.
 class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
  public:
+  /// Wraps `script`, whose parameters are then shared.
   ScriptModule(torch::jit::Module script)
       : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
   ScriptModule(std::shared_ptr<ScriptModuleImpl> module)

@@ -99,6 +99,7 @@ class TrainingState {
   std::vector<detail::NamedPart> parts_;
 };
 
+/// What `save` wrote.
 struct SavedCheckpoint {
   std::filesystem::path file;
   std::uint64_t bytes = 0;
@@ -108,6 +109,7 @@ struct SavedCheckpoint {
   bool durable = false;
 };
 
+/// What was loaded.
 struct LoadedCheckpoint {
   std::filesystem::path file;
   std::int64_t step = 0;  ///< as it was given to `save`

@@ -58,6 +58,7 @@ struct AnomalyFrame {
   std::string place() const;
 };
 
+/// What made the first value that is not finite.
 enum class AnomalyCause : std::uint8_t {
   /// An input was inf or NaN, and no op that was watched made it: a parameter, the batch, a
   /// constant.
@@ -92,6 +93,7 @@ struct Anomaly {
   std::string message() const;
 };
 
+/// What a trace records.
 struct AnomalyTraceOptions {
   std::size_t frames = 20;  ///< how many ops before the first anomaly are kept
   /// Asked when a backward pass makes an inf or NaN: `[&] { return scaler.get_scale(); }`. Without

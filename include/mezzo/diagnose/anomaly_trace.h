@@ -98,6 +98,7 @@ inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace)
   return stream << text.str();
 }
 
+/// When an AnomalyWatch traces, and whom it tells.
 struct AnomalyWatchOptions {
   std::int64_t skips_in_a_row = 3;  ///< so many wake it
   AnomalyTraceOptions trace = {};
@@ -120,6 +121,7 @@ class AnomalyWatch {
                 options_.skips_in_a_row, "; it should be positive");
   }
 
+  /// Looks at the record of a step.
   void operator()(const TelemetryRecord& record);
 
  private:

@@ -53,6 +53,7 @@ struct PrecisionSetting {
 /// float and once with stochastic rounding.
 std::vector<PrecisionSetting> candidate_precisions(c10::DeviceType device);
 
+/// What compare_precisions runs, and for how long.
 struct ComparisonOptions {
   /// A setting is proposed if its gradient error is at most this.
   double max_gradient_error = 0.05;

@@ -62,6 +62,7 @@ enum class DivergencePolicy : std::uint8_t {
   stop,  ///< c10::Error with the diagnosis, from `Telemetry::record` or `flush`
 };
 
+/// What a DivergenceWatch takes for a sign, and what follows.
 struct DivergenceOptions {
   std::int64_t skips_in_a_row = 10;  ///< so many are a sign
   double min_scale = 0.5;            ///< a step that is skipped at or below this scale is a sign
@@ -93,6 +94,7 @@ class DivergenceWatch {
   /// \throws c10::Error unless skips_in_a_row is positive
   explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {});
 
+  /// Looks at the record of a step.
   void operator()(const TelemetryRecord& record);
 
  private:

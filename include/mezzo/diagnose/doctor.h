@@ -30,6 +30,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// How bad a finding is.
 enum class FindingSeverity : std::uint8_t {
   note,     ///< good to know
   warning,  ///< costs speed, memory or digits
@@ -56,6 +57,7 @@ enum class FindingTopic : std::uint8_t {
 /// "forward", "range", ...: the enumerator's own name.
 std::string_view to_string(FindingTopic topic);
 
+/// One thing that was found, and what to do about it.
 struct DoctorFinding {
   FindingSeverity severity = FindingSeverity::note;
   FindingTopic topic = FindingTopic::forward;
@@ -102,6 +104,7 @@ struct Diagnosis {
 /// A report for a terminal of 100 columns.
 inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis);
 
+/// What the doctor looks for.
 struct DoctorOptions {
   /// Half or bfloat16; unset: default_autocast_dtype(device).
   std::optional<at::ScalarType> dtype = std::nullopt;

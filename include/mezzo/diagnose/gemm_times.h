@@ -71,6 +71,7 @@ struct GemmTimes {
 /// not in them.
 inline std::ostream& operator<<(std::ostream& stream, const GemmTimes& times);
 
+/// How long the multiplications are timed.
 struct GemmTimingOptions {
   /// How long each number is measured, in seconds: at least five rounds, of which the fastest
   /// counts. A product that takes ten times as long is timed once.

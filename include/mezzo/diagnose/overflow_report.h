@@ -83,6 +83,7 @@ struct Overflow {
 /// \param loss_scale  that the gradients carry, or carried
 Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
 
+/// What an OverflowReport reads, and whom it tells.
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
   std::function<void(const Overflow&)> callback = {};
@@ -127,6 +128,7 @@ class OverflowReport {
   explicit OverflowReport(const std::vector<NamedModel>& models,
                           OverflowReportOptions options = {});
 
+  /// Reads the gradients of a skipped step; for GradScaler::on_skip.
   void operator()(const SkippedStep& step);
 
  private:

@@ -57,6 +57,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// go on where the file was saved; the title is this object's.
 class RunReport {
  public:
+  /// Begins an empty report.
   explicit RunReport(std::string title) : title_(std::move(title)) {}
 
   /// One more step: a Telemetry's writer.
@@ -74,6 +75,7 @@ class RunReport {
   /// date are on the page by themselves.
   void option(const std::string& name, const std::string& value);
 
+  /// Adds a table of the comparison.
   void add(const PrecisionComparison& comparison);
 
   /// A row of the overflow table, which holds the first 20 and the last 20. An Overflow knows no

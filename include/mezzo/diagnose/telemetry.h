@@ -171,6 +171,7 @@ struct TelemetryStep {
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
  public:
+  /// Hears of each record, on the thread that calls `record` or `flush`.
   using Writer = std::function<void(const TelemetryRecord&)>;
 
   /// \param first_step  the number of the first recorded step: more than 1 in a resumed run

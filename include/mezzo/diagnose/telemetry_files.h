@@ -129,6 +129,7 @@ class EventSummary {
 
 }  // namespace detail
 
+/// How a CsvFile is written.
 struct CsvFileOptions {
   /// Keeps what is in the file and writes behind it, as a resumed run needs. Steps that ran after
   /// the checkpoint then stand there twice.
@@ -148,6 +149,7 @@ class CsvFile {
     file_.write(line + ",name\n");
   }
 
+  /// Writes a line.
   void operator()(const TelemetryRecord& record) {
     std::string line = std::to_string(record.step) + "," + detail::number_text(record.wall_time);
     for (const auto& [name, value] : record.numbers()) {
@@ -168,6 +170,7 @@ class JsonLinesFile {
  public:
   explicit JsonLinesFile(const std::string& path) : file_(path, std::ios::app) {}
 
+  /// Writes a line.
   void operator()(const TelemetryRecord& record) {
     std::string line = "{";
     if (!record.name.empty()) line += "\"name\":" + detail::json_text(record.name) + ",";
@@ -193,6 +196,7 @@ class TensorBoardFile {
     file_.write(detail::event_file_header(seconds_since_1970()));
   }
 
+  /// Writes the scalars of a record.
   void operator()(const TelemetryRecord& record) {
     detail::EventSummary summary;
     const std::string source = record.name.empty() ? std::string() : record.name + "/";

@@ -61,6 +61,7 @@ struct LayerExponents {
   std::optional<int> largest() const;
 };
 
+/// What an UnderflowReport samples.
 struct UnderflowOptions {
   double loss_scale = 1;        ///< that the values carry; only suggest_loss_scale wants to know
   std::int64_t samples = 8192;  ///< at most so many values of a tensor, evenly spread
@@ -98,8 +99,10 @@ class UnderflowReport {
   /// out because most are gradients of weights that were not used.
   double lost() const;
 
+  /// Returns the dtype that the report is about.
   at::ScalarType dtype() const noexcept { return dtype_; }
   ExponentRange range() const { return ExponentRange::of(dtype_); }
+  /// Returns the options that the report was made with.
   const UnderflowOptions& options() const noexcept { return options_; }
 
  private:

@@ -100,7 +100,9 @@ class DataParallel {
     return (*this)(std::forward<Args>(args)...);
   }
 
+  /// Returns the model.
   const M& module() const noexcept { return model_; }
+  /// Returns the model.
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// The trained parameters' gradients.

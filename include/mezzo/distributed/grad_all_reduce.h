@@ -25,6 +25,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// How gradients travel.
 struct GradAllReduceOptions {
   /// Gradients become averages over the ranks (`c10d::ReduceOp::AVG`): NCCL divides as it reads,
   /// and so does `compress_dtype`; gradients of float and double cost MPI one more pass over the

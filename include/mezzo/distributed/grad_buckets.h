@@ -97,7 +97,9 @@ class GradBuckets {
   /// Adds parameters, in buckets of their own. Existing buckets keep their addresses.
   void add_parameters(const std::vector<at::Tensor>& parameters);
 
+  /// Returns the parameters, in the order in which they were given.
   const std::vector<at::Tensor>& parameters() const noexcept;
+  /// Returns the buckets, in the order in which they are sent.
   const std::vector<GradBucket>& buckets() const noexcept;
 
   /// Brings every gradient to its place, so that the buffers hold what `.grad` holds now. Call it

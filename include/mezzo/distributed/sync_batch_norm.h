@@ -76,6 +76,7 @@ class SyncBatchNormImpl
                     c10::intrusive_ptr<c10d::Backend> group)
       : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {}
 
+  /// Returns the normalised input. All ranks of the group call it together.
   at::Tensor forward(const at::Tensor& input);
 
   // Declared inline, or every unit would hold the class's vtable.

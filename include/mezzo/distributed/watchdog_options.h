@@ -17,6 +17,7 @@ inline constexpr int kWatchdogExitStatus = 75;
 
 /// Why the ranks cannot go on.
 struct WatchdogFault {
+  /// What has happened to a rank.
   enum class Kind : uint8_t {
     unresponsive,  ///< ranks give no sign of life: killed, stopped, or cut off from the network
     missing,       ///< ranks live, but have not called a collective for which others wait
@@ -29,6 +30,7 @@ struct WatchdogFault {
   std::string what = {};        ///< a sentence that names ranks and collective, and quotes `fail`
 };
 
+/// Time-outs, and what happens after a fault.
 struct WatchdogOptions {
   /// How often a rank gives a sign of life, and reads the others'.
   std::chrono::milliseconds interval{1000};

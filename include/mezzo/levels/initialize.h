@@ -47,6 +47,7 @@ struct InitializeOptions {
   WeightCacheRef weight_cache = {};
 };
 
+/// Options of one `scale_loss`.
 struct ScaleLossOptions {
   int64_t loss_id = 0;  ///< which scale
   /// Whether the gradients stay scaled. Use it for all micro-batches of an accumulation except the
@@ -155,8 +156,11 @@ class Amp {
   /// load this object: `torch::save(amp.optimizer(sgd), path)`.
   AnyOptimizer& optimizer(torch::optim::Optimizer& given);
 
+  /// Returns the level that `initialize` was given.
   const OptLevel& level() const noexcept { return level_; }
+  /// Returns whether anything is cast or scaled.
   bool is_enabled() const noexcept { return enabled_; }
+  /// Returns how many losses have a scale of their own.
   int64_t num_losses() const noexcept { return static_cast<int64_t>(passes_.losses()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and

@@ -74,6 +74,7 @@ class LossScaleOptimizer {
     return result;
   }
 
+  /// Sets the gradients to zero, or drops them.
   void zero_grad(bool set_to_none = true) { inner_.optimizer().zero_grad(set_to_none); }
 
   /// Returns the number of applied steps, without skipped ones. With an optimizer of mezzo's the
@@ -84,10 +85,14 @@ class LossScaleOptimizer {
 
   /// Returns the present scale, Keras's dynamic_scale. Waits for the device.
   double loss_scale() const { return scaler_.get_scale(); }
+  /// Returns the scale of the first iteration.
   double initial_scale() const noexcept { return options_.init_scale; }
+  /// Returns how many steps without a skip come before the scale doubles.
   int64_t dynamic_growth_steps() const noexcept { return options_.growth_interval; }
+  /// Returns whether the scale changes by itself.
   bool dynamic() const noexcept { return options_.kind == LossScaleKind::dynamic; }
 
+  /// Returns the optimizer that takes the steps.
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
   /// Returns the scaler, for on_skip, state_dict and the like.
   GradScaler& scaler() noexcept { return scaler_; }

@@ -34,6 +34,7 @@ class LossScaleChoice {
   LossScaleChoice(const char* text);
   LossScaleChoice(const std::string& text);
 
+  /// Returns the rule of the loss scale.
   const LossScale& rule() const noexcept { return rule_; }
 
  private:
@@ -85,13 +86,21 @@ struct OptLevelOverrides {
 /// two and changes no digit, and an inf still skips a step.
 class OptLevel {
  public:
+  /// float32; changes nothing.
   static OptLevel O0(const OptLevelOverrides& set = {}) { return parse("O0", set); }
+  /// Autocast to half, with a dynamic loss scale.
   static OptLevel O1(const OptLevelOverrides& set = {}) { return parse("O1", set); }
+  /// Weights of half with float32 masters, batch norms in float32, and a dynamic loss scale.
   static OptLevel O2(const OptLevelOverrides& set = {}) { return parse("O2", set); }
+  /// Weights of half, without masters and without a loss scale.
   static OptLevel O3(const OptLevelOverrides& set = {}) { return parse("O3", set); }
+  /// Autocast to bfloat16, without a loss scale.
   static OptLevel O1_bf16(const OptLevelOverrides& set = {}) { return parse("O1_bf16", set); }
+  /// Weights of bfloat16 with float32 masters, and batch norms in float32.
   static OptLevel O2_bf16(const OptLevelOverrides& set = {}) { return parse("O2_bf16", set); }
+  /// Weights of bfloat16, without masters.
   static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
+  /// float32, whose matrix products may run in TF32.
   static OptLevel TF32(const OptLevelOverrides& set = {}) { return parse("TF32", set); }
 
   /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
@@ -102,6 +111,7 @@ class OptLevel {
   /// overrides that depend on each other in one call, since the result is checked as a whole.
   [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
 
+  /// Returns the name, such as "O1".
   std::string_view name() const noexcept;
 
   /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
@@ -110,7 +120,9 @@ class OptLevel {
   std::optional<at::ScalarType> cast_model_outputs() const noexcept;
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute()`.
   bool uses_op_lists() const noexcept;
+  /// Returns whether batch norms stay in float32.
   bool keep_batchnorm_fp32() const noexcept;
+  /// Returns whether 16-bit weights have float32 masters.
   bool master_weights() const noexcept;
   /// Returns the loss scale; LossScale::none() for 1.
   const LossScale& loss_scale() const noexcept { return loss_scale_; }

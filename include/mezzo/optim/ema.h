@@ -26,6 +26,7 @@ class OutputArchive;
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
+/// Which averages an Ema keeps.
 struct EmaOptions {
   /// The fraction of the average that an update keeps; at least 0 and less than 1.
   double decay = 0.999;
@@ -98,6 +99,7 @@ class Ema {
 
   /// Returns the number of updates. Waits for the device if the device decides on steps.
   std::int64_t updates() const;
+  /// Returns the share of the averages that an update keeps.
   double decay() const noexcept { return options_.decay; }
   /// Returns the averaged tensors: the parameters, followed by the floating buffers if `buffers`.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }

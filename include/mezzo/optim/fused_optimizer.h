@@ -76,6 +76,7 @@ struct StepPlan {
   /// Other ranks have rows, even if this one has none: all ranks go through the step together.
   bool has_rows_elsewhere = false;
 
+  /// Whether a rank has a gradient.
   bool has_rows() const noexcept { return has_rows_elsewhere || !rows.empty(); }
 };
 

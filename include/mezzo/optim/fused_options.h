@@ -97,7 +97,9 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
  public:
   using LibtorchOptions = Base;
 
+  /// Returns how 16-bit weights are kept.
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
+  /// Sets how 16-bit weights are kept.
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
   /// Adds up the gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
@@ -110,10 +112,12 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   /// optimizer is made, and make the optimizer before a DataParallel of the same parameters. The
   /// setting is never taken back.
   bool accumulate_in_float() const noexcept { return extras_.accumulate_in_float; }
+  /// Sets whether the gradients of 16-bit weights are added up in float.
   Own& accumulate_in_float(bool value) { return set(extras_.accumulate_in_float, value); }
 
   /// Seed of the random bits of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
+  /// Sets the seed.
   Own& seed(std::uint64_t value) { return set(extras_.seed, value); }
 
   /// Returns a copy of all options; libtorch's clone would copy only its own part.

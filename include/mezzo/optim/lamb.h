@@ -50,6 +50,7 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
   TORCH_ARG(bool, always_adapt) = false;
 
   friend struct detail::MemberTable;
+  /// The members, as files and comparisons list them.
   static auto members(auto& own) {
     return std::tuple{detail::member("lr", own.lr()),
                       detail::member("betas", own.betas()),
@@ -70,6 +71,7 @@ struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::Counte
   at::Tensor& moment(int k) noexcept override { return k == 0 ? exp_avg_ : exp_avg_sq_; }
 
   friend struct detail::MemberTable;
+  /// The members, as files and comparisons list them.
   static auto members(auto& own) {
     return std::tuple{detail::member("exp_avg", own.exp_avg()),
                       detail::member("exp_avg_sq", own.exp_avg_sq())};

@@ -40,6 +40,7 @@ struct LionOptions : public FusedOptions<LionOptions> {
   TORCH_ARG(double, weight_decay) = 0;
 
   friend struct detail::MemberTable;
+  /// The members, as files and comparisons list them.
   static auto members(auto& own) {
     return std::tuple{detail::member("lr", own.lr()), detail::member("betas", own.betas()),
                       detail::member("weight_decay", own.weight_decay())};
@@ -55,6 +56,7 @@ struct LionParamState : public detail::ParamState<LionParamState, detail::Counte
   at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
 
   friend struct detail::MemberTable;
+  /// The members, as files and comparisons list them.
   static auto members(auto& own) { return std::tuple{detail::member("exp_avg", own.exp_avg())}; }
 };
 

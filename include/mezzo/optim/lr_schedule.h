@@ -52,6 +52,7 @@ struct LinearCurve {
   double min_factor = 0;
   double initial_factor = 0;  ///< factor of the first step of a warm-up
 
+  /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const;
 };
 
@@ -65,6 +66,7 @@ struct CosineCurve {
   double initial_factor = 0;
   double cycles = 0.5;  ///< waves from w to T: half a wave falls from 1 to 0. Positive, finite.
 
+  /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const;
 };
 
@@ -76,6 +78,7 @@ struct PolynomialCurve {
   double initial_factor = 0;
   double power = 1;  ///< positive and finite
 
+  /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const;
 };
 
@@ -135,6 +138,7 @@ class LrSchedule {
   /// Returns the rate that the factor multiplies, for each group.
   std::vector<double> base_lrs() const;
 
+  /// Returns the curve.
   const Curve& curve() const noexcept { return curve_; }
 
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
@@ -159,8 +163,11 @@ class LrSchedule {
   friend Archive& operator>>(Archive& archive, LrSchedule<C>& schedule);
 };
 
+/// A warm-up and a straight fall.
 using LinearSchedule = LrSchedule<LinearCurve>;
+/// A warm-up and a cosine.
 using CosineSchedule = LrSchedule<CosineCurve>;
+/// A warm-up and a power of what remains.
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;
 
 /// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of

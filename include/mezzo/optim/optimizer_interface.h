@@ -113,7 +113,9 @@ class OptimizerInterface {
 
   /// These three do what the functions of torch::optim::Optimizer with their names do.
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
+  /// Writes the state and the options.
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
+  /// Reads what `save` wrote.
   virtual void load(torch::serialize::InputArchive& archive) = 0;
 
   /// Sets the learning rates of steps to come, as a table: after n applied steps the next step
@@ -140,6 +142,7 @@ class OptimizerInterface {
     lr_factors_ = std::move(factors);
     lr_factors_on_device_ = at::Tensor();
   }
+  /// Returns the table of a schedule; empty if there is none.
   const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
 
   /// Sets each group's `lr` option to the rate of the step after `applied_steps` applied steps, so
