@@ -15,3 +15,4 @@
 #include <mezzo/diagnose/telemetry.h>           // IWYU pragma: export
 #include <mezzo/diagnose/telemetry_files.h>     // IWYU pragma: export
 #include <mezzo/diagnose/underflow.h>           // IWYU pragma: export
+#include <mezzo/diagnose/update_watch.h>        // IWYU pragma: export
