@@ -35,7 +35,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What is not finite first, or what made it so where the evidence decides.
+/// What was not finite first, or its cause where the evidence decides.
 enum class DivergenceCause : std::uint8_t {
   weights_not_finite,  ///< a parameter holds inf or NaN, and no loss before it did
   learning_rate,       ///< loss and weights grew together, or the weights alone grew beyond measure
@@ -70,14 +70,14 @@ struct DivergenceOptions {
   /// parameters of float16, and otherwise none whose range matters.
   std::optional<at::ScalarType> low_precision = std::nullopt;
   DivergencePolicy policy = DivergencePolicy::keep_going;
-  /// Hears the diagnosis in place of std::cerr, before a `stop`.
+  /// Called with the diagnosis, in place of std::cerr, before a `stop`.
   std::function<void(const Divergence&)> callback = {};
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
 };
 
 /// Watches for skips in a row, for a skip at a scale of `min_scale` or less, and for a loss that is
 /// inf or NaN. After such a sign it reads weights, buffers and gradients, which waits for the
-/// device, and tells what it found; in 1000 steps once at most. Until then a step costs a few
+/// device, and reports what it found, at most once in 1000 steps. Other steps cost a few
 /// comparisons on the host.
 ///
 /// A record comes after its step. A step that was not skipped has written an inf or NaN of its loss

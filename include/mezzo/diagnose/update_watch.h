@@ -54,8 +54,8 @@ struct UpdateSample {
 struct UpdateWatchOptions {
   std::int64_t every = 100;      ///< steps from one sample to the next
   std::int64_t elements = 4096;  ///< the most that are read of a parameter, evenly spread
-  double noticeable = 0.5;       ///< the share from which on std::cerr is told, once
-  /// Hears of every sample, in place of std::cerr.
+  double noticeable = 0.5;       ///< from this share on a line is printed to std::cerr, once
+  /// Called with every sample, in place of std::cerr.
   std::function<void(const UpdateSample&)> callback = {};
 };
 
