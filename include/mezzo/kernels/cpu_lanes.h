@@ -158,6 +158,7 @@ struct VectorLanes {
   typedef typename Format::Bits Bits __attribute__((vector_size(kBytes)));
   typedef Count Flags __attribute__((vector_size(kBytes)));
   typedef Stored Memory __attribute__((vector_size(kWidth * sizeof(Stored))));
+  typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t))));
 
   template <class Other>
   using Like =
@@ -166,10 +167,19 @@ struct VectorLanes {
   C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
     Memory memory;
     __builtin_memcpy(&memory, from, sizeof(Memory));
-    bits = __builtin_convertvector(memory, Bits);
+    if constexpr (sizeof(Stored) == 1) {  // by way of 16 bits, or GCC takes element by element
+      bits = __builtin_convertvector(__builtin_convertvector(memory, Halves), Bits);
+    } else {
+      bits = __builtin_convertvector(memory, Bits);
+    }
   }
   C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
-    const Memory memory = __builtin_convertvector(bits, Memory);
+    Memory memory;
+    if constexpr (sizeof(Stored) == 1) {
+      memory = __builtin_convertvector(__builtin_convertvector(bits, Halves), Memory);
+    } else {
+      memory = __builtin_convertvector(bits, Memory);
+    }
     __builtin_memcpy(to, &memory, sizeof(Memory));
   }
   C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) {
@@ -188,6 +198,30 @@ struct VectorLanes {
   template <class Other>
   C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = __builtin_convertvector(from, Value);
+  }
+  C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
+    value = __builtin_convertvector(reinterpret_cast<const Flags&>(count), Value);
+  }
+  C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
+    const Flags whole = __builtin_convertvector(value, Flags);
+    reinterpret_bits(whole, count);
+  }
+  C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+    Bits ones;
+    reinterpret_bits(flags, ones);  // all bits set for yes
+    count -= ones;
+  }
+  C10_ALWAYS_INLINE static void look_up(const typename Format::Value (&table)[16],
+                                        const Bits& index, Value& value) {
+#if !defined(__clang__)
+    if constexpr (kWidth == 8 || kWidth == 16) {  // one instruction
+      Value eight_or_both;
+      __builtin_memcpy(&eight_or_both, table, sizeof(Value));
+      value = __builtin_shuffle(eight_or_both, index);
+      return;
+    }
+#endif
+    for (int64_t lane = 0; lane < kWidth; ++lane) value[lane] = table[index[lane] % 8];
   }
   C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c, Value& result) {
     vector_fma(a, b, c, result);

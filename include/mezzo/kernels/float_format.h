@@ -187,6 +187,23 @@ struct ScalarLanes {
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = static_cast<Value>(from);
   }
+  /// From a whole number below 2^31, rounded to nearest.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
+    value = static_cast<Value>(static_cast<int32_t>(count));
+  }
+  /// The whole part of a value of 0 or more, below 2^31.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
+    count = static_cast<Bits>(static_cast<int32_t>(value));
+  }
+  /// Adds 1 where a flag is set.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+    count += flags;
+  }
+  /// table[index % 8], of a table that holds eight values twice.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void look_up(const Value (&table)[16],
+                                                        const Bits& index, Value& value) {
+    value = table[index % 8U];
+  }
   /// result = a * b + c, rounded once. `result` may be any of the three.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c,
                                                     Value& result) {

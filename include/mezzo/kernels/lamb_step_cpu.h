@@ -173,8 +173,10 @@ StepLoop lamb_loop(Storage storage, at::ScalarType kept, CpuIsa isa) {
 }
 
 /// Whether a task is one piece, which is moved while it lies in the cache, or wants no norm.
+/// A staged task takes two: its pieces come in parts.
 inline bool needs_one_pass(const StepTask& task) {
-  return !task.coefficients.as<LambCoefficients>().adapts || task.span.count <= kStepPiece;
+  const bool adapts = task.coefficients.as<LambCoefficients>().adapts;
+  return !task.is_staged() && (!adapts || task.span.count <= kStepPiece);
 }
 
 inline void move_piece(const StepTask& task, const StepSpan& part, const LambNorms& norms) {
@@ -196,10 +198,13 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
-    for_widened<kStepPiece>(task, piece.begin, piece.count, [&](const StepSpan& part) {
-      task.loop.learn(part, task.coefficients, task.use, of_piece[i]);
-      if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
-    });
+    for_widened<kStepPiece, StepPass::learn>(
+        task, piece.begin, piece.count, [&](const StepSpan& part) {
+          LambNorms of_part;
+          task.loop.learn(part, task.coefficients, task.use, of_part);
+          of_piece[i].merge(of_part);
+          if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
+        });
   });
   std::vector<LambNorms> of_task(tasks.size());
   std::size_t next = 0;
@@ -210,7 +215,9 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   }
   left.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
-    move_piece(task, part_of(task, piece.begin, piece.count), of_task[piece.item]);
+    for_widened<kStepPiece, StepPass::move>(
+        task, piece.begin, piece.count,
+        [&](const StepSpan& part) { move_piece(task, part, of_task[piece.item]); });
   });
 }
 

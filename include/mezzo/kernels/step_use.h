@@ -50,6 +50,10 @@ struct StepSpan {
   int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
 
+/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
+/// its second moves the parameter.
+enum class StepPass { whole, learn, move };
+
 /// What a step does with its streams beside the update itself.
 struct StepUse {
   double factor = 1.0;       ///< gradients are multiplied by it before use

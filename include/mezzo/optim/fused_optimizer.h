@@ -57,8 +57,9 @@ struct StepPlan {
     std::size_t group;
     std::uint64_t number;  ///< of the parameter, counted through all groups
 
-    // These three are set by mezzo's optimizers.
+    // These are set by mezzo's optimizers.
     optim::WeightStorage storage = optim::WeightStorage::plain;
+    optim::MomentStorage moments = optim::MomentStorage::as_weights;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has

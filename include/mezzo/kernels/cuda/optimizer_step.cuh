@@ -29,10 +29,6 @@ struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPa
   Stored element[kSize];
 };
 
-/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
-/// its second moves the parameter.
-enum class StepPass { whole, learn, move };
-
 template <class Stored, int kSize>
 __device__ void load_pack(const Stored* from, StepPack<Stored, kSize>& pack) {
   pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
