@@ -33,6 +33,14 @@ C10_HOST_DEVICE constexpr int64_t blocks8_of(int64_t elements) {
   return (elements + kBlock8 - 1) / kBlock8;
 }
 
+/// What values of a block are multiplied by before they are rounded. A scale below float's normal
+/// numbers is taken for 0; one of inf or NaN stays, and makes NaN of the whole block.
+C10_HOST_DEVICE inline float inverse_of_scale(float& scale) {
+  if (scale < 0x1p-126F) scale = 0.0F;
+  const bool has_inverse = scale > 0.0F && scale <= 0x1.FFFFFEp127F;
+  return has_inverse ? 1.0F / scale : 0.0F;
+}
+
 /// The dtype of codes, for lanes that load and store them.
 struct Block8Code;
 
@@ -52,7 +60,8 @@ struct FloatFormat<Block8Code> {
 ///
 /// Tables for `look_up` hold their eight numbers twice.
 struct Block8Map {
-  // From n to the value: n * slope + offset, at the exponent of n as a float, modulo 8.
+  // From n to the value: (n + 0.5) * slope + offset, at the exponent of n + 0.5 modulo 8. Zero and
+  // one have the same exponent: with signs one line has both, and without zero is asked for.
   float slope[16];
   float offset[16];
   // From a value x to n: the whole part of x * steps + first, and at most `last`, of the stretch of
@@ -62,20 +71,18 @@ struct Block8Map {
   float steps[16];
   float first[16];
   float last[16];
-  uint32_t zero;  ///< the n of zero
 
   static constexpr Block8Map make(bool is_signed) {
     constexpr double kDecadeEnd[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
     Block8Map map{};
-    map.zero = is_signed ? 0 : 1;
     double below = 0;  // the largest value below the decade
     for (int i = 0; i < 7; ++i) {
       const double end = kDecadeEnd[i];
       const double values = is_signed ? 1 << i : 2 << i;
       const double spacing = 0.9 * end / values;
-      const int exponent = 127 + (is_signed ? i : i + 1);  // a float's bits, of all n in here
+      const int exponent = 127 + (is_signed ? i : i + 1);  // as a float's bits have it
       map.slope[exponent % 8] = static_cast<float>(spacing);
-      map.offset[exponent % 8] = static_cast<float>(0.1 * end + (0.5 - values) * spacing);
+      map.offset[exponent % 8] = static_cast<float>(0.1 * end - values * spacing);
       const double lowest = 0.1 * end + 0.5 * spacing;
       const double enters = (below + lowest) / 2;
       if (i > 0) map.threshold[i - 1] = static_cast<float>(enters);
@@ -90,7 +97,8 @@ struct Block8Map {
       below = end - 0.5 * spacing;
     }
     const int exponent = 127 + (is_signed ? 7 : 8);
-    map.offset[exponent % 8] = 1;
+    map.slope[exponent % 8] = is_signed ? 1.0F / 128 : 0.0F;
+    map.offset[exponent % 8] = is_signed ? -1.0F / 256 : 1.0F;
     map.threshold[6] = static_cast<float>((below + 1) / 2);
     map.first[7] = map.last[7] = is_signed ? 128 : 256;
     for (float* const table :
@@ -109,8 +117,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const typename Lanes::Bits& 
   using Bits = typename Lanes::Bits;
   using Value = typename Lanes::Value;
   MEZZO_CONSTANT Block8Map kMap = Block8Map::make(kIsSigned);
-  Bits sign = code & 0U;
   Bits n;
+  Bits sign;
   if constexpr (kIsSigned) {
     n = code - 127U;
     sign = n & 0x80000000U;
@@ -118,17 +126,22 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const typename Lanes::Bits& 
   } else {
     n = code + 1U;
   }
-  Value whole;
-  Lanes::from_count(n, whole);
+  Value position;
+  Lanes::from_count(n, position);
+  position = position + 0.5F;
   Bits bits;
-  reinterpret_bits(whole, bits);
+  reinterpret_bits(position, bits);
   const Bits exponent = bits >> 23;
   Value slope;
   Lanes::look_up(kMap.slope, exponent, slope);
   Lanes::look_up(kMap.offset, exponent, value);
-  Lanes::fma(slope, whole, value, value);
+  Lanes::fma(slope, position, value, value);
   reinterpret_bits(value, bits);
-  bits = n == kMap.zero ? sign : bits | sign;
+  if constexpr (kIsSigned) {
+    bits = bits | sign;
+  } else {
+    bits = n == 1U ? n - 1U : bits;
+  }
   reinterpret_bits(bits, value);
   value = value * scale;
 }
@@ -142,27 +155,32 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const typename Lanes::Value
   using Bits = typename Lanes::Bits;
   using Value = typename Lanes::Value;
   MEZZO_CONSTANT Block8Map kMap = Block8Map::make(kIsSigned);
+  constexpr uint32_t kOne = 0x3F800000U;  // the bits of floats of 0 or more have their order
   Bits bits;
   reinterpret_bits(value, bits);
-  const Bits sign = bits & 0x80000000U;
+  const auto is_negative = (bits & 0x80000000U) != 0U;
+  const Bits none = bits & 0U;
   bits = bits & 0x7FFFFFFFU;
   Value x;
   reinterpret_bits(bits, x);
   x = x * inverse;
-  Value one;
-  Lanes::broadcast(1.0F, one);
-  x = x < one ? x : one;
-  // The bits of x as a number are a logarithm, good enough to leave one threshold to be asked.
   reinterpret_bits(x, bits);
+  Bits most = none + kOne;
+  if constexpr (kIsSigned) {  // the nearest value to -1 is that of code 0
+    most = is_negative ? none + (kOne - 0x20000U) : most;
+  }
+  bits = bits < most ? bits : most;
+  reinterpret_bits(bits, x);
+  // As a number, the bits are a logarithm good enough to leave one threshold to be asked.
+  const Bits lowest = none + 0x34800000U;
+  const Bits in_map = bits > lowest ? bits : lowest;
   Value logarithm;
-  Lanes::from_count(bits, logarithm);
+  Lanes::from_count(in_map, logarithm);
   Value third;
   Value start;
   Lanes::broadcast(1.0F / (3.2F * 0x1p23F), third);
-  Lanes::broadcast(-(127.0F - 20.7F) / 3.2F, start);
+  Lanes::broadcast(-(127.0F - 22.0F) / 3.2F, start);
   Lanes::fma(logarithm, third, start, logarithm);
-  const Value zero = x * 0.0F;
-  logarithm = logarithm > zero ? logarithm : zero;
   Bits stretch;
   Lanes::to_count(logarithm, stretch);
   Value threshold;
@@ -175,13 +193,16 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const typename Lanes::Value
   Lanes::look_up(kMap.first, stretch, first);
   Lanes::look_up(kMap.last, stretch, last);
   Lanes::fma(x, steps, first, x);
-  x = x < last ? x : last;
+  Bits position;
+  Bits end;
+  reinterpret_bits(x, position);
+  reinterpret_bits(last, end);
+  position = position < end ? position : end;
+  reinterpret_bits(position, x);
   Lanes::to_count(x, code);
   if constexpr (kIsSigned) {
     const Bits negative = 127U - code;
-    const Bits lowest = code & 0U;
-    code = sign == 0U ? code + 127U : negative;
-    code = (code & 0x80000000U) != 0U ? lowest : code;  // -1, whose nearest value is that of 0
+    code = is_negative ? negative : code + 127U;
   } else {
     code = code - 1U;
   }

@@ -10,21 +10,12 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <type_traits>
 
 // The CPU's loops between floats and blocks of 8 bits (block8.h), over stretches that begin with a
 // block.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// What values of a block are multiplied by before they are rounded. A scale below float's normal
-/// numbers is taken for 0; one of inf or NaN stays, and makes NaN of the whole block.
-C10_HOST_DEVICE inline float inverse_of_scale(float& scale) {
-  if (scale < std::numeric_limits<float>::min()) scale = 0.0F;
-  const bool has_inverse = scale > 0.0F && scale < std::numeric_limits<float>::infinity();
-  return has_inverse ? 1.0F / scale : 0.0F;
-}
 
 template <class Lanes, bool kIsSigned>
 struct Block8Loops {

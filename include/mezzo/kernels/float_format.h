@@ -200,8 +200,8 @@ struct ScalarLanes {
     count += flags;
   }
   /// table[index % 8], of a table that holds eight values twice.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void look_up(const Value (&table)[16],
-                                                        const Bits& index, Value& value) {
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void look_up(const Value (&table)[16], const Bits& index,
+                                                        Value& value) {
     value = table[index % 8U];
   }
   /// result = a * b + c, rounded once. `result` may be any of the three.

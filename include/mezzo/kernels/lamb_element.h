@@ -152,7 +152,7 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Value moments[LambRule::kMoments];
     Base::read_moments(place, moments);
     Base::update_.learn(gradient, moments);
-    if constexpr (Base::kIsStochastic) {
+    if constexpr (Base::kDrawsMoments) {
       Bits noise;
       Base::draw(numbers, key, noise);
       Base::write_moments_stochastically(place, moments, noise, key);

@@ -303,9 +303,10 @@ inline void narrow_parameters(const StepTask& task, const float* from, const Ste
 /// what is kept in other formats. `begin` is that of a block.
 template <StepPass kPass, class Work>
 void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  alignas(64) float gradients[kStagedAtOnce];
-  alignas(64) float parameters[kStagedAtOnce];
-  alignas(64) float moments[kMaxMoments][kStagedAtOnce];
+  constexpr int64_t kApart = kStagedAtOnce + 32;  // loads are not taken for stores 4 KB before them
+  alignas(64) float gradients[kApart];
+  alignas(64) float parameters[kApart];
+  alignas(64) float moments[kMaxMoments][kApart];
   for (int64_t first = begin; first < begin + count; first += kStagedAtOnce) {
     const StepSpan kept = part_of(task, first, std::min(kStagedAtOnce, begin + count - first));
     StepSpan part = kept;

@@ -51,18 +51,30 @@ template <class Element>
 struct PlainWeights {
   using Parameter = Element;
   using Moment = Element;
+  static constexpr bool kIsSplit = false;
+  static constexpr bool kIsStochastic = false;
 };
 
 /// A float in two halves, of which the upper is the model's parameter; moments are floats.
 struct SplitWeights {
   using Parameter = c10::BFloat16;
   using Moment = float;
+  static constexpr bool kIsSplit = true;
+  static constexpr bool kIsStochastic = false;
 };
 
 /// All in bfloat16, rounded stochastically.
 struct StochasticWeights {
   using Parameter = c10::BFloat16;
   using Moment = c10::BFloat16;
+  static constexpr bool kIsSplit = false;
+  static constexpr bool kIsStochastic = true;
+};
+
+/// Weights kept as `Weights`, with moments that are floats while they are computed with.
+template <class Weights>
+struct FloatMoments : Weights {
+  using Moment = float;
 };
 
 /// A float from its bfloat16 and the 16 bits, as a signed number, by which its own bits exceed

@@ -161,23 +161,30 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       [&](int at) { body.move(streams.place(at), number + static_cast<uint32_t>(at), key); });
 }
 
-/// The overload for LAMB: three launches on `stream`, which is the current one of the current
-/// device, as the norms' memory is taken there and given back in its order.
-template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
-void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           Stream stream) {
+/// Calls `launch_all(of_blocks, of_rows)` with memory for the norms. It launches on the current
+/// stream of the current device, in whose order the memory is taken and given back.
+template <class Table, class LaunchAll>
+void launch_lamb(const PagedTable<Table>& table, const LaunchAll& launch_all) {
   static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
   if (table.blocks() == 0) return;
   const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
                                      at::TensorOptions().device(current_device()).dtype(at::kByte));
   auto* const of_blocks = static_cast<LambNorms*>(norms.mutable_data_ptr());
-  LambNorms* const of_rows = of_blocks + table.blocks();
-  launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(
-      table.blocks(), kStepThreads, stream, table, inputs, of_blocks);
-  launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
-                                   of_rows);
-  launch<lamb_parameter_kernel<Parameter, Weights, Table>>(table.blocks(), kStepThreads, stream,
-                                                           table, inputs, of_rows);
+  launch_all(of_blocks, of_blocks + table.blocks());
+}
+
+/// The overload for LAMB, in three launches.
+template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
+void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
+                           Stream stream) {
+  launch_lamb(table, [&](LambNorms* of_blocks, LambNorms* of_rows) {
+    launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(
+        table.blocks(), kStepThreads, stream, table, inputs, of_blocks);
+    launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
+                                     of_rows);
+    launch<lamb_parameter_kernel<Parameter, Weights, Table>>(table.blocks(), kStepThreads, stream,
+                                                             table, inputs, of_rows);
+  });
 }
 
 }  // namespace cuda

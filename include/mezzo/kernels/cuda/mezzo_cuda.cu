@@ -10,6 +10,7 @@
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/cuda/staged_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -215,31 +216,54 @@ struct StepTarget {
   TableMemory& memory;
 };
 
+template <class Weights>
+static bool keeps_as(const StepRow& row) {
+  using optim::WeightStorage;
+  return Weights::kIsSplit == (row.storage == WeightStorage::split_master) &&
+         Weights::kIsStochastic == (row.storage == WeightStorage::stochastic) &&
+         row.parameter_dtype == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
+}
+
+/// Calls `launch(table)` once with all rows of a variant that are `is_ours`, if there are any.
+template <class Table, class Group, class IsOurs, class Launch>
+static void launch_rows(const std::vector<StepRow>& rows, const std::vector<Group>& groups,
+                        bool variant, const StepTarget& target, const IsOurs& is_ours,
+                        const Launch& launch) {
+  static_assert(kStepArgumentsFit<Table>);
+  std::vector<Table> pages;
+  for (const StepRow& row : rows) {
+    if (row.variant != variant || !is_ours(row)) continue;
+    const auto& group = groups[static_cast<std::size_t>(row.group)];
+    if (!pages.empty() && pages.back().push_back(row, group)) continue;
+    pages.emplace_back(kStepBlock).push_back(row, group);
+  }
+  if (!pages.empty()) launch_pages(pages, target.device, &target.memory, launch);
+}
+
 /// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
 template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
 static void step_rows(const std::vector<StepRow>& rows,
                       const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                       const StepTarget& target) {
-  using optim::WeightStorage;
   using Table = DeviceStepTable<typename Rule::Constants>;
-  static_assert(kStepArgumentsFit<typename Rule::Constants>);
-  constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
-  constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
-  std::vector<Table> pages;
-  for (const StepRow& row : rows) {
-    const bool is_ours = row.variant == variant &&
-                         kIsSplit == (row.storage == WeightStorage::split_master) &&
-                         kIsStochastic == (row.storage == WeightStorage::stochastic) &&
-                         row.parameter_dtype == c10::CppTypeToScalarType<Parameter>::value &&
-                         row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
-    if (!is_ours) continue;
-    const auto& group = groups[static_cast<std::size_t>(row.group)];
-    if (!pages.empty() && pages.back().push_back(row, group)) continue;
-    pages.emplace_back(kStepBlock).push_back(row, group);
-  }
-  if (pages.empty()) return;
-  launch_pages(pages, target.device, &target.memory, [&](const PagedTable<Table>& table) {
+  const auto is_ours = [](const StepRow& row) {
+    return !row.is_staged && keeps_as<Weights>(row) &&
+           row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
+  };
+  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
     launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
+  });
+}
+
+/// The same for rows whose moments have another format, with gradients of any dtype.
+template <class Rule, class Weights>
+static void step_staged_rows(const std::vector<StepRow>& rows,
+                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
+                             bool variant, const StepTarget& target) {
+  using Table = StagedStepTable<typename Rule::Constants>;
+  const auto is_ours = [](const StepRow& row) { return row.is_staged && keeps_as<Weights>(row); };
+  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
+    launch_staged_step<Rule, Weights>(table, target.inputs, target.stream);
   });
 }
 
@@ -263,6 +287,13 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
   step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
   step_rows<Half, float, Rule>(rows, groups, variant, target);
+  if constexpr (Rule::kMoments > 0) {
+    step_staged_rows<Rule, PlainWeights<float>>(rows, groups, variant, target);
+    step_staged_rows<Rule, PlainWeights<BFloat16>>(rows, groups, variant, target);
+    step_staged_rows<Rule, SplitWeights>(rows, groups, variant, target);
+    step_staged_rows<Rule, StochasticWeights>(rows, groups, variant, target);
+    step_staged_rows<Rule, PlainWeights<Half>>(rows, groups, variant, target);
+  }
 }
 
 __attribute__((weak)) uint64_t capture_on(at::Device device) {

@@ -443,6 +443,12 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
+/// Returns where the scales of the k-th moment are; null where it is not in blocks.
+inline float* scales_of(const StepPlan::Row& row, int k) {
+  if (row.moments != optim::MomentStorage::block8) return nullptr;
+  return row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
+}
+
 /// Returns the bytes of an element of each stream of `row`.
 inline StepElementSizes element_sizes(const StepPlan::Row& row) {
   const bool has_master = row.storage == optim::WeightStorage::master;
@@ -491,11 +497,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     task.clears = clears_on_the_way;
     task.parameter_dtype = row.parameter->scalar_type();
     task.staged = staged_as(task.parameter_dtype, row.storage, row.moments);
-    if (row.moments == optim::MomentStorage::block8) {
-      for (int k = 0; k < numbers.moments; ++k) {
-        task.scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
-      }
-    }
+    for (int k = 0; k < numbers.moments; ++k) task.scales[k] = scales_of(row, k);
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
     } else {
@@ -572,6 +574,12 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
         {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
          static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
          has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
+    StepRow& step_row = step_rows.back();
+    for (int k = 0; k < numbers.moments; ++k) step_row.scales[k] = scales_of(row, k);
+    step_row.is_staged =
+        numbers.moments > 0 &&
+        (step_row.scales[0] != nullptr || staged_as(row.parameter->scalar_type(), row.storage,
+                                                    row.moments) != StagedParameter::none);
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
