@@ -142,7 +142,8 @@ void step_on_cpu(std::vector<Member>& members, const Format& format, const StepC
     task.widens = format.gradient != at::kFloat;
     task.clears = step.clear;
     task.parameter_dtype = format.parameter;
-    task.staged = !is_bare                                      ? StagedParameter::none
+    task.is_staged = true;
+    task.parameter = !is_bare                                      ? StagedParameter::none
                   : format.weights == WeightStorage::stochastic ? StagedParameter::stochastic
                                                                 : StagedParameter::nearest;
     for (unsigned k = 0; k < kMaxMoments; ++k) task.scales[k] = scales_of<Rule>(member, k);

@@ -163,6 +163,20 @@ TEST(MomentStorage, SmallParametersKeepFloats) {
   EXPECT_FALSE(state_of(optimizer, small.parameter).scales[0].defined());
 }
 
+TEST(MomentStorage, IsNothingToSgdWithoutMomentum) {
+  std::vector<at::Tensor> reached;
+  for (const MomentStorage moments :
+       {MomentStorage::as_weights, MomentStorage::float32, MomentStorage::block8}) {
+    Descent run(at::kBFloat16);
+    mezzo::optim::SGD optimizer({run.parameter},
+                                mezzo::optim::SGDOptions(0.1).moment_storage(moments));
+    run.steps(optimizer, 3);
+    reached.push_back(run.parameter.detach());
+  }
+  EXPECT_TRUE(reached[1].equal(reached[0]));
+  EXPECT_TRUE(reached[2].equal(reached[0]));
+}
+
 TEST(MomentStorage, RefusesDoubles) {
   Descent run(at::kDouble);
   AdamW optimizer({run.parameter}, block8());

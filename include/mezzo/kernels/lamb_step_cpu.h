@@ -176,7 +176,7 @@ StepLoop lamb_loop(Storage storage, at::ScalarType kept, CpuIsa isa) {
 /// A staged task takes two: its pieces come in parts.
 inline bool needs_one_pass(const StepTask& task) {
   const bool adapts = task.coefficients.as<LambCoefficients>().adapts;
-  return !task.is_staged() && (!adapts || task.span.count <= kStepPiece);
+  return !task.is_staged && (!adapts || task.span.count <= kStepPiece);
 }
 
 inline void move_piece(const StepTask& task, const StepSpan& part, const LambNorms& norms) {

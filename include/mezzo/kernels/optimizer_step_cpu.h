@@ -178,9 +178,6 @@ struct StepElementSizes {
   int64_t moment;
 };
 
-/// How the parameter of a task is kept, where its loop takes a float in its place.
-enum class StagedParameter : uint8_t { none, nearest, stochastic };
-
 /// One parameter's part of a step.
 struct StepTask {
   StepLoop loop;
@@ -193,10 +190,9 @@ struct StepTask {
   StepUse use;
   /// Of moments in blocks of 8 bits (block8.h), whose codes are in `span`; otherwise null.
   float* scales[kMaxMoments] = {};
-  StagedParameter staged = StagedParameter::none;
+  StagedParameter parameter = StagedParameter::none;
   at::ScalarType parameter_dtype = at::kFloat;  ///< where it is staged
-
-  bool is_staged() const { return scales[0] != nullptr || staged != StagedParameter::none; }
+  bool is_staged = false;                       ///< for_staged calls the loop
 };
 
 /// Elements that are staged at a time: four blocks, whose streams share a first-level cache.
@@ -289,7 +285,7 @@ struct NarrowKernel {
 };
 
 inline void narrow_parameters(const StepTask& task, const float* from, const StepSpan& to) {
-  if (task.staged == StagedParameter::stochastic) {
+  if (task.parameter == StagedParameter::stochastic) {
     cpu_kernel<NarrowStochasticallyKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count,
                                                                       to.first, task.use);
   } else if (task.parameter_dtype == at::kBFloat16) {
@@ -314,7 +310,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
       widen_gradients(task.gradient_dtype, kept.gradient, gradients, kept.count);
       part.gradient = gradients;
     }
-    if (task.staged != StagedParameter::none) {
+    if (task.parameter != StagedParameter::none) {
       widen_gradients(task.parameter_dtype, kept.parameter, parameters, kept.count);
       part.parameter = parameters;
     }
@@ -324,7 +320,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
       part.moments[k] = moments[k];
     }
     work(part);
-    if (task.staged != StagedParameter::none && kPass != StepPass::learn) {
+    if (task.parameter != StagedParameter::none && kPass != StepPass::learn) {
       narrow_parameters(task, parameters, kept);
     }
     for (int k = 0; k < kMaxMoments && task.scales[k] != nullptr; ++k) {
@@ -339,7 +335,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
 /// `kMost`, with streams as the loop reads them; then clears the gradients if that is to be done.
 template <int64_t kMost, StepPass kPass = StepPass::whole, class Work>
 void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  if (task.is_staged()) {
+  if (task.is_staged) {
     for_staged<kPass>(task, begin, count, work);
   } else if (!task.widens || kPass == StepPass::move) {
     work(part_of(task, begin, count));

@@ -54,6 +54,9 @@ struct StepSpan {
 /// its second moves the parameter.
 enum class StepPass { whole, learn, move };
 
+/// How a parameter is rounded whose loop takes a float in its place.
+enum class StagedParameter : std::uint8_t { none, nearest, stochastic };
+
 /// What a step does with its streams beside the update itself.
 struct StepUse {
   double factor = 1.0;       ///< gradients are multiplied by it before use

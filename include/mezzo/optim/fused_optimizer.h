@@ -60,6 +60,7 @@ struct StepPlan {
     // These are set by mezzo's optimizers.
     optim::WeightStorage storage = optim::WeightStorage::plain;
     optim::MomentStorage moments = optim::MomentStorage::as_weights;
+    detail::StagedParameter staged = detail::StagedParameter::none;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has

@@ -222,17 +222,16 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
 /// little.
 inline constexpr int64_t kFewestInBlocks = 4096;
 
-/// Returns how the moments of `parameter` are kept, of which its group's options want `wanted`.
-/// \throws c10::Error for 8 bits and a double parameter
-inline optim::MomentStorage moments_of(const at::Tensor& parameter, optim::MomentStorage wanted,
-                                       const OptimizerWords& optimizer) {
+/// Returns how the moments of `parameter` are kept where its group's options want 8 bits.
+/// \throws c10::Error for a double parameter
+inline optim::MomentStorage block8_or_float(const at::Tensor& parameter,
+                                            const OptimizerWords& optimizer) {
   using optim::MomentStorage;
-  if (wanted != MomentStorage::block8) return wanted;
   TORCH_CHECK(parameter.scalar_type() != at::kDouble, optimizer,
               ": MomentStorage::block8 takes parameters of float32, bfloat16 or float16, not ",
               optimizer.parameter(parameter),
               "; give it a parameter group with MomentStorage::as_weights");
-  return parameter.numel() < kFewestInBlocks ? MomentStorage::float32 : wanted;
+  return parameter.numel() < kFewestInBlocks ? MomentStorage::float32 : MomentStorage::block8;
 }
 
 /// Returns the dtype of moments that are not in blocks.

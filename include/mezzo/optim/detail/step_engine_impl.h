@@ -103,7 +103,11 @@ MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weig
   check_shape_of(slot.master, "a master", weights, words());
   for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", weights, words());
-    check_blocks(slot, k, weights, words());
+    const at::Tensor& moment = slot.moment(k);
+    const bool has_codes = moment.defined() && moment.scalar_type() == at::kByte;
+    if (has_codes || slot.scales[static_cast<std::size_t>(k)].defined()) {
+      check_blocks(slot, k, weights, words());
+    }
   }
 }
 
@@ -185,16 +189,13 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
-/// Returns how the CPU stages a parameter: one of 16 bits whose moments have other bits has no loop
-/// of its own.
-inline StagedParameter staged_as(at::ScalarType parameter, optim::WeightStorage storage,
-                                 optim::MomentStorage moments) {
+/// Returns how a parameter is staged whose moments have a format of their own: there is no loop for
+/// one of 16 bits that stands alone.
+inline StagedParameter staged_as(at::ScalarType parameter, optim::WeightStorage storage) {
   using optim::WeightStorage;
-  const bool is_bare = storage == WeightStorage::plain || storage == WeightStorage::stochastic;
+  const bool is_alone = storage == WeightStorage::plain || storage == WeightStorage::stochastic;
   const bool is_16_bits = parameter == at::kBFloat16 || parameter == at::kHalf;
-  if (!is_bare || !is_16_bits || moments == optim::MomentStorage::as_weights) {
-    return StagedParameter::none;
-  }
+  if (!is_alone || !is_16_bits) return StagedParameter::none;
   return storage == WeightStorage::stochastic ? StagedParameter::stochastic
                                               : StagedParameter::nearest;
 }
@@ -228,7 +229,9 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   const GroupNumbers& numbers = plan.groups[group];
   if (numbers.extras.accumulate_in_float) accumulate_in_float(weights);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
-  const auto moments = moments_of(parameter, numbers.extras.moment_storage, words());
+  optim::MomentStorage moments = optim::MomentStorage::as_weights;
+  if (numbers.moments > 0) moments = numbers.extras.moment_storage;
+  if (moments == optim::MomentStorage::block8) moments = block8_or_float(parameter, words());
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot = has_master || weights.grad().defined() ? find_slot(parameter) : nullptr;
   if (slot != nullptr) slot->shown.follow(weights, slot->master);
@@ -238,7 +241,9 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   check_gradient(weights, gradient, words());
   const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  const bool is_staged = staged_as(own, storage, moments) != StagedParameter::none;
+  StagedParameter staged = StagedParameter::none;
+  if (moments != optim::MomentStorage::as_weights) staged = staged_as(own, storage);
+  const bool is_staged = staged != StagedParameter::none;
   const StepLoop loop =
       rule_->loop(numbers.is_variant, is_staged ? optim::WeightStorage::plain : storage,
                   has_master || is_staged ? at::kFloat : own, best_isa());
@@ -252,7 +257,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
   plan.rows.push_back(
-      {&weights, gradient, group, number, storage, moments, slot, loop, &parameter});
+      {&weights, gradient, group, number, storage, moments, staged, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -443,10 +448,14 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
-/// Returns where the scales of the k-th moment are; null where it is not in blocks.
-inline float* scales_of(const StepPlan::Row& row, int k) {
-  if (row.moments != optim::MomentStorage::block8) return nullptr;
-  return row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
+/// Sets where the scales of a row's moments are. Returns whether it is staged.
+inline bool set_scales(const StepPlan::Row& row, int moments, float* (&scales)[kMaxMoments]) {
+  if (row.moments == optim::MomentStorage::block8) {
+    for (int k = 0; k < moments; ++k) {
+      scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
+    }
+  }
+  return scales[0] != nullptr || row.staged != StagedParameter::none;
 }
 
 /// Returns the bytes of an element of each stream of `row`.
@@ -495,9 +504,11 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
     task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
-    task.parameter_dtype = row.parameter->scalar_type();
-    task.staged = staged_as(task.parameter_dtype, row.storage, row.moments);
-    for (int k = 0; k < numbers.moments; ++k) task.scales[k] = scales_of(row, k);
+    if (row.moments != optim::MomentStorage::as_weights) {
+      task.is_staged = set_scales(row, numbers.moments, task.scales);
+      task.parameter = row.staged;
+      task.parameter_dtype = row.parameter->scalar_type();
+    }
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
     } else {
@@ -575,11 +586,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
          static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
          has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
     StepRow& step_row = step_rows.back();
-    for (int k = 0; k < numbers.moments; ++k) step_row.scales[k] = scales_of(row, k);
-    step_row.is_staged =
-        numbers.moments > 0 &&
-        (step_row.scales[0] != nullptr || staged_as(row.parameter->scalar_type(), row.storage,
-                                                    row.moments) != StagedParameter::none);
+    step_row.is_staged = set_scales(row, numbers.moments, step_row.scales);
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
