@@ -16,13 +16,6 @@
 // value a code, by one fused multiply-add, whose two numbers depend on the decade. Everything is
 // written for one lane or many, and gives the same bits for each.
 
-// A device sees no constants of the host, and has no static variables in functions for both.
-#ifdef __CUDA_ARCH__
-#define MEZZO_CONSTANT constexpr
-#else
-#define MEZZO_CONSTANT static constexpr
-#endif
-
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -109,14 +102,29 @@ struct Block8Map {
   }
 };
 
-/// The value of codes in blocks of `scale`.
+/// Both maps, for a first moment and for others: what a kernel on a device takes as an argument.
+struct Block8Maps {
+  Block8Map of_signed = Block8Map::make(true);
+  Block8Map of_unsigned = Block8Map::make(false);
+
+  template <bool kIsSigned>
+  C10_HOST_DEVICE const Block8Map& of() const {
+    if constexpr (kIsSigned) {
+      return of_signed;
+    } else {
+      return of_unsigned;
+    }
+  }
+};
+
+/// The value of codes in blocks of `scale`, by `Block8Map::make(kIsSigned)`.
 template <bool kIsSigned, class Lanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const typename Lanes::Bits& code,
+C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const Block8Map& map,
+                                                    const typename Lanes::Bits& code,
                                                     const typename Lanes::Value& scale,
                                                     typename Lanes::Value& value) {
   using Bits = typename Lanes::Bits;
   using Value = typename Lanes::Value;
-  MEZZO_CONSTANT Block8Map kMap = Block8Map::make(kIsSigned);
   Bits n;
   Bits sign;
   if constexpr (kIsSigned) {
@@ -133,8 +141,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const typename Lanes::Bits& 
   reinterpret_bits(position, bits);
   const Bits exponent = bits >> 23;
   Value slope;
-  Lanes::look_up(kMap.slope, exponent, slope);
-  Lanes::look_up(kMap.offset, exponent, value);
+  Lanes::look_up(map.slope, exponent, slope);
+  Lanes::look_up(map.offset, exponent, value);
   Lanes::fma(slope, position, value, value);
   reinterpret_bits(value, bits);
   if constexpr (kIsSigned) {
@@ -149,12 +157,12 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const typename Lanes::Bits& 
 /// The codes nearest to values in blocks, `inverse` being 1 / scale. Values within a few units in
 /// the last place of the middle of two codes may take either. A NaN takes the code of 1.
 template <bool kIsSigned, class Lanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const typename Lanes::Value& value,
+C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
+                                                     const typename Lanes::Value& value,
                                                      const typename Lanes::Value& inverse,
                                                      typename Lanes::Bits& code) {
   using Bits = typename Lanes::Bits;
   using Value = typename Lanes::Value;
-  MEZZO_CONSTANT Block8Map kMap = Block8Map::make(kIsSigned);
   constexpr uint32_t kOne = 0x3F800000U;  // the bits of floats of 0 or more have their order
   Bits bits;
   reinterpret_bits(value, bits);
@@ -184,14 +192,14 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const typename Lanes::Value
   Bits stretch;
   Lanes::to_count(logarithm, stretch);
   Value threshold;
-  Lanes::look_up(kMap.threshold, stretch, threshold);
+  Lanes::look_up(map.threshold, stretch, threshold);
   Lanes::count_where(x >= threshold, stretch);
   Value steps;
   Value first;
   Value last;
-  Lanes::look_up(kMap.steps, stretch, steps);
-  Lanes::look_up(kMap.first, stretch, first);
-  Lanes::look_up(kMap.last, stretch, last);
+  Lanes::look_up(map.steps, stretch, steps);
+  Lanes::look_up(map.first, stretch, first);
+  Lanes::look_up(map.last, stretch, last);
   Lanes::fma(x, steps, first, x);
   Bits position;
   Bits end;
@@ -210,5 +218,3 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const typename Lanes::Value
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#undef MEZZO_CONSTANT

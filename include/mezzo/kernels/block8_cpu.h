@@ -22,6 +22,7 @@ struct Block8Loops {
   using Codes = typename Lanes::template Like<Block8Code>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
+  static constexpr Block8Map kMap = Block8Map::make(kIsSigned);
 
   C10_ALWAYS_INLINE static int64_t widen(const uint8_t* codes, float scale, float* to, int64_t i,
                                          int64_t count) {
@@ -31,7 +32,7 @@ struct Block8Loops {
       Bits code;
       Codes::load(codes + i, code);
       Value value;
-      widen_block8<kIsSigned, Lanes>(code, scales, value);
+      widen_block8<kIsSigned, Lanes>(kMap, code, scales, value);
       __builtin_memcpy(to + i, &value, sizeof(value));
     }
     return i;
@@ -45,7 +46,7 @@ struct Block8Loops {
       Value value;
       __builtin_memcpy(&value, from + i, sizeof(value));
       Bits code;
-      narrow_block8<kIsSigned, Lanes>(value, inverses, code);
+      narrow_block8<kIsSigned, Lanes>(kMap, value, inverses, code);
       Codes::store(code, codes + i);
     }
     return i;

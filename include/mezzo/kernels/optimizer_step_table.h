@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -148,7 +150,7 @@ class StepTable : public LaunchTable<Row, kRows> {
 template <class Constants>
 using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
 template <class Constants>
-using StagedStepTable = StepTable<StagedTableRow, Constants, 240>;
+using StagedStepTable = StepTable<StagedTableRow, Constants, 232>;
 
 /// The counters of the launch that counts a step: by value in the 4 KB that every launch can carry
 /// cheaply, or where in the device's memory there are more of them.
@@ -182,9 +184,12 @@ class CounterTable {
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
-/// The kernel's arguments.
+/// The kernel's arguments, with two pointers and the maps of staged ones.
 template <class Table>
-inline constexpr bool kStepArgumentsFit = sizeof(PagedTable<Table>) + sizeof(StepInputs) <= 32764;
+inline constexpr bool kStepArgumentsFit =
+    sizeof(PagedTable<Table>) + sizeof(StepInputs) + 2 * sizeof(void*) +
+        (std::is_same_v<typename Table::Slice, StagedSlice> ? sizeof(Block8Maps) : 0) <=
+    32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

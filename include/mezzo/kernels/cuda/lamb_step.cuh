@@ -165,7 +165,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 /// stream of the current device, in whose order the memory is taken and given back.
 template <class Table, class LaunchAll>
 void launch_lamb(const PagedTable<Table>& table, const LaunchAll& launch_all) {
-  static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
+  static_assert(kStepArgumentsFit<Table>);
   if (table.blocks() == 0) return;
   const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
                                      at::TensorOptions().device(current_device()).dtype(at::kByte));

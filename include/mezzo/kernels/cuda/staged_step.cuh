@@ -67,6 +67,7 @@ struct StagedStreams {
   using Scalar = typename Packs::Scalar;
 
   const StagedSlice& slice;
+  const Block8Maps& maps;
 
   template <class T>
   __device__ static bool holds_packs(const T* from) {
@@ -129,11 +130,13 @@ struct StagedStreams {
     StepPack<uint8_t, kStagedPack> codes;
     load_some(slice.span.moments[kMoment], at, packs.size, codes);
     const float scale = scales[at / kBlock8];
+    const Block8Map& map = maps.of<kMoment == 0>();
     MEZZO_UNROLL
     for (int i = 0; i < kStagedPack; ++i) {
       float value = 0.0F;
       if (i < packs.size) {
-        widen_block8<kMoment == 0, ScalarLanes<float>>(uint32_t{codes.element[i]}, scale, value);
+        widen_block8<kMoment == 0, ScalarLanes<float>>(map, uint32_t{codes.element[i]}, scale,
+                                                       value);
       }
       reinterpret_bits(value, moments.element[i]);
     }
@@ -159,13 +162,14 @@ struct StagedStreams {
     reinterpret_bits(bits, scale);
     const float inverse = inverse_of_scale(scale);
     if (threadIdx.x % 32 == 0) scales[at / kBlock8] = scale;
+    const Block8Map& map = maps.of<kMoment == 0>();
     StepPack<uint8_t, kStagedPack> codes;
     MEZZO_UNROLL
     for (int i = 0; i < kStagedPack; ++i) {
       float value;
       reinterpret_bits(moments.element[i], value);
       uint32_t code;
-      narrow_block8<kMoment == 0, ScalarLanes<float>>(value, inverse, code);
+      narrow_block8<kMoment == 0, ScalarLanes<float>>(map, value, inverse, code);
       codes.element[i] = static_cast<uint8_t>(code);
     }
     store_some(codes, slice.span.moments[kMoment], at, packs.size);
@@ -234,6 +238,17 @@ struct StagedStreams {
   }
 };
 
+/// Copies the maps from a kernel's arguments, all threads together, to where threads can look up
+/// different entries at once.
+__device__ inline void copy_maps(const Block8Maps& from, Block8Maps& to) {
+  static_assert(sizeof(Block8Maps) % sizeof(float) == 0);
+  const auto* const source = reinterpret_cast<const float*>(&from);
+  auto* const target = reinterpret_cast<float*>(&to);
+  for (unsigned i = threadIdx.x; i < sizeof(Block8Maps) / sizeof(float); i += kStepThreads) {
+    target[i] = source[i];
+  }
+}
+
 /// The body and the random key of a block, in all of its threads.
 template <class Body>
 struct BodyOfBlock {
@@ -250,16 +265,19 @@ using StagedLambBody = LambBody<typename Weights::Parameter, float, FloatMoments
 
 template <class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    staged_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
+    staged_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
+                       MEZZO_ARGUMENT(Block8Maps) maps) {
   using Streams = StagedStreams<Rule, Weights>;
   using Body = StagedBody<Rule, Weights>;
   const StagedSlice slice = table.slice_of(blockIdx.x);
-  const Streams streams{slice};
+  MEZZO_SHARED(Block8Maps, maps_of_block);
+  const Streams streams{slice, maps_of_block};
   if (is_skipped(inputs)) {
     if (inputs.clear) streams.clear_gradients();
     return;
   }
   MEZZO_SHARED(BodyOfBlock<Body>, of_block);
+  copy_maps(maps, maps_of_block);
   if (threadIdx.x == 0) {
     const StepUse use = use_of_slice(table, slice, inputs);
     of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
@@ -290,16 +308,18 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 template <class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     staged_lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
-                               LambNorms* of_blocks) {
+                               LambNorms* of_blocks, MEZZO_ARGUMENT(Block8Maps) maps) {
   using Streams = StagedStreams<LambRule, Weights>;
   using Body = StagedLambBody<Weights>;
   const StagedSlice slice = table.slice_of(blockIdx.x);
-  const Streams streams{slice};
+  MEZZO_SHARED(Block8Maps, maps_of_block);
+  const Streams streams{slice, maps_of_block};
   if (is_skipped(inputs)) {
     if (inputs.clear) streams.clear_gradients();
     return;
   }
   MEZZO_SHARED(BodyOfBlock<Body>, of_block);
+  copy_maps(maps, maps_of_block);
   if (threadIdx.x == 0) {
     const StepUse use = use_of_slice(table, slice, inputs);
     of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
@@ -333,12 +353,15 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 template <class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     staged_lamb_parameter_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
-                                 const LambNorms* of_rows) {
+                                 const LambNorms* of_rows, MEZZO_ARGUMENT(Block8Maps) maps) {
   if (is_skipped(inputs)) return;
   using Streams = StagedStreams<LambRule, Weights>;
   using Body = StagedLambBody<Weights>;
   const StagedSlice slice = table.slice_of(blockIdx.x);
+  MEZZO_SHARED(Block8Maps, maps_of_block);
+  const Streams streams{slice, maps_of_block};
   MEZZO_SHARED(BodyOfBlock<Body>, of_block);
+  copy_maps(maps, maps_of_block);
   if (threadIdx.x == 0) {
     const StepUse use = use_of_slice(table, slice, inputs);
     LambCoefficients coefficients = coefficients_of_slice(table, slice, inputs, use);
@@ -347,7 +370,6 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   }
   __syncthreads();
   const BodyOfBlock<Body> step = of_block;
-  const Streams streams{slice};
   streams.visit_blocks([&](int64_t at, int size) {
     typename Streams::Packs packs{.size = size};
     streams.template load<StepPass::move>(at, packs);
@@ -364,7 +386,7 @@ template <class Rule, class Weights, class Table>
 void launch_staged_step(const PagedTable<Table>& table, const StepInputs& inputs, Stream stream) {
   if (table.blocks() == 0) return;
   launch<staged_step_kernel<Rule, Weights, Table>>(table.blocks(), kStepThreads, stream, table,
-                                                   inputs);
+                                                   inputs, Block8Maps{});
 }
 
 /// The overload for LAMB, in three launches as its other one.
@@ -372,11 +394,11 @@ template <std::same_as<LambRule> Rule, class Weights, class Table>
 void launch_staged_step(const PagedTable<Table>& table, const StepInputs& inputs, Stream stream) {
   launch_lamb(table, [&](LambNorms* of_blocks, LambNorms* of_rows) {
     launch<staged_lamb_moments_kernel<Weights, Table>>(table.blocks(), kStepThreads, stream, table,
-                                                       inputs, of_blocks);
+                                                       inputs, of_blocks, Block8Maps{});
     launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
                                      of_rows);
     launch<staged_lamb_parameter_kernel<Weights, Table>>(table.blocks(), kStepThreads, stream,
-                                                         table, inputs, of_rows);
+                                                         table, inputs, of_rows, Block8Maps{});
   });
 }
 
