@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <random>
@@ -100,7 +101,7 @@ std::vector<float> recorded_values(const std::string& kind, uint64_t seed) {
 }
 
 TEST(Block8, HasTheCodesAndScalesOfBitsandbytes) {
-  std::ifstream file(MEZZO_BLOCK8_RECORDED);
+  std::ifstream file(std::filesystem::path(__FILE__).parent_path() / "recorded" / "block8.txt");
   std::string line;
   int blocks = 0;
   while (std::getline(file, line)) {
