@@ -176,7 +176,7 @@ def first_words(message):
 
 
 def errors_page(root, known):
-    introduction = (root / "docs/errors.md").read_text(encoding="utf-8").split("\n## ", 1)[0].rstrip()
+    introduction = re.split(r"\n## \w+/\n", (root / "docs/errors.md").read_text(encoding="utf-8"), maxsplit=1)[0].rstrip()
     text = [introduction]
     for room, messages in sorted(messages_of(root).items()):
         text.append(f"\n## {room}/\n\n| message | what to do |\n|---|---|")
