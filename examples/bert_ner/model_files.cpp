@@ -15,7 +15,7 @@ namespace bert_ner {
 namespace {
 
 namespace fs = std::filesystem;
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr std::array kTokenizerFiles = {"tokenizer.json", "tokenizer_config.json",
                                         "special_tokens_map.json"};
@@ -25,20 +25,20 @@ constexpr const char* kAdvice = "; are config.json and model.safetensors of the 
 /// Fields of config.json, checked.
 struct ConfigReader {
   int64_t size(const char* name) const {
-    const auto value = config.value(name, json());
+    const auto value = config.value(name, Json());
     const double number = value.is_number_integer() ? value.get<double>() : 0;
     if (number < 1 || number > std::exp2(31)) fail(name, "must be a whole number from 1 to 2^31");
     return value.get<int64_t>();
   }
 
   double number(const char* name, double fallback, int high) const {
-    const auto value = config.value(name, json(fallback));
+    const auto value = config.value(name, Json(fallback));
     if (value.is_number() && value >= 0 && value <= high) return value.get<double>();
     fail(name, "must be a number from 0 to " + std::to_string(high));
   }
 
   std::string one_of(const char* name, const std::vector<std::string>& accepted) const {
-    const auto value = config.value(name, json(accepted.front()));
+    const auto value = config.value(name, Json(accepted.front()));
     const auto found =
         std::ranges::find(accepted, value.is_string() ? value.get<std::string>() : "");
     if (found != accepted.end()) return *found;
@@ -46,12 +46,12 @@ struct ConfigReader {
   }
 
   [[noreturn]] void fail(const char* name, const std::string& what) const {
-    const auto value = config.value(name, json());
+    const auto value = config.value(name, Json());
     throw InputError(origin + ": \"" + name + "\" is " +
                      (value.is_null() ? "missing" : value.dump().substr(0, 60)) + "; it " + what);
   }
 
-  const json& config;
+  const Json& config;
   std::string origin;
 };
 
@@ -102,9 +102,9 @@ fs::path weights_file(const fs::path& folder) {
                    ".save_pretrained(OTHER, max_shard_size=\"50GB\")");
 }
 
-json config_with_labels(json config, const Labels& labels) {
+Json config_with_labels(Json config, const Labels& labels) {
   config["architectures"] = {"BertForTokenClassification"};
-  json id2label = json::object(), label2id = json::object();
+  Json id2label = Json::object(), label2id = Json::object();
   for (std::size_t i = 0; i < labels.size(); ++i) {
     id2label[std::to_string(i)] = labels.names()[i];
     label2id[labels.names()[i]] = i;
@@ -174,7 +174,7 @@ WordPiece load_tokenizer(const ModelFiles& files, const BertConfig& config) {
 
 Labels labels_of(const ModelFiles& files) {
   const std::string origin = (files.folder / "config.json").string();
-  const auto map = files.config.value("id2label", json());
+  const auto map = files.config.value("id2label", Json());
   std::vector<std::string> names;
   for (std::size_t i = 0; map.is_object() && i < map.size(); ++i) {
     const auto found = map.find(std::to_string(i));

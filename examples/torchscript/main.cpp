@@ -1,7 +1,7 @@
 // TorchScript trained from C++: torch::jit::load, autocast, a loss scale, checkpoints.
-// `torchscript model.pt` loads a file of yours, whose forward takes 16 numbers a row and gives
-// scores of 4 classes; without one the program makes such a file itself. Exits with 1 if the loss
-// did not fall, or if the checkpoint gives other weights.
+// `torchscript model.pt` loads your file, whose forward must take rows of 16 numbers and return
+// scores of 4 classes; without an argument the program makes such a file. Exits with 1 if the loss
+// did not fall, or if the checkpoint has other weights.
 #include <mezzo/base/script_module.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
@@ -16,7 +16,7 @@
 
 namespace {
 
-/// What `torch.jit.script(model).save(file)` does in Python.
+/// Saves a scripted model, as `torch.jit.script(model).save(file)` does in Python.
 void make_model(const std::string& file) {
   torch::jit::Module model("Net");
   const auto weight = [](int64_t rows, int64_t columns) {
