@@ -5,11 +5,13 @@
 #include <fcntl.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <exception>
 #include <iostream>
 #include <string>
 #include <string_view>
+#include <thread>
 #include <variant>
 #include <vector>
 
@@ -69,8 +71,8 @@ void run(const std::vector<std::string>& arguments, Ranks& ranks) {
 
 /// Says what went wrong in one line, and ends all ranks. \returns the status to end with
 int fail(const Ranks& ranks, int status, std::string_view message) {
-  constexpr unsigned kSecondsForTheFirst = 2;  // which says what all ranks find, and ends them
-  if (!ranks.is_first()) sleep(kSecondsForTheFirst);
+  constexpr auto kTimeForTheFirst = std::chrono::seconds(3);  // it says what all find, and ends all
+  if (!ranks.is_first()) std::this_thread::sleep_for(kTimeForTheFirst);
   std::cerr << "bert_ner: ";
   if (ranks.is_distributed()) std::cerr << "rank " << ranks.rank() << ": ";
   std::cerr << message.substr(0, message.find('\n')) << std::endl;

@@ -10,7 +10,6 @@
 #include <iosfwd>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "batches.h"

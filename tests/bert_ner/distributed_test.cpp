@@ -179,9 +179,11 @@ TEST_F(Distributed, ResumesBitForBitOnTheSameNumber) {
 }
 
 TEST_F(Distributed, SaysOnceWhatAllRanksFindWrong) {
-  expect_one_error(run_ranks(2, {"--no-such-flag"}), 2, {"bert_ner: The", "--no-such-flag"});
-  expect_one_error(run_ranks(2, {"--model", (scratch_ / "nowhere").string(), "--data", corpus_}), 1,
-                   {"nowhere: is no folder"});
+  expect_one_error(run_ranks(2, {"--no-such-flag"}), 2,
+                   {"bert_ner: rank 0: The", "--no-such-flag"});
+  expect_one_error(run_ranks(2, {"--model", (scratch_ / "nowhere").string(), "--data", corpus_,
+                                 "--precision", "amp"}),
+                   1, {"nowhere: is no folder"});
 }
 
 TEST_F(Distributed, EndsAllRanksWithTheErrorOfTheOneThatFails) {
