@@ -33,7 +33,7 @@ void make_model(const std::string& file) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   torch::manual_seed(0);
   const auto folder = std::filesystem::temp_directory_path() /
                       ("mezzo_torchscript_" + std::to_string(std::random_device()()));
@@ -77,4 +77,7 @@ int main(int argc, char** argv) {
   const auto from = first.item<double>(), to = last.item<double>();
   std::printf("loss %.3f -> %.3f, %s\n", from, to, is_same ? "the same model" : "another model");
   return to < from / 2 && is_same ? 0 : 1;
+} catch (const c10::Error& error) {
+  std::fprintf(stderr, "torchscript: %s\n", error.what_without_backtrace());
+  return 2;
 }
