@@ -178,7 +178,7 @@ def shown(messages):
     for message in messages:
         words, remedy = split(message)
         alone = len({split(other)[1] for other in messages if split(other)[0] == words}) == 1
-        rows[words if alone and " " in words else message] = remedy
+        rows[words if alone and " " in words and len(re.sub(r"[^a-z]", "", words)) > 5 else message] = remedy
     return rows
 
 
