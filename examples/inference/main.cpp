@@ -31,12 +31,13 @@ int main() {
   Net model;
   model->eval();
   for (auto& parameter : model->parameters()) parameter.requires_grad_(false);
-  // The module enters its region in whatever thread calls it; a guard holds in its own alone.
+  // The module enters its region in every thread that calls it; a guard works in its own thread
+  // only.
   mezzo::AutocastModule net(model, {.device = torch::kCPU, .cache = cache});
 
   const auto input = torch::randn({32, 64});
   const auto exact = model(input);
-  // A product cannot tell a frozen weight from an activation before it comes a second time.
+  // The cache recognises a frozen weight when it is used a second time.
   net(input);
   net(input);
   const auto casts = cache.statistics().casts;

@@ -35,7 +35,7 @@ namespace detail::cuda {
 
 static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
 
-/// Launches over the tensors of `Element`'s dtype, as many at a time as a table holds.
+/// Launches a kernel over the tensors of `Element`'s dtype, as many at a time as a table holds.
 template <class Element>
 static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scale,
                           float* found_inf, Stream stream) {
@@ -73,7 +73,8 @@ static bool is_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
 }
 
-/// Calls `launch(paged table)` for `pages`, at least one: once where there is memory for them.
+/// Calls `launch(paged table)`: once for all `pages` if there is device memory, else once for each.
+/// There is at least one page.
 template <class Table, class Launch>
 static void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
                          const Launch& launch) {
@@ -130,7 +131,7 @@ static void launch_dtypes(const std::vector<at::Tensor>& tensors,
   launch_dtype<double>(tensors, first_partials, memory, launch);
 }
 
-/// Where each tensor's partial results begin, and last how many there are.
+/// Returns the index of each tensor's first partial result and, as the last entry, their number.
 static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> offsets{0};
   for (const at::Tensor& tensor : tensors) {
@@ -208,7 +209,7 @@ __attribute__((weak)) void pack_letter_(const at::Tensor& scale, const at::Tenso
                              max_abs.const_data_ptr<double>(), letter.mutable_data_ptr<double>());
 }
 
-/// Where a step goes.
+/// The device, stream and memory of a step.
 struct StepTarget {
   at::Device device;
   Stream stream;
@@ -240,7 +241,7 @@ static void launch_rows(const std::vector<StepRow>& rows, const std::vector<Grou
   if (!pages.empty()) launch_pages(pages, target.device, &target.memory, launch);
 }
 
-/// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
+/// Launches a step over the rows with one pair of dtypes, one variant and one weight storage.
 template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
 static void step_rows(const std::vector<StepRow>& rows,
                       const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
@@ -267,7 +268,7 @@ static void step_staged_rows(const std::vector<StepRow>& rows,
   });
 }
 
-/// What the CPU has loops for too.
+/// Steps rows of the dtypes and weight storages for which the CPU has loops too.
 template <class Rule>
 static void step_all_dtypes(const std::vector<StepRow>& rows,
                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
@@ -317,7 +318,7 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
                              found_inf);
 }
 
-/// `Rule` steps the rows that are no variant, `Variants` those that are.
+/// `Rule` steps the rows without a variant, `Variants` the others.
 template <class Rule, class... Variants>
 static void step_by_rule(const std::vector<StepRow>& rows,
                          const std::vector<StepGroup<StepNumbers>>& groups,
