@@ -230,11 +230,10 @@ TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
   };
   const c10::StreamGuard warm_up(host_gpu::new_stream());
   write(2);
-  mezzo::detail::WeightStore store(std::numeric_limits<std::int64_t>::max(), false);
-  store.fixed_copy(weight, at::kBFloat16);
-  const auto read = [&] {
-    return store.lower(weight, at::kBFloat16, mezzo::detail::ArgumentRole::weight, 0);
-  };
+  const auto store = std::make_shared<mezzo::detail::WeightStore>();
+  store->buffer_for(weight, at::kBFloat16);
+  mezzo::detail::ThreadCache of_the_region{store, nullptr};
+  const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
   {
     const c10::StreamGuard other(host_gpu::new_stream());
     EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
@@ -246,7 +245,7 @@ TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
   host_gpu::capture(graph, [&] {
     sum.copy_(read().sum());
     mezzo::detail::WriteEvents events;
-    store.publish(weight, store.fixed_copy(weight, at::kBFloat16), events);
+    store->publish(weight, store->buffer_for(weight, at::kBFloat16), events);
   });
   graph.replay();
   EXPECT_EQ(sum.item<float>(), 200);

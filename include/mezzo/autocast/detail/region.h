@@ -205,6 +205,7 @@ inline ThreadState this_thread_state() noexcept {
   return state;
 }
 
+/// Installs all of `state` but its weight caches, which a CacheScope puts in force.
 inline void install_in_this_thread(const ThreadState& state) noexcept {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | state.disabled;
@@ -214,16 +215,15 @@ inline void install_in_this_thread(const ThreadState& state) noexcept {
   }
   at::autocast::set_autocast_cache_enabled(state.cache_enabled);
   thread_policies() = state.policies;
-  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
-    change_cache(thread_caches()[i], state.weight_caches[i]);
-  }
 }
 
 /// Runs this thread under `state` until the end of the scope.
 class ThreadStateScope {
  public:
   explicit ThreadStateScope(const ThreadState& state) noexcept
-      : found_(this_thread_state()), nesting_(state.dtypes != found_.dtypes) {
+      : found_(this_thread_state()),
+        nesting_(state.dtypes != found_.dtypes),
+        caches_{CacheScope(0, state.weight_caches[0]), CacheScope(1, state.weight_caches[1])} {
     install_in_this_thread(state);
   }
   ~ThreadStateScope() { install_in_this_thread(found_); }
@@ -233,6 +233,7 @@ class ThreadStateScope {
  private:
   ThreadState found_;
   Nesting nesting_;
+  std::array<CacheScope, kPolicyDevices.size()> caches_;
 };
 
 /// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,

@@ -1,7 +1,7 @@
 /// \file
-/// The kernels that mezzo puts in front of libtorch's autocast kernel of one op and device: one
-/// asks the thread's policy, and where that is silent it calls the kernel that was there; the other
-/// asks the thread's weight cache.
+/// The kernel that mezzo puts in front of libtorch's autocast kernel of one op and device. It looks
+/// up the thread's policy and weight cache, and where neither concerns the op it calls the kernel
+/// that was there.
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
@@ -56,14 +56,12 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
   }
 }
 
-/// `cache` is the weight cache that may hold the result, if one does and the argument's `role` is
-/// not other.
+/// Casts the tensors in `argument`. Those that `cache` has an owner for come from there.
 inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device,
-                          const ThreadCache& cache, ArgumentRole role) {
-  const bool asks = cache.casts != nullptr && role != ArgumentRole::other;
+                          ThreadCache& cache) {
   const auto cast = [&](const at::Tensor& tensor) {
-    return asks && is_eligible(tensor, device) && tensor.scalar_type() != dtype
-               ? cache.casts->lower(tensor, dtype, role, cache.since)
+    return cache.owner != nullptr && is_eligible(tensor, device) && tensor.scalar_type() != dtype
+               ? cache.owner->lower(tensor, dtype, cache)
                : at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {
@@ -120,12 +118,10 @@ inline std::optional<c10::OperatorHandle> overload_with_dtype(const c10::Operato
 
 class OverrideKernel final : public c10::OperatorKernel {
  public:
-  /// Takes over from whatever kernel `op` has now.
-  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, OpSlot slot,
-                 OpCategory registered)
-      : slot_(slot),
+  /// Takes over from whatever kernel `op` has now. `record` is the op's.
+  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, const OpRecord& record)
+      : record_(record),
         device_index_(policy_device_index(device)),
-        registered_(registered),
         device_(device),
         key_(autocast_key(device)),
         arity_(op.schema().arguments().size()),
@@ -138,13 +134,15 @@ class OverrideKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
     const PolicyEdits* edits = thread_policies()[device_index_].get();
-    const auto category = edits == nullptr ? std::nullopt : edits->find(slot_);
-    if (!category.has_value() || *category == registered_) {
+    const OpCategory registered = record_.registered[device_index_];
+    const OpCategory category =
+        edits == nullptr ? registered : edits->find(record_.slot).value_or(registered);
+    if (category == registered && !casts_from_cache(category, keys)) {
       pass_on(op, keys, stack);
-    } else if (*category == OpCategory::fallthrough) {
+    } else if (category == OpCategory::fallthrough) {
       skip_autocast(op, keys, stack);
     } else {
-      run(*category, op, stack);
+      run(category, op, keys, stack);
     }
   }
 
@@ -163,7 +161,17 @@ class OverrideKernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
   }
 
-  void run(OpCategory category, const c10::OperatorHandle& op, c10::Stack* stack) const {
+  /// Whether copies of weights replace casts: in a region with a WeightCache, for the ops that ask
+  /// caches and for those that a policy allows. In a trace a copy would become a constant.
+  bool casts_from_cache(OpCategory category, c10::DispatchKeySet keys) const {
+    const bool asks =
+        record_.asks_cache || record_.registered[device_index_] != OpCategory::lower_precision;
+    return category == OpCategory::lower_precision && asks &&
+           thread_caches()[device_index_].owner != nullptr && !keys.has(c10::DispatchKey::Tracer);
+  }
+
+  void run(OpCategory category, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+           c10::Stack* stack) const {
     TORCH_CHECK(category != OpCategory::banned, full_name(op.operator_name()),
                 " is banned under autocast by the op policy of this region; call it on float32 "
                 "tensors where autocast is off, or lift the ban with OpPolicy::allow_banned");
@@ -171,10 +179,10 @@ class OverrideKernel final : public c10::OperatorKernel {
     c10::IValue* arguments = stack->data() + (stack->size() - arity_);
     const OpArguments view(arguments, arity_);
     if (const auto dtype = cast_target(category, view, device_)) {
-      const ThreadCache cache =
-          category == OpCategory::lower_precision ? thread_caches()[device_index_] : ThreadCache();
+      ThreadCache none;
+      ThreadCache& cache = casts_from_cache(category, keys) ? thread_caches()[device_index_] : none;
       std::for_each(arguments, arguments + arity_, [&](c10::IValue& argument) {
-        cast_argument(argument, *dtype, device_, cache, ArgumentRole::right_factor);
+        cast_argument(argument, *dtype, device_, cache);
       });
     } else if (category == OpCategory::fp32_set_opt_dtype) {
       set_dtype(arguments);
@@ -198,68 +206,14 @@ class OverrideKernel final : public c10::OperatorKernel {
     return is_eligible(first, device_) ? at::ScalarType::Float : first.scalar_type();
   }
 
-  OpSlot slot_;
+  const OpRecord& record_;
   std::size_t device_index_;
-  OpCategory registered_;
   c10::DeviceType device_;
   c10::DispatchKey key_;
   std::size_t arity_;
   std::optional<std::size_t> dtype_index_;
   std::optional<c10::OperatorHandle> with_dtype_;
   std::optional<c10::SafeKernelFunction> previous_;
-};
-
-/// Of an op's first arguments; those behind are other.
-using ArgumentRoles = std::array<ArgumentRole, 6>;
-
-/// Stands in front of an op that consumes weights: does what libtorch's lower_precision kernels do,
-/// but asks the region's WeightCache, where there is one, for the weights. Boxed: one kernel serves
-/// all ops, which are a table of names and roles (weight_cache_impl.h).
-class CachingKernel final : public c10::OperatorKernel {
- public:
-  /// Takes over from whatever kernel `op` has now.
-  CachingKernel(const c10::OperatorHandle& op, const ArgumentRoles& roles, c10::DeviceType device,
-                OpSlot slot)
-      : roles_(roles),
-        arity_(op.schema().arguments().size()),
-        device_(device),
-        device_index_(policy_device_index(device)),
-        slot_(slot),
-        previous_(op.getComputedKernelForDispatchKey(autocast_key(device))) {}
-
-  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-    if (!is_lowered()) {
-      previous_.callBoxed(op, keys, stack);
-      return;
-    }
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key(device_));
-    // In a trace a copy would be a constant.
-    const ThreadCache cache =
-        keys.has(c10::DispatchKey::Tracer) ? ThreadCache() : thread_caches()[device_index_];
-    const auto dtype = at::autocast::get_autocast_dtype(device_);
-    c10::IValue* arguments = stack->data() + (stack->size() - arity_);
-    for (std::size_t i = 0; i < arity_; ++i) {
-      const ArgumentRole role = i < roles_.size() ? roles_[i] : ArgumentRole::other;
-      cast_argument(arguments[i], dtype, device_, cache, role);
-    }
-    op.callBoxed(stack);
-  }
-
- private:
-  /// Unless a policy says otherwise: then the policy's kernel knows what to do, which is the
-  /// previous one or stands in front of this.
-  bool is_lowered() const {
-    const PolicyEdits* edits = thread_policies()[device_index_].get();
-    const auto category = edits == nullptr ? std::nullopt : edits->find(slot_);
-    return category.value_or(OpCategory::lower_precision) == OpCategory::lower_precision;
-  }
-
-  ArgumentRoles roles_;
-  std::size_t arity_;
-  c10::DeviceType device_;
-  std::size_t device_index_;
-  OpSlot slot_;
-  c10::SafeKernelFunction previous_;
 };
 
 }  // namespace detail

@@ -79,8 +79,8 @@ class OverrideRegistry {
     return record(op).registered[policy_device_index(device)];
   }
 
-  /// Puts a kernel that asks the thread's policy in front of the op's, on every device where
-  /// `category` is not already what libtorch does. check_no_other_mezzo_overrides comes before.
+  /// Lets policies give the op `category`: puts a kernel in front of it on every device where that
+  /// is not already what libtorch does. check_no_other_mezzo_overrides comes before.
   /// \throws c10::Error if the op is gone
   void install(const OpRecord& op, OpCategory category) {
     const auto handle = find_op(op.name);
@@ -88,33 +88,18 @@ class OverrideRegistry {
                 " is no longer registered; keep the library loaded that registered it");
     const std::lock_guard lock(mutex_);
     OpRecord& record = records_[op.slot];
-    for (const auto device : kPolicyDevices) {
-      const std::size_t i = policy_device_index(device);
-      if (!record.is_overridden[i] && record.registered[i] != category) {
-        put_in_front(*handle, device,
-                     c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<OverrideKernel>(
-                         *handle, device, op.slot, record.registered[i])),
-                     "OpPolicy");
-        record.is_overridden[i] = true;
-      }
-    }
+    override_where(*handle, record,
+                   [category](OpCategory registered) { return registered != category; });
     record.is_installed = true;
   }
 
-  /// Puts a kernel that asks a weight cache in front of the op's, once a process, where the op is
-  /// in libtorch's list of those to lower. `make` is given device and slot, and takes over from the
-  /// kernel that is there.
-  template <class Make>
-  void install_cache_kernel(const c10::OperatorHandle& op, Make make) {
+  /// Lets the op ask weight caches, on every device where libtorch lowers it.
+  void install_for_caches(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
     OpRecord& record = record_of(op);
-    for (const auto device : kPolicyDevices) {
-      const std::size_t i = policy_device_index(device);
-      if (!record.asks_cache[i] && record.registered[i] == OpCategory::lower_precision) {
-        put_in_front(op, device, make(device, record.slot), "WeightCache");
-        record.asks_cache[i] = true;
-      }
-    }
+    override_where(op, record,
+                   [](OpCategory registered) { return registered == OpCategory::lower_precision; });
+    record.asks_cache = true;
   }
 
  private:
@@ -133,12 +118,21 @@ class OverrideRegistry {
     return record;
   }
 
-  void put_in_front(const c10::OperatorHandle& op, c10::DeviceType device,
-                    c10::KernelFunction kernel, const char* who) {
-    const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
-    handles_.push_back(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-        c10::str(kOverrideBy, kOwnVersion, ' ', who)));
+  /// Puts an OverrideKernel in front of the op on each device where it has none and whose
+  /// registered category is `wanted`.
+  template <class Predicate>
+  void override_where(const c10::OperatorHandle& op, OpRecord& record, Predicate wanted) {
+    for (const auto device : kPolicyDevices) {
+      const std::size_t i = policy_device_index(device);
+      if (record.is_overridden[i] || !wanted(record.registered[i])) continue;
+      auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
+          std::make_unique<OverrideKernel>(op, device, record));
+      const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
+      handles_.push_back(c10::Dispatcher::singleton().registerImpl(
+          op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
+          c10::str(kOverrideBy, kOwnVersion, " for op policies and weight caches")));
+      record.is_overridden[i] = true;
+    }
   }
 
   std::mutex mutex_;

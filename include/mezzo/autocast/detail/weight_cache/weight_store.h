@@ -1,131 +1,165 @@
 /// \file
-/// A cache's copies behind a lock, and how they come about.
+/// What a WeightCache holds, and how ops get it.
 #pragma once
 
-#include <mezzo/autocast/detail/autograd_node.h>
 #include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/weight_cache/held_copies.h>
 #include <mezzo/autocast/detail/weight_cache/held_copy.h>
-#include <mezzo/autocast/detail/weight_cache/weight_cache_statistics.h>
-#include <mezzo/autocast/detail/weight_cache/weight_identity.h>
+#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/variable.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-class WeightStore final : public WeightCasts {
+/// Copies by weight and dtype. Not for several threads. Whatever leaves the table is handed to the
+/// caller, who destroys it when no lock is held: a copy's memory may be freed by a user's function.
+class CopyTable {
  public:
-  WeightStore(std::int64_t max_bytes, bool keep_trainable)
-      : keep_trainable_(keep_trainable), held_(max_bytes) {}
+  using Map = std::unordered_map<CopyKey, HeldCopy, CopyKey::Hash>;
 
-  at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, ArgumentRole role,
-                   std::uint64_t since) override {
-    const auto shown = shown_by(tensor);
-    const at::Tensor& weight = *shown;
-    if (!can_be_held(weight)) {
-      return tensor.to(dtype);
-    }
-    const bool trainable = weight.requires_grad() || tensor.requires_grad();
-    const Wanted wanted{weight, dtype, since, trainable, trainable && c10::GradMode::is_enabled()};
-    Use use = find(wanted);
-    if (!use.copy.defined()) {
-      if (!is_worth_holding(wanted, role) || (!trainable && !is_settled(weight))) {
-        return tensor.to(dtype);
-      }
-      use = find_or_cast(wanted, /*fixed=*/false);
-    }
-    return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
+  HeldCopy* find(const CopyKey& key) {
+    const auto found = copies_.find(key);
+    return found == copies_.end() ? nullptr : &found->second;
   }
 
-  std::uint64_t enter() noexcept override {
-    const std::lock_guard lock(mutex_);
-    ++readers_;
-    return made_;
+  /// Returns the copy if it has the present values of `weight`.
+  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype) {
+    HeldCopy* entry = find(CopyKey(weight, dtype));
+    return entry != nullptr && entry->is_current(weight) ? entry : nullptr;
   }
 
-  /// When the last region ends, copies that must not outlive it are dropped.
-  void leave() noexcept override {
-    HeldCopies::List out;  // dies after the lock
-    const std::lock_guard lock(mutex_);
-    if (--readers_ == 0) held_.remove_passing(out);
-    held_.count_use();
-    held_.remove_dead_if_due(out);
+  /// Puts `entry` into the table and returns what was there.
+  std::optional<HeldCopy> put(const CopyKey& key, HeldCopy entry) {
+    const auto [place, is_new] = copies_.try_emplace(key, std::move(entry));
+    if (is_new) return std::nullopt;
+    return std::exchange(place->second, std::move(entry));  // try_emplace has moved nothing
   }
 
-  /// The copy of `weight`, current, in memory that is the same at every call.
-  at::Tensor fixed_copy(const at::Tensor& weight, at::ScalarType dtype) {
-    const Wanted wanted{weight, dtype, /*since=*/0, weight.requires_grad()};
-    {
-      const std::lock_guard lock(mutex_);
-      const HeldCopy* entry = find_current(wanted);
-      if (entry != nullptr && entry->fixed) return entry->copy;
+  template <class Predicate>
+  void remove_if(Predicate gone, Map& out) {
+    for (auto entry = copies_.begin(); entry != copies_.end();) {
+      const auto next = std::next(entry);
+      if (gone(*entry)) out.insert(copies_.extract(entry));
+      entry = next;
     }
-    return find_or_cast(wanted, /*fixed=*/true).copy;
+  }
+
+  /// Removes the copies of dead weights, once in half as many calls as there are copies: a constant
+  /// cost a call.
+  void remove_dead_if_due(Map& out) {
+    if (++calls_since_removal_ > copies_.size() / 2) remove_dead(out);
+  }
+  void remove_dead(Map& out) {
+    calls_since_removal_ = 0;
+    remove_if([](const auto& entry) { return entry.second.weight.is_dead(); }, out);
+  }
+
+  template <class Visit>
+  void for_each(Visit visit) {
+    for (auto& [key, entry] : copies_) visit(key, entry);
+  }
+
+ private:
+  Map copies_;
+  std::size_t calls_since_removal_ = 0;
+};
+
+/// The copies that all threads share, published and pinned, behind a lock; and the rules for those
+/// of a region, which its thread alone reads (ThreadCache::region_copies).
+class WeightStore final : public CacheOwner {
+ public:
+  WeightStore() : CacheOwner(&WeightStore::lower_for) {}
+
+  /// Returns the copy of `weight`, current, in memory that is the same at every call.
+  at::Tensor buffer_for(const at::Tensor& weight, at::ScalarType dtype) {
+    return renew(weight, dtype, /*publish=*/true);
   }
 
   /// From now on `copy` is what is held for `weight`. `events`: of all that is published together.
   void publish(const at::Tensor& weight, const at::Tensor& copy, WriteEvents& events) {
-    HeldCopies::List out;         // dies after the locks, and so does
-    std::optional<HeldCopy> old;  // what is replaced
+    CopyTable::Map out;  // die after the locks
+    std::optional<HeldCopy> old;
+    const CopyKey key(weight, copy.scalar_type());
+    HeldCopy entry{.weight = WeightIdentity(weight), .copy = copy, .published = true};
+    entry.order.written(copy, events);
     const std::lock_guard refresh(refresh_);
     const std::lock_guard lock(mutex_);
-    const CopyKey key(weight, copy.scalar_type());
-    check_room(key, bytes_of(copy), out);
-    old = held_.take(key);
-    const bool same = old.has_value() && old->copy.is_same(copy);
-    HeldCopy entry{.key = key,
-                   .weight = WeightIdentity(weight),
-                   .copy = copy,
-                   .made = ++made_,
-                   .fixed = true,
-                   .order = same ? std::move(old->order) : DeviceOrder()};
-    entry.order.written(copy, events);
+    shared_.remove_dead_if_due(out);
     copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
-    if (same && old->copy_version.has_value()) {
+    const HeldCopy* found = shared_.find(key);
+    if (found != nullptr && found->copy.is_same(copy) && found->copy_version.has_value()) {
       entry.copy_version = copy._version();
     }
     ++counts_.published;
-    insert(std::move(entry), /*is_new=*/!old.has_value(), out);
+    old = shared_.put(key, std::move(entry));
   }
 
-  bool holds(const at::Tensor& weight, at::ScalarType dtype, std::uint64_t since) {
+  void pin(const std::vector<at::Tensor>& weights) {
     const std::lock_guard lock(mutex_);
-    return find_current({weight, dtype, since, weight.requires_grad()}) != nullptr;
+    std::erase_if(pinned_, [](const auto& pinned) { return pinned.second.expired(); });
+    for (const auto& weight : weights) {
+      pinned_.insert_or_assign(weight.unsafeGetTensorImpl(), WeakTensor(weight.getIntrusivePtr()));
+    }
+  }
+
+  /// Ends the pin of one weight, or of all.
+  void unpin(const c10::TensorImpl* weight) {
+    CopyTable::Map out;
+    const std::lock_guard lock(mutex_);
+    ++forgets_;  // a cast that is under way is not to be held
+    weight == nullptr ? pinned_.clear() : static_cast<void>(pinned_.erase(weight));
+    remove_unpublished(weight, out);
+  }
+
+  /// Forgets the copies of one weight, or all; published ones keep their memory.
+  void forget(const c10::TensorImpl* weight) {
+    CopyTable::Map out;
+    const std::lock_guard lock(mutex_);
+    ++forgets_;
+    remove_unpublished(weight, out);
+    shared_.for_each([weight](const CopyKey& key, HeldCopy& entry) {
+      entry.forgotten |= weight == nullptr || key.weight == weight;
+    });
+  }
+
+  bool holds(const at::Tensor& weight, at::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);
+    return find_current(weight, dtype, region_of_this_thread()) != nullptr;
   }
 
   bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
     const std::lock_guard lock(mutex_);
-    return seen_.is_asked_for(weight, dtype);
-  }
-
-  /// Forgets the copies of one weight, or all; fixed ones keep their memory.
-  void forget(const c10::TensorImpl* weight) {
-    HeldCopies::List out;
-    const std::lock_guard lock(mutex_);
-    ++forgets_;
-    weight == nullptr ? held_.forget_all(out) : held_.forget(weight, out);
+    return asked_for_.count(CopyKey(weight, dtype)) != 0;
   }
 
   WeightCacheStatistics statistics() {
-    HeldCopies::List out;
+    CopyTable::Map out;
     const std::lock_guard lock(mutex_);
-    held_.remove_dead(out);
     WeightCacheStatistics now = counts_;
-    now.bytes_held = held_.bytes();
-    now.copies_held = static_cast<std::int64_t>(held_.size());
+    const auto count = [&](CopyTable& copies) {
+      copies.remove_dead(out);
+      copies.for_each([&now](const CopyKey& /*key*/, const HeldCopy& entry) {
+        now.bytes_held += bytes_of(entry.copy);
+        ++now.copies_held;
+      });
+    };
+    count(shared_);
+    if (Region* region = region_of_this_thread(); region != nullptr) count(region->copies);
     return now;
   }
 
@@ -135,161 +169,155 @@ class WeightStore final : public WeightCasts {
   }
 
  private:
-  /// What a use asks for.
-  struct Wanted {
-    const at::Tensor& weight;
-    at::ScalarType dtype;
-    std::uint64_t since;
-    bool trainable;           // the weight, or the view of it that is used
-    bool with_graph = false;  // that leads to the weight
+  struct Region {
+    CopyTable copies;
+    std::uint64_t forgets = 0;  // of the store's, when the copies were made
   };
 
-  /// A copy, and what its node raises and leads to.
+  /// What an op is to read: a copy, and what its node sets when a gradient goes through.
   struct Use {
     at::Tensor copy;
     std::shared_ptr<std::atomic<bool>> passed;
-    NodePtr<torch::autograd::Node> grad_accumulator;
   };
 
-  Use find(const Wanted& wanted) {
-    const std::lock_guard lock(mutex_);
-    held_.count_use();
-    HeldCopy* entry = find_current(wanted);
-    if (entry == nullptr) return {};
-    entry->order.about_to_read(entry->copy);
-    count_hit(cast_bytes(wanted.weight, wanted.dtype));
-    return use_of(*entry, wanted);
+  static at::Tensor lower_for(const at::Tensor& tensor, at::ScalarType dtype, ThreadCache& cache) {
+    return static_cast<WeightStore&>(*cache.owner).copy_for(tensor, dtype, cache.region_copies);
   }
 
-  HeldCopy* find_current(const Wanted& wanted) {
-    HeldCopy* entry = held_.find(wanted.weight, wanted.dtype, wanted.since);
-    return entry != nullptr && shows_all_writes(*entry, wanted) ? entry : nullptr;
-  }
-
-  /// Whether every write to the weight since shows in its identity.
-  bool shows_all_writes(const HeldCopy& entry, const Wanted& wanted) const {
-    if (entry.fixed || (keep_trainable_ && wanted.trainable)) {
-      return true;
+  at::Tensor copy_for(const at::Tensor& tensor, at::ScalarType dtype,
+                      std::shared_ptr<void>& region) {
+    const auto shown = shown_by(tensor);
+    const at::Tensor& weight = *shown;
+    if (!can_be_held(weight)) return tensor.to(dtype);
+    const bool trainable = weight.requires_grad() || tensor.requires_grad();
+    bool pinned = false;
+    Use use;
+    {
+      CopyTable::Map out;  // dies after the lock
+      const std::lock_guard lock(mutex_);
+      use = find(weight, dtype, trainable ? static_cast<Region*>(region.get()) : nullptr, out);
+      if (!use.copy.defined()) {
+        pinned = pinned_.count(weight.unsafeGetTensorImpl()) != 0;
+        if (pinned || trainable) note_asked_for(weight, dtype);
+      }
     }
-    const bool was_frozen = entry.passed == nullptr;
-    if (wanted.trainable ? was_frozen : !is_settled(wanted.weight)) {
-      return false;
+    if (use.copy.defined()) {
+      // It is current.
+    } else if (pinned) {
+      use.copy = renew(weight, dtype, /*publish=*/false);
+    } else if (trainable) {
+      if (region == nullptr) region = std::make_shared<Region>();
+      use = cast_for(*static_cast<Region*>(region.get()), weight, dtype);
+    } else {
+      return tensor.to(dtype);
     }
-    return keep_trainable_ || entry.weight.has_no_new_gradient(wanted.weight);
+    return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
 
-  /// Whether a frozen weight stays as it is until it gets a new version.
-  bool is_settled(const at::Tensor& weight) const {
-    return (keep_trainable_ || !may_be_stepped(weight)) && !shares_memory_unseen(weight);
-  }
-
-  /// The graph of a use is no sign of a write, as long as no gradient has passed the copy.
-  static Use use_of(HeldCopy& entry, const Wanted& wanted) {
-    Use use{entry.copy, entry.passed, nullptr};
-    if (wanted.with_graph && entry.passed != nullptr && wanted.weight.requires_grad()) {
-      use.grad_accumulator = torch::autograd::impl::grad_accumulator(wanted.weight);
-      entry.weight.expect_graph(use.grad_accumulator);
+  Use find(const at::Tensor& weight, at::ScalarType dtype, Region* region, CopyTable::Map& out) {
+    shared_.remove_dead_if_due(out);
+    if (region != nullptr) {
+      region->copies.remove_dead_if_due(out);
+      if (region->forgets != forgets_)
+        region->copies.remove_if([](const auto&) { return true; }, out);
+      region->forgets = forgets_;
     }
-    return use;
+    const HeldCopy* entry = find_current(weight, dtype, region);
+    return entry == nullptr ? Use() : hit(*entry, weight, dtype);
   }
 
-  /// One thread at a time, so that threads which miss together make one cast.
-  Use find_or_cast(const Wanted& wanted, bool fixed) {
-    HeldCopies::List out;         // dies after the locks, and so does
-    std::optional<HeldCopy> old;  // what is replaced
-    const auto& [weight, dtype, since, trainable, with_graph] = wanted;
+  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype, Region* region) {
+    HeldCopy* entry = shared_.find_current(weight, dtype);
+    if (entry == nullptr && region != nullptr && region->forgets == forgets_) {
+      entry = region->copies.find_current(weight, dtype);
+    }
+    return entry;
+  }
+
+  Use hit(const HeldCopy& entry, const at::Tensor& weight, at::ScalarType dtype) {
+    entry.order.about_to_read(entry.copy);
+    ++counts_.hits;
+    counts_.bytes_saved += cast_bytes(weight, dtype);
+    ++cache_hits();
+    return {entry.copy, entry.passed};
+  }
+
+  /// Returns the current copy of a weight that is pinned or to be published, and casts it if there
+  /// is none. One thread at a time, so that threads which miss together make one cast. The memory
+  /// of a published copy is kept.
+  at::Tensor renew(const at::Tensor& weight, at::ScalarType dtype, bool publish) {
+    CopyTable::Map out;  // die after the locks
+    std::optional<HeldCopy> old;
+    const CopyKey key(weight, dtype);
     const std::lock_guard refresh(refresh_);
-    if (Use use = fixed ? Use() : find(wanted); use.copy.defined()) return use;
+    std::optional<HeldCopy> place;
     std::uint64_t forgets = 0;
     {
       const std::lock_guard lock(mutex_);
+      shared_.remove_dead_if_due(out);
       forgets = forgets_;
-      const CopyKey key(weight, dtype);
-      if (fixed) {
-        check_room(key, weight.numel() * static_cast<std::int64_t>(c10::elementSize(dtype)), out);
+      if (HeldCopy* entry = shared_.find(key); entry != nullptr) {
+        if (entry->is_current(weight)) {
+          entry->published |= publish;
+          return publish ? entry->copy : hit(*entry, weight, dtype).copy;
+        }
+        entry->forgotten = true;  // while its memory is written; for good if the cast throws
+        if (entry->published) place = *entry;
       }
-      old = held_.take(key);
     }
-    const bool is_new = !old.has_value();
-    const bool stays_fixed = !is_new && old->fixed && fits(old->copy, weight);
-    const bool is_good = !is_new && old->passed == nullptr && shows_all_writes(*old, wanted) &&
-                         old->is_current(weight, since);
-    HeldCopy entry = is_good ? std::move(*old) : renewed_or_put_back(weight, dtype, old, out);
+    HeldCopy entry = cast_to(weight, dtype, place.has_value() ? &*place : nullptr);
+    at::Tensor copy = entry.copy;
+    entry.published = publish || place.has_value();
     const std::lock_guard lock(mutex_);
-    entry.fixed = fixed || stays_fixed;
-    entry.forgotten = entry.forgotten || forgets != forgets_;
-    const bool passing = trainable && !keep_trainable_ && !entry.fixed;
-    entry.passed = passing ? std::make_shared<std::atomic<bool>>() : nullptr;
-    Use use = use_of(entry, wanted);
-    insert(std::move(entry), is_new, out);
+    count_cast(weight, dtype);
+    entry.forgotten = forgets != forgets_;
+    if (entry.published || !entry.forgotten) old = shared_.put(key, std::move(entry));
+    return copy;
+  }
+
+  Use cast_for(Region& region, const at::Tensor& weight, at::ScalarType dtype) {
+    HeldCopy entry = cast_to(weight, dtype, nullptr);
+    entry.passed = std::make_shared<std::atomic<bool>>(false);
+    Use use{entry.copy, entry.passed};
+    const auto old = region.copies.put(CopyKey(weight, dtype), std::move(entry));
+    const std::lock_guard lock(mutex_);
+    count_cast(weight, dtype);
     return use;
   }
 
-  /// When the cast throws, as for want of memory, a promised place stays, but not its values.
-  HeldCopy renewed_or_put_back(const at::Tensor& weight, at::ScalarType dtype,
-                               std::optional<HeldCopy>& old, HeldCopies::List& out) {
-    try {
-      HeldCopy entry = cast_again(weight, dtype, old);
-      const std::lock_guard lock(mutex_);
-      entry.made = ++made_;
-      ++counts_.casts;
-      counts_.bytes_cast += cast_bytes(weight, dtype);
-      return entry;
-    } catch (...) {
-      if (old.has_value() && old->fixed) {
-        const std::lock_guard lock(mutex_);
-        old->forgotten = true;
-        insert(std::move(*old), /*is_new=*/false, out);
-      }
-      throw;
+  void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
+    static constexpr std::size_t kMost = 65536;
+    if (asked_for_.size() >= kMost) asked_for_.clear();  // the living ask again
+    asked_for_.emplace(weight, dtype);
+  }
+
+  void remove_unpublished(const c10::TensorImpl* weight, CopyTable::Map& out) {
+    shared_.remove_if(
+        [weight](const auto& entry) {
+          return !entry.second.published && (weight == nullptr || entry.first.weight == weight);
+        },
+        out);
+  }
+
+  void count_cast(const at::Tensor& weight, at::ScalarType dtype) {
+    ++counts_.casts;
+    counts_.bytes_cast += cast_bytes(weight, dtype);
+  }
+
+  Region* region_of_this_thread() const {
+    for (const auto& cache : thread_caches()) {
+      if (cache.owner.get() == this) return static_cast<Region*>(cache.region_copies.get());
     }
-  }
-
-  void insert(HeldCopy entry, bool is_new, HeldCopies::List& out) {
-    counts_.evicted += held_.insert(std::move(entry), is_new, out);
-  }
-
-  /// Before anything changes, so that what is published stays so when this throws.
-  void check_room(const CopyKey& key, std::int64_t bytes, HeldCopies::List& out) {
-    std::int64_t fixed = held_.fixed_bytes_beside(key);
-    if (fixed > held_.max_bytes() - bytes) {
-      held_.remove_dead(out);
-      fixed = held_.fixed_bytes_beside(key);
-    }
-    TORCH_CHECK(fixed <= held_.max_bytes() - bytes,
-                "max_bytes: published copies are never evicted; ", fixed, " bytes of them and ",
-                bytes, " more do not fit into ", held_.max_bytes(),
-                "; raise WeightCacheOptions::max_bytes or publish fewer weights");
-  }
-
-  /// A guess that costs a cast when wrong, and nothing else. The first use of a weight finds no
-  /// copy, and comes by here.
-  bool is_worth_holding(const Wanted& wanted, ArgumentRole role) {
-    const std::lock_guard lock(mutex_);
-    const bool is_weight = wanted.trainable ||
-                           (role == ArgumentRole::weight && !wanted.weight.is_view()) ||
-                           (role != ArgumentRole::left_factor && seen_.comes_back(wanted.weight));
-    if (is_weight) {
-      seen_.ask_for(wanted.weight, wanted.dtype);
-    }
-    return is_weight;
-  }
-
-  void count_hit(std::int64_t bytes) {
-    ++counts_.hits;
-    counts_.bytes_saved += bytes;
-    ++cache_hits();
+    return nullptr;
   }
 
   std::mutex refresh_;  // first this, then mutex_
   std::mutex mutex_;
-  const bool keep_trainable_;
-  HeldCopies held_;
-  std::uint64_t made_ = 0;     // copies so far
-  std::uint64_t forgets_ = 0;  // so that a copy that is being renewed is forgotten too
-  int readers_ = 0;            // threads in regions
+  CopyTable shared_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> pinned_;
+  std::unordered_set<CopyKey, CopyKey::Hash> asked_for_;  // a guess: addresses of dead weights too
+  std::uint64_t forgets_ = 0;  // so that what is being cast, or a region holds, is forgotten too
   WeightCacheStatistics counts_;
-  SeenTensors seen_;
 };
 
 }  // namespace detail
