@@ -1,5 +1,6 @@
 /// \file
-/// Autocast for custom autograd functions: what torch.amp.custom_fwd and custom_bwd do in Python.
+/// AutocastFunction: autocast for custom autograd functions, as torch.amp.custom_fwd and custom_bwd
+/// in Python.
 ///
 /// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
 #pragma once
@@ -93,9 +94,9 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
 /// written for it needs no change, or is wrapped where it is used:
 /// `mezzo::AutocastFunction<TheirFunction>::apply(x)`.
 ///
-/// Without `CastInputs`, `forward` sees the caller's state, and `backward` the same one, enabled
-/// flag and dtype, wherever and under whatever state the backward pass runs: a bfloat16 forward has
-/// a bfloat16 backward. (As custom_fwd without cast_inputs.)
+/// Without `CastInputs`, `forward` runs under the caller's state, and `backward` under the same
+/// one, wherever and under whatever state the backward pass runs: a bfloat16 forward has a bfloat16
+/// backward. (As custom_fwd without cast_inputs.)
 ///
 /// With `CastInputs`, say `AutocastFunction<Multiply, torch::kFloat>`, for kernels that need one
 /// dtype: where autocast is enabled for a tensor's device type, floating-point arguments on that
@@ -104,9 +105,9 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
 /// too. Where autocast is off nothing is converted. (As custom_fwd(cast_inputs=...).) Gradients
 /// come back in the dtype of the argument that the caller gave; libtorch sees to it.
 ///
-/// What else holds for torch::autograd::Function holds here: autograd follows arguments that are a
-/// Tensor, an optional Tensor or a TensorList, and not those inside other containers.
-/// `ctx->saved_data` holds one key of mezzo's, "mezzo.autocast". No host sync. Any thread.
+/// As with torch::autograd::Function, autograd follows arguments that are a Tensor, an optional
+/// Tensor or a TensorList, and not those inside other containers. `ctx->saved_data` holds one key
+/// of mezzo's, "mezzo.autocast". No host sync. Any thread.
 template <class T, at::ScalarType CastInputs = at::ScalarType::Undefined>
 struct AutocastFunction {
   static_assert(

@@ -1,7 +1,6 @@
 /// \file
-/// Which op policy and which weight cache a thread's regions have in force: all that guards, and
-/// the kernels in front of ops, need to know of either. The hot path of an overridden op reads only
-/// this.
+/// The op policy and the weight cache that are in force in a thread, for guards and for the kernels
+/// in front of ops. The hot path of an overridden op reads only this.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -52,9 +51,9 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
                                           : c10::DispatchKey::AutocastCUDA;
 }
 
-/// A thread-local T that is made at first use and never destroyed. The main thread destroys its
-/// thread_locals before static objects: a guard with static lifetime reads and writes this one
-/// afterwards. What guards put in they take out, so nothing is left in it when a thread ends.
+/// A thread-local T that is made at first use and never destroyed: a guard with static lifetime
+/// uses it after the main thread has destroyed its thread_locals. Guards take out what they put in,
+/// so nothing is left in it when a thread ends.
 template <class T>
 class NeverDestroyed {
  public:
@@ -71,12 +70,12 @@ class NeverDestroyed {
 /// An op's index in the OverrideRegistry.
 using OpSlot = std::size_t;
 
-/// What the OverrideRegistry knows of an op; it lives as long as the process. Arrays are by
+/// An op as the OverrideRegistry knows it, for the life of the process. Arrays are indexed by
 /// policy_device_index.
 struct OpRecord {
   std::string name;  ///< with its overload
   OpSlot slot;
-  /// What libtorch, or whoever registered the op's autocast kernel, does with it.
+  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it.
   std::array<OpCategory, kPolicyDevices.size()> registered;
   std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< has an OverrideKernel
   std::atomic<bool> asks_cache = false;    ///< weight caches keep copies for it
@@ -94,11 +93,11 @@ struct OpRecord {
   }
 };
 
-/// What a policy consists of.
+/// The edits of an OpPolicy, by op.
 class PolicyEdits {
  public:
   struct Edit {
-    const OpRecord* op = nullptr;  ///< none where the policy says nothing of the slot
+    const OpRecord* op = nullptr;  ///< null where the policy has no edit of the slot's op
     OpCategory category = OpCategory::unknown;
   };
 
@@ -119,7 +118,7 @@ class PolicyEdits {
     }
   }
 
-  /// `inner`, and where it is silent `outer`.
+  /// Returns the edits of both; `inner` wins where both edit an op.
   static std::shared_ptr<const PolicyEdits> nest(const std::shared_ptr<const PolicyEdits>& outer,
                                                  const std::shared_ptr<const PolicyEdits>& inner) {
     if (outer == nullptr || inner == nullptr || outer == inner) {
@@ -134,19 +133,18 @@ class PolicyEdits {
   std::vector<Edit> by_slot_;
 };
 
-/// The edits in force, by policy_device_index. A value: copying it hands a policy to another
-/// thread.
+/// The edits in force, by policy_device_index. Copying the value hands a policy to another thread.
 using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDevices.size()>;
 
-/// This thread's. One a thread, process and version of mezzo: the symbol is exported even from
-/// units compiled with hidden visibility, so shared libraries agree on it.
+/// Returns this thread's policies: one object for each thread and version of mezzo. The symbol is
+/// exported even from units compiled with hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
   static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
   return policies.get();
 }
 
-/// Puts a policy in force for one device until the scope ends, on top of what is. Allocates only
-/// where two policies nest.
+/// Puts a policy in force for one device until the scope ends, on top of the one in force.
+/// Allocates only where two policies nest.
 class PolicyScope {
  public:
   PolicyScope(c10::DeviceType device, const PolicyRef& policy) noexcept
@@ -209,13 +207,15 @@ struct ThreadCache {
 /// By policy_device_index.
 using ThreadCaches = std::array<ThreadCache, kPolicyDevices.size()>;
 
-/// This thread's caches; exported for the reason given at thread_policies, as the next two are.
+/// Returns this thread's caches. Exported for the reason given at thread_policies, as the next two
+/// functions are.
 C10_EXPORT inline ThreadCaches& thread_caches() {
   static constinit thread_local NeverDestroyed<ThreadCaches> caches;
   return caches.get();
 }
 
-/// Copies that this thread was given in place of a cast, ever; CastTrace takes differences.
+/// Counts the copies that ops of this thread were given in place of a cast; CastTrace takes
+/// differences.
 C10_EXPORT inline std::int64_t& cache_hits() {
   static thread_local std::int64_t hits = 0;
   return hits;
@@ -236,7 +236,7 @@ class CacheScope {
       : device_(device), changes_(thread_caches()[device].owner != owner) {
     if (changes_) outer_ = std::exchange(thread_caches()[device], {std::move(owner), nullptr});
   }
-  /// As a region's setting says: no cache where casts are not to be kept.
+  /// Does what a region's setting says. `{.cache = false}` puts no cache in force.
   CacheScope(c10::DeviceType device, const AutocastCache& cache) noexcept
       : CacheScope(policy_device_index(device), owner_in(device, cache)) {}
   ~CacheScope() {

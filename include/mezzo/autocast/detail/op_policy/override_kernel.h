@@ -30,7 +30,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The widest dtype among the tensors that autocast may cast; none where it may cast none.
+/// Returns the widest dtype among the tensors that autocast may cast, or none if there is no such
+/// tensor.
 inline std::optional<at::ScalarType> widest_dtype(OpArguments arguments, c10::DeviceType device) {
   std::optional<at::ScalarType> widest;
   for_each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -41,7 +42,7 @@ inline std::optional<at::ScalarType> widest_dtype(OpArguments arguments, c10::De
   return widest;
 }
 
-/// The dtype that a category casts to; none where it casts nothing.
+/// Returns the dtype that a category casts to, or none if it casts nothing.
 inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArguments arguments,
                                                  c10::DeviceType device) {
   switch (category) {
@@ -82,7 +83,7 @@ inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::Devi
   }
 }
 
-/// Where an op takes `ScalarType? dtype`, if it does.
+/// Returns the index of the op's argument `ScalarType? dtype`, if it has one.
 inline std::optional<std::size_t> optional_dtype_index(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
@@ -94,7 +95,7 @@ inline std::optional<std::size_t> optional_dtype_index(const c10::FunctionSchema
   return std::nullopt;
 }
 
-/// Whether `longer` takes what `shorter` takes, in the same order, and a dtype at the end.
+/// Whether `longer` takes the arguments of `shorter`, in the same order, and a dtype at the end.
 inline bool appends_dtype(const c10::FunctionSchema& shorter, const c10::FunctionSchema& longer) {
   const auto& ours = shorter.arguments();
   const auto& theirs = longer.arguments();
@@ -106,7 +107,7 @@ inline bool appends_dtype(const c10::FunctionSchema& shorter, const c10::Functio
   });
 }
 
-/// The overload that a fp32_append_dtype op is redirected to, if there is one.
+/// Returns the overload that a fp32_append_dtype op is redirected to, if there is one.
 inline std::optional<c10::OperatorHandle> overload_with_dtype(const c10::OperatorHandle& op) {
   for (auto& candidate : functional_overloads(op.operator_name().name)) {
     if (appends_dtype(op.schema(), candidate.schema())) {
@@ -155,7 +156,7 @@ class OverrideKernel final : public c10::OperatorKernel {
     }
   }
 
-  // As for an op that is on no list: the ops it is made of still meet autocast.
+  // Treats the op as one that is on no list: the ops that it is made of still meet autocast.
   void skip_autocast(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                      c10::Stack* stack) const {
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);

@@ -1,6 +1,6 @@
 /// \file
-/// The ops that mezzo knows something of in this process, and its kernels in front of libtorch's
-/// for some of them. One registry a process and version of mezzo, never destroyed: taking a kernel
+/// The registry of the ops that mezzo has records of in this process, and of its kernels in front
+/// of libtorch's. There is one for each version of mezzo. It is never destroyed: taking a kernel
 /// out of the dispatcher while another thread calls the op crashes.
 #pragma once
 
@@ -29,8 +29,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What the dispatcher is told of who overrides an op: mezzo's namespace, which says version and
-/// build. Other versions read it there, the one place that all of a process share.
+/// The words by which the dispatcher knows mezzo's kernels, followed by mezzo's namespace, which
+/// says version and build. Other versions of mezzo read them in the dispatcher, the one place that
+/// all of a process share.
 inline constexpr std::string_view kOverrideBy = "override by mezzo::";
 #define MEZZO_QUOTE(name) #name
 #define MEZZO_QUOTE_NAME(name) MEZZO_QUOTE(name)
@@ -38,8 +39,8 @@ inline constexpr std::string_view kOwnVersion = MEZZO_QUOTE_NAME(MEZZO_ABI_NAMES
 #undef MEZZO_QUOTE_NAME
 #undef MEZZO_QUOTE
 
-/// Throws if another version of mezzo, or the same one built otherwise, has put its kernel in front
-/// of the op's: neither knows of the other's policies and caches, and one would go unheard.
+/// \throws c10::Error if another version of mezzo, or this one built otherwise, overrides the op:
+///   neither knows the other's policies and caches, and one would be ignored
 inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
   const std::string kernels = op.dumpState();
   for (std::size_t at = kernels.find(kOverrideBy); at != std::string::npos;
@@ -56,21 +57,22 @@ inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
 
 class OverrideRegistry {
  public:
-  /// What is known of an op. Changes nothing in the dispatcher.
+  /// Returns the op's record, and makes it first if there is none. Changes nothing in the
+  /// dispatcher.
   const OpRecord& record(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
     return record_of(op);
   }
 
-  /// The op's record, if somebody asked for it before.
+  /// Returns the op's record, or null if there is none yet.
   const OpRecord* find(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
     const auto found = slots_.find(full_name(op.operator_name()));
     return found == slots_.end() ? nullptr : &records_[found->second];
   }
 
-  /// What libtorch, or whoever registered it, does with the op where no policy speaks. Remembered
-  /// where there is an autocast kernel: a probe takes some tens of microseconds.
+  /// Returns the op's category without a policy, by libtorch or whoever registered the op.
+  /// Remembers it where there is an autocast kernel: a probe takes some tens of microseconds.
   OpCategory registered(const c10::OperatorHandle& op, c10::DeviceType device) {
     const OpRecord* known = find(op);
     if (known == nullptr && !op.hasKernelForDispatchKey(autocast_key(device))) {
@@ -141,7 +143,7 @@ class OverrideRegistry {
   std::vector<c10::RegistrationHandleRAII> handles_;
 };
 
-/// This version's registry in the process; exported for the reason given at thread_policies.
+/// Returns this version's registry. Exported for the reason given at thread_policies.
 C10_EXPORT inline OverrideRegistry& override_registry() {
   static OverrideRegistry& registry = *new OverrideRegistry;
   return registry;
