@@ -6,6 +6,7 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 
@@ -19,11 +20,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Switches autocast off for every device type: "off" is how libtorch calls an excluded key.
-struct AutocastOff {
-  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
-};
 
 /// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating
 /// point on a device with autocast, double left alone.

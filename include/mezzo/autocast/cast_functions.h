@@ -26,9 +26,7 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -114,8 +112,7 @@ class CastingFunction {
     // Braces, so that the casts happen before autocast is switched off.
     std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
         map_tensors(std::forward<Args>(args), cast)...};
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-        c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
+    const AutocastOff off;
     return std::apply(
         [&function](auto&&... each) -> decltype(auto) {
           return std::invoke(function, std::forward<decltype(each)>(each)...);

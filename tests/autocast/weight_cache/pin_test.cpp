@@ -25,11 +25,11 @@ using torch::kFloat;
 using torch::kHalf;
 using torch::Tensor;
 
-constexpr int64_t kWidth = 4;
+constexpr int64_t kPinnedSize = 4;
 
-WeightCache a_cache() { return mezzo::install_op_overrides(WeightCache()); }
+WeightCache installed_cache() { return mezzo::install_op_overrides(WeightCache()); }
 
-Tensor frozen() { return torch::randn({kWidth, kWidth}); }
+Tensor unpinned_weight() { return torch::randn({kPinnedSize, kPinnedSize}); }
 
 Tensor read_in_a_region(const WeightCache& cache, const Tensor& weight) {
   const Autocast<kCPU> autocast({.cache = cache});
@@ -37,12 +37,12 @@ Tensor read_in_a_region(const WeightCache& cache, const Tensor& weight) {
 }
 
 TEST(PinnedWeights, AreCastOnceHoweverManyRegionsUseThem) {
-  const auto cache = a_cache();
-  torch::nn::Linear linear(kWidth, kWidth);
+  const auto cache = installed_cache();
+  torch::nn::Linear linear(kPinnedSize, kPinnedSize);
   for (const bool trainable : {false, true}) {
     for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
     cache.pin(linear->parameters());
-    const auto input = torch::randn({2, kWidth}).requires_grad_();
+    const auto input = torch::randn({2, kPinnedSize}).requires_grad_();
     for (int region = 0; region < 5; ++region) {
       const Autocast<kCPU> autocast({.cache = cache});
       linear(input * 1).sum().backward();  // a leaf that requires grad would be held as well
@@ -54,9 +54,9 @@ TEST(PinnedWeights, AreCastOnceHoweverManyRegionsUseThem) {
 }
 
 TEST(PinnedWeights, AreCastByNobodyButTheOpThatReadsThem) {
-  const auto cache = a_cache();
-  const auto read = frozen();
-  const auto unread = frozen();
+  const auto cache = installed_cache();
+  const auto read = unpinned_weight();
+  const auto unread = unpinned_weight();
   cache.pin({read, unread});
   EXPECT_EQ(cache.statistics().casts, 0);
   read_in_a_region(cache, read);
@@ -65,8 +65,8 @@ TEST(PinnedWeights, AreCastByNobodyButTheOpThatReadsThem) {
 }
 
 TEST(PinnedWeights, HaveACopyInEachDtype) {
-  const auto cache = a_cache();
-  const auto weight = frozen();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight();
   cache.pin({weight});
   for (int use = 0; use < 2; ++use) {
     EXPECT_TRUE(torch::equal(read_in_a_region(cache, weight), weight.to(kBFloat16)));
@@ -77,8 +77,8 @@ TEST(PinnedWeights, HaveACopyInEachDtype) {
 }
 
 TEST(PinnedWeights, AreCastAgainAfterAWriteThatShowsInTheirVersion) {
-  const auto cache = a_cache();
-  const auto weight = frozen().requires_grad_();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight().requires_grad_();
   torch::optim::AdamW optimizer({weight}, 0.5);
   cache.pin({weight});
   for (int step = 1; step < 4; ++step) {
@@ -94,8 +94,8 @@ TEST(PinnedWeights, AreCastAgainAfterAWriteThatShowsInTheirVersion) {
 
 // By the promise of a pin there are no such writes, so this is what a broken promise gives.
 TEST(PinnedWeights, AreReadAsTheyWereAfterAWriteThatLeavesNoVersionUntilItIsForgotten) {
-  const auto cache = a_cache();
-  const auto weight = frozen();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight();
   cache.pin({weight});
   const auto before = read_in_a_region(cache, weight);
   weight.data().add_(1);
@@ -106,10 +106,10 @@ TEST(PinnedWeights, AreReadAsTheyWereAfterAWriteThatLeavesNoVersionUntilItIsForg
 }
 
 TEST(UnpinnedWeights, HaveNoCopiesThatOutliveTheRegion) {
-  const auto cache = a_cache();
-  const auto weight = frozen();
-  const auto other = frozen();
-  const auto trainable = frozen().requires_grad_();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight();
+  const auto other = unpinned_weight();
+  const auto trainable = unpinned_weight().requires_grad_();
   const std::vector<Tensor> all = {weight, other, trainable};
   cache.pin(all);
   for (const auto& each : all) read_in_a_region(cache, each);
@@ -129,8 +129,8 @@ TEST(UnpinnedWeights, HaveNoCopiesThatOutliveTheRegion) {
 }
 
 TEST(UnpinnedWeights, KeepTheirPublishedCopies) {
-  const auto cache = a_cache();
-  const auto weight = frozen().requires_grad_();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight().requires_grad_();
   cache.pin({weight});
   cache.publish(weight, cache.buffer_for(weight, kBFloat16));
   cache.unpin();
@@ -139,8 +139,8 @@ TEST(UnpinnedWeights, KeepTheirPublishedCopies) {
 
 // A state is loaded, say, after the last step.
 TEST(PinnedWeights, AreCastIntoTheirPublishedCopiesWhenTheseAreStale) {
-  const auto cache = a_cache();
-  const auto weight = frozen();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight();
   cache.pin({weight});
   const auto buffer = cache.buffer_for(weight, kBFloat16);
   weight.add_(1);
@@ -154,8 +154,8 @@ TEST(PinnedWeights, AreCastIntoTheirPublishedCopiesWhenTheseAreStale) {
 }
 
 TEST(PinnedWeights, MayBePinnedInsideTheRegionThatReadsThem) {
-  const auto cache = a_cache();
-  const auto weight = frozen().requires_grad_();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight().requires_grad_();
   const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   cache.pin({weight});
@@ -165,8 +165,8 @@ TEST(PinnedWeights, MayBePinnedInsideTheRegionThatReadsThem) {
 }
 
 TEST(PinnedWeights, ServeThreadsThatBeginLater) {
-  const auto cache = a_cache();
-  const auto weight = frozen();
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight();
   cache.pin({weight});
   read_in_a_region(cache, weight);
   std::thread([&] {
@@ -176,9 +176,9 @@ TEST(PinnedWeights, ServeThreadsThatBeginLater) {
 }
 
 TEST(PinnedWeights, MayBeViewsOfAllOfAnotherTensor) {
-  const auto cache = a_cache();
-  const auto flat = torch::randn({kWidth * kWidth});
-  const auto weight = flat.view({kWidth, kWidth});
+  const auto cache = installed_cache();
+  const auto flat = torch::randn({kPinnedSize * kPinnedSize});
+  const auto weight = flat.view({kPinnedSize, kPinnedSize});
   cache.pin({weight});
   for (int use = 0; use < 2; ++use) {
     EXPECT_TRUE(torch::equal(read_in_a_region(cache, weight), weight.to(kBFloat16)));
@@ -190,11 +190,11 @@ TEST(PinnedWeights, MayBeViewsOfAllOfAnotherTensor) {
 }
 
 TEST(PinnedWeights, OfOtherDtypesAreLeftOut) {
-  const auto cache = a_cache();
-  EXPECT_NO_THROW(cache.pin({torch::ones({2}, torch::kLong), frozen()}));
+  const auto cache = installed_cache();
+  EXPECT_NO_THROW(cache.pin({torch::ones({2}, torch::kLong), unpinned_weight()}));
 }
 
-std::string error_of(const std::function<void()>& call) {
+std::string error_of_pinning(const std::function<void()>& call) {
   try {
     call();
     return "no error";
@@ -204,17 +204,17 @@ std::string error_of(const std::function<void()>& call) {
 }
 
 TEST(PinnedWeights, AreRefusedWhereACopyCouldNotStandForThem) {
-  const auto cache = a_cache();
-  const auto good = frozen();
+  const auto cache = installed_cache();
+  const auto good = unpinned_weight();
   const auto refused = [&](const Tensor& weight, const std::string& words) {
-    EXPECT_NE(error_of([&] { cache.pin({good, weight}); }).find(words), std::string::npos);
+    EXPECT_NE(error_of_pinning([&] { cache.pin({good, weight}); }).find(words), std::string::npos);
   };
   refused(Tensor(), "weight is undefined");
-  refused(frozen().requires_grad_() * 2, "is no dense leaf");
+  refused(unpinned_weight().requires_grad_() * 2, "is no dense leaf");
   Tensor without_version;
   {
     const c10::InferenceMode inference;
-    without_version = frozen();
+    without_version = unpinned_weight();
   }
   refused(without_version, "inference mode");
   read_in_a_region(cache, good);

@@ -53,7 +53,7 @@ void for_each_tensor(OpArguments arguments, const Visit& visit) {
 }
 
 /// The Note of a listener that keeps nothing of an op's start for its end.
-struct Nothing {};
+struct NoNote {};
 
 /// The base of a class that hears this thread's ops while it lives. `Listener` derives from it and
 /// has `Note entered(const at::RecordFunction&)`, called before an op, and, called after it with

@@ -128,7 +128,7 @@ inline void watch_leaves(const torch::autograd::edge_list& edges,
 
 /// Notes the tensors that this thread's ops read while it exists. Runs nest: an op of the inner run
 /// is an op of the outer run too.
-class ReadTensors : public OpListener<ReadTensors, Nothing> {
+class ReadTensors : public OpListener<ReadTensors, NoNote> {
  public:
   /// Adds the tensors that the run has not modified itself: batch norm's count of batches is not
   /// watched.
@@ -141,14 +141,14 @@ class ReadTensors : public OpListener<ReadTensors, Nothing> {
  private:
   friend OpListener;
 
-  Nothing entered(const at::RecordFunction& function) {
+  NoNote entered(const at::RecordFunction& function) {
     for (auto* run = this; run != nullptr; run = run->outer()) {
       if (run->open_ops_++ == 0) run->note_inputs(recorded_inputs(function));
     }
     return {};
   }
 
-  void left(const at::RecordFunction& function, Nothing /*note*/) {
+  void left(const at::RecordFunction& function, NoNote /*note*/) {
     const OpArguments outputs(function.outputs().data(), function.outputs().size());
     for (auto* run = this; run != nullptr; run = run->outer()) {
       if (--run->open_ops_ == 0) run->note_outputs(outputs);

@@ -3,8 +3,7 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/override_kernel.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/op_policy.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>

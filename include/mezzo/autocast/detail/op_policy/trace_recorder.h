@@ -8,8 +8,7 @@
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/override_kernel.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 

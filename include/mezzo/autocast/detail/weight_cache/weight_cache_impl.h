@@ -4,7 +4,7 @@
 
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/detail/weight_cache/weight_store.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/base/detail/tensor_words.h>
