@@ -1,24 +1,330 @@
 /// \file
-/// The ops that ask a WeightCache, and the cache's members.
+/// The members of WeightCache: WeightStore, which holds the copies, and the ops that ask it.
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/op_overrides.h>
-#include <mezzo/autocast/detail/weight_cache/weight_store.h>
+#include <mezzo/autocast/detail/weight_cache/held_copy.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/version.h>
 
 #include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
 #include <memory>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Copies by weight and dtype. Not for several threads. Whatever leaves the table is handed to the
+/// caller, who destroys it when no lock is held: a copy's memory may be freed by a user's function.
+class CopyTable {
+ public:
+  using Map = std::unordered_map<CopyKey, HeldCopy, CopyKey::Hash>;
+
+  HeldCopy* find(const CopyKey& key) {
+    const auto found = copies_.find(key);
+    return found == copies_.end() ? nullptr : &found->second;
+  }
+
+  /// Returns the copy if it has the present values of `weight`.
+  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype) {
+    HeldCopy* entry = find(CopyKey(weight, dtype));
+    return entry != nullptr && entry->is_current(weight) ? entry : nullptr;
+  }
+
+  /// Puts `entry` into the table and returns what was there.
+  std::optional<HeldCopy> put(const CopyKey& key, HeldCopy entry) {
+    const auto [place, is_new] = copies_.try_emplace(key, std::move(entry));
+    if (is_new) return std::nullopt;
+    return std::exchange(place->second, std::move(entry));  // try_emplace has moved nothing
+  }
+
+  template <class Predicate>
+  void remove_if(Predicate gone, Map& out) {
+    for (auto entry = copies_.begin(); entry != copies_.end();) {
+      const auto next = std::next(entry);
+      if (gone(*entry)) out.insert(copies_.extract(entry));
+      entry = next;
+    }
+  }
+
+  /// Removes the copies of dead weights, once in half as many calls as there are copies: a constant
+  /// cost a call.
+  void remove_dead_if_due(Map& out) {
+    if (++calls_since_removal_ > copies_.size() / 2) remove_dead(out);
+  }
+  void remove_dead(Map& out) {
+    calls_since_removal_ = 0;
+    remove_if([](const auto& entry) { return entry.second.weight.is_dead(); }, out);
+  }
+
+  template <class Visit>
+  void for_each(Visit visit) {
+    for (auto& [key, entry] : copies_) visit(key, entry);
+  }
+
+ private:
+  Map copies_;
+  std::size_t calls_since_removal_ = 0;
+};
+
+/// The copies that all threads share, published and pinned, behind a lock; and the rules for those
+/// of a region, which its thread alone reads (ThreadCache::region_copies).
+class WeightStore final : public CacheOwner {
+ public:
+  WeightStore() : CacheOwner(&WeightStore::lower_for) {}
+
+  /// Returns the copy of `weight`, current, in memory that is the same at every call.
+  at::Tensor buffer_for(const at::Tensor& weight, at::ScalarType dtype) {
+    return renew(weight, dtype, /*publish=*/true);
+  }
+
+  /// From now on `copy` is what is held for `weight`. `events`: of all that is published together.
+  void publish(const at::Tensor& weight, const at::Tensor& copy, WriteEvents& events) {
+    CopyTable::Map out;  // die after the locks
+    std::optional<HeldCopy> old;
+    const CopyKey key(weight, copy.scalar_type());
+    HeldCopy entry{.weight = WeightIdentity(weight), .copy = copy, .published = true};
+    entry.order.written(copy, events);
+    const std::lock_guard refresh(refresh_);
+    const std::lock_guard lock(mutex_);
+    shared_.remove_dead_if_due(out);
+    copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
+    const HeldCopy* found = shared_.find(key);
+    if (found != nullptr && found->copy.is_same(copy) && found->copy_version.has_value()) {
+      entry.copy_version = copy._version();
+    }
+    ++counts_.published;
+    old = shared_.put(key, std::move(entry));
+  }
+
+  void pin(const std::vector<at::Tensor>& weights) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(pinned_, [](const auto& pinned) { return pinned.second.expired(); });
+    for (const auto& weight : weights) {
+      pinned_.insert_or_assign(weight.unsafeGetTensorImpl(), WeakTensor(weight.getIntrusivePtr()));
+    }
+  }
+
+  /// Ends the pin of one weight, or of all.
+  void unpin(const c10::TensorImpl* weight) {
+    CopyTable::Map out;
+    const std::lock_guard lock(mutex_);
+    ++forgets_;  // a cast that is under way is not to be held
+    weight == nullptr ? pinned_.clear() : static_cast<void>(pinned_.erase(weight));
+    remove_unpublished(weight, out);
+  }
+
+  /// Forgets the copies of one weight, or all; published ones keep their memory.
+  void forget(const c10::TensorImpl* weight) {
+    CopyTable::Map out;
+    const std::lock_guard lock(mutex_);
+    ++forgets_;
+    remove_unpublished(weight, out);
+    shared_.for_each([weight](const CopyKey& key, HeldCopy& entry) {
+      entry.forgotten |= weight == nullptr || key.weight == weight;
+    });
+  }
+
+  bool holds(const at::Tensor& weight, at::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);
+    return find_current(weight, dtype, region_of_this_thread()) != nullptr;
+  }
+
+  bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
+    const std::lock_guard lock(mutex_);
+    return asked_for_.count(CopyKey(weight, dtype)) != 0;
+  }
+
+  WeightCacheStatistics statistics() {
+    CopyTable::Map out;
+    const std::lock_guard lock(mutex_);
+    WeightCacheStatistics now = counts_;
+    const auto count = [&](CopyTable& copies) {
+      copies.remove_dead(out);
+      copies.for_each([&now](const CopyKey& /*key*/, const HeldCopy& entry) {
+        now.bytes_held += bytes_of(entry.copy);
+        ++now.copies_held;
+      });
+    };
+    count(shared_);
+    if (Region* region = region_of_this_thread(); region != nullptr) count(region->copies);
+    return now;
+  }
+
+  void reset_statistics() {
+    const std::lock_guard lock(mutex_);
+    counts_ = {};
+  }
+
+ private:
+  struct Region {
+    CopyTable copies;
+    std::uint64_t forgets = 0;  // of the store's, when the copies were made
+  };
+
+  /// What an op is to read: a copy, and what its node sets when a gradient goes through.
+  struct Use {
+    at::Tensor copy;
+    std::shared_ptr<std::atomic<bool>> passed;
+  };
+
+  static at::Tensor lower_for(const at::Tensor& tensor, at::ScalarType dtype, ThreadCache& cache) {
+    return static_cast<WeightStore&>(*cache.owner).copy_for(tensor, dtype, cache.region_copies);
+  }
+
+  at::Tensor copy_for(const at::Tensor& tensor, at::ScalarType dtype,
+                      std::shared_ptr<void>& region) {
+    const auto shown = shown_by(tensor);
+    const at::Tensor& weight = *shown;
+    if (!can_be_held(weight)) return tensor.to(dtype);
+    const bool trainable = weight.requires_grad() || tensor.requires_grad();
+    bool pinned = false;
+    Use use;
+    {
+      CopyTable::Map out;  // dies after the lock
+      const std::lock_guard lock(mutex_);
+      use = find(weight, dtype, trainable ? static_cast<Region*>(region.get()) : nullptr, out);
+      if (!use.copy.defined()) {
+        pinned = pinned_.count(weight.unsafeGetTensorImpl()) != 0;
+        if (pinned || trainable) note_asked_for(weight, dtype);
+      }
+    }
+    if (use.copy.defined()) {
+      // It is current.
+    } else if (pinned) {
+      use.copy = renew(weight, dtype, /*publish=*/false);
+    } else if (trainable) {
+      if (region == nullptr) region = std::make_shared<Region>();
+      use = cast_for(*static_cast<Region*>(region.get()), weight, dtype);
+    } else {
+      return tensor.to(dtype);
+    }
+    return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
+  }
+
+  Use find(const at::Tensor& weight, at::ScalarType dtype, Region* region, CopyTable::Map& out) {
+    shared_.remove_dead_if_due(out);
+    if (region != nullptr) {
+      region->copies.remove_dead_if_due(out);
+      if (region->forgets != forgets_)
+        region->copies.remove_if([](const auto&) { return true; }, out);
+      region->forgets = forgets_;
+    }
+    const HeldCopy* entry = find_current(weight, dtype, region);
+    return entry == nullptr ? Use() : hit(*entry, weight, dtype);
+  }
+
+  HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype, Region* region) {
+    HeldCopy* entry = shared_.find_current(weight, dtype);
+    if (entry == nullptr && region != nullptr && region->forgets == forgets_) {
+      entry = region->copies.find_current(weight, dtype);
+    }
+    return entry;
+  }
+
+  Use hit(const HeldCopy& entry, const at::Tensor& weight, at::ScalarType dtype) {
+    entry.order.about_to_read(entry.copy);
+    ++counts_.hits;
+    counts_.bytes_saved += cast_bytes(weight, dtype);
+    ++cache_hits();
+    return {entry.copy, entry.passed};
+  }
+
+  /// Returns the current copy of a weight that is pinned or to be published, and casts it if there
+  /// is none. One thread at a time, so that threads which miss together make one cast. The memory
+  /// of a published copy is kept.
+  at::Tensor renew(const at::Tensor& weight, at::ScalarType dtype, bool publish) {
+    CopyTable::Map out;  // die after the locks
+    std::optional<HeldCopy> old;
+    const CopyKey key(weight, dtype);
+    const std::lock_guard refresh(refresh_);
+    std::optional<HeldCopy> place;
+    std::uint64_t forgets = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      shared_.remove_dead_if_due(out);
+      forgets = forgets_;
+      if (HeldCopy* entry = shared_.find(key); entry != nullptr) {
+        if (entry->is_current(weight)) {
+          entry->published |= publish;
+          return publish ? entry->copy : hit(*entry, weight, dtype).copy;
+        }
+        entry->forgotten = true;  // while its memory is written; for good if the cast throws
+        if (entry->published) place = *entry;
+      }
+    }
+    HeldCopy entry = cast_to(weight, dtype, place.has_value() ? &*place : nullptr);
+    at::Tensor copy = entry.copy;
+    entry.published = publish || place.has_value();
+    const std::lock_guard lock(mutex_);
+    count_cast(weight, dtype);
+    entry.forgotten = forgets != forgets_;
+    if (entry.published || !entry.forgotten) old = shared_.put(key, std::move(entry));
+    return copy;
+  }
+
+  Use cast_for(Region& region, const at::Tensor& weight, at::ScalarType dtype) {
+    HeldCopy entry = cast_to(weight, dtype, nullptr);
+    entry.passed = std::make_shared<std::atomic<bool>>(false);
+    Use use{entry.copy, entry.passed};
+    const auto old = region.copies.put(CopyKey(weight, dtype), std::move(entry));
+    const std::lock_guard lock(mutex_);
+    count_cast(weight, dtype);
+    return use;
+  }
+
+  void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
+    static constexpr std::size_t kMost = 65536;
+    if (asked_for_.size() >= kMost) asked_for_.clear();  // the living ask again
+    asked_for_.emplace(weight, dtype);
+  }
+
+  void remove_unpublished(const c10::TensorImpl* weight, CopyTable::Map& out) {
+    shared_.remove_if(
+        [weight](const auto& entry) {
+          return !entry.second.published && (weight == nullptr || entry.first.weight == weight);
+        },
+        out);
+  }
+
+  void count_cast(const at::Tensor& weight, at::ScalarType dtype) {
+    ++counts_.casts;
+    counts_.bytes_cast += cast_bytes(weight, dtype);
+  }
+
+  Region* region_of_this_thread() const {
+    for (const auto& cache : thread_caches()) {
+      if (cache.owner.get() == this) return static_cast<Region*>(cache.region_copies.get());
+    }
+    return nullptr;
+  }
+
+  std::mutex refresh_;  // first this, then mutex_
+  std::mutex mutex_;
+  CopyTable shared_;
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> pinned_;
+  std::unordered_set<CopyKey, CopyKey::Hash> asked_for_;  // a guess: addresses of dead weights too
+  std::uint64_t forgets_ = 0;  // so that what is being cast, or a region holds, is forgotten too
+  WeightCacheStatistics counts_;
+};
 
 /// The ops that ask caches, by their full names. A device that does not lower one of them, as the
 /// CPU does not lower the cells, leaves it alone: the ops that it is made of meet the cache.
