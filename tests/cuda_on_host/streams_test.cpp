@@ -253,6 +253,27 @@ TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
   EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
 }
 
+TEST_P(Streams, PinnedAndTrainableWeightsAreReadOnAnotherStream) {
+  const auto store = std::make_shared<mezzo::detail::WeightStore>();
+  mezzo::detail::ThreadCache of_the_region{store, nullptr};
+  for (const bool pinned : {true, false}) {
+    const at::Tensor weight = at::zeros({100}, at::device(host_gpu::device()).dtype(at::kFloat));
+    pinned ? store->pin({weight}) : static_cast<void>(weight.requires_grad_());
+    host_gpu::run_all();
+    const at::NoGradGuard no_grad;
+    const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
+    {
+      const c10::StreamGuard first(host_gpu::new_stream());
+      weight.fill_(2);
+      read();
+    }
+    const auto hits = store->statistics().hits;
+    const c10::StreamGuard second(host_gpu::new_stream());
+    EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
+    EXPECT_EQ(store->statistics().hits, hits + 1);
+  }
+}
+
 TEST_P(Streams, WhatAStepPublishesHasOneEventADevice) {
   const mezzo::WeightCache cache;
   std::vector<std::pair<at::Tensor, at::Tensor>> published;
