@@ -105,6 +105,27 @@ TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
   EXPECT_EQ(casts_and_hits(cache), Counts(2, 4));
 }
 
+TEST(WeightCacheRegions, CastOnceAlsoAfterSomethingWasForgotten) {
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto weight = trainable_square();
+  cache.clear();
+  const Autocast<kCPU> region({.cache = cache});
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 1));
+}
+
+TEST(WeightCacheRegions, OfTwoDevicesAtOnceHoldTheirOwnCopies) {
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto weight = trainable_square();
+  const Autocast<torch::kCUDA> elsewhere({.cache = cache});
+  const Autocast<kCPU> here({.cache = cache});
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 1);
+}
+
 TEST(WeightCacheRegions, LowerHalfWeightsToo) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = trainable_square().detach().to(kHalf).requires_grad_();

@@ -27,9 +27,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -173,22 +171,6 @@ class DeviceOrder {
   }
 
   std::shared_ptr<const WriteEvent> write_;
-};
-
-/// A weight and a dtype. A weight's address stays its own while an entry knows the weight.
-struct CopyKey {
-  const c10::TensorImpl* weight;
-  at::ScalarType dtype;
-
-  CopyKey(const at::Tensor& tensor, at::ScalarType to)
-      : weight(tensor.unsafeGetTensorImpl()), dtype(to) {}
-  bool operator==(const CopyKey&) const = default;
-
-  struct Hash {
-    std::size_t operator()(const CopyKey& key) const noexcept {
-      return std::hash<const void*>()(key.weight) + static_cast<std::size_t>(key.dtype);
-    }
-  };
 };
 
 struct HeldCopy {

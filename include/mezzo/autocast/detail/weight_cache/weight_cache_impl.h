@@ -20,48 +20,64 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Copies by weight and dtype. Not for several threads. Whatever leaves the table is handed to the
-/// caller, who destroys it when no lock is held: a copy's memory may be freed by a user's function.
+/// Copies of weights, one of each weight and dtype. Not for several threads. Copies that leave the
+/// table go to the caller's `out`, who destroys them when no lock is held: a copy's memory may be
+/// freed by a user's function.
 class CopyTable {
  public:
-  using Map = std::unordered_map<CopyKey, HeldCopy, CopyKey::Hash>;
+  using Map = std::unordered_multimap<const c10::TensorImpl*, HeldCopy>;
 
-  HeldCopy* find(const CopyKey& key) {
-    const auto found = copies_.find(key);
-    return found == copies_.end() ? nullptr : &found->second;
+  HeldCopy* find(const at::Tensor& weight, at::ScalarType dtype) {
+    auto [entry, last] = copies_.equal_range(weight.unsafeGetTensorImpl());
+    while (entry != last && entry->second.copy.scalar_type() != dtype) ++entry;
+    return entry == last ? nullptr : &entry->second;
   }
 
   /// Returns the copy if it has the present values of `weight`.
   HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype) {
-    HeldCopy* entry = find(CopyKey(weight, dtype));
+    HeldCopy* entry = find(weight, dtype);
     return entry != nullptr && entry->is_current(weight) ? entry : nullptr;
   }
 
   /// Puts `entry` into the table and returns what was there.
-  std::optional<HeldCopy> put(const CopyKey& key, HeldCopy entry) {
-    const auto [place, is_new] = copies_.try_emplace(key, std::move(entry));
-    if (is_new) return std::nullopt;
-    return std::exchange(place->second, std::move(entry));  // try_emplace has moved nothing
+  std::optional<HeldCopy> put(const at::Tensor& weight, HeldCopy entry) {
+    if (HeldCopy* old = find(weight, entry.copy.scalar_type()); old != nullptr) {
+      return std::exchange(*old, std::move(entry));
+    }
+    copies_.emplace(weight.unsafeGetTensorImpl(), std::move(entry));
+    return std::nullopt;
+  }
+
+  /// Forgets the copies of one weight, or of all for null; published ones keep their place.
+  void forget(const c10::TensorImpl* weight, Map& out) {
+    auto [entry, last] =
+        weight == nullptr ? std::pair(copies_.begin(), copies_.end()) : copies_.equal_range(weight);
+    while (entry != last) {
+      const auto now = entry++;
+      if (now->second.published) {
+        now->second.forgotten = true;
+      } else {
+        out.insert(copies_.extract(now));
+      }
+    }
   }
 
   template <class Predicate>
   void remove_if(Predicate gone, Map& out) {
     for (auto entry = copies_.begin(); entry != copies_.end();) {
-      const auto next = std::next(entry);
-      if (gone(*entry)) out.insert(copies_.extract(entry));
-      entry = next;
+      const auto now = entry++;
+      if (gone(*now)) out.insert(copies_.extract(now));
     }
   }
 
@@ -75,18 +91,22 @@ class CopyTable {
     remove_if([](const auto& entry) { return entry.second.weight.is_dead(); }, out);
   }
 
-  template <class Visit>
-  void for_each(Visit visit) {
-    for (auto& [key, entry] : copies_) visit(key, entry);
+  /// Adds the number and bytes of the copies.
+  void add_to(WeightCacheStatistics& statistics) const {
+    for (const auto& [weight, entry] : copies_) {
+      statistics.bytes_held += bytes_of(entry.copy);
+      ++statistics.copies_held;
+    }
   }
 
  private:
-  Map copies_;
+  Map copies_;  // a weight's address stays its own while an entry knows the weight
   std::size_t calls_since_removal_ = 0;
 };
 
-/// The copies that all threads share, published and pinned, behind a lock; and the rules for those
-/// of a region, which its thread alone reads (ThreadCache::region_copies).
+/// Holds the copies that all threads share, published and pinned, behind a lock, and has the rules
+/// for the copies of a region, which its thread alone reads (ThreadCache::region_copies). A copy in
+/// the shared table that is not published is of a pinned weight.
 class WeightStore final : public CacheOwner {
  public:
   WeightStore() : CacheOwner(&WeightStore::lower_for) {}
@@ -96,23 +116,23 @@ class WeightStore final : public CacheOwner {
     return renew(weight, dtype, /*publish=*/true);
   }
 
-  /// From now on `copy` is what is held for `weight`. `events`: of all that is published together.
+  /// Makes `copy` the published copy of `weight`. `events` are those of all that is published
+  /// together.
   void publish(const at::Tensor& weight, const at::Tensor& copy, WriteEvents& events) {
-    CopyTable::Map out;  // die after the locks
+    CopyTable::Map out;  // dies after the locks, as does
     std::optional<HeldCopy> old;
-    const CopyKey key(weight, copy.scalar_type());
     HeldCopy entry{.weight = WeightIdentity(weight), .copy = copy, .published = true};
     entry.order.written(copy, events);
     const std::lock_guard refresh(refresh_);
     const std::lock_guard lock(mutex_);
     shared_.remove_dead_if_due(out);
     copy.unsafeGetTensorImpl()->bump_version();  // a kernel that wrote it did not
-    const HeldCopy* found = shared_.find(key);
+    const HeldCopy* found = shared_.find(weight, copy.scalar_type());
     if (found != nullptr && found->copy.is_same(copy) && found->copy_version.has_value()) {
       entry.copy_version = copy._version();
     }
     ++counts_.published;
-    old = shared_.put(key, std::move(entry));
+    old = shared_.put(weight, std::move(entry));
   }
 
   void pin(const std::vector<at::Tensor>& weights) {
@@ -123,49 +143,53 @@ class WeightStore final : public CacheOwner {
     }
   }
 
-  /// Ends the pin of one weight, or of all.
-  void unpin(const c10::TensorImpl* weight) {
+  /// Ends the pins of `weights`, or all for null, and drops their copies but the published ones.
+  void unpin(const std::vector<at::Tensor>* weights) {
     CopyTable::Map out;
     const std::lock_guard lock(mutex_);
+    if (weights == nullptr) {
+      pinned_.clear();
+    } else {
+      for (const auto& weight : *weights) pinned_.erase(weight.unsafeGetTensorImpl());
+    }
     ++forgets_;  // a cast that is under way is not to be held
-    weight == nullptr ? pinned_.clear() : static_cast<void>(pinned_.erase(weight));
-    remove_unpublished(weight, out);
+    shared_.remove_if(
+        [this](const auto& entry) {
+          return !entry.second.published && pinned_.count(entry.first) == 0;
+        },
+        out);
   }
 
-  /// Forgets the copies of one weight, or all; published ones keep their memory.
+  /// Forgets the copies of one weight, or of all for null; published ones keep their memory.
   void forget(const c10::TensorImpl* weight) {
     CopyTable::Map out;
     const std::lock_guard lock(mutex_);
     ++forgets_;
-    remove_unpublished(weight, out);
-    shared_.for_each([weight](const CopyKey& key, HeldCopy& entry) {
-      entry.forgotten |= weight == nullptr || key.weight == weight;
-    });
+    shared_.forget(weight, out);
   }
 
   bool holds(const at::Tensor& weight, at::ScalarType dtype) {
     const std::lock_guard lock(mutex_);
-    return find_current(weight, dtype, region_of_this_thread()) != nullptr;
+    return find_current(weight, dtype, region_on(weight.device().type())) != nullptr;
   }
 
   bool is_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
     const std::lock_guard lock(mutex_);
-    return asked_for_.count(CopyKey(weight, dtype)) != 0;
+    return asked_for_.count({weight.unsafeGetTensorImpl(), dtype}) != 0;
   }
 
   WeightCacheStatistics statistics() {
     CopyTable::Map out;
     const std::lock_guard lock(mutex_);
     WeightCacheStatistics now = counts_;
-    const auto count = [&](CopyTable& copies) {
-      copies.remove_dead(out);
-      copies.for_each([&now](const CopyKey& /*key*/, const HeldCopy& entry) {
-        now.bytes_held += bytes_of(entry.copy);
-        ++now.copies_held;
-      });
-    };
-    count(shared_);
-    if (Region* region = region_of_this_thread(); region != nullptr) count(region->copies);
+    shared_.remove_dead(out);
+    shared_.add_to(now);
+    for (const auto device : kPolicyDevices) {
+      if (Region* region = region_on(device); region != nullptr) {
+        region->copies.remove_dead(out);
+        region->copies.add_to(now);
+      }
+    }
     return now;
   }
 
@@ -175,12 +199,13 @@ class WeightStore final : public CacheOwner {
   }
 
  private:
+  /// The copies of trainable weights in a region of one thread.
   struct Region {
     CopyTable copies;
-    std::uint64_t forgets = 0;  // of the store's, when the copies were made
+    std::uint64_t forgets;  ///< the store's when the copies were made
   };
 
-  /// What an op is to read: a copy, and what its node sets when a gradient goes through.
+  /// A copy that an op is to read, and the flag that its node sets when a gradient goes through.
   struct Use {
     at::Tensor copy;
     std::shared_ptr<std::atomic<bool>> passed;
@@ -191,45 +216,43 @@ class WeightStore final : public CacheOwner {
   }
 
   at::Tensor copy_for(const at::Tensor& tensor, at::ScalarType dtype,
-                      std::shared_ptr<void>& region) {
+                      std::shared_ptr<void>& region_copies) {
     const auto shown = shown_by(tensor);
     const at::Tensor& weight = *shown;
     if (!can_be_held(weight)) return tensor.to(dtype);
-    const bool trainable = weight.requires_grad() || tensor.requires_grad();
+    Region* region = nullptr;
     bool pinned = false;
     Use use;
     {
       CopyTable::Map out;  // dies after the lock
       const std::lock_guard lock(mutex_);
-      use = find(weight, dtype, trainable ? static_cast<Region*>(region.get()) : nullptr, out);
-      if (!use.copy.defined()) {
+      shared_.remove_dead_if_due(out);
+      if (weight.requires_grad() || tensor.requires_grad()) region = &region_in(region_copies, out);
+      const HeldCopy* entry = find_current(weight, dtype, region);
+      if (entry != nullptr) {
+        use = hit(*entry, weight, dtype);
+      } else {
         pinned = pinned_.count(weight.unsafeGetTensorImpl()) != 0;
-        if (pinned || trainable) note_asked_for(weight, dtype);
+        if (pinned || region != nullptr) note_asked_for(weight, dtype);
       }
     }
-    if (use.copy.defined()) {
-      // It is current.
-    } else if (pinned) {
+    if (!use.copy.defined() && pinned) {
       use.copy = renew(weight, dtype, /*publish=*/false);
-    } else if (trainable) {
-      if (region == nullptr) region = std::make_shared<Region>();
-      use = cast_for(*static_cast<Region*>(region.get()), weight, dtype);
-    } else {
+    } else if (!use.copy.defined() && region != nullptr) {
+      use = cast_for(*region, weight, dtype);
+    } else if (!use.copy.defined()) {
       return tensor.to(dtype);
     }
     return in_place_of(tensor, weight, std::move(use.copy), std::move(use.passed));
   }
 
-  Use find(const at::Tensor& weight, at::ScalarType dtype, Region* region, CopyTable::Map& out) {
-    shared_.remove_dead_if_due(out);
-    if (region != nullptr) {
-      region->copies.remove_dead_if_due(out);
-      if (region->forgets != forgets_)
-        region->copies.remove_if([](const auto&) { return true; }, out);
-      region->forgets = forgets_;
-    }
-    const HeldCopy* entry = find_current(weight, dtype, region);
-    return entry == nullptr ? Use() : hit(*entry, weight, dtype);
+  /// Returns this thread's region, without copies that were forgotten since they were made.
+  Region& region_in(std::shared_ptr<void>& region_copies, CopyTable::Map& out) const {
+    if (region_copies == nullptr) region_copies.reset(new Region{.forgets = forgets_});
+    auto& region = *static_cast<Region*>(region_copies.get());
+    region.copies.remove_dead_if_due(out);
+    if (std::exchange(region.forgets, forgets_) != forgets_) region.copies.forget(nullptr, out);
+    return region;
   }
 
   HeldCopy* find_current(const at::Tensor& weight, at::ScalarType dtype, Region* region) {
@@ -252,9 +275,8 @@ class WeightStore final : public CacheOwner {
   /// is none. One thread at a time, so that threads which miss together make one cast. The memory
   /// of a published copy is kept.
   at::Tensor renew(const at::Tensor& weight, at::ScalarType dtype, bool publish) {
-    CopyTable::Map out;  // die after the locks
+    CopyTable::Map out;  // dies after the locks, as does
     std::optional<HeldCopy> old;
-    const CopyKey key(weight, dtype);
     const std::lock_guard refresh(refresh_);
     std::optional<HeldCopy> place;
     std::uint64_t forgets = 0;
@@ -262,7 +284,7 @@ class WeightStore final : public CacheOwner {
       const std::lock_guard lock(mutex_);
       shared_.remove_dead_if_due(out);
       forgets = forgets_;
-      if (HeldCopy* entry = shared_.find(key); entry != nullptr) {
+      if (HeldCopy* entry = shared_.find(weight, dtype); entry != nullptr) {
         if (entry->is_current(weight)) {
           entry->published |= publish;
           return publish ? entry->copy : hit(*entry, weight, dtype).copy;
@@ -277,7 +299,7 @@ class WeightStore final : public CacheOwner {
     const std::lock_guard lock(mutex_);
     count_cast(weight, dtype);
     entry.forgotten = forgets != forgets_;
-    if (entry.published || !entry.forgotten) old = shared_.put(key, std::move(entry));
+    if (entry.published || !entry.forgotten) old = shared_.put(weight, std::move(entry));
     return copy;
   }
 
@@ -285,7 +307,7 @@ class WeightStore final : public CacheOwner {
     HeldCopy entry = cast_to(weight, dtype, nullptr);
     entry.passed = std::make_shared<std::atomic<bool>>(false);
     Use use{entry.copy, entry.passed};
-    const auto old = region.copies.put(CopyKey(weight, dtype), std::move(entry));
+    const auto old = region.copies.put(weight, std::move(entry));
     const std::lock_guard lock(mutex_);
     count_cast(weight, dtype);
     return use;
@@ -294,15 +316,7 @@ class WeightStore final : public CacheOwner {
   void note_asked_for(const at::Tensor& weight, at::ScalarType dtype) {
     static constexpr std::size_t kMost = 65536;
     if (asked_for_.size() >= kMost) asked_for_.clear();  // the living ask again
-    asked_for_.emplace(weight, dtype);
-  }
-
-  void remove_unpublished(const c10::TensorImpl* weight, CopyTable::Map& out) {
-    shared_.remove_if(
-        [weight](const auto& entry) {
-          return !entry.second.published && (weight == nullptr || entry.first.weight == weight);
-        },
-        out);
+    asked_for_.emplace(weight.unsafeGetTensorImpl(), dtype);
   }
 
   void count_cast(const at::Tensor& weight, at::ScalarType dtype) {
@@ -310,19 +324,19 @@ class WeightStore final : public CacheOwner {
     counts_.bytes_cast += cast_bytes(weight, dtype);
   }
 
-  Region* region_of_this_thread() const {
-    for (const auto& cache : thread_caches()) {
-      if (cache.owner.get() == this) return static_cast<Region*>(cache.region_copies.get());
-    }
-    return nullptr;
+  /// Returns this thread's region of a device type, or null if it has none or cast nothing yet.
+  Region* region_on(c10::DeviceType device) const {
+    if (!is_policy_device(device)) return nullptr;
+    const ThreadCache& cache = thread_caches()[policy_device_index(device)];
+    return cache.owner.get() == this ? static_cast<Region*>(cache.region_copies.get()) : nullptr;
   }
 
   std::mutex refresh_;  // first this, then mutex_
   std::mutex mutex_;
   CopyTable shared_;
   std::unordered_map<const c10::TensorImpl*, WeakTensor> pinned_;
-  std::unordered_set<CopyKey, CopyKey::Hash> asked_for_;  // a guess: addresses of dead weights too
-  std::uint64_t forgets_ = 0;  // so that what is being cast, or a region holds, is forgotten too
+  std::set<std::pair<const c10::TensorImpl*, at::ScalarType>> asked_for_;  // may name dead weights
+  std::uint64_t forgets_ = 0;  // calls that forget also what is being cast or a region holds
   WeightCacheStatistics counts_;
 };
 
@@ -422,9 +436,11 @@ MEZZO_INLINE void WeightCache::pin(const std::vector<at::Tensor>& weights) const
 }
 
 MEZZO_INLINE void WeightCache::unpin(const std::vector<at::Tensor>& weights) const {
+  std::vector<at::Tensor> shown;
   for (const auto& weight : weights) {
-    if (weight.defined()) store_->unpin(detail::shown_by(weight)->unsafeGetTensorImpl());
+    if (weight.defined()) shown.push_back(*detail::shown_by(weight));
   }
+  store_->unpin(&shown);
 }
 
 MEZZO_INLINE void WeightCache::unpin() const { store_->unpin(nullptr); }
