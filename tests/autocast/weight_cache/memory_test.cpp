@@ -165,19 +165,22 @@ TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
   static const mezzo::WeightCache* to_clear = nullptr;
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   to_clear = &cache;
-  const auto weight = frozen().requires_grad_();
   const auto clear = [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
     if (std::string(op.name()) == "aten::_to_copy") to_clear->clear();
     return nullptr;
   };
-  const Autocast<kCPU> autocast({.cache = cache});
-  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
-  const auto read = torch::linear(torch::eye(kSize, kBFloat16), weight).t();  // one cast
-  at::removeCallback(handle);
-  EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16)));
-  EXPECT_FALSE(cache.holds(weight, kBFloat16));
-  what_linear_reads(weight);
-  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  for (const bool pinned : {true, false}) {
+    const auto weight = frozen().requires_grad_();
+    if (pinned) cache.pin({weight});
+    const Autocast<kCPU> autocast({.cache = cache});
+    const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
+    const auto read = torch::linear(torch::eye(kSize, kBFloat16), weight).t();  // one cast
+    at::removeCallback(handle);
+    EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16)));
+    EXPECT_FALSE(cache.holds(weight, kBFloat16));
+    what_linear_reads(weight);
+    EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  }
 }
 
 TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
