@@ -411,8 +411,8 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: writes copies back, counts, bumps versions and publishes. Publishing may throw,
-/// when another thread has taken the room in the cache, and so comes last.
+/// The last walk: writes copies back, counts, bumps versions and publishes. Publishing comes last,
+/// since a copy is current for the version that its weight has then.
 MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
