@@ -69,7 +69,7 @@ TEST_F(DoctorCommand, WritesJson) {
   EXPECT_EQ(json.at("exit_status"), 2);
   EXPECT_EQ(json.at("dtype"), "float16");
   EXPECT_EQ(json.at("parameters"), 256);
-  EXPECT_GT(json.at("free_bytes"), 0);
+  EXPECT_TRUE(json.at("free_bytes").is_null()) << "of a GPU's memory";
   EXPECT_EQ(json.at("findings").at(0).at("severity"), "error");
   for (const auto& finding : json.at("findings")) {
     for (const char* key : {"severity", "topic", "where", "reason", "remedy"}) {

@@ -420,7 +420,7 @@ TEST(Doctor, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
   EXPECT_THAT(all, Not(Contains(Field(&DoctorFinding::reason, HasSubstr("1e+09")))));
 }
 
-TEST(Doctor, SaysWhatEachPolicyTakesAndHowManyRowsFit) {
+TEST(Doctor, SaysWhatEachPolicyAndEachRowTake) {
   Attention model;
   model.fill = 0;
   const Diagnosis diagnosis = diagnose(model, rows(64), torch::kCPU, kInBfloat16);
@@ -430,14 +430,12 @@ TEST(Doctor, SaysWhatEachPolicyTakesAndHowManyRowsFit) {
   EXPECT_EQ(diagnosis.memory[0].bytes, 16 * parameters);
   EXPECT_EQ(diagnosis.memory[4].name, "bf16 + split master");
   EXPECT_EQ(diagnosis.memory[4].bytes, 14 * parameters);
-  EXPECT_GT(diagnosis.free_bytes, 1 << 20);
+  EXPECT_FALSE(diagnosis.free_bytes) << "other programs share a CPU's memory";
   for (const auto& row : diagnosis.memory) {
     // The norm's input and output are kept, 8 x 16 floats each; far less than 100 such.
     EXPECT_GT(row.bytes_a_sample.value(), 2 * 8 * 16 * 2) << row.name;
     EXPECT_LT(row.bytes_a_sample.value(), 100 * 8 * 16 * 4) << row.name;
-    EXPECT_NEAR(
-        static_cast<double>(row.largest_batch.value()),
-        static_cast<double>(diagnosis.free_bytes) / static_cast<double>(*row.bytes_a_sample), 100);
+    EXPECT_FALSE(row.largest_batch) << row.name;
   }
   EXPECT_LT(diagnosis.memory[1].bytes_a_sample, diagnosis.memory[0].bytes_a_sample);
 }
@@ -627,21 +625,14 @@ TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
   EXPECT_THAT(unrun.findings, Not(Contains(named("1e+06"))));
 }
 
-TEST(Doctor, CountsThreadsAndOtherPrograms) {
-  using mezzo::detail::thread_findings;
-  EXPECT_TRUE(thread_findings(4, 4, 4, 0.1).empty());
-  EXPECT_TRUE(thread_findings(4, 4, 16, 10).empty()) << "there are cores for all";
-  const auto many = thread_findings(8, 4, 4, 0);
-  ASSERT_EQ(many.size(), 1);
-  EXPECT_THAT(many[0], finding(FindingSeverity::warning, FindingTopic::threads, "cpu",
-                               "8 threads and this process 4 cores"));
-  EXPECT_EQ(many[0].remedy, "at::set_num_threads(4);  // or OMP_NUM_THREADS=4");
-  EXPECT_THAT(thread_findings(1, 2, 2, 0),
-              testing::ElementsAre(finding(FindingSeverity::note, FindingTopic::threads, "cpu",
-                                           "1 thread and this process 2 cores")));
-  EXPECT_THAT(thread_findings(4, 4, 4, 1.5),
-              testing::ElementsAre(finding(FindingSeverity::warning, FindingTopic::threads, "cpu",
-                                           "used 1.5 of 4 cores")));
+TEST(Doctor, HoldsThreadsAgainstCores) {
+  using mezzo::detail::thread_finding;
+  EXPECT_FALSE(thread_finding(4, 4));
+  EXPECT_THAT(thread_finding(8, 4).value(), finding(FindingSeverity::warning, FindingTopic::threads,
+                                                    "cpu", "8 threads and this process 4 cores"));
+  EXPECT_EQ(thread_finding(8, 4)->remedy, "at::set_num_threads(4);  // or OMP_NUM_THREADS=4");
+  EXPECT_THAT(thread_finding(1, 2).value(), finding(FindingSeverity::note, FindingTopic::threads,
+                                                    "cpu", "1 thread and this process 2 cores"));
 }
 
 TEST(Doctor, HoldsTheMeasuredSpeedAgainstFloat32s) {

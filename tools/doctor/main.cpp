@@ -105,7 +105,7 @@ nlohmann::json json_of(const mezzo::Diagnosis& diagnosis) {
                       {"device", c10::str(diagnosis.device)},
                       {"dtype", mezzo::detail::dtype_name(diagnosis.dtype)},
                       {"parameters", diagnosis.parameters},
-                      {"free_bytes", diagnosis.free_bytes},
+                      {"free_bytes", or_null(diagnosis.free_bytes)},
                       {"findings", nlohmann::json::array()},
                       {"speeds", nlohmann::json::array()},
                       {"memory", nlohmann::json::array()}};

@@ -48,7 +48,7 @@ enum class FindingTopic : std::uint8_t {
   weight_casts,  ///< weights that autocast casts again and again
   float32_ops,   ///< ops that run in float32 under autocast
   dimensions,    ///< sizes that are no multiple of 8
-  threads,       ///< too many, too few, or a machine that is busy
+  threads,       ///< more of them than cores, or fewer
   accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
   output,        ///< a result of 16 bits, which a loss outside of the region would be computed from
   updates,  ///< weights of 16 bits that an update of the learning rate's size leaves as they are
@@ -82,18 +82,18 @@ struct PolicyMemory {
   std::int64_t bytes = 0;        ///< of all parameters
   /// What a forward pass keeps for the backward pass, for one row of the sample's first dimension.
   std::optional<std::int64_t> bytes_a_sample = std::nullopt;
-  /// Rows that fit into the memory that is free now, beside the weights. An estimate: it knows
-  /// nothing of fragments and of what the loss takes.
+  /// Rows that fit into the GPU's memory that is free now, beside the weights. An estimate: it
+  /// knows nothing of fragments and of what the loss takes. Unset on the CPU.
   std::optional<std::int64_t> largest_batch = std::nullopt;
 };
 
 /// All that was found.
 struct Diagnosis {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
-  at::ScalarType dtype = at::kBFloat16;  ///< that the model was looked at for
-  std::int64_t parameters = 0;           ///< elements of all parameters
-  std::int64_t free_bytes = 0;           ///< of the device's memory; of the CPU's what is available
-  std::vector<DtypeSpeed> speeds = {};   ///< float32 first; empty with `measure = false`
+  at::ScalarType dtype = at::kBFloat16;                   ///< that the model was looked at for
+  std::int64_t parameters = 0;                            ///< elements of all parameters
+  std::optional<std::int64_t> free_bytes = std::nullopt;  ///< of a GPU's memory
+  std::vector<DtypeSpeed> speeds = {};  ///< float32 first; empty with `measure = false`
   std::vector<PolicyMemory> memory = {};
   std::vector<DoctorFinding> findings = {};  ///< the worst first
 

@@ -150,7 +150,9 @@ inline void write_speeds(std::ostream& stream, const std::vector<DtypeSpeed>& sp
 
 inline void write_memory(std::ostream& stream, const Diagnosis& diagnosis) {
   const std::vector<int> widths = {-22, 18, 14, 14, 16};
-  stream << "\nmemory with AdamW; " << bytes_text(diagnosis.free_bytes) << " are free\n"
+  stream << "\nmemory with AdamW";
+  if (diagnosis.free_bytes) stream << "; " << bytes_text(*diagnosis.free_bytes) << " are free";
+  stream << "\n"
          << table_line(widths, {"  weights", "bytes/parameter", "all", "a row", "largest batch"});
   for (const PolicyMemory& row : diagnosis.memory) {
     const std::optional<std::int64_t> each = row.bytes_a_sample, rows = row.largest_batch;

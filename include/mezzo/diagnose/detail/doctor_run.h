@@ -365,7 +365,8 @@ class Doctor {
     for (std::size_t i = first; i < last; ++i) {
       PolicyMemory& row = found_.memory[i];
       row.bytes_a_sample = each;
-      row.largest_batch = std::max<std::int64_t>(0, found_.free_bytes + own - row.bytes) / each;
+      if (!found_.free_bytes) continue;
+      row.largest_batch = std::max<std::int64_t>(0, *found_.free_bytes + own - row.bytes) / each;
     }
   }
 
