@@ -326,8 +326,8 @@ class PrecisionBench {
   std::size_t batches_;
   std::size_t compared_;
   double learning_rate_;
-  std::vector<std::pair<std::string, std::vector<at::Tensor>>> owners_;
-  const std::vector<at::Tensor>* exact_ = nullptr;  // of the module that runs in float32
+  std::vector<std::pair<std::string, NamedTensors>> owners_;
+  const NamedTensors* exact_ = nullptr;  // of the module that runs in float32
   BorrowedModel model_;
   c10::Device device_;
   std::vector<std::vector<at::Tensor>> reference_;  // float32's gradients, batch by batch

@@ -5,14 +5,12 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/doctor.h>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
@@ -45,31 +43,6 @@ struct DoctorCase {
   std::int64_t batch() const {
     return inputs.empty() || inputs.front().dim() == 0 ? 0 : inputs.front().size(0);
   }
-};
-
-/// Puts buffers and random generators back.
-class KeptBuffers {
- public:
-  explicit KeptBuffers(const NamedTensors& buffers) {
-    for (const auto& [name, buffer] : buffers) {
-      if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;  // none can write it
-      kept_.emplace_back(buffer, buffer.detach().clone());
-    }
-  }
-  ~KeptBuffers() { rewind(); }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
-
-  void rewind() const {
-    const at::NoGradGuard no_grad;
-    const at::DisableRecordFunctionGuard untraced;
-    for (const auto& [buffer, value] : kept_) buffer.copy_(value);
-    random_.install();
-  }
-
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-  RandomState random_;
 };
 
 /// The sentence that matters of what a model threw.
@@ -153,7 +126,7 @@ class Doctor {
 
   Outcome run(std::optional<at::ScalarType> low, const RunOptions& how) {
     Outcome outcome;
-    kept_.rewind();
+    borrowed_.reset(std::nullopt);
     memory_.restart();
     try {
       const AutocastGuard region({.device = found_.device.type(),
@@ -375,7 +348,7 @@ class Doctor {
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
   PeakMemory memory_;
-  KeptBuffers kept_{case_.buffers};
+  BorrowedModel borrowed_{case_.buffers};
   bool exact_is_finite_ = true;
   bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32

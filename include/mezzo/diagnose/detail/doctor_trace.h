@@ -9,6 +9,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/gemm_times_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/parameter_names.h>
 #include <mezzo/diagnose/detail/value_range.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -28,7 +28,6 @@
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -82,10 +81,8 @@ struct SeenWeight {
 /// the module whose parameter it reads, and one that reads none comes after the last that did.
 class DoctorTrace : public OpListener<DoctorTrace, int> {
  public:
-  explicit DoctorTrace(const NamedTensors& parameters) {
+  explicit DoctorTrace(const NamedTensors& parameters) : names_(parameters) {
     for (const auto& [name, parameter] : parameters) {
-      if (!parameter.has_storage()) continue;
-      known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
     TORCH_CHECK(
@@ -162,18 +159,10 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     lowered_.push_back(full_name(op.operator_name()));
   }
 
-  std::optional<std::size_t> weight_in(const at::Tensor& tensor) const {
-    if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
-    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == known_.end() ? std::nullopt : std::optional(found->second);
-  }
-
   void note_tensors(OpArguments inputs) {
+    if (auto module = names_.module_of(inputs)) owner_ = last_ = std::move(module);
     for_each_tensor(inputs, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return;
-      if (const auto weight = weight_in(tensor)) {
-        owner_ = last_ = layer_name(weights_[*weight].name);
-      }
       const auto dtype = tensor.scalar_type();
       const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
       if (is_low && !low_op_) low_op_ = full_name(op_) + ", " + place();
@@ -182,7 +171,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   void note_cast(const c10::IValue& input) {
     if (!input.isTensor()) return;
-    const auto weight = weight_in(input.toTensor());
+    const auto weight = names_.find(input.toTensor());
     if (!weight || cast_depth_ > 0) return;  // a cast is made of copies
     cast_depth_ = depth_;
     const at::Tensor& tensor = input.toTensor();
@@ -296,7 +285,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(std::move(one));
   }
 
-  std::unordered_map<const c10::StorageImpl*, std::size_t> known_;  // weight.t() shares it
+  ParameterNames names_;
   std::vector<SeenWeight> weights_;
   std::vector<SeenConstant> constants_;
   std::vector<SeenProduct> products_;
