@@ -125,23 +125,8 @@ TEST(Doctor, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
   EXPECT_THAT(diagnosis.findings,
               Contains(finding(FindingSeverity::warning, FindingTopic::range, "after query",
                                "clamp_min with 1e-12 computes in float16, whose smallest number")));
-  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::note, FindingTopic::range,
-                                                   "norm", "layer_norm with 1e-12")));
-}
-
-TEST(Doctor, FindsTheEpsOfALayerThatTheSampleDoesNotReach) {
-  struct Unused : torch::nn::Module {
-    torch::nn::Linear used{8, 8};
-    torch::nn::BatchNorm1d idle{torch::nn::BatchNorm1dOptions(8).eps(1e-10)};
-    Unused() {
-      register_module("used", used);
-      register_module("idle", idle);
-    }
-    torch::Tensor forward(const torch::Tensor& x) { return used->forward(x); }
-  } model;
-  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInHalf).findings,
-              Contains(finding(FindingSeverity::note, FindingTopic::range, "idle",
-                               "batch_norm with 1e-10")));
+  EXPECT_THAT(diagnosis.findings,
+              Not(Contains(Field(&DoctorFinding::reason, HasSubstr("layer_norm")))));
 }
 
 TEST(Doctor, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHold) {
@@ -420,24 +405,16 @@ TEST(Doctor, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
   EXPECT_THAT(all, Not(Contains(Field(&DoctorFinding::reason, HasSubstr("1e+09")))));
 }
 
-TEST(Doctor, SaysWhatEachPolicyAndEachRowTake) {
+TEST(Doctor, SaysWhatEachPolicyTakes) {
   Attention model;
   model.fill = 0;
-  const Diagnosis diagnosis = diagnose(model, rows(64), torch::kCPU, kInBfloat16);
+  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInBfloat16);
   const std::int64_t parameters = 32 + 17 * 16 + 17 * 8;
   EXPECT_EQ(diagnosis.parameters, parameters);
   ASSERT_EQ(diagnosis.memory.size(), 6);
   EXPECT_EQ(diagnosis.memory[0].bytes, 16 * parameters);
   EXPECT_EQ(diagnosis.memory[4].name, "bf16 + split master");
   EXPECT_EQ(diagnosis.memory[4].bytes, 14 * parameters);
-  EXPECT_FALSE(diagnosis.free_bytes) << "other programs share a CPU's memory";
-  for (const auto& row : diagnosis.memory) {
-    // The norm's input and output are kept, 8 x 16 floats each; far less than 100 such.
-    EXPECT_GT(row.bytes_a_sample.value(), 2 * 8 * 16 * 2) << row.name;
-    EXPECT_LT(row.bytes_a_sample.value(), 100 * 8 * 16 * 4) << row.name;
-    EXPECT_FALSE(row.largest_batch) << row.name;
-  }
-  EXPECT_LT(diagnosis.memory[1].bytes_a_sample, diagnosis.memory[0].bytes_a_sample);
 }
 
 TEST(Doctor, TakesHoldersPointersAndSeveralArguments) {
@@ -580,13 +557,15 @@ torch::jit::Module scripted() {
   return model;
 }
 
-TEST(Doctor, NamesTheModuleThatHoldsAConstantOfTorchScript) {
+TEST(Doctor, NamesTheModuleBeforeAConstantOfTorchScript) {
   const Diagnosis diagnosis = diagnose(scripted(), {rows()}, torch::kCPU, kInHalf);
   const auto range = FindingTopic::range;
-  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::error, range, "encoder.layer",
-                                                   "masked_fill with -1e+09 computes in float16")));
-  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::warning, range, "encoder.layer",
-                                                   "clamp_min with 1e-12 computes in float16")));
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::error, range, "after encoder.layer",
+                               "masked_fill with -1e+09 computes in float16")));
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::warning, range, "after encoder.layer",
+                               "clamp_min with 1e-12 computes in float16")));
   EXPECT_THAT(diagnosis.findings,
               Contains(finding(FindingSeverity::error, FindingTopic::forward, "after encoder.layer",
                                "throws under autocast to float16")));
@@ -594,11 +573,12 @@ TEST(Doctor, NamesTheModuleThatHoldsAConstantOfTorchScript) {
   EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::weight_casts)));
 }
 
-TEST(Doctor, ReadsTorchScriptWithoutASample) {
-  const Diagnosis diagnosis = diagnose(scripted(), {}, torch::kCPU, kInHalf);
-  EXPECT_THAT(diagnosis.findings, Contains(finding(FindingSeverity::error, FindingTopic::range,
-                                                   "encoder.layer", "masked_fill with -1e+09")));
-  EXPECT_EQ(diagnosis.memory[0].bytes_a_sample, std::nullopt);
+TEST(Doctor, ReadsTheValuesOfTorchScriptWithoutASample) {
+  torch::jit::Module model = scripted();
+  model.register_buffer("mask", torch::full({2}, -1e9));
+  EXPECT_THAT(
+      diagnose(model, {}, torch::kCPU, kInHalf).findings,
+      Contains(finding(FindingSeverity::warning, FindingTopic::range, "mask", "this buffer")));
 }
 
 TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
@@ -613,16 +593,9 @@ TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
   const auto named = [](const std::string& what) {
     return Field(&DoctorFinding::reason, HasSubstr(what));
   };
-  const Diagnosis run = diagnose(model, {torch::ones({8, 8})}, torch::kCPU, kInHalf);
-  EXPECT_THAT(run.findings, Contains(finding(FindingSeverity::note, FindingTopic::range, "(model)",
-                                             "mul with 1e+05 is in the code, but the traced run")));
-  EXPECT_THAT(run.findings, Not(Contains(named("1e+06")))) << "a product of two Python floats";
-  EXPECT_LT(run.exit_status(), 2);
-  const Diagnosis unrun = diagnose(model, {}, torch::kCPU, kInHalf);
-  EXPECT_THAT(unrun.findings, Contains(finding(FindingSeverity::error, FindingTopic::range,
-                                               "(model)", "mul with 1e+05")))
-      << "the graph does not tell the dtype";
-  EXPECT_THAT(unrun.findings, Not(Contains(named("1e+06"))));
+  const auto all = diagnose(model, {torch::ones({8, 8})}, torch::kCPU, kInHalf).findings;
+  EXPECT_THAT(all, Not(Contains(named("1e+05")))) << "integers alone";
+  EXPECT_THAT(all, Not(Contains(named("1e+06")))) << "a product of two Python floats";
 }
 
 TEST(Doctor, HoldsThreadsAgainstCores) {

@@ -195,12 +195,12 @@ std::vector<PlantedFault> before_the_run() {
       {"DoctorScriptMask",
        "masked_fill with -1e9 in TorchScript",
        script("y.masked_fill(y > 1e4, -1e9)", "y.masked_fill(y > 1e4, -float('inf'))"),
-       {"error attention: masked_fill with -1e+09 computes in float16"},
+       {"error after attention: masked_fill with -1e+09 computes in float16"},
        "scores.masked_fill(mask, -std::numeric_limits<float>::infinity())"},
       {"DoctorScriptEps",
        "an eps of 1e-12 in TorchScript",
        script("y / (y.abs() + 1e-12)", "y / (y.float().abs() + 1e-12)"),
-       {"warning attention: add with 1e-12 computes in float16"},
+       {"warning after attention: add with 1e-12 computes in float16"},
        "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
   };
 }

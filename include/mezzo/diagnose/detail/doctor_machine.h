@@ -1,5 +1,5 @@
 /// \file
-/// What the doctor asks the machine: cores, a GPU's memory, and how fast it multiplies.
+/// What the doctor asks the machine: cores, and how fast it multiplies.
 #pragma once
 
 #include <mezzo/autocast/detail/recommended.h>
@@ -9,10 +9,8 @@
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/doctor.h>
 
-#include <ATen/DeviceAccelerator.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
@@ -25,14 +23,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Bytes that are free on a GPU; of the CPU, whose memory other programs share, nothing is said.
-inline std::optional<std::int64_t> free_bytes(c10::Device device) {
-  if (device.is_cpu()) return std::nullopt;
-  const auto index = device.has_index() ? device.index() : at::accelerator::getDeviceIndex();
-  return static_cast<std::int64_t>(
-      at::getDeviceAllocator(device.type())->getMemoryInfo(index).first);
-}
 
 /// Which dtypes the hardware multiplies by instructions of its own.
 struct NativeDtypes {
@@ -120,7 +110,6 @@ inline std::optional<DoctorFinding> thread_finding(int threads, int cores) {
 
 /// Times the hardware, where it is to be, and looks at threads.
 inline void examine_machine(Diagnosis& diagnosis, bool measure) {
-  diagnosis.free_bytes = free_bytes(diagnosis.device);
   if (!measure) return;
   diagnosis.speeds = measured_speeds(diagnosis.device);
   diagnosis.findings.push_back(hardware_finding(diagnosis));

@@ -33,16 +33,11 @@ namespace detail {
 
 /// A model as the doctor takes it, whatever it was.
 struct DoctorCase {
-  NamedTensors parameters = {};              ///< those of a floating dtype
-  NamedTensors buffers = {};                 ///< of any dtype
-  std::vector<at::Tensor> inputs = {};       ///< the sample's tensors
-  std::vector<SeenConstant> constants = {};  ///< that are known without a run
-  /// Runs the sample, or the first half of its rows, and gives the outputs; null: there is none.
-  std::function<std::vector<at::Tensor>(bool half)> forward = nullptr;
-
-  std::int64_t batch() const {
-    return inputs.empty() || inputs.front().dim() == 0 ? 0 : inputs.front().size(0);
-  }
+  NamedTensors parameters = {};         ///< those of a floating dtype
+  NamedTensors buffers = {};            ///< of any dtype
+  std::vector<at::Tensor> inputs = {};  ///< the sample's tensors
+  /// Runs the sample, and gives the outputs; null: there is none.
+  std::function<std::vector<at::Tensor>()> forward = nullptr;
 };
 
 /// The sentence that matters of what a model threw.
@@ -84,10 +79,9 @@ class Doctor {
   Diagnosis examine() {
     examine_machine(found_, options_.measure);
     examine_values();
-    std::vector<SeenConstant> constants = case_.constants;
     found_.memory = kept_weights();
-    if (case_.forward != nullptr) examine_forward(constants);
-    add_constants(found_, constants);
+    if (case_.forward != nullptr) examine_forward();
+    add_constants(found_, constants_);
     std::stable_sort(found_.findings.begin(), found_.findings.end(),
                      [](const auto& a, const auto& b) { return a.severity > b.severity; });
     return std::move(found_);
@@ -98,8 +92,7 @@ class Doctor {
   struct Outcome {
     std::string thrown;
     bool finite = true;
-    bool is_low = false;  ///< a floating output has 16 bits
-    std::optional<std::int64_t> bytes;
+    bool is_low = false;             ///< a floating output has 16 bits
     std::vector<at::Tensor> floats;  ///< copies of the floating outputs, where they are kept
   };
 
@@ -117,7 +110,6 @@ class Doctor {
   }
 
   struct RunOptions {
-    bool half = false;           ///< the first half of the rows alone
     bool keeps_outputs = false;  ///< for a comparison
     OpPolicy tried = {};         ///< on top of the user's
   };
@@ -127,7 +119,6 @@ class Doctor {
   Outcome run(std::optional<at::ScalarType> low, const RunOptions& how) {
     Outcome outcome;
     borrowed_.reset(std::nullopt);
-    memory_.restart();
     try {
       const AutocastGuard region({.device = found_.device.type(),
                                   .dtype = low.value_or(found_.dtype),
@@ -142,8 +133,7 @@ class Doctor {
                                       .cache = options_.cache,
                                       .policy = tried});
       }
-      const std::vector<at::Tensor> outputs = case_.forward(how.half);
-      outcome.bytes = memory_.bytes();
+      const std::vector<at::Tensor> outputs = case_.forward();
       const at::NoGradGuard no_grad;
       const at::DisableRecordFunctionGuard untraced;  // what follows is not the model's
       for (const at::Tensor& output : outputs) {
@@ -207,9 +197,9 @@ class Doctor {
   }
 
   /// Whether the model is fine without low precision; if not there is nothing to compare with.
-  bool runs_in_float32(std::vector<SeenConstant>& constants) {
+  bool runs_in_float32() {
     std::optional<std::string> low_op;
-    const Outcome outcome = first_run(std::nullopt, constants, low_op);
+    const Outcome outcome = first_run(std::nullopt, low_op);
     if (!outcome.thrown.empty()) return false;
     exact_ = outcome.floats;
     if (!outcome.finite && low_op) {
@@ -224,15 +214,14 @@ class Doctor {
     }
     exact_is_finite_ = outcome.finite;
     exact_is_low_ = outcome.is_low;
-    estimate_batch(outcome, std::nullopt, 0, 1);
     return true;
   }
 
-  void examine_forward(std::vector<SeenConstant>& constants) {
-    if (!runs_in_float32(constants)) return;
+  void examine_forward() {
+    if (!runs_in_float32()) return;
     // The first run fills caches; what the second one does, every later one does.
     std::optional<std::string> low_op;
-    const Outcome first = first_run(found_.dtype, constants, low_op);
+    const Outcome first = first_run(found_.dtype, low_op);
     if (first.thrown.empty()) {
       if (!first.finite && exact_is_finite_) {
         tell_forward(c10::str("the output has inf or NaN under autocast to ",
@@ -240,20 +229,18 @@ class Doctor {
                      "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
       }
       if (first.is_low && !exact_is_low_) add_output(found_);
-      estimate_batch(first, found_.dtype, 1, found_.memory.size());
-      trace(found_.dtype, constants, error_of(first));
+      trace(found_.dtype, error_of(first));
       return;
     }
     // bfloat16 asks for the same casts, and may get to the end.
     if (found_.dtype == at::kHalf && run(at::kBFloat16).thrown.empty()) {
-      trace(at::kBFloat16, constants, error_of(first));
+      trace(at::kBFloat16, error_of(first));
     }
   }
 
   /// If it throws, where, and with which constants before that. Sets `low_op` to the first op that
   /// reads low precision.
-  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants,
-                    std::optional<std::string>& low_op) {
+  Outcome first_run(std::optional<at::ScalarType> low, std::optional<std::string>& low_op) {
     DoctorTrace ops(case_.parameters);
     Outcome outcome = run(low, {.keeps_outputs = true});
     low_op = ops.first_low_op();
@@ -267,22 +254,22 @@ class Doctor {
     tell_forward(c10::str("the forward pass throws ", when, in, full_name(ops.last_op()), ": ",
                           outcome.thrown),
                  low ? remedy_of_throw(ops) : "", ops.place());
-    constants = with_modules_of(constants, ops.constants(), /*is_whole=*/false);
+    note_constants(ops.constants());
     return outcome;
   }
 
   /// `error` is that of a pass without any remedy.
-  void trace(at::ScalarType low, std::vector<SeenConstant>& constants, double error) {
+  void trace(at::ScalarType low, double error) {
     std::vector<CastRecord> records;
     {
       const CastTrace casts;
       const DoctorTrace ops(case_.parameters);
-      const bool is_whole = run(low).thrown.empty();
+      run(low);
       std::vector<SeenConstant> seen = ops.constants();
       for (SeenConstant& constant : seen) {
         if (constant.dtype == low) constant.dtype = found_.dtype;
       }
-      constants = with_modules_of(constants, seen, is_whole);
+      note_constants(seen);
       add_weight_casts(found_, ops.weights());
       add_dimensions(found_, ops.products());
       records = casts.records();
@@ -293,6 +280,14 @@ class Doctor {
     add_float32_ops(found_, records, [&](const std::string& op) {
       return helps([&op](const OpPolicy& policy) { return policy.allow(op); }, error);
     });
+  }
+
+  void note_constants(const std::vector<SeenConstant>& seen) {
+    for (const SeenConstant& one : seen) {
+      if (std::find(constants_.begin(), constants_.end(), one) == constants_.end()) {
+        constants_.push_back(one);
+      }
+    }
   }
 
   void tell_forward(std::string reason, std::string remedy, std::string where = "(model)") {
@@ -322,33 +317,12 @@ class Doctor {
     return rows;
   }
 
-  /// Of the rows [first, last), from what `whole` took and half of its batch takes.
-  void estimate_batch(const Outcome& whole, std::optional<at::ScalarType> low, std::size_t first,
-                      std::size_t last) {
-    const std::int64_t batch = case_.batch();
-    if (batch < 2 || !whole.bytes) return;
-    const Outcome half = run(low, {.half = true});
-    if (!half.thrown.empty() || !half.bytes) return;
-    const std::int64_t each = (*whole.bytes - *half.bytes) / (batch - batch / 2);
-    if (each <= 0) return;
-    std::int64_t own = 0;  // bytes that are not free because the weights are there
-    for (const auto& [name, parameter] : case_.parameters) {
-      own += static_cast<std::int64_t>(parameter.nbytes());
-    }
-    for (std::size_t i = first; i < last; ++i) {
-      PolicyMemory& row = found_.memory[i];
-      row.bytes_a_sample = each;
-      if (!found_.free_bytes) continue;
-      row.largest_batch = std::max<std::int64_t>(0, *found_.free_bytes + own - row.bytes) / each;
-    }
-  }
-
   DoctorCase case_;
   DoctorOptions options_;
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
-  PeakMemory memory_;
   BorrowedModel borrowed_{case_.buffers};
+  std::vector<SeenConstant> constants_;
   bool exact_is_finite_ = true;
   bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32

@@ -43,12 +43,10 @@ inline std::string short_name(const std::string& op) {
 
 /// A constant that half, the narrowest dtype, does not hold.
 struct SeenConstant {
-  std::string op;      ///< "aten::masked_fill.Scalar"; of an attribute its name
-  std::string module;  ///< where it is, as far as that is known
+  std::string op;      ///< "aten::masked_fill.Scalar"
+  std::string module;  ///< where it is
   double value = 0;
   at::ScalarType dtype = at::kFloat;  ///< that the op computes in
-  bool is_of_layer = false;           ///< an option of a layer of C++: its op alone reads it
-  bool was_met = true;                ///< false: a whole run met no floating tensor with it
 
   bool operator==(const SeenConstant&) const = default;
 
@@ -101,6 +99,11 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     constexpr std::array<std::string_view, 6> names = {"aten::gt", "aten::ge", "aten::lt",
                                                        "aten::le", "aten::eq", "aten::ne"};
     return std::find(names.begin(), names.end(), op) != names.end();
+  }
+
+  /// Norms of layers add their eps in float32, where it holds.
+  static bool adds_in_float32(std::string_view op) {
+    return op.find("_norm") != std::string_view::npos && !op.starts_with("aten::linalg");
   }
 
   /// The first op that reads half or bfloat16, and where; none if there was none.
@@ -203,6 +206,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
     if (compares(op_.name)) return;  // also the copy that it makes of the constant
+    if (adds_in_float32(op_.name)) return;
     if (compares(op.operator_name().name)) return;
     if (is_product(op_.name) && !is_product(op.operator_name().name)) return;
     const auto& arguments = op.schema().arguments();
