@@ -174,11 +174,20 @@ std::vector<PlantedFault> before_the_run() {
        {"the output has inf or NaN under autocast to float16 and none in float32"},
        "says which op made the first"},
       {"DoctorBuffer",
-       "a buffer of -1e9",
-       repaired([](PatientImpl& model, bool cured) {
-         const Tensor mask = torch::full({8, 8}, -1e9);
-         model.register_buffer("causal", cured ? mask.clamp_min(-65504.0) : mask);
-       }),
+       "a buffer of -1e9 that the model casts to half",
+       [](bool cured) {
+         struct Masked : PatientImpl {
+           explicit Masked(const Tensor& mask)
+               : PatientImpl([this](const Tensor& x) {
+                   return (in_half(x) + in_half(named_buffers()["causal"])).softmax(-1);
+                 }) {
+             register_buffer("causal", mask);
+           }
+         };
+         const Tensor mask = torch::full({8, 8}, -1e9).triu(1);
+         Masked model(cured ? mask.clamp_min(-65504.0) : mask);
+         return doctor_of(model, torch::kHalf);
+       },
        {"warning causal: this buffer holds 1e+09 in magnitude, beyond float16"},
        "mask.clamp_min(-65504.0)"},
       {"DoctorLogOfZero",
@@ -215,6 +224,20 @@ std::vector<HealthyRun> healthy_models() {
        [] { return healthy([](const Tensor& x) { return in_half(x) * 0.01 * 1e6; }); }},
       {"DoctorFactorsThatCancel",
        [] { return healthy([](const Tensor& x) { return in_half(x) * 1e3 * 1e-9 * 1e6; }); }},
+      {"DoctorBufferThatNothingCasts",
+       [] {
+         PatientImpl model;
+         model.register_buffer("seen", torch::full({8}, -1e9));
+         return doctor_of(model, torch::kHalf);
+       }},
+      {"DoctorEmbeddingThatStaysInFloat32",
+       [] {
+         nn::Sequential model(nn::Embedding(4, 8),
+                              nn::Functional([](const Tensor& x) { return x * 1e-6; }),
+                              nn::Linear(8, 8));
+         model->parameters()[0].detach().fill_(1e5);
+         return doctor_of(model, torch::kHalf, 1, torch::tensor({0, 1}));
+       }},
       {"DoctorMaskOfMinusInfinity",
        [] {
          return healthy([](const Tensor& x) {

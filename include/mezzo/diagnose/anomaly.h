@@ -115,6 +115,18 @@ inline std::string ranges_text(const std::vector<ValueRange>& ranges) {
   return text.empty() ? "nothing" : text;
 }
 
+inline bool has_zero(const ValueRange& range) {
+  return range.infs + range.nans < c10::multiply_integers(range.sizes) && range.smallest == 0;
+}
+
+/// Whether a 0 that the op read may be an eps that its dtype lost: what it divides by, or the
+/// number that it takes the logarithm or root of, unless another of these is negative.
+inline bool blames_eps(const Anomaly& anomaly) {
+  if (!anomaly.lost_scalar || anomaly.inputs.empty()) return false;
+  const ValueRange& last = anomaly.inputs.back();
+  return has_zero(last) && (anomaly.inputs.size() > 1 || last.minimum >= 0);
+}
+
 /// Names what about its inputs leaves an op without a finite result in any type, and what to do.
 /// Each answer follows from the op and the ranges alone; where these do not decide, "not known".
 inline std::string fault_of_inputs(const Anomaly& anomaly) {
@@ -127,9 +139,6 @@ inline std::string fault_of_inputs(const Anomaly& anomaly) {
   };
   const auto any = [&anomaly](const auto& holds) {
     return std::any_of(anomaly.inputs.begin(), anomaly.inputs.end(), holds);
-  };
-  const auto has_zero = [](const ValueRange& range) {
-    return range.infs + range.nans < c10::multiply_integers(range.sizes) && range.smallest == 0;
   };
   const bool is_masked = any([](const ValueRange& range) { return range.negative_infs > 0; });
   if (is_masked && (is_of(op, {"softmax"}) || is_of(node, {"Softmax", "Logsumexp"}))) {
@@ -197,7 +206,7 @@ inline std::string cause_text(const Anomaly& anomaly) {
                                          : "use bfloat16, or run this op and those that read its "
                                            "result in float32");
     case AnomalyCause::model:
-      if (anomaly.lost_scalar) {
+      if (blames_eps(anomaly)) {
         return c10::str(
             "An input was made with ", digits(*anomaly.lost_scalar), ", which ", dtype,
             " rounds to 0: use float32, or a larger eps: numerator / eps, and numerator / eps^2 in "

@@ -290,7 +290,7 @@ MEZZO_INLINE bool DivergenceWatch::updates_are_large(Divergence& divergence) con
   if (detail::nonfinite_bits(first_norm_)) return false;
   const double now = detail::norm_of_all(parameters_);  // inf where float cannot hold it
   const bool is_known = bad_weight().empty();  // if not, a step that was applied overwrote them
-  const double factor = is_known ? 2 : 100;    // what the loss has to rise by
+  const double factor = is_known ? 10 : 100;   // what the loss has to rise by: batches differ too
   const bool loss_rose = rises_ >= kRise && *last_loss_ > factor * std::abs(loss_before_rise_);
   const bool loss_fell = first_loss_ && *last_loss_ < *first_loss_;
   const bool is_vast = is_known && now > 10 * first_norm_ && !loss_fell &&

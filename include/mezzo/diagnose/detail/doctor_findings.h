@@ -77,18 +77,22 @@ class JudgedTensors {
  public:
   JudgedTensors(const char* kind, bool is_cast) : kind_(kind), is_cast_(is_cast) {}
 
-  void add(const std::string& name, const at::Tensor& tensor, at::ScalarType low) {
+  /// \param may_be_cast  false: a whole run in low precision cast it nowhere
+  void add(const std::string& name, const at::Tensor& tensor, at::ScalarType low,
+           bool may_be_cast) {
     if (!is_readable(tensor) || !tensor.is_floating_point()) return;
     const ValueRange range = value_ranges({tensor}).front();
     // A mask of -inf is fine; a weight of inf is not.
     if (range.nans > 0 || (is_cast_ && range.infs > 0)) bad_.push_back(name);
-    if (overflows(range.largest, low)) {
+    if (overflows(range.largest, low) && !may_be_cast) {
+      idle_.push_back(name);
+    } else if (overflows(range.largest, low)) {
       large_.push_back(name);
       largest_ = std::max(largest_, range.largest);
       is_mask_ = is_mask_ && range.maximum <= 0;
     }
     constexpr double kNoticeable = 0.01;
-    const double lost = is_cast_ ? lost_share(tensor.detach(), low) : 0;
+    const double lost = is_cast_ && may_be_cast ? lost_share(tensor.detach(), low) : 0;
     if (lost > kNoticeable) {
       lost_.push_back(name);
       most_lost_ = std::max(most_lost_, lost);
@@ -114,6 +118,13 @@ class JudgedTensors {
                          ? std::string("mask.clamp_min(-65504.0);  // or -inf, or bfloat16")
                          : in_bfloat16(diagnosis)});
     }
+    if (!idle_.empty()) {
+      diagnosis.findings.push_back(
+          {.topic = FindingTopic::range,
+           .where = some_of(idle_),
+           .reason = c10::str("this ", kind_, " holds values beyond ", end_of(diagnosis.dtype),
+                              ", and no op of the traced run casts it")});
+    }
     if (!lost_.empty()) {
       diagnosis.findings.push_back(
           {.severity = most_lost_ > 0.1 ? FindingSeverity::warning : FindingSeverity::note,
@@ -135,7 +146,7 @@ class JudgedTensors {
   const char* kind_;
   bool is_cast_;
   bool is_mask_ = true;  // whether all that is too large is negative
-  std::vector<std::string> bad_, large_, lost_;
+  std::vector<std::string> bad_, large_, idle_, lost_;
   double largest_ = 0, most_lost_ = 0;
 };
 

@@ -160,9 +160,7 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
   TORCH_CHECK(module != nullptr,
               "diagnose: the model is an empty holder or a null pointer; construct it first");
   detail::DoctorCase one = detail::case_of(*module);
-  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) {
-    if (tensor.defined()) one.inputs.push_back(tensor);
-  });
+  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) { one.add_input(tensor); });
   one.forward = [&module, &sample] { return detail::outputs_of(*module, sample); };
   return detail::Doctor(std::move(one), device, options).examine();
 }
@@ -173,7 +171,7 @@ inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sam
   const torch::jit::GraphOptimizerEnabledGuard as_written(false);
   detail::DoctorCase one = detail::case_of(model);
   for (const c10::IValue& argument : sample) {
-    for (const at::Tensor& tensor : detail::tensors_in(argument)) one.inputs.push_back(tensor);
+    for (const at::Tensor& tensor : detail::tensors_in(argument)) one.add_input(tensor);
   }
   if (!sample.empty()) {
     one.forward = [&model, &sample] { return detail::tensors_in(model.forward(sample)); };

@@ -15,6 +15,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cmath>
@@ -24,6 +25,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -33,9 +35,13 @@ namespace detail {
 
 /// A model as the doctor takes it, whatever it was.
 struct DoctorCase {
-  NamedTensors parameters = {};         ///< those of a floating dtype
-  NamedTensors buffers = {};            ///< of any dtype
-  std::vector<at::Tensor> inputs = {};  ///< the sample's tensors
+  NamedTensors parameters = {};  ///< those of a floating dtype
+  NamedTensors buffers = {};     ///< of any dtype
+  NamedTensors inputs = {};      ///< the sample's tensors: "input 0", ...
+  void add_input(const at::Tensor& tensor) {
+    if (tensor.defined()) inputs.emplace_back(c10::str("input ", inputs.size()), tensor);
+  }
+
   /// Runs the sample, and gives the outputs; null: there is none.
   std::function<std::vector<at::Tensor>()> forward = nullptr;
 };
@@ -78,9 +84,9 @@ class Doctor {
 
   Diagnosis examine() {
     examine_machine(found_, options_.measure);
-    examine_values();
     found_.memory = kept_weights();
     if (case_.forward != nullptr) examine_forward();
+    examine_values();
     add_constants(found_, constants_);
     std::stable_sort(found_.findings.begin(), found_.findings.end(),
                      [](const auto& a, const auto& b) { return a.severity > b.severity; });
@@ -99,11 +105,14 @@ class Doctor {
   void examine_values() {
     const at::NoGradGuard no_grad;
     JudgedTensors parameters("parameter", true), buffers("buffer", false), inputs("input", false);
-    for (const auto& [name, tensor] : case_.parameters) parameters.add(name, tensor, found_.dtype);
-    for (const auto& [name, tensor] : case_.buffers) buffers.add(name, tensor, found_.dtype);
-    for (std::size_t i = 0; i < case_.inputs.size(); ++i) {
-      inputs.add(c10::str("input ", i), case_.inputs[i], found_.dtype);
-    }
+    const auto add = [this](JudgedTensors& judged, const NamedTensors& tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        judged.add(name, tensor, found_.dtype, !casts_ || casts_->contains(name));
+      }
+    };
+    add(parameters, case_.parameters);
+    add(buffers, case_.buffers);
+    add(inputs, case_.inputs);
     for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
     add_accumulation(found_, case_.parameters, options_.micro_batches);
     if (options_.learning_rate) add_updates(found_, case_.parameters, *options_.learning_rate);
@@ -263,8 +272,12 @@ class Doctor {
     std::vector<CastRecord> records;
     {
       const CastTrace casts;
-      const DoctorTrace ops(case_.parameters);
-      run(low);
+      NamedTensors others = case_.buffers;
+      others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
+      const DoctorTrace ops(case_.parameters, std::move(others));
+      const bool is_whole = run(low).thrown.empty();
+      // A WeightCache may hold casts of runs before.
+      if (is_whole && options_.cache.weight_cache().empty()) casts_ = ops.casts();
       std::vector<SeenConstant> seen = ops.constants();
       for (SeenConstant& constant : seen) {
         if (constant.dtype == low) constant.dtype = found_.dtype;
@@ -323,6 +336,7 @@ class Doctor {
   const at::AutoGradMode with_gradients_{true};  // which keep activations
   BorrowedModel borrowed_{case_.buffers};
   std::vector<SeenConstant> constants_;
+  std::optional<std::set<std::string>> casts_;  // of a whole run in low precision
   bool exact_is_finite_ = true;
   bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32

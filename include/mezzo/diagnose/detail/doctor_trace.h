@@ -26,6 +26,7 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -79,7 +80,9 @@ struct SeenWeight {
 /// the module whose parameter it reads, and one that reads none comes after the last that did.
 class DoctorTrace : public OpListener<DoctorTrace, int> {
  public:
-  explicit DoctorTrace(const NamedTensors& parameters) : names_(parameters) {
+  /// \param others  buffers and inputs, of which `casts` tells too
+  explicit DoctorTrace(const NamedTensors& parameters, NamedTensors others = {})
+      : names_(parameters), others_(std::move(others)) {
     for (const auto& [name, parameter] : parameters) {
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
@@ -93,6 +96,8 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   const std::vector<SeenConstant>& constants() const { return constants_; }
   const std::vector<SeenProduct>& products() const { return products_; }
   const std::vector<SeenWeight>& weights() const { return weights_; }
+  /// The names of the parameters, buffers and inputs that were cast or copied.
+  const std::set<std::string>& casts() const { return casts_; }
 
   /// What is compared with inf or 0 in place of a constant comes out as it should.
   static bool compares(std::string_view op) {
@@ -175,6 +180,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   void note_cast(const c10::IValue& input) {
     if (!input.isTensor()) return;
     const auto weight = names_.find(input.toTensor());
+    casts_.insert(weight ? weights_[*weight].name : others_.name_of(input.toTensor()));
     if (!weight || cast_depth_ > 0) return;  // a cast is made of copies
     cast_depth_ = depth_;
     const at::Tensor& tensor = input.toTensor();
@@ -289,7 +295,8 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(std::move(one));
   }
 
-  ParameterNames names_;
+  ParameterNames names_, others_;
+  std::set<std::string> casts_;
   std::vector<SeenWeight> weights_;
   std::vector<SeenConstant> constants_;
   std::vector<SeenProduct> products_;
