@@ -282,7 +282,7 @@ TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
   model.takes_log = true;
   EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
               Contains(finding(FindingSeverity::error, FindingTopic::forward, "(model)",
-                               "in float32 already: precision is not the cause")));
+                               "without autocast already: forward pass: aten::log, after layer")));
   EXPECT_THAT(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16).findings,
               Contains(finding(FindingSeverity::error, FindingTopic::forward, "layer",
                                "throws in float32 already, in aten::addmm")));

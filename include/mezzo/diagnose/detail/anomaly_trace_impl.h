@@ -26,7 +26,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <array>
@@ -147,9 +146,9 @@ class AnomalyJudge {
   static constexpr std::size_t kMostTold = 4;
   static constexpr std::size_t kMostCarried = 32;  // then nothing is read any more
 
-  AnomalyJudge(const torch::nn::Module& model, AnomalyTraceOptions options)
-      : parameters_(name_parameters(model)), options_(std::move(options)) {
-    note_old_gradients(model);
+  AnomalyJudge(const NamedTensors& parameters, AnomalyTraceOptions options)
+      : parameters_(parameters), options_(std::move(options)) {
+    note_old_gradients(parameters);
   }
 
   std::vector<Anomaly> anomalies() const {
@@ -247,11 +246,9 @@ class AnomalyJudge {
   }
 
   /// What the step before left in `.grad` is no anomaly of this one.
-  void note_old_gradients(const torch::nn::Module& model) {
+  void note_old_gradients(const NamedTensors& parameters) {
     std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : model.parameters()) {
-      if (parameter.defined()) gradients.push_back(parameter.grad());
-    }
+    for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
     const std::vector<ValueRange> ranges = value_ranges(gradients);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
@@ -490,8 +487,8 @@ class Unwatched {
 
 class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
  public:
-  AnomalyRecorder(const torch::nn::Module& model, AnomalyTraceOptions options)
-      : judge_(model, std::move(options)) {}
+  AnomalyRecorder(const NamedTensors& parameters, AnomalyTraceOptions options)
+      : judge_(parameters, std::move(options)) {}
 
   void start() {
     WatchedThread& thread = watched_thread();

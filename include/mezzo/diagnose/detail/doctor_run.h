@@ -5,6 +5,7 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
@@ -189,8 +190,8 @@ class Doctor {
   }
 
   /// A line that was tried and lets the pass end with float32's result: the op that threw in
-  /// float32, else one of the ops whose low-precision result it read; else no autocast, which
-  /// runs_in_float32 tried.
+  /// float32, else one of the ops whose low-precision result it read; else no autocast, which was
+  /// tried first.
   std::string remedy_of_throw(const DoctorTrace& ops) {
     std::vector<std::string> candidates = ops.lowered_ops();
     if (ops.last_op_threw()) candidates.insert(candidates.begin(), full_name(ops.last_op()));
@@ -205,39 +206,30 @@ class Doctor {
                     ", .enabled = false});");
   }
 
-  /// Whether the model is fine without low precision; if not there is nothing to compare with.
-  bool runs_in_float32() {
-    std::optional<std::string> low_op;
-    const Outcome outcome = first_run(std::nullopt, low_op);
-    if (!outcome.thrown.empty()) return false;
-    exact_ = outcome.floats;
-    if (!outcome.finite && low_op) {
-      tell_forward(
-          "the output has inf or NaN without autocast already; the model itself computes in "
-          "low precision, from " +
-              *low_op + " on",
-          "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-    } else if (!outcome.finite) {
-      tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
-                   "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-    }
-    exact_is_finite_ = outcome.finite;
-    exact_is_low_ = outcome.is_low;
-    return true;
+  /// Tells of a pass whose result is not finite, with what an AnomalyTrace says of it.
+  void tell_nonfinite(std::optional<at::ScalarType> low) {
+    const AnomalyTrace trace(case_.parameters);
+    run(low);
+    const std::vector<Anomaly> found = trace.anomalies();
+    const std::string when =
+        low ? c10::str("under autocast to ", dtype_name(*low), " and none in float32")
+            : "without autocast already";
+    tell_forward("the output has inf or NaN " + when +
+                     (found.empty() ? std::string() : ": " + found.front().message()),
+                 "");
   }
 
   void examine_forward() {
-    if (!runs_in_float32()) return;
+    const Outcome exact = first_run(std::nullopt);
+    if (!exact.thrown.empty()) return;  // there is nothing to compare with
+    exact_ = exact.floats;
+    exact_is_finite_ = exact.finite;
+    if (!exact.finite) tell_nonfinite(std::nullopt);
     // The first run fills caches; what the second one does, every later one does.
-    std::optional<std::string> low_op;
-    const Outcome first = first_run(found_.dtype, low_op);
+    const Outcome first = first_run(found_.dtype);
     if (first.thrown.empty()) {
-      if (!first.finite && exact_is_finite_) {
-        tell_forward(c10::str("the output has inf or NaN under autocast to ",
-                              dtype_name(found_.dtype), " and none in float32"),
-                     "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-      }
-      if (first.is_low && !exact_is_low_) add_output(found_);
+      if (!first.finite && exact.finite) tell_nonfinite(found_.dtype);
+      if (first.is_low && !exact.is_low) add_output(found_);
       trace(found_.dtype, error_of(first));
       return;
     }
@@ -247,12 +239,10 @@ class Doctor {
     }
   }
 
-  /// If it throws, where, and with which constants before that. Sets `low_op` to the first op that
-  /// reads low precision.
-  Outcome first_run(std::optional<at::ScalarType> low, std::optional<std::string>& low_op) {
+  /// If it throws, tells where, and notes the constants before that.
+  Outcome first_run(std::optional<at::ScalarType> low) {
     DoctorTrace ops(case_.parameters);
     Outcome outcome = run(low, {.keeps_outputs = true});
-    low_op = ops.first_low_op();
     if (outcome.thrown.empty()) return outcome;
     ops.stop();
     const std::string when =
@@ -338,7 +328,6 @@ class Doctor {
   std::vector<SeenConstant> constants_;
   std::optional<std::set<std::string>> casts_;  // of a whole run in low precision
   bool exact_is_finite_ = true;
-  bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32
 
   static constexpr double kSmallError = 0.1;  // of outputs in 16 bits

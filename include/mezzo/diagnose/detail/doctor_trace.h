@@ -111,9 +111,6 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     return op.find("_norm") != std::string_view::npos && !op.starts_with("aten::linalg");
   }
 
-  /// The first op that reads half or bfloat16, and where; none if there was none.
-  const std::optional<std::string>& first_low_op() const { return low_op_; }
-
   /// The last op that the user called, and where.
   const c10::OperatorName& last_op() const { return op_; }
   /// Whether that op threw. Else what threw is the model's own code behind it: a check, or one of
@@ -147,7 +144,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   void note(const c10::OperatorName& name, OpArguments inputs) {
     if (depth_ == 1) op_ = name;
-    note_tensors(inputs);
+    if (auto module = names_.module_of(inputs)) owner_ = last_ = std::move(module);
     if (name.name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
     if (name.name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
     note_product(name.name, inputs);
@@ -165,16 +162,6 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (decided_category(op, *device).category != OpCategory::lower_precision) return;
     std::erase(lowered_, full_name(op.operator_name()));
     lowered_.push_back(full_name(op.operator_name()));
-  }
-
-  void note_tensors(OpArguments inputs) {
-    if (auto module = names_.module_of(inputs)) owner_ = last_ = std::move(module);
-    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
-      if (!tensor.defined()) return;
-      const auto dtype = tensor.scalar_type();
-      const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
-      if (is_low && !low_op_) low_op_ = full_name(op_) + ", " + place();
-    });
   }
 
   void note_cast(const c10::IValue& input) {
@@ -229,11 +216,11 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     }
   }
 
-  /// A number, or a tensor without dimensions on the CPU, which takes part as one. Not where the op
-  /// writes: that may be memory which holds nothing yet.
+  /// A number, or a tensor without dimensions on the CPU, which takes part as one. Not what the op
+  /// writes or makes a view of: that may be memory which holds nothing yet.
   static std::optional<double> constant_in(const c10::IValue& input,
                                            const c10::Argument& argument) {
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) return std::nullopt;
+    if (argument.alias_info() != nullptr) return std::nullopt;
     if (input.isDouble()) return input.toDouble();
     if (input.isInt() && argument.type()->annotation_str().find("number") != std::string::npos) {
       return static_cast<double>(input.toInt());
@@ -302,7 +289,6 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   std::vector<SeenProduct> products_;
   std::optional<std::string> owner_;  // of the op that the user called
   std::optional<std::string> last_;
-  std::optional<std::string> low_op_;
   std::vector<std::string> lowered_;
   c10::OperatorName op_{"", ""};
   bool op_threw_ = false;
