@@ -138,46 +138,6 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
   EXPECT_THAT(text.str(), HasSubstr("\nthe ops before the first, from to:\n"));
 }
 
-TEST(AnomalyTrace, NamesTheModuleOfABackwardPassThatMakesNaN) {
-  auto model = traced_model();
-  AnomalyTrace trace(*model);
-  const torch::Tensor hidden = model[0]->as<torch::nn::Linear>()->forward(torch::zeros({3, 4}));
-  (hidden - hidden.detach()).square().sum().sqrt().backward();  // 0 / 0
-  const std::vector<Anomaly> anomalies = trace.anomalies();
-  ASSERT_FALSE(anomalies.empty()) << trace;
-  EXPECT_TRUE(anomalies[0].frame.is_backward());
-  EXPECT_EQ(anomalies[0].frame.node, "SqrtBackward0");
-  EXPECT_EQ(anomalies[0].frame.module, "0");
-  EXPECT_EQ(anomalies[0].cause, AnomalyCause::model);
-}
-
-TEST(AnomalyTrace, NamesAParameterThatWasNotFiniteBefore) {
-  auto model = traced_model();
-  {
-    at::NoGradGuard no_grad;
-    model->named_parameters()["2.weight"][0][0] = -kInfinity;
-  }
-  AnomalyTrace trace(*model);
-  HalfAutocast autocast;
-  model->forward(torch::ones({3, 4})).sum().backward();
-  const std::vector<Anomaly> anomalies = trace.anomalies();
-  ASSERT_THAT(anomalies, SizeIs(1)) << trace;
-  EXPECT_EQ(anomalies[0].cause, AnomalyCause::arrived);
-  EXPECT_EQ(anomalies[0].frame.module, "2");
-  EXPECT_THAT(anomalies[0].message(), HasSubstr("The parameter 2.weight is not finite"));
-}
-
-TEST(AnomalyTrace, NamesABatchThatWasNotFiniteBefore) {
-  auto model = traced_model();
-  const torch::Tensor batch = torch::ones({3, 4});
-  batch[1][2] = kInfinity;
-  AnomalyTrace trace(*model);
-  model->forward(batch);
-  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
-  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::arrived);
-  EXPECT_THAT(trace.anomalies()[0].message(), HasSubstr("look at the batch"));
-}
-
 TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
   auto model = traced_model();
   AnomalyTrace trace(*model);

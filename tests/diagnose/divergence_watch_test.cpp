@@ -96,19 +96,6 @@ TEST(DivergenceWatch, HearsAScaleAtItsFloorAndALossThatIsNotFinite) {
   EXPECT_EQ(heard[1].cause, DivergenceCause::loss_not_finite);
 }
 
-TEST(DivergenceWatch, NamesTheWeightThatIsNotFinite) {
-  Patient patient;
-  {
-    const torch::NoGradGuard no_grad;
-    patient.head->weight[1][1] = kInfiniteLoss;
-  }
-  const Divergence divergence = diagnosed(patient, kInfiniteLoss);
-  EXPECT_EQ(divergence.cause, DivergenceCause::weights_not_finite);
-  EXPECT_THAT(divergence.message(),
-              AllOf(HasSubstr("step 2; 1 skipped in a row; loss scale 1024; loss inf"),
-                    HasSubstr("head.weight holds inf or NaN"), HasSubstr("load it again")));
-}
-
 void multiply(const Patient& patient, double factor) {
   const torch::NoGradGuard no_grad;
   for (const at::Tensor& parameter : patient.parameters()) parameter.mul_(factor);
@@ -124,9 +111,9 @@ TEST(DivergenceWatch, BlamesTheRateWhereTheLossRoseWhileTheWeightsGrew) {
   }
   watch(step_record(6, kInfiniteLoss, /*skipped=*/true));
   ASSERT_EQ(heard.size(), 1);
-  EXPECT_EQ(heard[0].cause, DivergenceCause::learning_rate);
-  EXPECT_THAT(heard[0].message(),
-              AllOf(HasSubstr("from 1 to 40, rising in 3 steps on end"), HasSubstr("a tenth")));
+  EXPECT_EQ(heard[0].cause, DivergenceCause::updates_too_large);
+  EXPECT_THAT(heard[0].message(), AllOf(HasSubstr("from 1 to 40, rising in 3 steps on end"),
+                                        HasSubstr("divide the learning rate by 10")));
 }
 
 /// Neither a loss that jumps nor weights that outgrow a small start are the rate's.
@@ -149,7 +136,7 @@ TEST(DivergenceWatch, BlamesTheRateForWeightsBeyondMeasure) {
   multiply(patient, 200);
   watch(step_record(1, kInfiniteLoss));
   ASSERT_EQ(heard.size(), 1);
-  EXPECT_EQ(heard[0].cause, DivergenceCause::learning_rate);
+  EXPECT_EQ(heard[0].cause, DivergenceCause::updates_too_large);
   EXPECT_EQ(heard[0].evidence.find("the loss"), std::string::npos) << "it was never finite";
 }
 
@@ -180,8 +167,8 @@ TEST(DivergenceWatch, SuspectsBuffersAndWeightsBeyondHalfInARunOfHalfAlone) {
       HasSubstr("the weight head.weight holds 1.06e+05, which is inf where an op reads it"));
 }
 
-/// Records come after the step: what a step wrote does not make the weights the first to break.
-TEST(DivergenceWatch, TellsAWeightThatBrokeFirstFromOneThatTheLossBroke) {
+/// Records come after the step, which carries an inf or NaN of its loss into the weights.
+TEST(DivergenceWatch, SaysWhichBrokeFirstOnlyWhereTheStepBeforeTells) {
   const auto said = [](const TelemetryRecord& before) {
     const Patient patient;
     std::vector<Divergence> heard;
@@ -192,10 +179,11 @@ TEST(DivergenceWatch, TellsAWeightThatBrokeFirstFromOneThatTheLossBroke) {
     EXPECT_EQ(heard.size(), 1);
     return heard.empty() ? Divergence() : heard.front();
   };
-  EXPECT_EQ(said(step_record(1, 1.0)).cause, DivergenceCause::loss_not_finite);
+  EXPECT_EQ(said(step_record(1, 1.0)).cause, DivergenceCause::unknown);
   const Divergence broke = said({.step = 1, .loss = 1.0, .grad_norm = kInfiniteLoss});
   EXPECT_EQ(broke.cause, DivergenceCause::weights_not_finite);
   EXPECT_THAT(broke.message(), HasSubstr("the gradients of step 1 were not finite"));
+  EXPECT_THAT(said(step_record(1, 1.0)).message(), HasSubstr("which was first is not known"));
 }
 
 TEST(DivergenceWatch, NamesTheLayerWhoseGradientsAreNotFiniteAndWhatDecides) {
@@ -232,31 +220,6 @@ TEST(DivergenceWatch, WritesTheDiagnosisWhereNobodyListens) {
   EXPECT_EQ(written.find("step 3"), std::string::npos);
   EXPECT_THAT([&] { DivergenceWatch(patient, {.skips_in_a_row = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("skips_in_a_row is 0; it should be positive")));
-}
-
-/// Least squares by SGD with a rate of ten times what is stable, under a scaler.
-TEST(DivergenceWatch, FindsTheRateOfARunThatCollapses) {
-  torch::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(8, 8), torch::nn::Linear(8, 1));
-  const at::Tensor inputs = torch::randn({32, 8});
-  mezzo::optim::SGD optimizer(model->parameters(), 10.0);
-  mezzo::GradScaler scaler;
-  scaler.on_skip(nullptr);
-  std::vector<Divergence> heard;
-  {
-    mezzo::Telemetry telemetry;
-    telemetry.write_to(DivergenceWatch(*model, told_to(heard)));
-    for (int i = 0; i < 40; ++i) {
-      optimizer.zero_grad();
-      const at::Tensor loss = model->forward(inputs).sub(1).square().mean();
-      scaler.scale(loss).backward();
-      const auto result = scaler.step(optimizer);
-      scaler.update();
-      telemetry.record(result, loss);
-    }
-  }
-  ASSERT_EQ(heard.size(), 1);
-  EXPECT_EQ(heard[0].cause, DivergenceCause::learning_rate) << heard[0].message();
 }
 
 }  // namespace

@@ -56,7 +56,8 @@ class DoctorCommand : public testing::Test {
 TEST_F(DoctorCommand, ReportsAndExitsByTheWorstFinding) {
   const Said bad = run(model("-1e9") + " --input 8,16 --dtype fp16 --quick");
   EXPECT_EQ(bad.status, 2) << bad.err;
-  EXPECT_THAT(bad.out, HasSubstr("  error    layer: masked_fill with -1e+09 computes in float16"));
+  EXPECT_THAT(bad.out,
+              HasSubstr("  error    after layer: masked_fill with -1e+09 computes in float16"));
   const Said good = run(model("0.0") + " --input 8,16 --dtype bf16 --quick");
   EXPECT_EQ(good.status, 0) << good.out << good.err;
   EXPECT_THAT(good.out, HasSubstr("256 parameters on cpu, looked at for bfloat16: 0 errors"));
@@ -69,7 +70,6 @@ TEST_F(DoctorCommand, WritesJson) {
   EXPECT_EQ(json.at("exit_status"), 2);
   EXPECT_EQ(json.at("dtype"), "float16");
   EXPECT_EQ(json.at("parameters"), 256);
-  EXPECT_GT(json.at("free_bytes"), 0);
   EXPECT_EQ(json.at("findings").at(0).at("severity"), "error");
   for (const auto& finding : json.at("findings")) {
     for (const char* key : {"severity", "topic", "where", "reason", "remedy"}) {
@@ -79,7 +79,6 @@ TEST_F(DoctorCommand, WritesJson) {
   ASSERT_EQ(json.at("speeds").size(), 3);
   EXPECT_EQ(json.at("speeds").at(0).at("dtype"), "float32");
   EXPECT_EQ(json.at("memory").at(0).at("bytes"), 16 * 256);
-  EXPECT_TRUE(json.at("memory").at(1).at("largest_batch").is_null()) << "the pass in half threw";
 }
 
 TEST_F(DoctorCommand, TakesASampleThatTorchSaved) {

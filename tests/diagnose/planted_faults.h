@@ -1,18 +1,14 @@
 /// \file
-/// Faults that people plant by accident, each in a model of its own, and what mezzo's tools say of
-/// each. A row is a fault, how it is planted and asked about, and what the answer must name. The
-/// tables, with the answers: mezzo_tests --gtest_filter='*Planted*' --gtest_output=json.
+/// A hundred faults that people plant by accident, what the tool that a user meets first says of
+/// each, and whether doing what it says cures the run. The tables lie in planted_*.cpp, one for
+/// each tool; hundred_faults_test.cpp grades them.
 #pragma once
 
 #include <torch/torch.h>
 
-#include <gmock/gmock.h>
-#include <gtest/gtest.h>
-
 #include <cstdint>
 #include <functional>
 #include <limits>
-#include <ostream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -25,15 +21,36 @@ namespace nn = torch::nn;
 inline constexpr float kInf = std::numeric_limits<float>::infinity();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-/// A fault and who is to name it.
+/// What is said where nothing is found.
+inline constexpr const char* kNothing = "nothing";
+
+/// A run with the fault, or with what `remedy` says done.
+using Run = std::function<std::string(bool cured)>;
+
 struct PlantedFault {
-  const char* name;     ///< the test's
+  const char* name;
   const char* planted;  ///< in words
-  std::function<std::string()> said;
-  std::vector<std::string> names;  ///< all of which are in what was said
+  Run said;
+  std::vector<std::string> names;  ///< what a right answer says: the cause and the place
+  /// What to do, as it is printed: `said(true)` follows it. Empty: the tool prints no remedy.
+  const char* remedy = "";
 };
 
-inline void PrintTo(const PlantedFault& fault, std::ostream* stream) { *stream << fault.planted; }
+std::vector<PlantedFault> anomalies();       // asked of AnomalyTrace
+std::vector<PlantedFault> divergences();     // asked of DivergenceWatch
+std::vector<PlantedFault> overflows();       // asked of OverflowReport
+std::vector<PlantedFault> lost_precision();  // of UnderflowReport, UpdateWatch, compare_precisions
+std::vector<PlantedFault> before_the_run();  // asked of the doctor
+
+/// A run that is well; `said` asks a tool.
+struct HealthyRun {
+  const char* name;
+  std::function<std::string()> said;
+};
+
+std::vector<HealthyRun> healthy_traces();
+std::vector<HealthyRun> healthy_runs();
+std::vector<HealthyRun> healthy_models();
 
 using Op = std::function<Tensor(const Tensor&)>;
 
@@ -76,22 +93,5 @@ inline void plant_in_gradient(const Tensor& parameter, std::int64_t index, float
 }
 
 inline Tensor squares(PatientImpl& model) { return model.forward(batch_of_ones()).square().mean(); }
-
-/// Of each row one test, with this name.
-inline std::string name_of_fault(const testing::TestParamInfo<PlantedFault>& info) {
-  return info.param.name;
-}
-
-/// The names that the answer lacks, each with the answer; none, as it should be.
-inline std::vector<std::string> names_missing_for(const PlantedFault& fault) {
-  const std::string said = fault.said();
-  testing::Test::RecordProperty("planted", fault.planted);
-  testing::Test::RecordProperty("said", said);
-  std::vector<std::string> missing;
-  for (const std::string& name : fault.names) {
-    if (said.find(name) == std::string::npos) missing.push_back(name + ", in: " + said);
-  }
-  return missing;
-}
 
 }  // namespace planted_faults

@@ -97,15 +97,11 @@ std::vector<c10::IValue> sample_of(const Request& request, torch::Device device)
 }
 
 nlohmann::json json_of(const mezzo::Diagnosis& diagnosis) {
-  const auto or_null = [](const auto& number) {
-    return number ? nlohmann::json(*number) : nlohmann::json();
-  };
   nlohmann::json json{{"mezzo", kVersion},
                       {"exit_status", diagnosis.exit_status()},
                       {"device", c10::str(diagnosis.device)},
                       {"dtype", mezzo::detail::dtype_name(diagnosis.dtype)},
                       {"parameters", diagnosis.parameters},
-                      {"free_bytes", diagnosis.free_bytes},
                       {"findings", nlohmann::json::array()},
                       {"speeds", nlohmann::json::array()},
                       {"memory", nlohmann::json::array()}};
@@ -121,11 +117,8 @@ nlohmann::json json_of(const mezzo::Diagnosis& diagnosis) {
         {{"dtype", speed.name}, {"native", speed.native}, {"gflops", speed.gflops}});
   }
   for (const auto& row : diagnosis.memory) {
-    json["memory"].push_back({{"policy", row.name},
-                              {"bytes_a_parameter", row.bytes_a_parameter},
-                              {"bytes", row.bytes},
-                              {"bytes_a_sample", or_null(row.bytes_a_sample)},
-                              {"largest_batch", or_null(row.largest_batch)}});
+    json["memory"].push_back(
+        {{"policy", row.name}, {"bytes_a_parameter", row.bytes_a_parameter}, {"bytes", row.bytes}});
   }
   return json;
 }

@@ -14,8 +14,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -113,18 +115,66 @@ inline std::string ranges_text(const std::vector<ValueRange>& ranges) {
   return text.empty() ? "nothing" : text;
 }
 
-/// Of an op that has no finite result in a wider type either: what about its inputs is to blame.
+inline bool has_zero(const ValueRange& range) {
+  return range.infs + range.nans < c10::multiply_integers(range.sizes) && range.smallest == 0;
+}
+
+/// Whether a 0 that the op read may be an eps that its dtype lost: what it divides by, or the
+/// number that it takes the logarithm or root of, unless another of these is negative.
+inline bool blames_eps(const Anomaly& anomaly) {
+  if (!anomaly.lost_scalar || anomaly.inputs.empty()) return false;
+  const ValueRange& last = anomaly.inputs.back();
+  return has_zero(last) && (anomaly.inputs.size() > 1 || last.minimum >= 0);
+}
+
+/// Names what about its inputs leaves an op without a finite result in any type, and what to do.
+/// Each answer follows from the op and the ranges alone; where these do not decide, "not known".
 inline std::string fault_of_inputs(const Anomaly& anomaly) {
-  const std::string& op = anomaly.frame.op;
-  const bool needs_positive = op.find("log") != std::string::npos ||
-                              op.find("sqrt") != std::string::npos ||
-                              op.find("pow") != std::string::npos;
-  const bool is_negative = std::any_of(anomaly.inputs.begin(), anomaly.inputs.end(),
-                                       [](const ValueRange& range) { return range.minimum < 0; });
-  if (needs_positive && is_negative && !anomaly.frame.is_backward()) {
-    return "it read negative numbers, which have no logarithm, root or broken power";
+  const std::string& node = anomaly.frame.node;
+  const std::string_view op = anomaly.frame.op;
+  const auto is_of = [](std::string_view name, std::initializer_list<std::string_view> words) {
+    return std::any_of(words.begin(), words.end(), [name](std::string_view word) {
+      return name.find(word) != std::string_view::npos;
+    });
+  };
+  const auto any = [&anomaly](const auto& holds) {
+    return std::any_of(anomaly.inputs.begin(), anomaly.inputs.end(), holds);
+  };
+  const bool is_masked = any([](const ValueRange& range) { return range.negative_infs > 0; });
+  if (is_masked && (is_of(op, {"softmax"}) || is_of(node, {"Softmax", "Logsumexp"}))) {
+    return "a row is -inf as a whole: leave each row a finite number";
   }
-  return "look for a log or a division of 0, an exp, or a root of 0 in the backward pass";
+  if (anomaly.inputs.empty()) return "a number that the program gave it is not finite";
+  if (is_of(op, {"nll_loss"})) return "no label counts: skip a batch without labels";
+  if (is_of(op, {"ctc_loss"})) {
+    return "a target has more labels than steps to hold them: zero_infinity(true), or skip it";
+  }
+  if (is_of(op, {"aten::std", "aten::var"})) {
+    return "it took the deviation of a single value: unbiased = false, or more values";
+  }
+  if (is_of(op, {"native_layer_norm", "native_group_norm", "native_batch_norm"})) {
+    return "a variance of 0 without eps: give the layer a larger eps";
+  }
+  if (is_of(op, {"asin", "acos", "atanh", "erfinv"}) || is_of(node, {"Acos", "Asin", "Atanh"})) {
+    return "the input of the inverse function reaches 1 or exceeds it: clamp it to less than 1";
+  }
+  const bool is_log = is_of(op, {"log"}), is_root = is_of(op, {"sqrt", "pow"});
+  if ((is_log || is_root) && any([](const ValueRange& range) { return range.minimum < 0; }) &&
+      !anomaly.frame.is_backward()) {
+    return "it read negative numbers, which have no logarithm, root or broken power: "
+           "clamp_min(eps) before it, or add an eps to a difference that rounding makes negative";
+  }
+  if ((is_log || is_root) && any(has_zero)) {
+    return "it read 0, which has no logarithm, inverse root or negative power: clamp_min(eps) "
+           "before it";
+  }
+  if (is_of(op, {"aten::div", "reciprocal"}) && has_zero(anomaly.inputs.back())) {
+    if (is_of(node, {"Sqrt"})) return "it divided by 0, the root of 0: add an eps under the root";
+    if (is_of(node, {"Log"})) return "it divided by 0: clamp_min(eps) before the logarithm";
+    if (is_of(anomaly.frame.caller, {"mean"})) return "a mean of no elements: skip such a batch";
+    return "it divided by 0: add an eps to the divisor";
+  }
+  return "why is not known; the ranges of what it read are above";
 }
 
 /// Why, and what to do.
@@ -156,7 +206,7 @@ inline std::string cause_text(const Anomaly& anomaly) {
                                          : "use bfloat16, or run this op and those that read its "
                                            "result in float32");
     case AnomalyCause::model:
-      if (anomaly.lost_scalar) {
+      if (blames_eps(anomaly)) {
         return c10::str(
             "An input was made with ", digits(*anomaly.lost_scalar), ", which ", dtype,
             " rounds to 0: use float32, or a larger eps: numerator / eps, and numerator / eps^2 in "

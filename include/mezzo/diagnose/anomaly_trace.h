@@ -20,6 +20,7 @@
 #include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/anomaly_trace_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <c10/core/ScalarType.h>
@@ -57,7 +58,10 @@ class AnomalyTrace {
  public:
   /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already
   explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {})
-      : recorder_(std::make_shared<detail::AnomalyRecorder>(model, std::move(options))) {
+      : AnomalyTrace(name_parameters(model), std::move(options)) {}
+  /// Names the modules of these parameters. \throws as above
+  explicit AnomalyTrace(const NamedTensors& parameters, AnomalyTraceOptions options = {})
+      : recorder_(std::make_shared<detail::AnomalyRecorder>(parameters, std::move(options))) {
     recorder_->start();
   }
   ~AnomalyTrace() { recorder_->stop(); }

@@ -38,7 +38,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// What was not finite first, or its cause where the evidence decides.
 enum class DivergenceCause : std::uint8_t {
   weights_not_finite,  ///< a parameter holds inf or NaN, and no loss before it did
-  learning_rate,       ///< loss and weights grew together, or the weights alone grew beyond measure
+  updates_too_large,   ///< loss and weights grew together, or the weights alone beyond measure
   loss_not_finite,     ///< the loss, computed from finite weights; the message names the suspects
   unknown,             ///< gradients, from a finite loss; the message names what decides
 };
@@ -101,7 +101,7 @@ class DivergenceWatch {
   void note_loss(double loss);
   void diagnose(Divergence& divergence) const;
   bool weights_are_bad(Divergence& divergence) const;
-  bool rate_is_high(Divergence& divergence) const;
+  bool updates_are_large(Divergence& divergence) const;
   void blame_loss(Divergence& divergence) const;
   bool uses_half() const;
   std::string bad_weight() const;
@@ -213,7 +213,7 @@ MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
 
 MEZZO_INLINE void DivergenceWatch::diagnose(Divergence& divergence) const {
   const at::NoGradGuard no_grad;
-  if (rate_is_high(divergence) || weights_are_bad(divergence)) return;
+  if (updates_are_large(divergence) || weights_are_bad(divergence)) return;
   if (detail::lost_its_loss(divergence.record)) {
     blame_loss(divergence);
     return;
@@ -238,56 +238,71 @@ MEZZO_INLINE std::string DivergenceWatch::bad_weight() const {
   return {};
 }
 
-/// Compares with the step before: a step that was applied carries an inf or NaN of its own loss
-/// into the weights, which says nothing about the weights that the loss was computed from.
+/// Compares with the step before. A step that was applied in spite of an inf or NaN in its loss has
+/// carried it into the weights, or the weights had it before and gave it to the loss.
 MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const {
   const std::string bad = bad_weight();
   if (bad.empty()) return false;
   const bool were_bad = detail::nonfinite_bits(first_norm_);
   const bool lost_before = before_ && detail::lost_its_loss(*before_);
-  const bool broke_before = before_ && !before_->skipped && before_->grad_norm &&
-                            detail::nonfinite_bits(*before_->grad_norm);
+  const bool ran_before = before_ && !before_->skipped;
+  const bool broke_before =
+      ran_before && before_->grad_norm && detail::nonfinite_bits(*before_->grad_norm);
+  // A GradScaler skips a step whose gradients are not finite.
+  const bool was_fine = ran_before && !lost_before && (before_->grad_norm || scales_loss_);
   const TelemetryRecord& record = divergence.record;
+  divergence.evidence = bad + " holds inf or NaN";
   if (!were_bad && !record.skipped && !lost_before && !broke_before &&
       detail::lost_its_loss(record)) {
-    blame_loss(divergence);
-    divergence.evidence += c10::str("; the step was applied, and ", bad, " holds inf or NaN since");
+    divergence.evidence +=
+        " and so is the loss, whose step was applied; which was first is not known";
     divergence.remedy =
-        "load a checkpoint from before this step, and step through a GradScaler, which skips such "
-        "a step (in bfloat16 with an init_scale of 1); " +
-        divergence.remedy;
+        "load a checkpoint from before, and step through a GradScaler, which skips a step whose "
+        "gradients are inf or NaN (in bfloat16 with an init_scale of 1): if the weights stay "
+        "finite, look at this batch, and for a log or a division of 0; if not, look at the "
+        "learning "
+        "rate and eps";
     return true;
   }
   divergence.cause = DivergenceCause::weights_not_finite;
-  divergence.evidence = bad + " holds inf or NaN";
-  if (were_bad) divergence.evidence += "; the weights were not finite when the watch was made";
-  if (broke_before) {
-    divergence.evidence += c10::str("; the gradients of step ", before_->step,
-                                    " were not finite, and that step was applied");
-  }
   divergence.remedy = were_bad ? "no step repairs it: initialise or load it again"
                                : "no step repairs it: load a checkpoint from before";
+  if (were_bad) {
+    divergence.evidence += "; the weights were not finite when the watch was made";
+  } else if (broke_before) {
+    divergence.evidence += c10::str("; the gradients of step ", before_->step,
+                                    " were not finite, and that step was applied");
+  } else if (was_fine) {
+    divergence.evidence += c10::str("; step ", before_->step,
+                                    " was applied with finite gradients: its update made them");
+    divergence.remedy +=
+        ", and look at the learning rate, eps, and the range of the weights' dtype";
+  }
   return true;
 }
 
 /// Growth of the loss alone may come from the batches, and growth of the weights alone from a small
-/// initialisation. Both together, or weights of a size that no training wants, are the rate's.
-MEZZO_INLINE bool DivergenceWatch::rate_is_high(Divergence& divergence) const {
+/// initialisation. Both together, or weights of a size that no training wants, show updates that
+/// are too large. What makes them so (mostly the learning rate) the numbers do not show.
+MEZZO_INLINE bool DivergenceWatch::updates_are_large(Divergence& divergence) const {
   constexpr std::int64_t kRise = 3;     // losses in a row, each above all before
   constexpr double kLargeWeights = 10;  // root mean square
   if (detail::nonfinite_bits(first_norm_)) return false;
   const double now = detail::norm_of_all(parameters_);  // inf where float cannot hold it
   const bool is_known = bad_weight().empty();  // if not, a step that was applied overwrote them
-  const double factor = is_known ? 2 : 100;    // what the loss has to rise by
+  const double factor = is_known ? 10 : 100;   // what the loss has to rise by: batches differ too
   const bool loss_rose = rises_ >= kRise && *last_loss_ > factor * std::abs(loss_before_rise_);
   const bool loss_fell = first_loss_ && *last_loss_ < *first_loss_;
   const bool is_vast = is_known && now > 10 * first_norm_ && !loss_fell &&
                        now > kLargeWeights * std::sqrt(elements_);
   if (!is_vast && !(loss_rose && (!is_known || now > 2 * first_norm_))) return false;
-  divergence.cause = DivergenceCause::learning_rate;
+  divergence.cause = DivergenceCause::updates_too_large;
   divergence.remedy =
-      "the learning rate is too high: load a checkpoint from before, try a tenth of the rate or a "
-      "longer warmup";
+      "the updates are too large: load a checkpoint from before, and divide the learning rate by "
+      "10 "
+      "until the loss falls, or lengthen the warmup; if no rate helps, it takes a momentum below "
+      "1, "
+      "less weight decay, or inputs of about 1";
   if (is_known) {
     divergence.evidence = c10::str("since the start the norm of all weights went from ",
                                    detail::digits(first_norm_), " to ", detail::digits(now));

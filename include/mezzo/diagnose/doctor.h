@@ -48,7 +48,7 @@ enum class FindingTopic : std::uint8_t {
   weight_casts,  ///< weights that autocast casts again and again
   float32_ops,   ///< ops that run in float32 under autocast
   dimensions,    ///< sizes that are no multiple of 8
-  threads,       ///< too many, too few, or a machine that is busy
+  threads,       ///< more of them than cores, or fewer
   accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
   output,        ///< a result of 16 bits, which a loss outside of the region would be computed from
   updates,  ///< weights of 16 bits that an update of the learning rate's size leaves as they are
@@ -80,11 +80,6 @@ struct PolicyMemory {
   std::string name;
   double bytes_a_parameter = 0;  ///< weight, gradient, optimizer state, copies that autocast reads
   std::int64_t bytes = 0;        ///< of all parameters
-  /// What a forward pass keeps for the backward pass, for one row of the sample's first dimension.
-  std::optional<std::int64_t> bytes_a_sample = std::nullopt;
-  /// Rows that fit into the memory that is free now, beside the weights. An estimate: it knows
-  /// nothing of fragments and of what the loss takes.
-  std::optional<std::int64_t> largest_batch = std::nullopt;
 };
 
 /// All that was found.
@@ -92,7 +87,6 @@ struct Diagnosis {
   c10::Device device = c10::Device(c10::DeviceType::CPU);
   at::ScalarType dtype = at::kBFloat16;  ///< that the model was looked at for
   std::int64_t parameters = 0;           ///< elements of all parameters
-  std::int64_t free_bytes = 0;           ///< of the device's memory; of the CPU's what is available
   std::vector<DtypeSpeed> speeds = {};   ///< float32 first; empty with `measure = false`
   std::vector<PolicyMemory> memory = {};
   std::vector<DoctorFinding> findings = {};  ///< the worst first
@@ -123,12 +117,11 @@ template <class Model>
 concept DoctorsModel = detail::ModelHandle<std::remove_cvref_t<Model>> ||
     detail::ModuleVariable<std::remove_reference_t<Model>>;
 
-/// Examines `model`: reads its parameters and buffers, runs `forward` on `sample` in float32 and
-/// under autocast, and on the first half of the rows, with gradients enabled but no backward pass.
-/// Nothing of it needs a GPU, and half can be examined on a CPU without instructions for it.
+/// Examines `model`: reads its parameters and buffers, and runs `forward` on `sample` in float32
+/// and under autocast, with gradients enabled but no backward pass. Nothing of it needs a GPU, and
+/// half can be examined on a CPU without instructions for it.
 ///
-/// \param sample  what `forward` takes; a std::tuple where it takes several arguments. Its first
-///   tensor's first dimension counts as the batch
+/// \param sample  what `forward` takes; a std::tuple where it takes several arguments
 /// \param device  where model and sample are
 ///
 /// Parameters are only read; buffers and the default random generators are afterwards what they
@@ -142,10 +135,8 @@ template <DoctorsModel Model, class Sample>
 Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
                    const DoctorOptions& options = {});
 
-/// The same for TorchScript, whose graph says more: constants are found with the name of the module
-/// that holds them. One that a whole run met with no floating tensor is a note.
-/// \param sample  the arguments of `forward`; none: nothing is run, and constants are judged by the
-///   op lists alone
+/// The same for TorchScript.
+/// \param sample  the arguments of `forward`; none: nothing is run
 inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,
                           c10::Device device, const DoctorOptions& options = {});
 

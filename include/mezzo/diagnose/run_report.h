@@ -1,8 +1,8 @@
 /// \file
 /// A run as one HTML page: its scores and options, the loss scale's staircase with skipped steps
-/// marked, loss, gradient norm, learning rate, speed and memory, overflows, exponents by layer, and
-/// a comparison of precisions. The page needs no network and no script, follows the reader's light
-/// or dark setting, and fits a phone.
+/// marked, loss, gradient norm, learning rate, speed and memory, overflows, and what other tools
+/// print. The page needs no network and no script, follows the reader's light or dark setting, and
+/// fits a phone.
 ///
 ///     mezzo::RunReport report("BERT on tweets, half");
 ///     telemetry.write_to(std::ref(report));
@@ -18,23 +18,23 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/report_chart.h>
 #include <mezzo/diagnose/detail/report_html.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/telemetry_files.h>
-#include <mezzo/diagnose/underflow.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cmath>
 #include <concepts>
 #include <cstddef>
@@ -75,18 +75,19 @@ class RunReport {
   /// date are on the page by themselves.
   void option(const std::string& name, const std::string& value);
 
-  /// Adds a table of the comparison.
-  void add(const PrecisionComparison& comparison);
-
   /// A row of the overflow table, which holds the first 20 and the last 20. An Overflow knows no
   /// step: the row says "about" the one after the last record, and nothing before the first record.
   void add(const Overflow& overflow);
 
-  /// Where an inf or NaN began: its lines as text.
-  void add(const AnomalyTrace& trace);
-
-  /// The exponents of each layer's values against the type's range. Waits for the device.
-  void add(const UnderflowReport& report);
+  /// A section with what `finding` prints: an AnomalyTrace, an UnderflowReport, a
+  /// PrecisionComparison, a Diagnosis.
+  template <class Finding>
+  void add(const std::string& title, const Finding& finding) {
+    std::ostringstream text;
+    text << finding;
+    sections_ += detail::section_html(detail::html_text(title),
+                                      "<pre>" + detail::html_text(text.str()) + "</pre>");
+  }
 
   /// The page as it stands.
   std::string html() const;
@@ -95,26 +96,26 @@ class RunReport {
   void save(const std::string& path) const;
 
  private:
+  /// What one or more steps in a row came to; an archive holds the numbers in this order.
   struct Point {
-    std::int64_t first = 0, last = 0;  // steps
-    double loss = 0;                   // summed
-    std::int64_t losses = 0;
-    double scale = 1;
-    double norm = -1;  // none yet
-    std::int64_t skips = 0;
-    double learning_rate = -1;       // none yet
+    double first = 0, last = 0;      // steps
+    double loss = 0, losses = 0;     // summed, and how many
+    double scale = 1;                // the last
+    double norm = -1;                // the largest; none yet
+    double skips = 0;                // summed
+    double learning_rate = -1;       // the last; none yet
     double seconds = 0, tokens = 0;  // summed
     double memory = 0;               // bytes, the most
 
     void add(const Point& other);
   };
+  using PointNumbers = std::array<double, sizeof(Point) / sizeof(double)>;
 
   /// The records of one name.
   struct Series {
     std::string name;
     std::vector<Point> points = {};
     std::int64_t steps_a_point = 1;
-    TelemetryRecord last = {};
 
     void add(const TelemetryRecord& record);
     void thin();
@@ -140,9 +141,7 @@ class RunReport {
   std::optional<std::int64_t> last_step_;  // of the last record, whatever its name
   std::int64_t overflows_ = 0;
   std::vector<std::string> overflow_rows_;  // as HTML, as are these
-  std::string anomalies_;
-  std::string exponents_;
-  std::string comparisons_;
+  std::string sections_;
 
   /// A checkpoint of several ranks does not compare theirs: each has seen batches of its own.
   friend bool differs_by_rank(const RunReport& /*report*/) { return true; }
@@ -156,10 +155,6 @@ class RunReport {
 };
 
 #if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
-MEZZO_INLINE void RunReport::add(const PrecisionComparison& comparison) {
-  comparisons_ += detail::comparison_html(comparison);
-}
-
 MEZZO_INLINE void RunReport::set(Texts& texts, const std::string& name, const std::string& value) {
   for (auto& [known, text] : texts) {
     if (known == name) {
@@ -183,25 +178,15 @@ MEZZO_INLINE void RunReport::option(const std::string& name, const std::string& 
   set(options_, name, value);
 }
 
-MEZZO_INLINE void RunReport::add(const UnderflowReport& report) {
-  exponents_ += detail::exponents_html(report);
-}
-
 MEZZO_INLINE void RunReport::add(const Overflow& overflow) {
   ++overflows_;
   if (overflow_rows_.size() == kMostOverflows) {
     overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
   }
-  std::optional<std::int64_t> step;
-  if (last_step_) step = *last_step_ + 1;
-  overflow_rows_.push_back(detail::overflow_row_html(overflow, step));
-}
-
-MEZZO_INLINE void RunReport::add(const AnomalyTrace& trace) {
-  std::ostringstream text;
-  text << trace;
-  anomalies_ +=
-      detail::section_html("Where it began", "<pre>" + detail::html_text(text.str()) + "</pre>");
+  std::string when = last_step_ ? c10::str("about step ", *last_step_ + 1) : std::string();
+  if (overflow.rank) when += c10::str(last_step_ ? ", rank " : "rank ", *overflow.rank);
+  overflow_rows_.push_back(
+      detail::row_html({when, detail::digits(overflow.step.scale, 8), overflow.cause()}));
 }
 
 MEZZO_INLINE void RunReport::Point::add(const Point& other) {
@@ -230,10 +215,9 @@ MEZZO_INLINE void RunReport::operator()(const TelemetryRecord& record) {
 }
 
 MEZZO_INLINE void RunReport::Series::add(const TelemetryRecord& record) {
-  Point point{.first = record.step,
-              .last = record.step,
-              .scale = record.scale,
-              .skips = record.skipped ? 1 : 0};
+  const auto step = static_cast<double>(record.step);
+  Point point{
+      .first = step, .last = step, .scale = record.scale, .skips = record.skipped ? 1.0 : 0.0};
   if (record.loss) {
     point.loss = *record.loss;
     point.losses = 1;
@@ -245,9 +229,8 @@ MEZZO_INLINE void RunReport::Series::add(const TelemetryRecord& record) {
     point.tokens = *record.tokens_per_second * record.seconds;
   }
   point.memory = record.memory_bytes.value_or(0);
-  last = record;
-  const bool joins = !points.empty() && record.step - points.back().first < steps_a_point &&
-                     record.step >= points.back().first;
+  const bool joins = !points.empty() && step >= points.back().first &&
+                     step - points.back().first < static_cast<double>(steps_a_point);
   if (joins) {
     points.back().add(point);
   } else {
@@ -260,7 +243,8 @@ MEZZO_INLINE void RunReport::Series::thin() {
   steps_a_point *= 2;
   std::vector<Point> kept;
   for (const Point& point : points) {
-    const bool joins = !kept.empty() && point.last - kept.back().first < steps_a_point;
+    const bool joins =
+        !kept.empty() && point.last - kept.back().first < static_cast<double>(steps_a_point);
     if (joins) {
       kept.back().add(point);
     } else {
@@ -274,11 +258,12 @@ MEZZO_INLINE std::string RunReport::Series::facts_html() const {
   Point all = points.front();
   for (std::size_t i = 1; i < points.size(); ++i) all.add(points[i]);
   std::string html = "<dl>";
-  html += detail::tile_html("steps", std::to_string(all.last - all.first + 1));
-  html += detail::tile_html("skipped", std::to_string(all.skips));
-  if (last.loss) {
-    html += detail::tile_html("last loss", detail::digits(*last.loss, 4),
-                              detail::nonfinite_bits(*last.loss));
+  const Point& last = points.back();
+  html += detail::tile_html("steps", detail::digits(all.last - all.first + 1, 15));
+  html += detail::tile_html("skipped", detail::digits(all.skips, 15));
+  if (last.losses > 0) {
+    const double loss = last.loss / last.losses;
+    html += detail::tile_html("last loss", detail::digits(loss, 4), detail::nonfinite_bits(loss));
   }
   html += detail::tile_html("loss scale", detail::digits(last.scale, 8));
   if (all.seconds > 0) {
@@ -301,8 +286,8 @@ MEZZO_INLINE std::string RunReport::Series::charts_html() const {
   detail::Chart memory{.title = "memory, MiB"};
   for (const Point& point : points) {
     constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-    const auto step = static_cast<double>(point.first);
-    const double mean = point.loss / static_cast<double>(point.losses);  // 0 / 0 is a gap
+    const double step = point.first;
+    const double mean = point.loss / point.losses;  // 0 / 0 is a gap
     loss.points.push_back({step, mean});
     if (point.losses > 0 && detail::nonfinite_bits(mean)) {
       loss.marks.emplace_back(step, "loss is " + detail::number_text(mean));
@@ -313,7 +298,7 @@ MEZZO_INLINE std::string RunReport::Series::charts_html() const {
     if (point.seconds > 0) speed.points.push_back({step, point.tokens / point.seconds});
     if (point.memory > 0) memory.points.push_back({step, point.memory / 1048576});
     if (point.skips == 0) continue;
-    scale.marks.emplace_back(step, "step " + std::to_string(point.last) + " skipped");
+    scale.marks.emplace_back(step, "step " + detail::digits(point.last, 15) + " skipped");
   }
   norm.marks = scale.marks;
   if (!scale.marks.empty()) scale.title += "; red: a skipped step";
@@ -352,11 +337,8 @@ MEZZO_INLINE std::string RunReport::options_html() const {
   Texts rows = options_;
   for (const auto& [name, value] : detail::where_and_when()) rows.emplace_back(name, value);
   std::string html;
-  for (const auto& [name, value] : rows) {
-    html += "<tr>" + detail::td(detail::html_text(name)) +
-            detail::td(detail::html_text(value), " class=text") + "</tr>\n";
-  }
-  return detail::section_html("The run", "<div class=wide><table>" + html + "</table></div>");
+  for (const auto& [name, value] : rows) html += detail::row_html({name, value});
+  return detail::section_html("The run", detail::table_html(html));
 }
 
 MEZZO_INLINE std::string RunReport::html() const {
@@ -367,8 +349,18 @@ MEZZO_INLINE std::string RunReport::html() const {
       title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n" +
       head_html();
   for (const Series& one : series_) page += one.html();
-  if (overflows_ > 0) page += detail::overflows_html(overflow_rows_, overflows_);
-  return page + anomalies_ + exponents_ + comparisons_ + options_html();
+  if (overflows_ > 0) {
+    std::string rows;
+    for (const std::string& row : overflow_rows_) rows += row;
+    const auto shown = static_cast<std::int64_t>(overflow_rows_.size());
+    std::string note;
+    if (overflows_ > shown) {
+      note = c10::str("<p>The first and the last ", shown / 2, " of ", overflows_, ".</p>");
+    }
+    const char* const heads = "<tr><th>step</th><th>loss scale</th><th>cause</th></tr>\n";
+    page += detail::section_html("Overflows", detail::table_html(heads + rows) + note);
+  }
+  return page + sections_ + options_html();
 }
 
 MEZZO_INLINE void RunReport::save(const std::string& path) const {
@@ -380,9 +372,7 @@ MEZZO_INLINE void RunReport::save(const std::string& path) const {
 //   names, counts, steps_a_point  of each name: the name, how many points, and steps a point
 //   points                        double [sum of counts, 11], the members of Point in their order;
 //                                 7 of them in files of before 0.2
-//   last                          double [names, 8]: step, scale, then loss, tokens_per_second and
-//                                 memory_bytes with a 1 before each that is known
-//   overflows, overflow_rows, html, last_step    html: anomalies, exponents, comparisons
+//   overflows, overflow_rows, html, last_step    html: the sections
 // Scores, facts and options are of the run that is told them.
 //
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.
@@ -391,33 +381,23 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
     Archive& archive, const RunReport& report) {
   c10::List<std::string> names, rows, html;
   c10::List<std::int64_t> counts, steps_a_point, last_step;
-  std::vector<double> points, last;
+  std::vector<double> points;
   for (const RunReport::Series& one : report.series_) {
     names.push_back(one.name);
     counts.push_back(static_cast<std::int64_t>(one.points.size()));
     steps_a_point.push_back(one.steps_a_point);
     for (const RunReport::Point& point : one.points) {
-      points.insert(points.end(),
-                    {static_cast<double>(point.first), static_cast<double>(point.last), point.loss,
-                     static_cast<double>(point.losses), point.scale, point.norm,
-                     static_cast<double>(point.skips), point.learning_rate, point.seconds,
-                     point.tokens, point.memory});
-    }
-    last.insert(last.end(), {static_cast<double>(one.last.step), one.last.scale});
-    for (const auto& number : {one.last.loss, one.last.tokens_per_second, one.last.memory_bytes}) {
-      last.insert(last.end(), {number ? 1.0 : 0.0, number.value_or(0)});
+      const auto numbers = std::bit_cast<RunReport::PointNumbers>(point);
+      points.insert(points.end(), numbers.begin(), numbers.end());
     }
   }
   for (const std::string& row : report.overflow_rows_) rows.push_back(row);
-  for (const std::string* part : {&report.anomalies_, &report.exponents_, &report.comparisons_}) {
-    html.push_back(*part);
-  }
+  html.push_back(report.sections_);
   if (report.last_step_) last_step.push_back(*report.last_step_);
   archive.write("names", c10::IValue(names));
   archive.write("counts", c10::IValue(counts));
   archive.write("steps_a_point", c10::IValue(steps_a_point));
   archive.write("points", at::tensor(points, at::kDouble), /*is_buffer=*/true);
-  archive.write("last", at::tensor(last, at::kDouble), /*is_buffer=*/true);
   archive.write("overflows", c10::IValue(report.overflows_));
   archive.write("overflow_rows", c10::IValue(rows));
   archive.write("html", c10::IValue(html));
@@ -429,11 +409,10 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, RunReport& report) {
   c10::IValue names, counts, steps_a_point, overflows, rows, html, last_step;
-  at::Tensor points, last;
+  at::Tensor points;
   const bool is_read = archive.try_read("names", names) && archive.try_read("counts", counts) &&
                        archive.try_read("steps_a_point", steps_a_point) &&
                        archive.try_read("points", points, /*is_buffer=*/true) &&
-                       archive.try_read("last", last, /*is_buffer=*/true) &&
                        archive.try_read("overflows", overflows) &&
                        archive.try_read("overflow_rows", rows) && archive.try_read("html", html) &&
                        archive.try_read("last_step", last_step);
@@ -445,48 +424,29 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   loaded.facts_ = report.facts_;
   loaded.options_ = report.options_;
   points = points.to(at::kCPU, at::kDouble).contiguous();
-  last = last.to(at::kCPU, at::kDouble).contiguous();
   const auto sizes = counts.toIntVector(), widths = steps_a_point.toIntVector();
   const std::size_t size = names.toListRef().size();
   std::int64_t all = 0;
   for (const std::int64_t count : sizes) all += count;
   const std::int64_t members = points.numel() == all * 7 ? 7 : 11;
-  TORCH_CHECK(sizes.size() == size && widths.size() == size && points.numel() == all * members &&
-                  last.numel() == static_cast<std::int64_t>(size) * 8 &&
-                  html.toListRef().size() == 3,
+  TORCH_CHECK(sizes.size() == size && widths.size() == size && points.numel() == all * members,
               "The archive of a RunReport is damaged: its points are not as many as it says; load "
               "an earlier file");
   const double* number = points.const_data_ptr<double>();
-  const double* known = last.const_data_ptr<double>();
   for (std::size_t i = 0; i < size; ++i) {
     RunReport::Series& one = loaded.series(names.toListRef()[i].toStringRef());
     one.steps_a_point = widths[i];
     for (std::int64_t k = 0; k < sizes[i]; ++k, number += members) {
-      one.points.push_back({static_cast<std::int64_t>(number[0]),
-                            static_cast<std::int64_t>(number[1]), number[2],
-                            static_cast<std::int64_t>(number[3]), number[4], number[5],
-                            static_cast<std::int64_t>(number[6])});
-      if (members == 7) continue;
-      RunReport::Point& point = one.points.back();
-      point.learning_rate = number[7];
-      point.seconds = number[8];
-      point.tokens = number[9];
-      point.memory = number[10];
+      auto numbers = std::bit_cast<RunReport::PointNumbers>(RunReport::Point());
+      std::copy_n(number, members, numbers.begin());
+      one.points.push_back(std::bit_cast<RunReport::Point>(numbers));
     }
-    one.last.step = static_cast<std::int64_t>(known[0]);
-    one.last.scale = known[1];
-    if (known[2] != 0) one.last.loss = known[3];
-    if (known[4] != 0) one.last.tokens_per_second = known[5];
-    if (known[6] != 0) one.last.memory_bytes = known[7];
-    known += 8;
   }
   loaded.overflows_ = overflows.toInt();
   for (const c10::IValue& row : rows.toListRef()) {
     loaded.overflow_rows_.push_back(row.toStringRef());
   }
-  loaded.anomalies_ = html.toListRef()[0].toStringRef();
-  loaded.exponents_ = html.toListRef()[1].toStringRef();
-  loaded.comparisons_ = html.toListRef()[2].toStringRef();
+  for (const c10::IValue& section : html.toListRef()) loaded.sections_ += section.toStringRef();
   const auto step = last_step.toIntVector();
   if (!step.empty()) loaded.last_step_ = step.front();
   report = std::move(loaded);

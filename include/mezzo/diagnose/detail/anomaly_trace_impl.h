@@ -8,6 +8,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/parameter_names.h>
 #include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/overflow_report.h>
 
@@ -25,7 +26,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <array>
@@ -50,115 +50,6 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 class AnomalyRecorder;
-
-/// What is known of memory, by the bytes that a tensor takes: gradients in a flat bucket share
-/// their storage. While something is known of it memory is not given to other tensors.
-template <class Fact>
-class KnownMemory {
- public:
-  void note(const at::Tensor& tensor, Fact fact) {
-    if (!tensor.has_storage()) return;
-    forget(tensor);
-    const auto [known, is_new] =
-        known_.try_emplace(tensor.storage().unsafeGetStorageImpl(),
-                           Storage{tensor.storage().getWeakStorageImpl(), {}});
-    const Bytes bytes = bytes_of(tensor);
-    auto& stretches = known->second.stretches;
-    std::erase_if(stretches, [&](const Stretch& one) { return one.bytes == bytes; });
-    stretches.push_back({bytes, std::move(fact)});
-  }
-
-  /// What was noted last of a tensor that shares a byte with this one.
-  const Fact* find(const at::Tensor& tensor) const {
-    if (!tensor.has_storage()) return nullptr;
-    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
-    if (found == known_.end()) return nullptr;
-    const Bytes bytes = bytes_of(tensor);
-    const auto& stretches = found->second.stretches;
-    const auto last = std::find_if(stretches.rbegin(), stretches.rend(), [&](const Stretch& one) {
-      return one.bytes.begin < bytes.end && bytes.begin < one.bytes.end;
-    });
-    return last == stretches.rend() ? nullptr : &last->fact;
-  }
-
-  /// Nothing is known any more of what the tensor holds. Does nothing where it has gaps.
-  void forget(const at::Tensor& tensor) {
-    if (!tensor.has_storage() || tensor.is_nested()) return;
-    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
-    if (found == known_.end() || !tensor.is_non_overlapping_and_dense()) return;
-    const Bytes gone = bytes_of(tensor);
-    std::vector<Stretch> left;
-    for (const auto& [bytes, fact] : found->second.stretches) {
-      const Bytes before{bytes.begin, std::min(bytes.end, gone.begin)};
-      const Bytes behind{std::max(bytes.begin, gone.end), bytes.end};
-      if (before.begin < before.end) left.push_back({before, fact});
-      if (behind.begin < behind.end) left.push_back({behind, fact});
-    }
-    if (left.empty()) {
-      known_.erase(found);
-    } else {
-      found->second.stretches = std::move(left);
-    }
-  }
-
- private:
-  struct Bytes {
-    std::int64_t begin = 0, end = 0;  // in the storage
-    bool operator==(const Bytes&) const = default;
-  };
-  struct Stretch {
-    Bytes bytes;
-    Fact fact;
-  };
-  struct Storage {
-    c10::weak_intrusive_ptr<c10::StorageImpl> held;
-    std::vector<Stretch> stretches;
-  };
-
-  /// From a tensor's first element to its last.
-  static Bytes bytes_of(const at::Tensor& tensor) {
-    if (tensor.is_nested()) return {0, static_cast<std::int64_t>(tensor.storage().nbytes())};
-    const auto each = static_cast<std::int64_t>(tensor.element_size());
-    std::int64_t elements = tensor.numel() > 0 ? 1 : 0;
-    for (std::int64_t i = 0; elements > 0 && i < tensor.dim(); ++i) {
-      elements += (tensor.size(i) - 1) * tensor.stride(i);
-    }
-    const std::int64_t begin = tensor.storage_offset() * each;
-    return {begin, begin + elements * each};
-  }
-
-  std::unordered_map<const c10::StorageImpl*, Storage> known_;
-};
-
-/// Parameters by their memory, and by that of copies in another dtype.
-class ParameterMemory {
- public:
-  explicit ParameterMemory(NamedTensors parameters) : parameters_(std::move(parameters)) {}
-
-  /// The name of the parameter that the tensor is, is a view of, or is a cast copy of.
-  std::string name_of(const at::Tensor& tensor) const {
-    if (!tensor.defined() || !tensor.has_storage()) return {};
-    if (const std::string* const copied = copies_.find(tensor)) return *copied;
-    const c10::StorageImpl* const memory = tensor.storage().unsafeGetStorageImpl();
-    for (const auto& [name, parameter] : parameters_) {
-      if (!parameter.has_storage()) continue;
-      if (parameter.storage().unsafeGetStorageImpl() != memory) continue;
-      const std::int64_t offset = tensor.storage_offset() - parameter.storage_offset();
-      if (offset >= 0 && offset < std::max<std::int64_t>(parameter.numel(), 1)) return name;
-    }
-    return {};
-  }
-
-  /// Calls `copy` what `original` is called.
-  void note_copy(const at::Tensor& original, const at::Tensor& copy) {
-    std::string name = name_of(original);
-    if (!name.empty()) copies_.note(copy, std::move(name));
-  }
-
- private:
-  NamedTensors parameters_;
-  KnownMemory<std::string> copies_;
-};
 
 /// An op that has begun and not returned.
 struct OpenOp final : at::ObserverContext {
@@ -255,9 +146,9 @@ class AnomalyJudge {
   static constexpr std::size_t kMostTold = 4;
   static constexpr std::size_t kMostCarried = 32;  // then nothing is read any more
 
-  AnomalyJudge(const torch::nn::Module& model, AnomalyTraceOptions options)
-      : parameters_(name_parameters(model)), options_(std::move(options)) {
-    note_old_gradients(model);
+  AnomalyJudge(const NamedTensors& parameters, AnomalyTraceOptions options)
+      : parameters_(parameters), options_(std::move(options)) {
+    note_old_gradients(parameters);
   }
 
   std::vector<Anomaly> anomalies() const {
@@ -278,7 +169,7 @@ class AnomalyJudge {
     const auto counts = [](const Found& found) { return !found.carriers.empty(); };
     return std::count_if(found_.begin(), found_.end(), counts) >= std::ptrdiff_t{kMostCarried};
   }
-  std::string parameter_of(const at::Tensor& tensor) const { return parameters_.name_of(tensor); }
+  const ParameterNames& parameters() const { return parameters_; }
 
   /// A copy of which all is known that is known of the original.
   at::Tensor copied(const at::Tensor& tensor) {
@@ -355,11 +246,9 @@ class AnomalyJudge {
   }
 
   /// What the step before left in `.grad` is no anomaly of this one.
-  void note_old_gradients(const torch::nn::Module& model) {
+  void note_old_gradients(const NamedTensors& parameters) {
     std::vector<at::Tensor> gradients;
-    for (const at::Tensor& parameter : model.parameters()) {
-      if (parameter.defined()) gradients.push_back(parameter.grad());
-    }
+    for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
     const std::vector<ValueRange> ranges = value_ranges(gradients);
     for (std::size_t i = 0; i < gradients.size(); ++i) {
       if (!ranges[i].is_finite()) memory_.note(gradients[i], Memory::bad);
@@ -387,7 +276,7 @@ class AnomalyJudge {
     }
     anomaly.inputs = value_ranges(read);
     for (std::size_t i = 0; i < read.size(); ++i) {
-      anomaly.inputs[i].parameter = parameter_of(read[i]);
+      anomaly.inputs[i].parameter = parameters_.name_of(read[i]);
     }
     if (is_asked_for(op, frame.outputs, read, anomaly.inputs)) {
       forgive(op);
@@ -557,7 +446,7 @@ class AnomalyJudge {
     return known != nullptr && *known == Memory::bad;
   }
 
-  ParameterMemory parameters_;
+  ParameterNames parameters_;
   AnomalyTraceOptions options_;
   KnownMemory<Memory> memory_;
   KnownMemory<const c10::StorageImpl*> originals_;
@@ -598,8 +487,8 @@ class Unwatched {
 
 class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
  public:
-  AnomalyRecorder(const torch::nn::Module& model, AnomalyTraceOptions options)
-      : judge_(model, std::move(options)) {}
+  AnomalyRecorder(const NamedTensors& parameters, AnomalyTraceOptions options)
+      : judge_(parameters, std::move(options)) {}
 
   void start() {
     WatchedThread& thread = watched_thread();
@@ -764,14 +653,10 @@ class AnomalyRecorder : public std::enable_shared_from_this<AnomalyRecorder> {
   }
 
   void find_module(OpenOp& op, OpArguments inputs, const OpenNode* node) {
-    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
-      if (op.reads_module) return;
-      const std::string parameter = judge_.parameter_of(tensor);
-      if (parameter.empty()) return;
-      op.module = layer_name(parameter);
+    if (auto module = judge_.parameters().module_of(inputs)) {
+      op.module = *std::move(module);
       op.reads_module = true;
-    });
-    if (!op.reads_module && op.outer != nullptr) {
+    } else if (op.outer != nullptr) {
       op.module = op.outer->module;
       op.reads_module = op.outer->reads_module;
     }

@@ -1,12 +1,13 @@
 /// \file
-/// What PrecisionBench puts round a model while it runs: copies in place of its memory, single
-/// modules in float32, and a count of bytes.
+/// What PrecisionBench and the doctor put round a model while it runs: copies in place of its
+/// memory, single modules in float32, and a count of bytes.
 #pragma once
 
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/parameter_names.h>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -14,7 +15,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
@@ -23,13 +23,13 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -43,17 +43,18 @@ class BorrowedModel {
  public:
   explicit BorrowedModel(torch::nn::Module& model) {
     NamedOnce once;
-    for (const auto& [name, tensor] : once.all(model.named_parameters())) {
-      borrow(name, tensor);
+    const NamedTensors parameters = once.all(model.named_parameters());
+    borrow(parameters);
+    for (const auto& [name, tensor] : parameters) {
       if (!tensor.requires_grad()) continue;
       refuse_hooks(name, tensor);
       trained_.emplace_back(name, tensor);
     }
-    for (const auto& [name, tensor] : once.all(model.named_buffers())) borrow(name, tensor);
-    for (const Lent& lent : all_) {
-      torch::autograd::impl::set_version_counter(lent.tensor, c10::VariableVersion(0));
-    }
+    borrow(once.all(model.named_buffers()));
   }
+
+  /// Buffers alone: the parameters are read, and stay the model's own.
+  explicit BorrowedModel(const NamedTensors& buffers) { borrow(buffers); }
 
   ~BorrowedModel() {
     drop_copies();
@@ -71,6 +72,7 @@ class BorrowedModel {
   void reset(std::optional<at::ScalarType> dtype, int64_t dimensions = 0) {
     drop_copies();
     const at::NoGradGuard no_grad;
+    const at::DisableRecordFunctionGuard untraced;
     for (Lent& lent : all_) {
       const bool casts =
           dtype.has_value() && lent.value.is_floating_point() && lent.value.dim() >= dimensions;
@@ -102,11 +104,14 @@ class BorrowedModel {
     c10::VariableVersion version;
   };
 
-  void borrow(const std::string& name, const at::Tensor& tensor) {
-    TORCH_CHECK(!tensor.is_inference(), "compare_precisions: ", name,
-                " was made in inference mode; make the model outside of it");
-    all_.push_back({tensor, tensor.variable_data(), tensor.grad(),
-                    torch::autograd::impl::version_counter(tensor)});
+  void borrow(const NamedTensors& tensors) {
+    for (const auto& [name, tensor] : tensors) {
+      TORCH_CHECK(!tensor.is_inference(), name,
+                  " was made in inference mode; make the model outside of it");
+      all_.push_back({tensor, tensor.variable_data(), tensor.grad(),
+                      torch::autograd::impl::version_counter(tensor)});
+      torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(0));
+    }
   }
 
   /// They would take the copies' gradients for the model's.
@@ -123,18 +128,17 @@ class BorrowedModel {
   RandomState random_;
 };
 
-/// The modules that have parameters of their own, by name, with those parameters. The model itself
-/// is called "(model)".
-inline std::vector<std::pair<std::string, std::vector<at::Tensor>>> parameter_owners(
-    torch::nn::Module& model) {
-  std::vector<std::pair<std::string, std::vector<at::Tensor>>> owners;
-  const auto add = [&owners](std::string name, torch::nn::Module& module) {
-    auto own = module.parameters(/*recurse=*/false);
-    if (!own.empty()) owners.emplace_back(std::move(name), std::move(own));
-  };
-  add("(model)", model);
-  for (const auto& entry : model.named_modules("", /*include_self=*/false)) {
-    add(entry.key(), *entry.value());
+/// The modules that have parameters of their own, each with those parameters. The model itself is
+/// called "(model)".
+inline std::vector<std::pair<std::string, NamedTensors>> parameter_owners(
+    const torch::nn::Module& model) {
+  std::vector<std::pair<std::string, NamedTensors>> owners;
+  for (const auto& entry : model.named_parameters()) {
+    const std::string owner = layer_name(entry.key());
+    auto known = std::find_if(owners.begin(), owners.end(),
+                              [&](const auto& one) { return one.first == owner; });
+    if (known == owners.end()) known = owners.emplace(owners.end(), owner, NamedTensors());
+    known->second.emplace_back(entry.key(), entry.value());
   }
   return owners;
 }
@@ -145,19 +149,15 @@ inline std::vector<std::pair<std::string, std::vector<at::Tensor>>> parameter_ow
 class Float32ForParameters
     : public OpListener<Float32ForParameters, std::optional<at::ScalarType>> {
  public:
-  Float32ForParameters(c10::DeviceType device, const std::vector<at::Tensor>& parameters)
-      : device_(device) {
-    for (const at::Tensor& parameter : parameters) {
-      if (parameter.has_storage()) memory_.insert(parameter.storage().unsafeGetStorageImpl());
-    }
-  }
+  Float32ForParameters(c10::DeviceType device, const NamedTensors& parameters)
+      : device_(device), parameters_(parameters) {}
 
  private:
   friend OpListener;
 
   /// \returns the dtype to put back after the op, if it was changed
   std::optional<at::ScalarType> entered(const at::RecordFunction& function) const {
-    if (!reads_one(function)) return std::nullopt;
+    if (!parameters_.module_of(recorded_inputs(function))) return std::nullopt;
     const at::ScalarType dtype = at::autocast::get_autocast_dtype(device_);
     at::autocast::set_autocast_dtype(device_, at::kFloat);
     return dtype;
@@ -166,20 +166,8 @@ class Float32ForParameters
     if (dtype) at::autocast::set_autocast_dtype(device_, *dtype);
   }
 
-  bool reads_one(const at::RecordFunction& function) const {
-    for (const c10::IValue& input : recorded_inputs(function)) {
-      if (!input.isTensor()) continue;
-      const at::Tensor& tensor = input.toTensor();
-      if (tensor.defined() && tensor.has_storage() &&
-          memory_.contains(tensor.storage().unsafeGetStorageImpl())) {
-        return true;
-      }
-    }
-    return false;
-  }
-
   c10::DeviceType device_;
-  std::unordered_set<const c10::StorageImpl*> memory_;  // which a view, such as weight.t(), shares
+  ParameterNames parameters_;
 };
 
 /// The most bytes at a time that this thread, and the backward passes that it starts, took from

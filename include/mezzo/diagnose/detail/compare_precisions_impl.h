@@ -326,8 +326,8 @@ class PrecisionBench {
   std::size_t batches_;
   std::size_t compared_;
   double learning_rate_;
-  std::vector<std::pair<std::string, std::vector<at::Tensor>>> owners_;
-  const std::vector<at::Tensor>* exact_ = nullptr;  // of the module that runs in float32
+  std::vector<std::pair<std::string, NamedTensors>> owners_;
+  const NamedTensors* exact_ = nullptr;  // of the module that runs in float32
   BorrowedModel model_;
   c10::Device device_;
   std::vector<std::vector<at::Tensor>> reference_;  // float32's gradients, batch by batch
@@ -466,11 +466,6 @@ inline PrecisionComparison compare_on(PrecisionBench& bench,
   return comparison;
 }
 
-/// The heads of comparison_cells; the table on the terminal and that on a page hold the same.
-inline std::vector<std::string> comparison_columns() {
-  return {"setting", "gradient error", "cosine", "loss diff", "skipped", "ms/step", "peak MiB"};
-}
-
 inline std::vector<std::string> comparison_cells(const PrecisionRow& row) {
   const auto mib = [](int64_t bytes) { return digits(static_cast<double>(bytes) / 1048576, 4); };
   return {row.setting.name,
@@ -494,30 +489,18 @@ inline std::string proposal_line(const PrecisionComparison& comparison) {
   return line;
 }
 
-/// "the op aten::mm in float32, and 3 calls of others, which read its result".
-inline std::string cause_words(const char* what, const PrecisionCause& cause) {
-  std::string words = c10::str("the ", what, " ", cause.name, " in float32");
-  if (cause.others > 0) {
-    words += c10::str(", and with it ", cause.others, " calls of other ops that read its result");
-  }
-  return words;
-}
-
-/// Those that leave less error, at most `most`.
-inline std::vector<PrecisionCause> worst_causes(const std::vector<PrecisionCause>& causes,
-                                                double error, std::size_t most) {
-  std::vector<PrecisionCause> worst;
-  for (const PrecisionCause& cause : causes) {
-    if (worst.size() < most && cause.error_without < error) worst.push_back(cause);
-  }
-  return worst;
-}
-
+/// The causes that leave less error when they run in float32, at most five.
 inline void write_causes(std::ostream& stream, const char* what,
                          const std::vector<PrecisionCause>& causes, double error) {
-  for (const PrecisionCause& cause : worst_causes(causes, error, 5)) {
-    stream << table_line({-12, 0},
-                         {"  " + digits(cause.error_without), " with " + cause_words(what, cause)});
+  constexpr int kMost = 5;
+  int written = 0;
+  for (const PrecisionCause& cause : causes) {
+    if (cause.error_without >= error || written++ >= kMost) continue;
+    std::string words = c10::str(" with the ", what, " ", cause.name, " in float32");
+    if (cause.others > 0) {
+      words += c10::str(", and with it ", cause.others, " calls of other ops that read its result");
+    }
+    stream << table_line({-12, 0}, {"  " + digits(cause.error_without), words});
   }
 }
 
@@ -582,7 +565,8 @@ inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison&
   }
   const std::vector<int> widths = {-static_cast<int>(width), 16, 16, 16, 16, 16, 16};
   stream << "precisions on " << comparison.device << "; gradients and losses against float32's\n"
-         << detail::table_line(widths, detail::comparison_columns());
+         << detail::table_line(widths, {"setting", "gradient error", "cosine", "loss diff",
+                                        "skipped", "ms/step", "peak MiB"});
   for (const PrecisionRow& row : comparison.rows) {
     if (row.failure.empty()) {
       stream << detail::table_line(widths, detail::comparison_cells(row));

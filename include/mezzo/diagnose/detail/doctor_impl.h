@@ -8,9 +8,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/instancenorm.h>
-#include <torch/nn/modules/normalization.h>
 
 #include <algorithm>
 #include <array>
@@ -30,53 +27,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The eps of a layer of libtorch's that has one.
-template <class... Layers>
-void add_eps(const std::string& name, const torch::nn::Module& module, const char* op,
-             std::vector<SeenConstant>& constants, at::ScalarType low) {
-  const auto add = [&](const auto* layer) {
-    if (layer == nullptr || !SeenConstant::is_worth_noting(layer->options.eps())) return;
-    constants.push_back({.op = op,
-                         .module = name,
-                         .value = layer->options.eps(),
-                         .dtype = low,
-                         .is_of_layer = true});
-  };
-  (add(module.as<Layers>()), ...);
-}
-
-inline void add_eps_of(const std::string& name, const torch::nn::Module& module,
-                       std::vector<SeenConstant>& constants, at::ScalarType low) {
-  namespace nn = torch::nn;
-  add_eps<nn::LayerNorm>(name, module, "layer_norm", constants, low);
-  add_eps<nn::GroupNorm>(name, module, "group_norm", constants, low);
-  add_eps<nn::BatchNorm1d, nn::BatchNorm2d, nn::BatchNorm3d>(name, module, "batch_norm", constants,
-                                                             low);
-  add_eps<nn::InstanceNorm1d, nn::InstanceNorm2d, nn::InstanceNorm3d>(name, module, "instance_norm",
-                                                                      constants, low);
-}
-
-inline DoctorCase case_of(const torch::nn::Module& model, at::ScalarType low) {
-  DoctorCase one{.parameters = NamedOnce().floating(model.named_parameters()),
-                 .buffers = NamedOnce().all(model.named_buffers())};
-  add_eps_of("(model)", model, one.constants, low);
-  for (const auto& entry : model.named_modules("", /*include_self=*/false)) {
-    add_eps_of(entry.key(), *entry.value(), one.constants, low);
-  }
-  return one;
-}
-
-inline DoctorCase case_of(const torch::jit::Module& model, c10::DeviceType device,
-                          at::ScalarType low) {
+/// The tensors of a torch::nn::Module, or of a torch::jit::Module.
+template <class Model>
+DoctorCase case_of(const Model& model) {
   return {.parameters = NamedOnce().floating(model.named_parameters()),
-          .buffers = NamedOnce().all(model.named_buffers()),
-          .constants = ScriptConstants(model, device, low).found()};
-}
-
-/// The first half of a batch; a tensor with another first dimension as it is.
-inline at::Tensor first_half(const at::Tensor& tensor, std::int64_t batch) {
-  const bool has_rows = tensor.defined() && tensor.dim() > 0 && tensor.size(0) == batch;
-  return has_rows ? tensor.narrow(0, 0, batch / 2) : tensor;
+          .buffers = NamedOnce().all(model.named_buffers())};
 }
 
 template <class T>
@@ -149,14 +104,11 @@ inline void write_speeds(std::ostream& stream, const std::vector<DtypeSpeed>& sp
 }
 
 inline void write_memory(std::ostream& stream, const Diagnosis& diagnosis) {
-  const std::vector<int> widths = {-22, 18, 14, 14, 16};
-  stream << "\nmemory with AdamW; " << bytes_text(diagnosis.free_bytes) << " are free\n"
-         << table_line(widths, {"  weights", "bytes/parameter", "all", "a row", "largest batch"});
+  const std::vector<int> widths = {-22, 18, 14};
+  stream << "\nmemory with AdamW\n" << table_line(widths, {"  weights", "bytes/parameter", "all"});
   for (const PolicyMemory& row : diagnosis.memory) {
-    const std::optional<std::int64_t> each = row.bytes_a_sample, rows = row.largest_batch;
     stream << table_line(widths,
-                         {"  " + row.name, digits(row.bytes_a_parameter), bytes_text(row.bytes),
-                          each ? bytes_text(*each) : "-", rows ? std::to_string(*rows) : "-"});
+                         {"  " + row.name, digits(row.bytes_a_parameter), bytes_text(row.bytes)});
   }
 }
 
@@ -207,17 +159,9 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
   const auto module = detail::module_pointer(model);
   TORCH_CHECK(module != nullptr,
               "diagnose: the model is an empty holder or a null pointer; construct it first");
-  detail::DoctorCase one =
-      detail::case_of(*module, options.dtype.value_or(default_autocast_dtype(device.type())));
-  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) {
-    if (tensor.defined()) one.inputs.push_back(tensor);
-  });
-  one.forward = [&module, &sample, batch = one.batch()](bool half) {
-    if (!half) return detail::outputs_of(*module, sample);
-    return detail::outputs_of(*module, detail::map_tensors(sample, [batch](const at::Tensor& x) {
-      return detail::first_half(x, batch);
-    }));
-  };
+  detail::DoctorCase one = detail::case_of(*module);
+  detail::for_each_tensor(sample, [&one](const at::Tensor& tensor) { one.add_input(tensor); });
+  one.forward = [&module, &sample] { return detail::outputs_of(*module, sample); };
   return detail::Doctor(std::move(one), device, options).examine();
 }
 
@@ -225,20 +169,12 @@ inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sam
                           c10::Device device, const DoctorOptions& options) {
   // What the interpreter runs is then the graph's own ops, and not what a second run fuses.
   const torch::jit::GraphOptimizerEnabledGuard as_written(false);
-  detail::check_has_autocast(device.type());
-  detail::DoctorCase one = detail::case_of(
-      model, device.type(), options.dtype.value_or(default_autocast_dtype(device.type())));
+  detail::DoctorCase one = detail::case_of(model);
   for (const c10::IValue& argument : sample) {
-    for (const at::Tensor& tensor : detail::tensors_in(argument)) one.inputs.push_back(tensor);
+    for (const at::Tensor& tensor : detail::tensors_in(argument)) one.add_input(tensor);
   }
   if (!sample.empty()) {
-    one.forward = [&model, &sample, batch = one.batch()](bool half) {
-      std::vector<c10::IValue> arguments = sample;
-      for (c10::IValue& argument : arguments) {
-        if (half && argument.isTensor()) argument = detail::first_half(argument.toTensor(), batch);
-      }
-      return detail::tensors_in(model.forward(std::move(arguments)));
-    };
+    one.forward = [&model, &sample] { return detail::tensors_in(model.forward(sample)); };
   }
   return detail::Doctor(std::move(one), device, options).examine();
 }

@@ -5,18 +5,18 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
 #include <mezzo/diagnose/doctor.h>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cmath>
@@ -26,6 +26,7 @@
 #include <functional>
 #include <limits>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,41 +36,15 @@ namespace detail {
 
 /// A model as the doctor takes it, whatever it was.
 struct DoctorCase {
-  NamedTensors parameters = {};              ///< those of a floating dtype
-  NamedTensors buffers = {};                 ///< of any dtype
-  std::vector<at::Tensor> inputs = {};       ///< the sample's tensors
-  std::vector<SeenConstant> constants = {};  ///< that are known without a run
-  /// Runs the sample, or the first half of its rows, and gives the outputs; null: there is none.
-  std::function<std::vector<at::Tensor>(bool half)> forward = nullptr;
-
-  std::int64_t batch() const {
-    return inputs.empty() || inputs.front().dim() == 0 ? 0 : inputs.front().size(0);
-  }
-};
-
-/// Puts buffers and random generators back.
-class KeptBuffers {
- public:
-  explicit KeptBuffers(const NamedTensors& buffers) {
-    for (const auto& [name, buffer] : buffers) {
-      if (at::has_internal_overlap(buffer) == at::MemOverlap::Yes) continue;  // none can write it
-      kept_.emplace_back(buffer, buffer.detach().clone());
-    }
-  }
-  ~KeptBuffers() { rewind(); }
-  KeptBuffers(const KeptBuffers&) = delete;
-  KeptBuffers& operator=(const KeptBuffers&) = delete;
-
-  void rewind() const {
-    const at::NoGradGuard no_grad;
-    const at::DisableRecordFunctionGuard untraced;
-    for (const auto& [buffer, value] : kept_) buffer.copy_(value);
-    random_.install();
+  NamedTensors parameters = {};  ///< those of a floating dtype
+  NamedTensors buffers = {};     ///< of any dtype
+  NamedTensors inputs = {};      ///< the sample's tensors: "input 0", ...
+  void add_input(const at::Tensor& tensor) {
+    if (tensor.defined()) inputs.emplace_back(c10::str("input ", inputs.size()), tensor);
   }
 
- private:
-  std::vector<std::pair<at::Tensor, at::Tensor>> kept_;
-  RandomState random_;
+  /// Runs the sample, and gives the outputs; null: there is none.
+  std::function<std::vector<at::Tensor>()> forward = nullptr;
 };
 
 /// The sentence that matters of what a model threw.
@@ -110,11 +85,10 @@ class Doctor {
 
   Diagnosis examine() {
     examine_machine(found_, options_.measure);
-    examine_values();
-    std::vector<SeenConstant> constants = case_.constants;
     found_.memory = kept_weights();
-    if (case_.forward != nullptr) examine_forward(constants);
-    add_constants(found_, constants);
+    if (case_.forward != nullptr) examine_forward();
+    examine_values();
+    add_constants(found_, constants_);
     std::stable_sort(found_.findings.begin(), found_.findings.end(),
                      [](const auto& a, const auto& b) { return a.severity > b.severity; });
     return std::move(found_);
@@ -125,26 +99,27 @@ class Doctor {
   struct Outcome {
     std::string thrown;
     bool finite = true;
-    bool is_low = false;  ///< a floating output has 16 bits
-    std::optional<std::int64_t> bytes;
+    bool is_low = false;             ///< a floating output has 16 bits
     std::vector<at::Tensor> floats;  ///< copies of the floating outputs, where they are kept
   };
 
   void examine_values() {
     const at::NoGradGuard no_grad;
     JudgedTensors parameters("parameter", true), buffers("buffer", false), inputs("input", false);
-    for (const auto& [name, tensor] : case_.parameters) parameters.add(name, tensor, found_.dtype);
-    for (const auto& [name, tensor] : case_.buffers) buffers.add(name, tensor, found_.dtype);
-    for (std::size_t i = 0; i < case_.inputs.size(); ++i) {
-      inputs.add(c10::str("input ", i), case_.inputs[i], found_.dtype);
-    }
+    const auto add = [this](JudgedTensors& judged, const NamedTensors& tensors) {
+      for (const auto& [name, tensor] : tensors) {
+        judged.add(name, tensor, found_.dtype, !casts_ || casts_->contains(name));
+      }
+    };
+    add(parameters, case_.parameters);
+    add(buffers, case_.buffers);
+    add(inputs, case_.inputs);
     for (const JudgedTensors* judged : {&parameters, &buffers, &inputs}) judged->tell(found_);
     add_accumulation(found_, case_.parameters, options_.micro_batches);
     if (options_.learning_rate) add_updates(found_, case_.parameters, *options_.learning_rate);
   }
 
   struct RunOptions {
-    bool half = false;           ///< the first half of the rows alone
     bool keeps_outputs = false;  ///< for a comparison
     OpPolicy tried = {};         ///< on top of the user's
   };
@@ -153,8 +128,7 @@ class Doctor {
 
   Outcome run(std::optional<at::ScalarType> low, const RunOptions& how) {
     Outcome outcome;
-    kept_.rewind();
-    memory_.restart();
+    borrowed_.reset(std::nullopt);
     try {
       const AutocastGuard region({.device = found_.device.type(),
                                   .dtype = low.value_or(found_.dtype),
@@ -169,8 +143,7 @@ class Doctor {
                                       .cache = options_.cache,
                                       .policy = tried});
       }
-      const std::vector<at::Tensor> outputs = case_.forward(how.half);
-      outcome.bytes = memory_.bytes();
+      const std::vector<at::Tensor> outputs = case_.forward();
       const at::NoGradGuard no_grad;
       const at::DisableRecordFunctionGuard untraced;  // what follows is not the model's
       for (const at::Tensor& output : outputs) {
@@ -217,8 +190,8 @@ class Doctor {
   }
 
   /// A line that was tried and lets the pass end with float32's result: the op that threw in
-  /// float32, else one of the ops whose low-precision result it read; else no autocast, which
-  /// runs_in_float32 tried.
+  /// float32, else one of the ops whose low-precision result it read; else no autocast, which was
+  /// tried first.
   std::string remedy_of_throw(const DoctorTrace& ops) {
     std::vector<std::string> candidates = ops.lowered_ops();
     if (ops.last_op_threw()) candidates.insert(candidates.begin(), full_name(ops.last_op()));
@@ -233,57 +206,43 @@ class Doctor {
                     ", .enabled = false});");
   }
 
-  /// Whether the model is fine without low precision; if not there is nothing to compare with.
-  bool runs_in_float32(std::vector<SeenConstant>& constants) {
-    std::optional<std::string> low_op;
-    const Outcome outcome = first_run(std::nullopt, constants, low_op);
-    if (!outcome.thrown.empty()) return false;
-    exact_ = outcome.floats;
-    if (!outcome.finite && low_op) {
-      tell_forward(
-          "the output has inf or NaN without autocast already; the model itself computes in "
-          "low precision, from " +
-              *low_op + " on",
-          "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-    } else if (!outcome.finite) {
-      tell_forward("the output has inf or NaN in float32 already: precision is not the cause",
-                   "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-    }
-    exact_is_finite_ = outcome.finite;
-    exact_is_low_ = outcome.is_low;
-    estimate_batch(outcome, std::nullopt, 0, 1);
-    return true;
+  /// Tells of a pass whose result is not finite, with what an AnomalyTrace says of it.
+  void tell_nonfinite(std::optional<at::ScalarType> low) {
+    const AnomalyTrace trace(case_.parameters);
+    run(low);
+    const std::vector<Anomaly> found = trace.anomalies();
+    const std::string when =
+        low ? c10::str("under autocast to ", dtype_name(*low), " and none in float32")
+            : "without autocast already";
+    tell_forward("the output has inf or NaN " + when +
+                     (found.empty() ? std::string() : ": " + found.front().message()),
+                 "");
   }
 
-  void examine_forward(std::vector<SeenConstant>& constants) {
-    if (!runs_in_float32(constants)) return;
+  void examine_forward() {
+    const Outcome exact = first_run(std::nullopt);
+    if (!exact.thrown.empty()) return;  // there is nothing to compare with
+    exact_ = exact.floats;
+    exact_is_finite_ = exact.finite;
+    if (!exact.finite) tell_nonfinite(std::nullopt);
     // The first run fills caches; what the second one does, every later one does.
-    std::optional<std::string> low_op;
-    const Outcome first = first_run(found_.dtype, constants, low_op);
+    const Outcome first = first_run(found_.dtype);
     if (first.thrown.empty()) {
-      if (!first.finite && exact_is_finite_) {
-        tell_forward(c10::str("the output has inf or NaN under autocast to ",
-                              dtype_name(found_.dtype), " and none in float32"),
-                     "mezzo::AnomalyTrace trace(*model);  // says which op made the first");
-      }
-      if (first.is_low && !exact_is_low_) add_output(found_);
-      estimate_batch(first, found_.dtype, 1, found_.memory.size());
-      trace(found_.dtype, constants, error_of(first));
+      if (!first.finite && exact.finite) tell_nonfinite(found_.dtype);
+      if (first.is_low && !exact.is_low) add_output(found_);
+      trace(found_.dtype, error_of(first));
       return;
     }
     // bfloat16 asks for the same casts, and may get to the end.
     if (found_.dtype == at::kHalf && run(at::kBFloat16).thrown.empty()) {
-      trace(at::kBFloat16, constants, error_of(first));
+      trace(at::kBFloat16, error_of(first));
     }
   }
 
-  /// If it throws, where, and with which constants before that. Sets `low_op` to the first op that
-  /// reads low precision.
-  Outcome first_run(std::optional<at::ScalarType> low, std::vector<SeenConstant>& constants,
-                    std::optional<std::string>& low_op) {
+  /// If it throws, tells where, and notes the constants before that.
+  Outcome first_run(std::optional<at::ScalarType> low) {
     DoctorTrace ops(case_.parameters);
     Outcome outcome = run(low, {.keeps_outputs = true});
-    low_op = ops.first_low_op();
     if (outcome.thrown.empty()) return outcome;
     ops.stop();
     const std::string when =
@@ -294,22 +253,26 @@ class Doctor {
     tell_forward(c10::str("the forward pass throws ", when, in, full_name(ops.last_op()), ": ",
                           outcome.thrown),
                  low ? remedy_of_throw(ops) : "", ops.place());
-    constants = with_modules_of(constants, ops.constants(), /*is_whole=*/false);
+    note_constants(ops.constants());
     return outcome;
   }
 
   /// `error` is that of a pass without any remedy.
-  void trace(at::ScalarType low, std::vector<SeenConstant>& constants, double error) {
+  void trace(at::ScalarType low, double error) {
     std::vector<CastRecord> records;
     {
       const CastTrace casts;
-      const DoctorTrace ops(case_.parameters);
+      NamedTensors others = case_.buffers;
+      others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
+      const DoctorTrace ops(case_.parameters, std::move(others));
       const bool is_whole = run(low).thrown.empty();
+      // A WeightCache may hold casts of runs before.
+      if (is_whole && options_.cache.weight_cache().empty()) casts_ = ops.casts();
       std::vector<SeenConstant> seen = ops.constants();
       for (SeenConstant& constant : seen) {
         if (constant.dtype == low) constant.dtype = found_.dtype;
       }
-      constants = with_modules_of(constants, seen, is_whole);
+      note_constants(seen);
       add_weight_casts(found_, ops.weights());
       add_dimensions(found_, ops.products());
       records = casts.records();
@@ -320,6 +283,14 @@ class Doctor {
     add_float32_ops(found_, records, [&](const std::string& op) {
       return helps([&op](const OpPolicy& policy) { return policy.allow(op); }, error);
     });
+  }
+
+  void note_constants(const std::vector<SeenConstant>& seen) {
+    for (const SeenConstant& one : seen) {
+      if (std::find(constants_.begin(), constants_.end(), one) == constants_.end()) {
+        constants_.push_back(one);
+      }
+    }
   }
 
   void tell_forward(std::string reason, std::string remedy, std::string where = "(model)") {
@@ -349,34 +320,14 @@ class Doctor {
     return rows;
   }
 
-  /// Of the rows [first, last), from what `whole` took and half of its batch takes.
-  void estimate_batch(const Outcome& whole, std::optional<at::ScalarType> low, std::size_t first,
-                      std::size_t last) {
-    const std::int64_t batch = case_.batch();
-    if (batch < 2 || !whole.bytes) return;
-    const Outcome half = run(low, {.half = true});
-    if (!half.thrown.empty() || !half.bytes) return;
-    const std::int64_t each = (*whole.bytes - *half.bytes) / (batch - batch / 2);
-    if (each <= 0) return;
-    std::int64_t own = 0;  // bytes that are not free because the weights are there
-    for (const auto& [name, parameter] : case_.parameters) {
-      own += static_cast<std::int64_t>(parameter.nbytes());
-    }
-    for (std::size_t i = first; i < last; ++i) {
-      PolicyMemory& row = found_.memory[i];
-      row.bytes_a_sample = each;
-      row.largest_batch = std::max<std::int64_t>(0, found_.free_bytes + own - row.bytes) / each;
-    }
-  }
-
   DoctorCase case_;
   DoctorOptions options_;
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
-  PeakMemory memory_;
-  KeptBuffers kept_{case_.buffers};
+  BorrowedModel borrowed_{case_.buffers};
+  std::vector<SeenConstant> constants_;
+  std::optional<std::set<std::string>> casts_;  // of a whole run in low precision
   bool exact_is_finite_ = true;
-  bool exact_is_low_ = false;
   std::vector<at::Tensor> exact_;  // the floating outputs in float32
 
   static constexpr double kSmallError = 0.1;  // of outputs in 16 bits

@@ -9,6 +9,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/gemm_times_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/parameter_names.h>
 #include <mezzo/diagnose/detail/value_range.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,6 @@
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -26,9 +26,9 @@
 #include <cstdint>
 #include <exception>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -44,12 +44,10 @@ inline std::string short_name(const std::string& op) {
 
 /// A constant that half, the narrowest dtype, does not hold.
 struct SeenConstant {
-  std::string op;      ///< "aten::masked_fill.Scalar"; of an attribute its name
-  std::string module;  ///< where it is, as far as that is known
+  std::string op;      ///< "aten::masked_fill.Scalar"
+  std::string module;  ///< where it is
   double value = 0;
   at::ScalarType dtype = at::kFloat;  ///< that the op computes in
-  bool is_of_layer = false;           ///< an option of a layer of C++: its op alone reads it
-  bool was_met = true;                ///< false: a whole run met no floating tensor with it
 
   bool operator==(const SeenConstant&) const = default;
 
@@ -82,10 +80,10 @@ struct SeenWeight {
 /// the module whose parameter it reads, and one that reads none comes after the last that did.
 class DoctorTrace : public OpListener<DoctorTrace, int> {
  public:
-  explicit DoctorTrace(const NamedTensors& parameters) {
+  /// \param others  buffers and inputs, of which `casts` tells too
+  explicit DoctorTrace(const NamedTensors& parameters, NamedTensors others = {})
+      : names_(parameters), others_(std::move(others)) {
     for (const auto& [name, parameter] : parameters) {
-      if (!parameter.has_storage()) continue;
-      known_.emplace(parameter.storage().unsafeGetStorageImpl(), weights_.size());
       weights_.push_back({.name = name, .requires_grad = parameter.requires_grad()});
     }
     TORCH_CHECK(
@@ -98,6 +96,8 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   const std::vector<SeenConstant>& constants() const { return constants_; }
   const std::vector<SeenProduct>& products() const { return products_; }
   const std::vector<SeenWeight>& weights() const { return weights_; }
+  /// The names of the parameters, buffers and inputs that were cast or copied.
+  const std::set<std::string>& casts() const { return casts_; }
 
   /// What is compared with inf or 0 in place of a constant comes out as it should.
   static bool compares(std::string_view op) {
@@ -106,8 +106,10 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     return std::find(names.begin(), names.end(), op) != names.end();
   }
 
-  /// The first op that reads half or bfloat16, and where; none if there was none.
-  const std::optional<std::string>& first_low_op() const { return low_op_; }
+  /// Norms of layers add their eps in float32, where it holds.
+  static bool adds_in_float32(std::string_view op) {
+    return op.find("_norm") != std::string_view::npos && !op.starts_with("aten::linalg");
+  }
 
   /// The last op that the user called, and where.
   const c10::OperatorName& last_op() const { return op_; }
@@ -142,7 +144,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   void note(const c10::OperatorName& name, OpArguments inputs) {
     if (depth_ == 1) op_ = name;
-    note_tensors(inputs);
+    if (auto module = names_.module_of(inputs)) owner_ = last_ = std::move(module);
     if (name.name == "aten::_to_copy" && !inputs.empty()) note_cast(inputs[0]);
     if (name.name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
     note_product(name.name, inputs);
@@ -162,27 +164,10 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     lowered_.push_back(full_name(op.operator_name()));
   }
 
-  std::optional<std::size_t> weight_in(const at::Tensor& tensor) const {
-    if (!tensor.defined() || !tensor.has_storage()) return std::nullopt;
-    const auto found = known_.find(tensor.storage().unsafeGetStorageImpl());
-    return found == known_.end() ? std::nullopt : std::optional(found->second);
-  }
-
-  void note_tensors(OpArguments inputs) {
-    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
-      if (!tensor.defined()) return;
-      if (const auto weight = weight_in(tensor)) {
-        owner_ = last_ = layer_name(weights_[*weight].name);
-      }
-      const auto dtype = tensor.scalar_type();
-      const bool is_low = dtype == at::kHalf || dtype == at::kBFloat16;
-      if (is_low && !low_op_) low_op_ = full_name(op_) + ", " + place();
-    });
-  }
-
   void note_cast(const c10::IValue& input) {
     if (!input.isTensor()) return;
-    const auto weight = weight_in(input.toTensor());
+    const auto weight = names_.find(input.toTensor());
+    casts_.insert(weight ? weights_[*weight].name : others_.name_of(input.toTensor()));
     if (!weight || cast_depth_ > 0) return;  // a cast is made of copies
     cast_depth_ = depth_;
     const at::Tensor& tensor = input.toTensor();
@@ -214,6 +199,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
 
   void note_constants(const c10::OperatorHandle& op, OpArguments inputs) {
     if (compares(op_.name)) return;  // also the copy that it makes of the constant
+    if (adds_in_float32(op_.name)) return;
     if (compares(op.operator_name().name)) return;
     if (is_product(op_.name) && !is_product(op.operator_name().name)) return;
     const auto& arguments = op.schema().arguments();
@@ -230,11 +216,11 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     }
   }
 
-  /// A number, or a tensor without dimensions on the CPU, which takes part as one. Not where the op
-  /// writes: that may be memory which holds nothing yet.
+  /// A number, or a tensor without dimensions on the CPU, which takes part as one. Not what the op
+  /// writes or makes a view of: that may be memory which holds nothing yet.
   static std::optional<double> constant_in(const c10::IValue& input,
                                            const c10::Argument& argument) {
-    if (argument.alias_info() != nullptr && argument.alias_info()->isWrite()) return std::nullopt;
+    if (argument.alias_info() != nullptr) return std::nullopt;
     if (input.isDouble()) return input.toDouble();
     if (input.isInt() && argument.type()->annotation_str().find("number") != std::string::npos) {
       return static_cast<double>(input.toInt());
@@ -296,13 +282,13 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (std::find(all.begin(), all.end(), one) == all.end()) all.push_back(std::move(one));
   }
 
-  std::unordered_map<const c10::StorageImpl*, std::size_t> known_;  // weight.t() shares it
+  ParameterNames names_, others_;
+  std::set<std::string> casts_;
   std::vector<SeenWeight> weights_;
   std::vector<SeenConstant> constants_;
   std::vector<SeenProduct> products_;
   std::optional<std::string> owner_;  // of the op that the user called
   std::optional<std::string> last_;
-  std::optional<std::string> low_op_;
   std::vector<std::string> lowered_;
   c10::OperatorName op_{"", ""};
   bool op_threw_ = false;

@@ -1,0 +1,106 @@
+// What is said of a hundred planted faults, and whether it helps; and of runs that are well.
+//
+// A right answer names the cause and the place. "Not known" with the next thing to try is right
+// too, for evidence may not decide. A cause that is named and is not the fault counts twice
+// against.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <iostream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "planted_faults.h"
+
+namespace planted_faults {
+namespace {
+
+enum class Grade { right, not_known, wrong };
+
+bool has(std::string_view text, std::string_view part) {
+  return text.find(part) != std::string_view::npos;
+}
+
+/// Sentences that name a cause.
+constexpr std::array<std::string_view, 20> kCauses = {
+    "updates are too large",
+    "holds inf or NaN",
+    "nothing is wrong with the model",
+    "which float16 rounds to 0",
+    "it read negative numbers",
+    "it read 0,",
+    "it divided by 0",
+    "a mean of no elements",
+    "-inf as a whole",
+    "is not finite: no step",
+    "it is finite, up to",
+    "a number that the program gave",
+    "no label counts",
+    "has more labels",
+    "of a single value",
+    "a variance of 0",
+    "reaches 1 or exceeds it",
+    "dividing by a loss scale",
+    "beyond float16",
+    "no op that was watched",
+};
+
+Grade grade(const PlantedFault& fault, const std::string& said) {
+  const bool is_named = std::all_of(fault.names.begin(), fault.names.end(),
+                                    [&](const std::string& name) { return has(said, name); });
+  const std::string claimed = said.substr(0, said.find("not known"));  // what follows is advice
+  const bool accuses = std::any_of(kCauses.begin(), kCauses.end(), [&](std::string_view cause) {
+    const auto covers = [&](const std::string& name) { return has(name, cause); };
+    return has(claimed, cause) && std::none_of(fault.names.begin(), fault.names.end(), covers);
+  });
+  if (!is_named || accuses || !has(said, fault.remedy)) return Grade::wrong;
+  return has(said, "not known") || has(said, " to know") ? Grade::not_known : Grade::right;
+}
+
+TEST(HundredFaults, AreNamedOrNotKnownAndWhatIsSaidCures) {
+  constexpr std::array<const char*, 3> kGrades = {"right", "not known", "WRONG"};
+  std::array<int, 3> counts{};
+  int faults = 0, remedies = 0;
+  for (const auto& table :
+       {anomalies(), divergences(), overflows(), lost_precision(), before_the_run()}) {
+    for (const PlantedFault& fault : table) {
+      const std::string said = fault.said(false);
+      const Grade graded = grade(fault, said);
+      ++faults;
+      ++counts.at(static_cast<std::size_t>(graded));
+      std::string cure = "no remedy";
+      if (*fault.remedy != '\0') {
+        ++remedies;
+        const std::string after = fault.said(true);
+        cure = after == kNothing ? "cured" : "NOT CURED: " + after;
+        EXPECT_EQ(after, kNothing) << fault.name << ": " << fault.remedy;
+      }
+      EXPECT_TRUE(graded != Grade::wrong) << fault.name << ": " << said;
+      std::cout << fault.name << " | " << fault.planted << " | "
+                << kGrades.at(static_cast<std::size_t>(graded)) << " | " << cure << " | " << said
+                << "\n";
+    }
+  }
+  const int score = counts[0] + counts[1] - 2 * counts[2];
+  std::cout << "score " << score << " of " << faults << ": " << counts[0] << " right, " << counts[1]
+            << " not known, " << counts[2] << " wrong; " << remedies << " remedies followed\n";
+  EXPECT_EQ(faults, 100);
+  EXPECT_EQ(score, 100);
+}
+
+TEST(HealthyRuns, AreNotAccused) {
+  int runs = 0;
+  for (const auto& table : {healthy_traces(), healthy_runs(), healthy_models()}) {
+    for (const HealthyRun& run : table) {
+      EXPECT_EQ(run.said(), kNothing) << run.name;
+      ++runs;
+    }
+  }
+  EXPECT_GE(runs, 20);
+}
+
+}  // namespace
+}  // namespace planted_faults

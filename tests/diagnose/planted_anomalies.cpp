@@ -1,0 +1,602 @@
+// Which op made the first inf or NaN? Asked of AnomalyTrace.
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/diagnose/anomaly_trace.h>
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "planted_faults.h"
+
+#define MEZZO_OF_X(...) [](const Tensor& x) -> Tensor { return __VA_ARGS__; }
+
+namespace planted_faults {
+namespace {
+
+/// What the trace says of `step`.
+std::string trace_of(const nn::Module& model, const std::function<void()>& step,
+                     mezzo::AnomalyTraceOptions options = {}) {
+  const mezzo::AnomalyTrace trace(model, std::move(options));
+  step();
+  const auto anomalies = trace.anomalies();
+  return anomalies.empty() ? kNothing : anomalies.front().message();
+}
+
+/// The same of a whole step whose loss is computed under autocast to `dtype`, or in float32.
+std::string trace_of_step(const nn::Module& model, at::ScalarType dtype,
+                          const std::function<Tensor()>& loss) {
+  return trace_of(model, [&] {
+    Tensor value;
+    {
+      const mezzo::AutocastGuard autocast({.device = torch::kCPU,
+                                           .dtype = dtype == torch::kFloat ? torch::kHalf : dtype,
+                                           .enabled = dtype != torch::kFloat});
+      value = loss();
+    }
+    value.to(torch::kFloat).backward();
+  });
+}
+
+std::string trace_of_op(const Op& op, at::ScalarType dtype = torch::kFloat) {
+  PatientImpl model(op);
+  return trace_of_step(model, dtype, [&] { return model.forward(batch_of_ones()).mean(); });
+}
+
+/// An op of float32 in the midst of a model.
+Run traced(Op faulty, Op cured) {
+  return [=](bool is_cured) { return trace_of_op(is_cured ? cured : faulty); };
+}
+
+/// An op whose input is of half, or of `wide`, which is the cure.
+Run widened(Op op, at::ScalarType wide) {
+  return [=](bool is_cured) {
+    const at::ScalarType dtype = is_cured ? wide : torch::kHalf;
+    return trace_of_op([=](const Tensor& x) { return op(x.to(dtype)).to(torch::kFloat); }, dtype);
+  };
+}
+
+/// Of a model of its own, whose loss is `loss(is_cured)`.
+template <class Model>
+Run traced_model(std::function<Model(bool)> make, std::function<Tensor(Model&, bool)> loss) {
+  return [=](bool is_cured) {
+    torch::manual_seed(0);
+    Model model = make(is_cured);
+    return trace_of_step(*model, torch::kFloat, [&] { return loss(model, is_cured); });
+  };
+}
+
+/// Of a loss of the patient's output.
+Run traced_loss(std::function<Tensor(const Tensor& output, bool cured)> loss) {
+  return [=](bool is_cured) {
+    PatientImpl model;
+    return trace_of_step(model, torch::kFloat,
+                         [&] { return loss(model.forward(batch_of_ones()), is_cured).mean(); });
+  };
+}
+
+Run traced_weight(const std::string& parameter, float value) {
+  return [=](bool is_cured) {
+    PatientImpl model;
+    if (!is_cured) plant(model.parameter(parameter), 0, value);
+    return trace_of(model, [&] { model.forward(batch_of_ones()); });
+  };
+}
+
+/// One forward pass of a layer under autocast to half, or to bfloat16 if cured.
+template <class Layer>
+std::string trace_of_layer(Layer layer, const Tensor& batch, at::ScalarType dtype) {
+  const torch::NoGradGuard no_grad;
+  const mezzo::AutocastGuard autocast({.device = torch::kCPU, .dtype = dtype});
+  return trace_of(*layer, [&] { layer->forward(batch); });
+}
+
+template <class Layer>
+Run traced_layer(std::function<Layer()> make, const Tensor& batch) {
+  return [=](bool is_cured) {
+    const Layer layer = make();
+    return trace_of_layer(layer, batch, is_cured ? torch::kBFloat16 : torch::kHalf);
+  };
+}
+
+nn::Conv2d large_conv() {
+  nn::Conv2d conv(8, 8, 3);
+  const torch::NoGradGuard no_grad;
+  conv->weight.fill_(5000);
+  return conv;
+}
+
+nn::Linear large_linear() {
+  nn::Linear layer(8, 8);
+  plant(layer->weight, 0, 1e5F);
+  return layer;
+}
+
+std::string trace_of_scale(double scale) {
+  PatientImpl model;
+  return trace_of(model,
+                  [&] {
+                    Tensor loss;
+                    {
+                      const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+                      loss = model.forward(batch_of_ones()).to(torch::kFloat).sum();
+                    }
+                    (loss * scale).backward();
+                  },
+                  {.loss_scale = [scale] { return scale; }});
+}
+
+/// Of three micro-batches the third has the NaN: that is where the trace sees one.
+std::string trace_of_micro_batches(bool is_cured) {
+  PatientImpl model;
+  std::string said;
+  for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
+    Tensor x = batch_of_ones();
+    if (micro_batch == 2 && !is_cured) x[0][0] = kNan;
+    const std::string one = trace_of(model, [&] { model.forward(x).sum().backward(); });
+    if (one != kNothing) said += c10::str(micro_batch, ": ", one);
+  }
+  return said.empty() ? kNothing : said;
+}
+
+/// Infs that reach no result.
+void harmless(const Tensor& x) {
+  const Tensor half = x.detach().to(torch::kHalf);
+  half.sum() / 131072;
+  half * 0.01 * 1e6;
+  torch::minimum(torch::full_like(half, kInf), half);
+  torch::full_like(x, -kInf).logsumexp(-1).exp();
+  1 / (1 + (half * 0 + 12).exp());
+}
+
+Tensor log_behind_no_harm(const Tensor& x) {
+  for (int repeat = 0; repeat < 5; ++repeat) harmless(x);
+  return (x * 0).log();
+}
+
+/// E[x^2] - E[x]^2 of numbers about `mean`.
+Tensor deviation_by_hand(const Tensor& x, double mean, double eps) {
+  const Tensor shifted =
+      x * 0.02 + torch::linspace(mean - 1, mean + 1, 8, x.options()).unsqueeze(1);
+  const Tensor variance = shifted.square().mean(-1, true) - shifted.mean(-1, true).square();
+  return (eps > 0 ? variance.clamp_min(eps) : variance).sqrt() * x;
+}
+
+Tensor residual_layers(Tensor x) {
+  for (int layer = 0; layer < 60; ++layer) x = x + x * 0.25;
+  return x;
+}
+
+Tensor sum_by_hand(const Tensor& x) {
+  Tensor sum = torch::zeros({8}, x.options());
+  for (int i = 0; i < 8; ++i) sum = sum + (x.select(1, i) * 150).square();
+  return x * sum.unsqueeze(1);
+}
+
+/// Attention of a batch in which the keys of the second sequence are all padding.
+Tensor padded_attention(nn::MultiheadAttention& attention, bool is_cured) {
+  const Tensor x = torch::randn({4, 2, 8});
+  Tensor padding = torch::zeros({2, 4}, torch::kBool);
+  padding[1].slice(0, is_cured ? 1 : 0) = true;
+  return std::get<0>(attention->forward(x, x, x, padding)).square().mean();
+}
+
+Tensor ctc_of(const Tensor& output, std::int64_t labels, bool zero_infinity = false) {
+  const auto length = [](std::int64_t steps) { return torch::full({1}, steps, torch::kLong); };
+  return torch::ctc_loss(output.unsqueeze(1).log_softmax(-1),
+                         torch::arange(labels).remainder(7).add(1).unsqueeze(0), length(8),
+                         length(labels), 0, at::Reduction::Mean, zero_infinity);
+}
+
+Tensor with_raw_write(const Tensor& x, bool is_cured) {
+  const Tensor raw = torch::zeros_like(x);
+  raw.mutable_data_ptr<float>()[3] = is_cured ? 1 : kNan;
+  return x + raw;
+}
+
+std::string trace_of_padded_encoder(at::ScalarType dtype) {
+  torch::manual_seed(0);
+  nn::TransformerEncoder model(
+      nn::TransformerEncoderOptions(nn::TransformerEncoderLayerOptions(16, 2).dropout(0), 2));
+  const Tensor batch = torch::randn({5, 3, 16});
+  // libtorch's masked_fill of the padding throws where scores have 16 bits.
+  const Tensor padding = dtype == torch::kFloat
+                             ? torch::arange(5).ge(torch::tensor({5, 3, 2}).unsqueeze(1))
+                             : Tensor();
+  const Tensor causal = nn::TransformerImpl::generate_square_subsequent_mask(5);
+  return trace_of_step(*model, dtype,
+                       [&] { return model->forward(batch, causal, padding).square().mean(); });
+}
+
+std::string trace_of_harmless(at::ScalarType dtype) {
+  Patient model(Op([](const Tensor& x) {
+    harmless(x);
+    const Tensor lowest = torch::full_like(x, kInf).minimum(x);
+    const Tensor causal = torch::full({8, 8}, -kInf).triu(1);
+    return (x.matmul(x.t()) + causal).softmax(-1).matmul(x.to(x.scalar_type())) + lowest * 1e-6;
+  }));
+  return trace_of_step(*model, dtype, [&] { return squares(*model); });
+}
+
+/// CTC keeps -inf for its backward pass, for the paths that the labels rule out.
+std::string trace_of_ctc() {
+  return traced_loss([](const Tensor& output, bool) { return ctc_of(output, 3); })(true);
+}
+
+/// A running minimum and maximum that begin at inf, and one masked row that nothing reads.
+Tensor running_extremes(const Tensor& x) {
+  Tensor low = torch::full({8}, kInf, x.options()), high = -low;
+  for (int i = 0; i < 8; ++i) {
+    low = torch::minimum(low, x.select(1, i));
+    high = torch::maximum(high, x.select(1, i));
+  }
+  return (x - low.unsqueeze(1)) / (high - low).clamp_min(1e-3).unsqueeze(1);
+}
+
+/// Convolution, pooling (whose maxima begin at -inf), a GRU and an embedding with padding.
+std::string trace_of_layers(at::ScalarType dtype) {
+  struct Layers : nn::Module {
+    Layers() {
+      register_module("conv", conv);
+      register_module("norm", norm);
+      register_module("recurrent", recurrent);
+      register_module("table", table);
+    }
+    nn::Conv2d conv{nn::Conv2dOptions(1, 4, 3).padding(1)};
+    nn::BatchNorm2d norm{4};
+    nn::GRU recurrent{8, 8};
+    nn::Embedding table{nn::EmbeddingOptions(4, 8).padding_idx(0)};
+  };
+  torch::manual_seed(0);
+  const auto model = std::make_shared<Layers>();
+  return trace_of_step(*model, dtype, [&] {
+    const Tensor words = model->table->forward(torch::tensor({{0, 1, 2}, {3, 0, 0}}));
+    const Tensor image = model->norm->forward(model->conv->forward(torch::randn({2, 1, 8, 8})));
+    const Tensor pooled = torch::max_pool2d(image, 2).flatten(1).slice(1, 0, 8);
+    const Tensor hidden = std::get<0>(model->recurrent->forward(words.to(torch::kFloat)));
+    return (hidden.mean(1) * pooled.slice(0, 0, 1)).to(torch::kFloat).square().mean();
+  });
+}
+
+/// The best of scores that begin at -inf, and numbers that are 0 where libtorch guards them.
+Tensor guarded_zeros(const Tensor& x) {
+  const Tensor scores =
+      torch::full_like(x, -kInf).scatter(1, torch::zeros({8, 2}, torch::kLong), 1);
+  const Tensor best = std::get<0>(scores.max(1, true));
+  const Tensor zero = (x - x).to(torch::kFloat);
+  return x * best +
+         (nn::functional::normalize(zero.detach()) + zero.norm() +
+          torch::xlogy(zero.detach(), zero.detach()) + nn::functional::softplus(zero + 100) * 1e-3)
+             .to(x.scalar_type());
+}
+
+Tensor cosine_of_rows(const Tensor& x) {
+  return x * nn::functional::cosine_similarity(x, x.flip(0)).unsqueeze(1);
+}
+
+}  // namespace
+
+std::vector<PlantedFault> anomalies() {
+  namespace F = nn::functional;
+  const auto half = torch::kHalf, bfloat16 = torch::kBFloat16, single = torch::kFloat;
+  return {
+      {"LogOfZero",
+       "a log of 0 in the forward pass",
+       traced(MEZZO_OF_X((x * 0).log()), MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       {"forward pass: aten::log, after norm", "it read 0,"},
+       "clamp_min(eps)"},
+      {"LogOfNegativeNumbers",
+       "a log of -1.5",
+       traced(MEZZO_OF_X((x * 0 - 1.5).log()), MEZZO_OF_X((x * 0 - 1.5).clamp_min(1e-6).log())),
+       {"It read float32 [8, 8] -1.5 to -1.5", "it read negative numbers"},
+       "clamp_min(eps)"},
+      {"RootOfBothSigns",
+       "a root of numbers of both signs",
+       traced(MEZZO_OF_X((x + 0.5).sqrt()), MEZZO_OF_X((x + 0.5).clamp_min(1e-6).sqrt())),
+       {"aten::sqrt, after norm", "it read negative numbers"},
+       "clamp_min(eps)"},
+      {"DivisionByZero",
+       "0 / 0 in the forward pass",
+       traced(MEZZO_OF_X(x / (x - x)), MEZZO_OF_X(x / (x - x + 1e-3))),
+       {"forward pass: aten::div, after norm", "it divided by 0"},
+       "add an eps to the divisor"},
+      {"MeanOverNoLabels",
+       "a masked mean whose mask is empty",
+       traced_loss([](const Tensor& y, bool cured) {
+         const Tensor mask = torch::zeros({8, 8});
+         return (y * mask).sum() / (mask.sum() + (cured ? 1e-6 : 0));
+       }),
+       {"forward pass: aten::div, after head", "it divided by 0"},
+       "add an eps to the divisor"},
+      {"MeanOfNothing",
+       "the mean of what a mask selects, which is nothing",
+       traced_loss([](const Tensor& y, bool cured) {
+         return y.masked_select(y > (cured ? -100 : 100)).mean();
+       }),
+       {"(in aten::mean), after head", "a mean of no elements"},
+       "skip such a batch"},
+      {"RootOfZeroInBackward",
+       "the gradient of a root of 0",
+       traced(MEZZO_OF_X((x - x).sqrt() * x), MEZZO_OF_X((x - x + 1e-6).sqrt() * x)),
+       {"backward pass: ", "of SqrtBackward0, after norm", "it divided by 0"},
+       "add an eps under the root"},
+      {"RootThatWhereHides",
+       "where(x > 0, sqrt(x), 0), whose other branch has no gradient",
+       traced(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).sqrt(), 0)),
+              MEZZO_OF_X(torch::where(x > 0, (x * (x > 0) + 1e-6).sqrt(), 0))),
+       {"backward pass: ", "of SqrtBackward0, after norm", "it divided by 0"},
+       "add an eps under the root"},
+      {"LogThatWhereHides",
+       "where(x > 0, log(x), 0)",
+       traced(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).log(), 0)),
+              MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).clamp_min(1e-6).log(), 0))),
+       {"backward pass: ", "of LogBackward0, after norm", "it divided by 0"},
+       "clamp_min(eps)"},
+      {"PowerOfZeroInBackward",
+       "the gradient of 0 to the power of 0.5",
+       traced(MEZZO_OF_X(x * (x - x).pow(0.5)), MEZZO_OF_X(x * (x - x).clamp_min(1e-6).pow(0.5))),
+       {"backward pass: ", "of PowBackward0", "it read 0,"},
+       "clamp_min(eps)"},
+      {"AcosOutOfRange",
+       "acos of 2",
+       traced(MEZZO_OF_X((x * 0 + 2).acos()), MEZZO_OF_X((x * 0 + 2).clamp(-0.999, 0.999).acos())),
+       {"forward pass: aten::acos, after norm", "reaches 1 or exceeds it"},
+       "clamp it to less than 1"},
+      {"AngleOfEqualVectors",
+       "the gradient of acos at 1",
+       traced(MEZZO_OF_X(x * (x * 0 + 1).acos()),
+              MEZZO_OF_X(x * (x * 0 + 1).clamp(-0.999, 0.999).acos())),
+       {"backward pass: ", "of AcosBackward0", "reaches 1 or exceeds it"},
+       "clamp it to less than 1"},
+      {"AtanhOfASaturatedTanh",
+       "atanh of a tanh that rounds to 1",
+       traced(MEZZO_OF_X((x * 0 + 20).tanh().atanh()),
+              MEZZO_OF_X((x * 0 + 20).tanh().clamp(-0.999, 0.999).atanh())),
+       {"forward pass: aten::atanh", "reaches 1 or exceeds it"},
+       "clamp it to less than 1"},
+      {"ExpInFloat32",
+       "exp of 100",
+       traced(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
+       {"forward pass: aten::exp, after norm", "In float64 it is finite, up to"},
+       "keep what it reads smaller"},
+      {"DeviationOfOneValue",
+       "the deviation of a single value",
+       traced(MEZZO_OF_X(x / x.slice(1, 0, 1).std(-1, true, true)),
+              MEZZO_OF_X(x / x.std(-1, true, true))),
+       {"forward pass: aten::std, after norm", "of a single value"},
+       "more values"},
+      {"LayerNormOverOneElement",
+       "a LayerNorm of one element whose eps is 0",
+       traced_model<nn::LayerNorm>(
+           [](bool cured) {
+             return nn::LayerNorm(nn::LayerNormOptions({1}).eps(cured ? 1e-5 : 0));
+           },
+           [](nn::LayerNorm& norm, bool) {
+             return norm->forward(torch::ones({4, 1})).mean();
+           }),
+       {"forward pass: aten::native_layer_norm", "a variance of 0"},
+       "a larger eps"},
+      {"GroupNormOfSinglePixels",
+       "a GroupNorm of one element a group whose eps is 0",
+       traced_model<nn::GroupNorm>(
+           [](bool cured) {
+             return nn::GroupNorm(nn::GroupNormOptions(8, 8).eps(cured ? 1e-5 : 0));
+           },
+           [](nn::GroupNorm& norm, bool) { return norm->forward(batch_of_ones()).mean(); }),
+       {"forward pass: aten::native_group_norm", "a variance of 0"},
+       "a larger eps"},
+      {"SoftmaxOfAMaskedRow",
+       "a softmax of -inf alone",
+       traced(MEZZO_OF_X((x + torch::full_like(x, -kInf)).softmax(-1)),
+              MEZZO_OF_X((x + torch::full_like(x, -kInf).triu(1)).softmax(-1))),
+       {"aten::_softmax (in aten::softmax)", "-inf as a whole"},
+       "leave each row a finite number"},
+      {"LogSumExpOfAMaskedRow",
+       "the gradient of a logsumexp of -inf alone",
+       traced(MEZZO_OF_X(x * (x + torch::full_like(x, -kInf)).logsumexp(-1, true).exp()),
+              MEZZO_OF_X(x * (x + torch::full_like(x, -kInf).triu(1)).logsumexp(-1, true).exp())),
+       {"backward pass: ", "of LogsumexpBackward0", "-inf as a whole"},
+       "leave each row a finite number"},
+      {"AttentionOverPaddingAlone",
+       "MultiheadAttention with a sequence that is all padding",
+       traced_model<nn::MultiheadAttention>([](bool) { return nn::MultiheadAttention(8, 2); },
+                                            padded_attention),
+       {"aten::_softmax", "-inf as a whole"},
+       "leave each row a finite number"},
+      {"LossOfNoLabels",
+       "cross entropy where every label is ignored",
+       traced_loss([](const Tensor& y, bool cured) {
+         return F::cross_entropy(y, torch::full({8}, cured ? 1 : -100, torch::kLong));
+       }),
+       {"aten::nll_loss", "after head", "no label counts"},
+       "skip a batch without labels"},
+      {"CtcOfTooManyLabels",
+       "a CTC loss of more labels than steps",
+       traced_loss([](const Tensor& y, bool cured) { return ctc_of(y, 12, cured); }),
+       {"aten::_ctc_loss", "has more labels than steps"},
+       "zero_infinity(true)"},
+      {"NanInTheBatch",
+       "a NaN in the batch",
+       [](bool cured) {
+         PatientImpl model;
+         Tensor batch = batch_of_ones();
+         if (!cured) batch[3][2] = kNan;
+         return trace_of(model, [&] { model.forward(batch); });
+       },
+       {"in body", "no op that was watched made it"},
+       "look at the batch"},
+      {"NanInTheTargets",
+       "a NaN in the targets",
+       [](bool cured) {
+         PatientImpl model;
+         const Tensor targets = torch::full({8, 8}, cured ? 1 : kNan);
+         return trace_of(model, [&] { F::mse_loss(model.forward(batch_of_ones()), targets); });
+       },
+       {"aten::mse_loss, after head", "no op that was watched made it"},
+       "look at the batch"},
+      {"NanThatNoOpWrote",
+       "a NaN that a raw pointer writes into a constant",
+       [](bool cured) {
+         PatientImpl model([=](const Tensor& x) { return with_raw_write(x, cured); });
+         return trace_of(model, [&] { model.forward(batch_of_ones()); });
+       },
+       {"aten::add, after norm", "no op that was watched made it"},
+       "at constants and buffers"},
+      {"NanInTheThirdMicroBatch",
+       "a NaN in the third of three micro-batches",
+       trace_of_micro_batches,
+       {"2: forward pass: ", "no op that was watched made it"},
+       "look at the batch"},
+      {"InfInOneWeight",
+       "an inf in head.weight",
+       traced_weight("head.weight", kInf),
+       {"in head", "The parameter head.weight is not finite: no step"},
+       "load a checkpoint"},
+      {"InfInAnEmbedding",
+       "an inf in one row of an embedding",
+       [](bool cured) {
+         nn::Embedding table(4, 8);
+         if (!cured) plant(table->weight, 8, kInf);
+         return trace_of_layer(table, torch::tensor({0, 1}), torch::kHalf);
+       },
+       {"aten::embedding", "The parameter weight is not finite: no step"},
+       "load a checkpoint"},
+      {"LogBehindFourOfNoHarm",
+       "a log of 0 behind large scalars, a running minimum, a masked row and a sigmoid by hand",
+       traced(log_behind_no_harm, MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
+       {"forward pass: aten::log, after norm made float32", "it read 0,", "rounding can make"},
+       "clamp_min(eps)"},
+      {"LossScaleTooHigh",
+       "a loss scale of 2^24 in half",
+       [](bool cured) { return trace_of_scale(cured ? 256 : 16777216); },
+       {"backward pass: ", "would hold it without the loss scale",
+        "nothing is wrong with the model", "it is finite, up to"},
+       "the scaler lowers that"},
+
+      // What half does not hold.
+      {"ExpInHalf",
+       "exp of 12 in half",
+       widened(MEZZO_OF_X((x * 0 + 12).exp()), bfloat16),
+       {"aten::exp, after norm", "In float32 it is finite, up to 1.63e+05"},
+       "use bfloat16"},
+      {"SquareInHalf",
+       "a square of 300 in half",
+       widened(MEZZO_OF_X((x * 0 + 300).square()), bfloat16),
+       {"after norm made float16", "In float32 it is finite, up to 9e+04"},
+       "use bfloat16"},
+      {"MaskTimesMinus1e9InHalf",
+       "(1 - mask) * -1e9 in half",
+       widened(MEZZO_OF_X((x + (1 - torch::zeros_like(x)) * -1e9).softmax(-1)), bfloat16),
+       {"aten::mul, after norm", "In float32 it is finite, up to 1e+09"},
+       "use bfloat16"},
+      {"AttentionWithoutScale",
+       "attention logits that are not divided by the root of the width",
+       widened(MEZZO_OF_X(torch::matmul(x * 150, (x * 150).t()).softmax(-1)), bfloat16),
+       {"aten::mm (in aten::matmul), after norm", "In float32 it is finite, up to"},
+       "use bfloat16"},
+      {"ResidualsOf60Layers",
+       "60 residual layers, each of which grows by a quarter",
+       widened(MEZZO_OF_X(residual_layers(x)), bfloat16),
+       {"aten::add, after norm", "In float32 it is finite, up to"},
+       "use bfloat16"},
+      {"SumByHand",
+       "a sum of squares of 8 numbers of 150, one after the other",
+       widened(sum_by_hand, bfloat16),
+       {"aten::add, after norm", "In float32 it is finite, up to"},
+       "use bfloat16"},
+      {"MeanByHand",
+       "a sum of 65,536 numbers of 3, divided by their number",
+       widened(MEZZO_OF_X(x * (torch::full({65536}, 3, x.options()).sum() / 65536)), bfloat16),
+       {"aten::sum, after norm", "In float32 it is finite, up to 1.97e+05"},
+       "use bfloat16"},
+      {"PositionsBeyondHalf",
+       "positions up to 70,000 in half",
+       widened(MEZZO_OF_X(x * torch::arange(70000, x.options()).mean()), bfloat16),
+       {"aten::arange", "In float32 it is finite, up to 7e+04"},
+       "use bfloat16"},
+      {"ConvolutionInHalf",
+       "a convolution whose sums leave half",
+       traced_layer<nn::Conv2d>(large_conv, torch::ones({1, 8, 4, 4})),
+       {"In float32 it is finite, up to 3.6e+05"},
+       "use bfloat16"},
+      {"WeightBeyondHalf",
+       "weights of 1e5 under autocast to half",
+       traced_layer<nn::Linear>(large_linear, batch_of_ones()),
+       {"aten::_to_copy", "weight float32 [8, 8]", "In float32 it is finite, up to 1e+05"},
+       "use bfloat16"},
+      {"EpsLostInHalf",
+       "0 / (0 + 1e-12) in half",
+       widened(MEZZO_OF_X((x * 0) / (x * 0 + 1e-12)), single),
+       {"forward pass: aten::div, after norm", "made with 1e-12, which float16 rounds to 0"},
+       "use float32"},
+      {"EpsLostInNormalize",
+       "normalize of a vector of 0 in half",
+       widened(MEZZO_OF_X(F::normalize(x * 0)), single),
+       {"aten::div", "made with 1e-12, which float16 rounds to 0"},
+       "use float32"},
+      {"EpsLostInRmsNorm",
+       "an RMSNorm by hand with an eps of 1e-8 in half",
+       widened(MEZZO_OF_X(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
+       {"aten::rsqrt, after norm", "made with 1e-08, which float16 rounds to 0"},
+       "use float32"},
+      {"CancellationInHalf",
+       "E[x^2] - E[x]^2 in half, which rounding makes negative",
+       widened(MEZZO_OF_X(deviation_by_hand(x, 8, 0)), single),
+       {"it read negative numbers", "rounding can make"},
+       "trace the step in float32 to know"},
+      {"CancellationInFloat32",
+       "E[x^2] - E[x]^2 of numbers about 3e4 in float32",
+       traced(MEZZO_OF_X(deviation_by_hand(x, 3e4, 0)),
+              MEZZO_OF_X(deviation_by_hand(x, 3e4, 1e-3))),
+       {"aten::sqrt", "it read negative numbers"},
+       "clamp_min(eps)"},
+      {"LogOfNegativeNumbersPlusEps",
+       "log(x + 1e-12) in half of numbers of both signs",
+       widened(MEZZO_OF_X((x + 1e-12).clamp_min(x.scalar_type() == torch::kHalf ? -9 : 1e-6).log()),
+               single),
+       {"aten::log", "it read negative numbers", "rounding can make"},
+       "clamp_min(eps)"},
+      {"LogOfASoftmaxInHalf",
+       "log(softmax(x)) in half, where a probability becomes 0",
+       widened(MEZZO_OF_X((x * 20).softmax(-1).to(x.scalar_type()).log()), single),
+       {"aten::log", "it read 0,", "rounding can make"},
+       "trace the step in float32 to know"},
+      {"LogOfOneMinusP",
+       "log(1 - p) in half, where p becomes 1",
+       widened(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
+       {"aten::log", "it read 0,", "rounding can make"},
+       "trace the step in float32 to know"},
+  };
+}
+
+std::vector<HealthyRun> healthy_traces() {
+  std::vector<HealthyRun> runs = {{"TracedCtc", trace_of_ctc}};
+  const std::vector<std::pair<const char*, std::function<std::string(at::ScalarType)>>> all = {
+      {"TracedPatient", [](at::ScalarType dtype) { return trace_of_op({}, dtype); }},
+      {"TracedEncoderWithPadding", trace_of_padded_encoder},
+      {"TracedInfsThatReachNothing", trace_of_harmless},
+      {"TracedRunningExtremes",
+       [](at::ScalarType dtype) { return trace_of_op(running_extremes, dtype); }},
+      {"TracedLayers", trace_of_layers},
+      {"TracedGuardedZeros",
+       [](at::ScalarType dtype) { return trace_of_op(guarded_zeros, dtype); }},
+      {"TracedCosineOfRows",
+       [](at::ScalarType dtype) { return trace_of_op(cosine_of_rows, dtype); }},
+  };
+  for (const auto& [name, said] : all) {
+    for (const at::ScalarType dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf}) {
+      runs.push_back({name, [said, dtype] { return said(dtype); }});
+    }
+  }
+  return runs;
+}
+
+}  // namespace planted_faults
+
+#undef MEZZO_OF_X

@@ -1,0 +1,253 @@
+// What will go wrong in a run? Asked of the doctor.
+
+#include <mezzo/diagnose/doctor.h>
+#include <mezzo/optim/adamw.h>
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <initializer_list>
+#include <string>
+#include <vector>
+
+#include "planted_faults.h"
+
+namespace planted_faults {
+namespace {
+
+using mezzo::FindingTopic;
+
+/// The errors and warnings of these topics.
+std::string findings_of(const mezzo::Diagnosis& diagnosis,
+                        std::initializer_list<FindingTopic> topics) {
+  std::string said;
+  for (const auto& finding : diagnosis.findings) {
+    if (std::find(topics.begin(), topics.end(), finding.topic) == topics.end()) continue;
+    if (finding.severity == mezzo::FindingSeverity::note) continue;
+    said += c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason, " > ",
+                     finding.remedy, " | ");
+  }
+  return said.empty() ? kNothing : said;
+}
+
+template <class Model>
+std::string doctor_of(Model& model, at::ScalarType dtype, std::int64_t micro_batches = 1,
+                      const Tensor& batch = batch_of_ones()) {
+  return findings_of(
+      mezzo::diagnose(model, batch, torch::kCPU,
+                      {.dtype = dtype, .measure = false, .micro_batches = micro_batches}),
+      {FindingTopic::forward, FindingTopic::range, FindingTopic::accumulation});
+}
+
+Run examined(Op faulty, Op cure) {
+  return [=](bool cured) {
+    PatientImpl model(cured ? cure : faulty);
+    return doctor_of(model, torch::kHalf);
+  };
+}
+
+/// A model with `prepare` done to it, looked at for half, or for `cure`.
+Run prepared(std::function<void(PatientImpl& model)> prepare, at::ScalarType cure) {
+  return [=](bool cured) {
+    PatientImpl model;
+    const torch::NoGradGuard no_grad;
+    prepare(model);
+    return doctor_of(model, cured ? cure : torch::kHalf);
+  };
+}
+
+/// A model with `prepare(model, cured)` done to it, looked at for half.
+Run repaired(std::function<void(PatientImpl& model, bool cured)> prepare) {
+  return [=](bool cured) {
+    PatientImpl model;
+    {
+      const torch::NoGradGuard no_grad;
+      prepare(model, cured);
+    }
+    return doctor_of(model, torch::kHalf);
+  };
+}
+
+Run layers(std::function<nn::Sequential(bool cured)> make) {
+  return [=](bool cured) {
+    nn::Sequential model = make(cured);
+    return doctor_of(model, torch::kHalf);
+  };
+}
+
+Run script(const std::string& faulty, const std::string& cure) {
+  return [=](bool cured) {
+    torch::jit::Module layer("Layer"), model("Model");
+    layer.register_parameter("weight", torch::ones({8, 8}), false);
+    layer.define("def forward(self, x):\n  y = torch.matmul(x, self.weight)\n  return " +
+                 (cured ? cure : faulty) + "\n");
+    model.register_module("attention", layer);
+    model.define("def forward(self, x):\n  return self.attention.forward(x)\n");
+    return findings_of(mezzo::diagnose(model, {batch_of_ones()}, torch::kCPU,
+                                       {.dtype = torch::kHalf, .measure = false}),
+                       {FindingTopic::range});
+  };
+}
+
+std::string micro_batches(bool cured) {
+  PatientImpl model;
+  model.to(torch::kBFloat16);
+  const mezzo::optim::AdamW optimizer(model.parameters(),
+                                      mezzo::optim::AdamWOptions(1e-3).accumulate_in_float(cured));
+  return doctor_of(model, torch::kBFloat16, 64, batch_of_ones().to(torch::kBFloat16));
+}
+
+/// A model whose forward pass is `op` of the patient's hidden numbers, examined for half.
+std::string healthy(const Op& op, at::ScalarType dtype = torch::kHalf) {
+  PatientImpl model(op);
+  return doctor_of(model, dtype);
+}
+
+Tensor in_half(const Tensor& x) { return x.to(torch::kHalf); }
+
+}  // namespace
+
+std::vector<PlantedFault> before_the_run() {
+  const char* const bfloat16 = ".dtype = torch::kBFloat16";
+  return {
+      {"DoctorMaskInHalf",
+       "masked_fill with -1e9 in half",
+       examined([](const Tensor& x) { return in_half(x).masked_fill(x > 1, -1e9).softmax(-1); },
+                [](const Tensor& x) { return in_half(x).masked_fill(x > 1, -kInf).softmax(-1); }),
+       {"error after norm: masked_fill with -1e+09 computes in float16",
+        "error after norm: the forward pass throws in float32 already, in aten::masked_fill"},
+       "scores.masked_fill(mask, -std::numeric_limits<float>::infinity())"},
+      {"DoctorClampInHalf",
+       "clamp at -1e30 in half",
+       examined([](const Tensor& x) { return in_half(x).clamp(-1e30, 10); },
+                [](const Tensor& x) { return in_half(x).clamp_min(-65504.0).clamp_max(10); }),
+       {"clamp with -1e+30 computes in float16"},
+       "x.clamp_min(-65504.0)"},
+      {"DoctorEpsInHalf",
+       "clamp_min with 1e-12 in half",
+       examined([](const Tensor& x) { return x / (in_half(x) * 0).norm().clamp_min(1e-12); },
+                [](const Tensor& x) {
+                  return x.to(torch::kFloat) /
+                         (in_half(x) * 0).norm().to(torch::kFloat).clamp_min(1e-12) * 1e-12;
+                }),
+       {"after norm: clamp_min with 1e-12"},
+       "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
+      {"DoctorLargeConstant",
+       "a product with 1e6 in half",
+       examined([](const Tensor& x) { return in_half(x) * 1e6; },
+                [](const Tensor& x) { return x.to(torch::kFloat) * 1e6 * 1e-6; }),
+       {"error after norm: mul with 1e+06 computes in float16",
+        "aten::mul, after norm made float16", "In float32 it is finite, up to"},
+       "around it and what reads its result"},
+      {"DoctorInfWeight",
+       "weights of inf",
+       repaired([](PatientImpl& model, bool cured) {
+         if (!cured) model.head->weight.fill_(kInf);
+       }),
+       {"error head.weight: this parameter holds inf or NaN",
+        "The parameter head.weight is not finite: no step"},
+       "torch::load(model, \"earlier.pt\");"},
+      {"DoctorNanBuffer",
+       "a running mean of NaN",
+       layers([](bool cured) {
+         nn::Sequential model(nn::Linear(8, 8), nn::BatchNorm1d(8));
+         if (!cured) model->named_buffers()["1.running_mean"].fill_(kNan);
+         return model;
+       }),
+       {"error 1.running_mean: this buffer holds inf or NaN"},
+       "torch::load(model, \"earlier.pt\");"},
+      {"DoctorWeightBeyondHalf",
+       "weights of 1e5",
+       prepared([](PatientImpl& model) { model.body->weight.fill_(1e5F); }, torch::kBFloat16),
+       {"error body.weight: this parameter holds 1e+05 in magnitude, beyond float16",
+        "aten::_to_copy (in aten::addmm), in body", "it is finite, up to"},
+       bfloat16},
+      {"DoctorWeightLostInHalf",
+       "weights of 1e-9",
+       prepared([](PatientImpl& model) { model.head->bias.fill_(1e-9F); }, torch::kBFloat16),
+       {"warning head.bias: a cast to float16 makes up to 1e+02 % of the values"},
+       bfloat16},
+      {"DoctorOverflowUnderAutocast",
+       "weights of 1e4, whose sums only float32 holds",
+       prepared([](PatientImpl& model) { model.body->weight.fill_(1e4F); }, torch::kBFloat16),
+       {"the output has inf or NaN under autocast to float16 and none in float32: forward pass",
+        "in body made float16", "In float32 it is finite, up to"},
+       "use bfloat16"},
+      {"DoctorBuffer",
+       "a buffer of -1e9 that the model casts to half",
+       [](bool cured) {
+         struct Masked : PatientImpl {
+           explicit Masked(const Tensor& mask)
+               : PatientImpl([this](const Tensor& x) {
+                   return (in_half(x) + in_half(named_buffers()["causal"])).softmax(-1);
+                 }) {
+             register_buffer("causal", mask);
+           }
+         };
+         const Tensor mask = torch::full({8, 8}, -1e9).triu(1);
+         Masked model(cured ? mask.clamp_min(-65504.0) : mask);
+         return doctor_of(model, torch::kHalf);
+       },
+       {"warning causal: this buffer holds 1e+09 in magnitude, beyond float16"},
+       "mask.clamp_min(-65504.0)"},
+      {"DoctorLogOfZero",
+       "a log of 0 that float32 has too",
+       examined([](const Tensor& x) { return (x * 0).log(); },
+                [](const Tensor& x) { return (x * 0).clamp_min(1e-6).log(); }),
+       {"without autocast already: forward pass: aten::log, after norm",
+        "In float64 it is not finite either: it read 0,"},
+       "clamp_min(eps)"},
+      {"DoctorMicroBatches",
+       "64 micro-batches that add up in bfloat16",
+       micro_batches,
+       {"64 micro-batches are added up in 16 bits"},
+       "accumulate_in_float(true)"},
+      {"DoctorScriptMask",
+       "masked_fill with -1e9 in TorchScript",
+       script("y.masked_fill(y > 1e4, -1e9)", "y.masked_fill(y > 1e4, -float('inf'))"),
+       {"error after attention: masked_fill with -1e+09 computes in float16"},
+       "scores.masked_fill(mask, -std::numeric_limits<float>::infinity())"},
+      {"DoctorScriptEps",
+       "an eps of 1e-12 in TorchScript",
+       script("y / (y.abs() + 1e-12)", "y / (y.float().abs() + 1e-12)"),
+       {"warning after attention: add with 1e-12 computes in float16"},
+       "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
+  };
+}
+
+std::vector<HealthyRun> healthy_models() {
+  return {
+      {"DoctorPatient", [] { return healthy({}); }},
+      {"DoctorPatientInBfloat16", [] { return healthy({}, torch::kBFloat16); }},
+      {"DoctorLargeScalarBesideHalf",
+       [] { return healthy([](const Tensor& x) { return x + in_half(x).sum() / 131072; }); }},
+      {"DoctorLargeFactorOfSmallHalf",
+       [] { return healthy([](const Tensor& x) { return in_half(x) * 0.01 * 1e6; }); }},
+      {"DoctorFactorsThatCancel",
+       [] { return healthy([](const Tensor& x) { return in_half(x) * 1e3 * 1e-9 * 1e6; }); }},
+      {"DoctorBufferThatNothingCasts",
+       [] {
+         PatientImpl model;
+         model.register_buffer("seen", torch::full({8}, -1e9));
+         return doctor_of(model, torch::kHalf);
+       }},
+      {"DoctorEmbeddingThatStaysInFloat32",
+       [] {
+         nn::Sequential model(nn::Embedding(4, 8),
+                              nn::Functional([](const Tensor& x) { return x * 1e-6; }),
+                              nn::Linear(8, 8));
+         model->parameters()[0].detach().fill_(1e5);
+         return doctor_of(model, torch::kHalf, 1, torch::tensor({0, 1}));
+       }},
+      {"DoctorMaskOfMinusInfinity",
+       [] {
+         return healthy([](const Tensor& x) {
+           return (x + torch::full({8, 8}, -kInf).triu(1)).softmax(-1);
+         });
+       }},
+  };
+}
+
+}  // namespace planted_faults

@@ -1,0 +1,140 @@
+// A step is skipped: which gradients were it? Asked of OverflowReport, which prints no remedy.
+
+#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/distributed/data_parallel.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "../distributed/alike_ranks.h"
+#include "../distributed/recording_ranks.h"
+#include "planted_faults.h"
+
+namespace planted_faults {
+namespace {
+
+/// What the report writes of a step of `optimizer`.
+template <class Optimizer, class Loss>
+std::string report_of(nn::Module& model, Optimizer& optimizer, const Loss& loss,
+                      mezzo::OverflowReportOptions options = {}) {
+  std::ostringstream out;
+  options.stream = &out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(mezzo::OverflowReport(model, options));
+  scaler.scale(loss()).backward();
+  const bool ran = scaler.step(optimizer, mezzo::StepOptions{}).ran();
+  scaler.update();
+  return ran ? kNothing : out.str();
+}
+
+std::string report_of_sgd(bool /*cured*/) {
+  PatientImpl model;
+  plant_in_gradient(model.parameter("head.weight"), 10, kInf);
+  mezzo::optim::SGD optimizer(model.parameters(), 1e-2);
+  return report_of(model, optimizer, [&] { return squares(model); });
+}
+
+std::string report_of_split_masters(bool /*cured*/) {
+  PatientImpl model;
+  model.to(torch::kBFloat16);
+  plant_in_gradient(model.parameter("head.weight"), 10, kNan);
+  mezzo::optim::AdamW optimizer(model.parameters(), mezzo::optim::AdamWOptions(1e-2).weight_storage(
+                                                        mezzo::optim::WeightStorage::split_master));
+  return report_of(model, optimizer, [&] {
+    return model.forward(batch_of_ones().to(torch::kBFloat16)).to(torch::kFloat).sum();
+  });
+}
+
+std::string report_of_sparse_rows(bool /*cured*/) {
+  struct Words : nn::Module {
+    nn::Embedding table{nn::EmbeddingOptions(9, 2).sparse(true)};
+    Words() { register_module("table", table); }
+  } model;
+  const Tensor weights = torch::tensor({{1.0F}, {kInf}});
+  (model.table->forward(torch::tensor({2, 7})) * weights).sum().backward();
+  return mezzo::find_overflow(mezzo::name_parameters(model)).cause();
+}
+
+std::string report_of_small_scale(bool /*cured*/) {
+  PatientImpl model;
+  plant_in_gradient(model.parameter("head.bias"), 1, 2e38F);
+  model.forward(batch_of_ones()).sum().backward();
+  return mezzo::find_overflow(mezzo::name_parameters(model), 0.125).cause();
+}
+
+std::string report_of_unscaled(bool /*cured*/) {
+  PatientImpl model;
+  plant_in_gradient(model.parameter("norm.weight"), 4, kInf);
+  torch::optim::SGD optimizer(model.parameters(), 0.1);
+  std::ostringstream out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(mezzo::OverflowReport(model, {.stream = &out}));
+  scaler.scale(model.forward(batch_of_ones()).sum()).backward();
+  scaler.unscale_(optimizer);
+  nn::utils::clip_grad_norm_(model.parameters(), 1.0);
+  scaler.step(optimizer);
+  scaler.update();
+  return out.str();
+}
+
+/// What rank 3 reports whose gradients are inf while the other rank's, with which it averages, are
+/// fine (`is_own`); or rank 0 the other way round.
+std::string report_of_rank(bool is_own) {
+  Patient model;
+  const auto ranks = distributed_test::recording_ranks(
+      distributed_test::alike_ranks(2), [&](const std::string& collective, const Tensor& tensor) {
+        const bool is_gradient = collective == "average" || collective == "sum";
+        if (!is_own && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
+      });
+  mezzo::DataParallel parallel(model, ranks);
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
+  return report_of(*model, optimizer,
+                   [&] { return parallel(batch_of_ones()).sum() * (is_own ? kInf : 1.0F); },
+                   {.rank = is_own ? 3 : 0, .own_gradients = true});
+}
+
+}  // namespace
+
+std::vector<PlantedFault> overflows() {
+  return {
+      {"InfInAGradient",
+       "an inf in the gradient of head.weight",
+       report_of_sgd,
+       {"reducing loss scale to 32768", "head.weight, in 1 of 3 layers",
+        "has 1 inf and 0 NaN in 64 gradients, the first, inf, at [1, 2], made by the backward"}},
+      {"InfThatUnscaleSaw",
+       "an inf under torch::optim::SGD, unscaled and clipped by hand",
+       report_of_unscaled,
+       {"norm.weight", "at [4]"}},
+      {"NanInBfloat16Weights",
+       "a NaN in the gradient of bfloat16 weights with split masters",
+       report_of_split_masters,
+       {"head.weight, in 1 of 3 layers", "the first, nan, at [1, 2]"}},
+      {"GradientsOfOneBadRank",
+       "inf in the gradients of rank 3, as that rank tells it",
+       [](bool) { return report_of_rank(true); },
+       {"rank 3: it began here, in its own gradients of"}},
+      {"GradientsOfAnotherRank",
+       "inf in the gradients of another rank than rank 0",
+       [](bool) { return report_of_rank(false); },
+       {"rank 0: its own gradients were finite; "}},
+      {"InfInASparseRow",
+       "an inf in one row of a sparse embedding's gradient",
+       report_of_sparse_rows,
+       {"table.weight, in 1 of 1 layers",
+        "2 inf and 0 NaN in 4 gradients, the first, inf, at [7, 0]"}},
+      {"InfMadeByUnscaling",
+       "a gradient of 2e38 under a loss scale of 1/8",
+       report_of_small_scale,
+       {"head.bias", "at [1], made by dividing by a loss scale below 1"}},
+  };
+}
+
+}  // namespace planted_faults
