@@ -90,8 +90,8 @@ void load_model(Model model, const std::string& text) {
   torch::load(model, in);
 }
 
-Model fresh_model(at::ScalarType dtype) {
-  Model model;
+Model fresh_model(at::ScalarType dtype, int64_t hidden = 31) {
+  Model model(hidden);
   model->to(dtype);
   return model;
 }
@@ -103,7 +103,7 @@ Saved train_on_ranks(int size, const Options& options, Model wanted) {
   const SomeRanks group(size);
   Saved saved;
   if (group.has_this()) {
-    Model model = fresh_model(wanted->out->bias.scalar_type());
+    Model model = fresh_model(wanted->out->bias.scalar_type(), wanted->out->weight.size(1));
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
                                           kSmallBuckets);
     train(model, optimizer, 0, 3);
@@ -126,19 +126,19 @@ void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model
 }
 
 template <class Optimizer, class Options>
-void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype) {
-  Model alone = fresh_model(dtype);
+void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype, int64_t hidden = 31) {
+  Model alone = fresh_model(dtype, hidden);
   std::vector<Saved> files{train_alone<Optimizer>(alone, options)};
   for (const int size : numbers_of_ranks())
     files.push_back(train_on_ranks<Optimizer>(size, options, alone));
   for (const Saved& file : files) {
-    Model unsharded = fresh_model(dtype);
+    Model unsharded = fresh_model(dtype, hidden);
     Optimizer optimizer(unsharded->parameters(), options);
     expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : numbers_of_ranks()) {
       const SomeRanks group(size);
       if (!group.has_this()) continue;
-      Model model = fresh_model(dtype);
+      Model model = fresh_model(dtype, hidden);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
                                           kSmallBuckets);
       train(model, sharded, 0, 1);  // all of which the file replaces
@@ -158,6 +158,14 @@ TEST(ShardedFiles, MastersGoAlong) {
   expect_to_go_on_anywhere<AdamW>(master, at::kBFloat16);
   const auto split = SGDOptions(0.01).momentum(0.9).weight_storage(WeightStorage::split_master);
   expect_to_go_on_anywhere<SGD>(split, at::kBFloat16);
+}
+
+/// Ranks cut parameters between blocks: codes and scales are those of the optimizer alone.
+TEST(ShardedFiles, MomentsOf8BitsGoAlong) {
+  const auto block8 = AdamWOptions(0.01).moment_storage(mezzo::optim::MomentStorage::block8);
+  expect_to_go_on_anywhere<AdamW>(block8, at::kFloat, /*hidden=*/140);
+  const auto masters = AdamWOptions(block8).weight_storage(WeightStorage::master);
+  expect_to_go_on_anywhere<AdamW>(masters, at::kBFloat16, /*hidden=*/140);
 }
 
 /// Null where the optimizer has no state of the parameter.

@@ -17,14 +17,19 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// 25 MiB, the default of libtorch's DistributedDataParallel.
 inline constexpr int64_t kDefaultBucketBytes = int64_t{25} << 20;
+/// 64 bytes, a cache line.
+inline constexpr int64_t kDefaultAlignment = 64;
 
 /// Options of GradBuckets.
 struct GradBucketsOptions {
   /// The most bytes that a bucket holds, except for one parameter that is larger; > 0.
   int64_t bucket_bytes = kDefaultBucketBytes;
-  /// The number of equal parts, each a multiple of 64 bytes, that every buffer can be cut into: the
-  /// number of ranks for a reduce-scatter; > 0.
+  /// The number of equal parts that every buffer can be cut into: the number of ranks for a
+  /// reduce-scatter; > 0.
   int64_t parts = 1;
+  /// Each gradient, and each of several parts, begins at a multiple of so many bytes: a power of
+  /// two, 8 or more.
+  int64_t alignment = kDefaultAlignment;
 };
 
 /// Parameters whose gradients lie in one buffer. They share a device, a dtype, and a dtype of their
@@ -36,8 +41,8 @@ struct GradBucket {
   at::ScalarType dtype;
   /// Indices into GradBuckets::parameters, in the order in which the gradients lie.
   std::vector<std::size_t> parameters;
-  /// The buffer, one dimension. Each gradient begins at a multiple of 64 bytes; the gaps between
-  /// gradients are zero.
+  /// The buffer, one dimension. Each gradient begins at a multiple of
+  /// GradBucketsOptions::alignment; the gaps between gradients are zero.
   at::Tensor flat;
 };
 

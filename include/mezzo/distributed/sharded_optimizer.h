@@ -90,9 +90,11 @@ struct ShellOf {
 ///       WeightStorage::master                   moments    12          16   10    7
 ///     bfloat16, split_master   2         2      rest and
 ///                                               moments    10          14    9  6.5
+///     float, block8            4         4      moments     2          10    9  8.5
 ///
-/// Each bucket is padded to a multiple of 64 * N bytes, and each parameter to 64. Gradients of 16
-/// bits take 4 bytes with accumulate_in_float, which has to be set in the constructor's options.
+/// Each bucket is padded to a multiple of 1,024 * N bytes, and each parameter to 1,024. Gradients
+/// of 16 bits take 4 bytes with accumulate_in_float, which has to be set in the constructor's
+/// options.
 ///
 /// **Loss scale and clipping** are `scaler.step(optimizer, {.max_norm = 1.0})`: one collective of
 /// three numbers a rank, without a host sync, tells all ranks alike whether to skip and by which

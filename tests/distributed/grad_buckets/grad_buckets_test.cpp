@@ -466,6 +466,7 @@ TEST(GradBuckets, RefusesWhatItCannotHold) {
                "parameter 0 (Sparse float32 [2] on cpu)");
   EXPECT_ERROR(GradBuckets({good}, {.bucket_bytes = 0}), "bucket_bytes is 0");
   EXPECT_ERROR(GradBuckets({good}, {.parts = 0}), "parts is 0");
+  EXPECT_ERROR(GradBuckets({good}, {.alignment = 48}), "alignment is 48");
   GradBuckets buckets({good});
   EXPECT_ERROR(buckets.add_parameters({good}), "parameter 0 (float32 [3] on cpu) is given twice");
 }

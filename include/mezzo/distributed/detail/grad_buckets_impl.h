@@ -38,9 +38,6 @@ namespace detail {
 
 // --- Layout: which parameter lies where ---------------------------------------------------------
 
-/// Each gradient begins at a multiple of so many bytes of its bucket.
-inline constexpr int64_t kSlotAlignment = 64;
-
 /// What a layout has to know of a parameter.
 struct LayoutItem {
   std::size_t group;  ///< parameters of one group may share a bucket
@@ -56,15 +53,15 @@ struct BucketLayout {
 
 /// Buckets in the order of their first items, each of one group and of at most `bucket_bytes`, or
 /// of one item that is larger.
-inline std::vector<BucketLayout> lay_out(const std::vector<LayoutItem>& items,
-                                         int64_t bucket_bytes) {
+inline std::vector<BucketLayout> lay_out(const std::vector<LayoutItem>& items, int64_t bucket_bytes,
+                                         int64_t alignment = kDefaultAlignment) {
   constexpr auto kNone = static_cast<std::size_t>(-1);
   std::vector<BucketLayout> buckets;
   std::vector<std::size_t> open;  // the bucket that each group fills
   for (std::size_t i = 0; i < items.size(); ++i) {
     const LayoutItem& item = items[i];
     if (item.group >= open.size()) open.resize(item.group + 1, kNone);
-    const int64_t aligned = kSlotAlignment / item.element_size;
+    const int64_t aligned = alignment / item.element_size;
     int64_t offset = 0;
     if (open[item.group] != kNone) {
       const int64_t end = buckets[open[item.group]].count;
@@ -85,9 +82,10 @@ inline std::vector<BucketLayout> lay_out(const std::vector<LayoutItem>& items,
 }
 
 /// The least number of elements, `count` or more, that makes so many equal parts, each of a
-/// multiple of kSlotAlignment bytes. One part has no end to align.
-inline int64_t padded_count(int64_t count, int64_t element_size, int64_t parts) {
-  const int64_t multiple = parts == 1 ? 1 : kSlotAlignment / element_size * parts;
+/// multiple of `alignment` bytes. One part has no end to align.
+inline int64_t padded_count(int64_t count, int64_t element_size, int64_t parts,
+                            int64_t alignment = kDefaultAlignment) {
+  const int64_t multiple = parts == 1 ? 1 : alignment / element_size * parts;
   return (count + multiple - 1) / multiple * multiple;
 }
 
@@ -335,7 +333,7 @@ inline void BucketedGradients::append_buckets(const std::vector<std::size_t>& or
                      static_cast<int64_t>(c10::elementSize(dtype))});
     if (found == groups.end()) groups.push_back(group);
   }
-  for (const BucketLayout& layout : lay_out(items, options_.bucket_bytes)) {
+  for (const BucketLayout& layout : lay_out(items, options_.bucket_bytes, options_.alignment)) {
     const LayoutItem& first = items[layout.items.front()];
     const auto [device, dtype, of_parameters] = groups[first.group];
     GradBucket& bucket = buckets_.emplace_back(GradBucket{device, dtype, {}, {}});
@@ -345,7 +343,8 @@ inline void BucketedGradients::append_buckets(const std::vector<std::size_t>& or
       slots_[order[item]].dtype = of_parameters;
     }
     const c10::InferenceMode no_inference(false);
-    const int64_t count = padded_count(layout.count, first.element_size, options_.parts);
+    const int64_t count =
+        padded_count(layout.count, first.element_size, options_.parts, options_.alignment);
     bucket.flat = at::zeros({count}, at::TensorOptions().device(device).dtype(dtype));
     place_slots(bucket, layout.offsets);
   }
@@ -660,6 +659,9 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
               "; it must be greater than 0");
   TORCH_CHECK(options.parts > 0, "GradBuckets: parts is ", options.parts,
               "; it must be greater than 0");
+  const int64_t alignment = options.alignment;
+  TORCH_CHECK(alignment >= 8 && (alignment & (alignment - 1)) == 0, "GradBuckets: alignment is ",
+              alignment, "; it must be a power of two, 8 or more");
   state_ = std::make_shared<detail::BucketedGradients>(options);
   state_->add_parameters(parameters);
 }

@@ -25,6 +25,7 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -98,26 +99,33 @@ inline constexpr const char* kShardCountKey = "mezzo_shard_count";
 inline constexpr const char* kShardKey = "mezzo_shard";
 inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
 
-inline constexpr int kMostMoments = 3;
+/// The kinds of tensors of a slot that go with its slice: the master, the moments, and the scales
+/// of moments in blocks.
+inline constexpr std::size_t kKeptKinds = 1 + 2 * kMaxMoments;
 
-/// Lists the tensors of `slot` that have an element for each of the parameter's: the master, and
-/// every moment that the optimizer has under some options.
-inline std::vector<at::Tensor*> kept_tensors(ParamSlot& slot) {
-  std::vector<at::Tensor*> kept{&slot.master};
-  for (int k = 0; k < kMostMoments; ++k) {
-    at::Tensor* const moment = &slot.moment(k);
-    if (std::find(kept.begin(), kept.end(), moment) == kept.end()) kept.push_back(moment);
+/// Returns for how many of a slice's elements a tensor of this kind has one. A slice begins with a
+/// block of moments.
+inline int64_t elements_of_one(std::size_t kind) { return kind <= kMaxMoments ? 1 : kBlock8; }
+
+/// Lists the tensors of `slot` by kind; null for moments that the optimizer has under no options.
+inline std::array<at::Tensor*, kKeptKinds> kept_tensors(ParamSlot& slot) {
+  std::array<at::Tensor*, kKeptKinds> kept{&slot.master};
+  for (std::size_t k = 0; k < kMaxMoments; ++k) {
+    at::Tensor* const moment = &slot.moment(static_cast<int>(k));
+    const bool is_last_again = std::find(kept.begin(), kept.end(), moment) != kept.end();
+    kept[1 + k] = is_last_again ? nullptr : moment;
+    kept[1 + kMaxMoments + k] = &slot.scales[k];
   }
   return kept;
 }
 
 /// Returns what the ranks' slots hold together, a row for each parameter: the number of steps, then
-/// the dtypes of master and moments, each one higher than it is and 0 where no rank has any. One
+/// the dtypes of the kept tensors, each one higher than it is and 0 where no rank has any. One
 /// collective. `own` has the slot of each of this rank's slices, null where there is none.
 inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vector<ParamSlot*>& own,
                                  const GroupPtr& group) {
   const auto parameters = static_cast<int64_t>(weights.parameters().size());
-  const at::Tensor table = at::zeros({parameters, 2 + kMostMoments}, at::kLong);
+  const at::Tensor table = at::zeros({parameters, int64_t{1 + kKeptKinds}}, at::kLong);
   const auto entries = table.accessor<int64_t, 2>();
   for (std::size_t i = 0; i < own.size(); ++i) {
     if (own[i] == nullptr) continue;
@@ -126,7 +134,8 @@ inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vecto
     int64_t column = 0;
     for (const at::Tensor* const tensor : kept_tensors(*own[i])) {
       ++column;
-      if (tensor->defined()) row[column] = static_cast<int64_t>(tensor->scalar_type()) + 1;
+      if (tensor == nullptr || !tensor->defined()) continue;
+      row[column] = static_cast<int64_t>(tensor->scalar_type()) + 1;
     }
   }
   const at::Tensor largest = table.to(weights.buckets().front().device);
@@ -134,11 +143,11 @@ inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vecto
   return largest.cpu();
 }
 
-/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float or, of double
-/// parameters, in double:
+/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float, which holds the
+/// codes of 8 bits too, or, of double parameters, in double:
 ///
 ///   table = table_of_slots                          which parameters have what, on any rank
-///   for each bucket, each of master and moments:    all-gather the slices, if there are any
+///   for each bucket, each kind of kept tensor:      all-gather the slices, if there are any
 ///
 /// `own` is as for table_of_slots. `make`, null on the other ranks, returns a new slot for
 /// parameter `number`, to be filled on the CPU.
@@ -151,7 +160,7 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
                                                               std::size_t column) {
     return entries[static_cast<int64_t>(number)][static_cast<int64_t>(column)];
   };
-  std::vector<std::vector<at::Tensor*>> wholes(weights.parameters().size());
+  std::vector<std::array<at::Tensor*, kKeptKinds>> wholes(weights.parameters().size());
   for (std::size_t number = 0; make != nullptr && number < wholes.size(); ++number) {
     if (entry(number, 0) == 0) continue;
     ParamSlot& slot = make(number);
@@ -161,43 +170,61 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
   for (std::size_t bucket = 0; bucket < weights.buckets().size(); ++bucket) {
     const GradBucket& like = weights.buckets()[bucket];
     const auto dtype = wide_dtype(weights.parameters()[like.parameters.front()]);
-    for (std::size_t kind = 0; kind < 1 + kMostMoments; ++kind) {
+    for (std::size_t kind = 0; kind < kKeptKinds; ++kind) {
       const auto has = [&](std::size_t number) { return entry(number, 1 + kind) != 0; };
       if (std::none_of(like.parameters.begin(), like.parameters.end(), has)) continue;
-      const at::Tensor buffer = at::zeros({like.flat.numel()}, like.flat.options().dtype(dtype));
+      const int64_t per = elements_of_one(kind);
+      const at::Tensor buffer =
+          at::zeros({(like.flat.numel() + per - 1) / per}, like.flat.options().dtype(dtype));
       for (std::size_t i = 0; i < own.size(); ++i) {
         const ShardSlice& slice = weights.slices()[i];
         if (slice.bucket != bucket || own[i] == nullptr || !has(slice.parameter)) continue;
         const at::Tensor& tensor = *kept_tensors(*own[i])[kind];
         if (!tensor.defined()) continue;
-        buffer.narrow(0, slice.weights.storage_offset(), slice.weights.numel()).copy_(tensor);
+        buffer.narrow(0, slice.weights.storage_offset() / per, tensor.numel()).copy_(tensor);
       }
       all_gather(group, buffer, own_part(buffer, group)).wait();
       for (const std::size_t number : like.parameters) {
-        if (wholes[number].empty() || !has(number)) continue;
+        if (wholes[number][kind] == nullptr || !has(number)) continue;
         const at::Tensor& place = weights.place(number);
+        const at::Tensor whole =
+            per == 1 ? buffer.as_strided(place.sizes(), place.strides(), place.storage_offset())
+                     : buffer.narrow(0, place.storage_offset() / per, blocks8_of(place.numel()));
         *wholes[number][kind] =
-            buffer.as_strided(place.sizes(), place.strides(), place.storage_offset())
-                .to(at::kCPU, static_cast<at::ScalarType>(entry(number, 1 + kind) - 1),
-                    /*non_blocking=*/false, /*copy=*/true);
+            whole.to(at::kCPU, static_cast<at::ScalarType>(entry(number, 1 + kind) - 1),
+                     /*non_blocking=*/false, /*copy=*/true);
       }
     }
   }
 }
 
 /// Copies to `part` what `whole`, a parameter's slot, has of a slice.
-/// \throws c10::Error where `whole` is of another shape than the parameter
+/// \throws c10::Error where `whole` is another parameter's, or damaged
 inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
                      const ShardedWeights& weights, const OptimizerWords& words) {
   part.count().set(whole.count().value());
   const at::Tensor& place = weights.place(slice.parameter);
+  const at::Tensor& parameter = weights.parameters()[slice.parameter];
   const auto from = kept_tensors(whole);
   const auto to = kept_tensors(part);
-  for (std::size_t kind = 0; kind < from.size(); ++kind) {
-    if (!from[kind]->defined()) continue;
-    check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment",
-                   weights.parameters()[slice.parameter], words);
-    const at::Tensor laid_out = in_layout_of(place, *from[kind]);
+  for (std::size_t kind = 0; kind <= kMaxMoments; ++kind) {
+    if (from[kind] == nullptr || !from[kind]->defined()) continue;
+    check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment", parameter, words);
+    at::Tensor own = *from[kind];
+    if (kind > 0) {
+      const auto k = static_cast<int>(kind) - 1;
+      check_blocks(whole, k, parameter, words);
+      const at::Tensor& scales = *from[kind + kMaxMoments];
+      if (scales.defined() && same_layout(place, own)) {
+        const int64_t blocks = blocks8_of(slice.weights.numel());
+        *to[kind + kMaxMoments] = scales.narrow(0, slice.begin / kBlock8, blocks)
+                                      .to(place.device(), at::kFloat, /*non_blocking=*/false,
+                                          /*copy=*/true);
+      } else if (scales.defined()) {  // blocks of another order
+        own = moment_values(whole, k);
+      }
+    }
+    const at::Tensor laid_out = in_layout_of(place, own);
     *to[kind] =
         laid_out.as_strided({slice.weights.numel()}, {1}, laid_out.storage_offset() + slice.begin)
             .to(place.device(), laid_out.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
@@ -215,7 +242,9 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const ShardedOptimizerOptions& options)
     : Shell(groups, defaults),
       group_(detail::checked(std::move(group), "ShardedOptimizer")),
-      buckets_(start_alike(), {.bucket_bytes = options.bucket_bytes, .parts = group_->getSize()}),
+      buckets_(start_alike(), {.bucket_bytes = options.bucket_bytes,
+                               .parts = group_->getSize(),
+                               .alignment = detail::kBlock8 * int64_t{sizeof(float)}}),
       exchange_(std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), group_)),
       weights_(detail::shared(buckets_), group_),
       slices_(this->param_groups_.size()) {
@@ -383,7 +412,9 @@ ShardedOptimizerBytes ShardedOptimizer<OptimizerType>::bytes() const {
   for (const detail::ShardSlice& slice : weights_.slices()) {
     State* const state = state_of(slice);
     if (state == nullptr) continue;
-    for (const at::Tensor* tensor : detail::kept_tensors(*state)) bytes.state += bytes_of(*tensor);
+    for (const at::Tensor* tensor : detail::kept_tensors(*state)) {
+      if (tensor != nullptr) bytes.state += bytes_of(*tensor);
+    }
     bytes.state += bytes_of(state->lower_half());
   }
   return bytes;
