@@ -28,7 +28,7 @@ struct RunRecord {
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, identity)
 
-/// What is read of a checkpoint before its model is made.
+/// The part of a checkpoint that is read before its model is made.
 struct SavedRun {
   RunRecord record;
   TrainingPosition position;

@@ -14,7 +14,7 @@ using Tags = TagSequences::value_type;
 /// Type, sentence, first word, last word.
 using Entities = std::set<std::tuple<std::string, std::size_t, std::size_t, std::size_t>>;
 
-/// As conlleval reads tags: an entity goes on only over an I- of its own type.
+/// Reads tags as conlleval does: only an I- of the same type continues an entity.
 Entities entities_of(const TagSequences& sentences) {
   Entities entities;
   for (std::size_t i = 0; i < sentences.size(); ++i) {

@@ -73,7 +73,7 @@ int64_t peak_memory_bytes(torch::Device device) {
     constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return at::accelerator::getDeviceStats(device.index()).allocated_bytes[kAll].peak;
   }
-  // Not getrusage: its maximum outlives exec, so it would remember whoever started this process.
+  // Not getrusage: its maximum outlives exec, so it would include the parent process.
   constexpr std::string_view kField = "VmHWM:";
   constexpr int64_t kKibibyte = 1024;
   std::ifstream status("/proc/self/status");

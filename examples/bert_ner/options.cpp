@@ -185,7 +185,7 @@ void check_encoding(const std::vector<std::string>& arguments) {
   }
 }
 
-/// What CLI11 cannot say about single flags.
+/// Checks combinations of flags that CLI11 cannot express.
 void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& run) {
   if (!run.resume.empty()) {
     for (const auto* option : outcome.get_options()) {

@@ -1,5 +1,5 @@
 /// \file
-/// What a run is told, as values, and the flags that they come from.
+/// The options of a run, as values, and their flags.
 #pragma once
 
 #include <cstdint>
@@ -49,7 +49,7 @@ struct TrainingOptions {
   uint64_t seed = 1;          ///< of the split, the batches' order, the classifier and dropout
 };
 
-/// Where and how a run goes; may change when it is resumed.
+/// All options of a run. Those outside of `data` and `training` may change when it is resumed.
 struct RunOptions {
   std::string model;
   DataOptions data;

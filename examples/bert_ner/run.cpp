@@ -64,7 +64,7 @@ std::string absolute(const std::string& path) {
   return path.empty() ? path : fs::absolute(path).lexically_normal().string();
 }
 
-/// What must be the same on all ranks, and when a run is resumed, by the words for it.
+/// The properties that must be equal on all ranks, and when a run is resumed, by name.
 nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
   return {{"sentences", fingerprint(inputs.data.text())},
           {"labels", inputs.data.labels.names()},
@@ -75,7 +75,7 @@ nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
           {"options", options.training}};
 }
 
-/// The first word whose value differs; empty if none does.
+/// The name of the first property that differs; empty if none does.
 std::string first_difference(const nlohmann::json& one, const nlohmann::json& other) {
   for (const auto& [word, value] : one.items()) {
     if (other.value(word, nlohmann::json()) != value) return word;

@@ -12,7 +12,7 @@
 
 namespace bert_ner {
 
-/// What a run measured.
+/// The measurements of a run.
 struct RunResult {
   std::string name;  ///< "fp32", "amp no scale", "bf16 + split master", ...
   uint64_t seed = 0;

@@ -14,7 +14,7 @@
 namespace bert_ner {
 namespace {
 
-/// Where each example's words begin if all stand in one row, and where the row ends.
+/// The index of each example's first word among the words of all examples; at the end their number.
 std::vector<int64_t> first_words(std::span<const Example> examples) {
   std::vector<int64_t> begins{0};
   for (const auto& example : examples) {

@@ -22,7 +22,7 @@ struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// What std::printf would print. (g++ 12 has no std::format.)
+/// Formats as std::printf does. (g++ 12 has no std::format.)
 [[gnu::format(printf, 1, 2)]] std::string formatted(const char* pattern, ...);
 
 /// "a, b, c"

@@ -49,7 +49,7 @@ mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t e
           .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
 }
 
-/// The sum over the labels, for whoever knows what the whole batch's labels weigh.
+/// A loss that is summed over the labels; loss_of divides it by the weight of the whole batch.
 torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
                                           torch::Device device) {
   const auto weights = torch::tensor(class_weights, torch::kFloat64).to(device, torch::kFloat32);
@@ -124,7 +124,7 @@ torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
 }
 
 StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
-  // Gradients of micro-batches add up to a mean; those of ranks are averaged, and are to be a sum.
+  // Micro-batches contribute to a mean. DataParallel averages over ranks, where a sum is needed.
   const double parts = static_cast<double>(micro_batches.size()) / ranks_.size();
   torch::Tensor loss_sum = torch::zeros({}, device_);
   int64_t tokens = 0;

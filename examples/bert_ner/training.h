@@ -37,7 +37,7 @@ struct MicroBatch {
   double label_weight;  ///< sum of the class weights of the whole batch's labels
 };
 
-/// What one step did, on all ranks together.
+/// The outcome of one step, on all ranks together.
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;        ///< without padding

@@ -35,8 +35,7 @@ bool is_punctuation(char32_t c) {
          (c >= U'{' && c <= U'~') || (kind >= UTF8PROC_CATEGORY_PC && kind <= UTF8PROC_CATEGORY_PO);
 }
 
-/// Extension E begins at U+2B820; `tokenizers`, with whose answers models are trained, begins at
-/// U+2B920.
+/// Extension E begins at U+2B820, but in `tokenizers`, with which models are trained, at U+2B920.
 bool is_ideograph(char32_t c) {
   return (c >= 0x4E00 && c <= 0x9FFF) || (c >= 0x3400 && c <= 0x4DBF) ||
          (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B73F) ||
@@ -70,7 +69,7 @@ std::u32string lower_cased(std::u32string_view text) {
   return lowered;
 }
 
-/// At spaces, which vanish, and around punctuation, each mark of which is a word.
+/// Splits at spaces, which vanish, and around punctuation marks, each of which is a word.
 std::vector<std::u32string_view> split_words(std::u32string_view text) {
   std::vector<std::u32string_view> words;
   std::size_t begin = 0;
@@ -208,8 +207,7 @@ std::u32string WordPiece::normalize(std::string_view utf8) const {
   return options_.do_lower_case ? lower_cased(text) : text;
 }
 
-/// Covers the word from the left, each time with the longest piece there is; [UNK] for the whole
-/// word if that fails.
+/// Covers the word from the left with the longest pieces; if that fails, the word is [UNK].
 void WordPiece::append_pieces(std::u32string_view word, Ids& ids) const {
   const auto pieces_before = ids.size();
   bool is_known = word.size() <= kMaxWordCharacters;

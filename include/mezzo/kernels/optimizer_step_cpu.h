@@ -262,7 +262,7 @@ struct NarrowStochasticallyKernel {
 
 /// Floats rounded to nearest.
 template <class Element, class Lanes>
-struct NarrowKernel {
+struct NarrowToNearestKernel {
   C10_ALWAYS_INLINE static void run(const float* from, void* to, int64_t count) {
     auto* const target = static_cast<typename Lanes::Stored*>(to);
     const int64_t rest = narrow<Lanes>(from, target, 0, count);
@@ -289,9 +289,9 @@ inline void narrow_parameters(const StepTask& task, const float* from, const Ste
     cpu_kernel<NarrowStochasticallyKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count,
                                                                       to.first, task.use);
   } else if (task.parameter_dtype == at::kBFloat16) {
-    cpu_kernel<NarrowKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count);
+    cpu_kernel<NarrowToNearestKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count);
   } else {
-    cpu_kernel<NarrowKernel, c10::Half>(best_isa())(from, to.parameter, to.count);
+    cpu_kernel<NarrowToNearestKernel, c10::Half>(best_isa())(from, to.parameter, to.count);
   }
 }
 

@@ -201,7 +201,7 @@ class WeightStore final : public CacheOwner {
  private:
   /// The copies of trainable weights in a region of one thread.
   struct Region {
-    CopyTable copies;
+    CopyTable copies{};
     std::uint64_t forgets;  ///< the store's when the copies were made
   };
 
