@@ -85,7 +85,7 @@ template <class Derived, class Result, class Class, class... Args>
 class ForwardLike<Derived, Result (Class::*)(Args...) const noexcept>
     : public ForwardLike<Derived, Result (Class::*)(Args...)> {};
 
-/// What FORWARD_HAS_DEFAULT_ARGS declares for a module is protected in it; this asks any module.
+/// Reads the members that FORWARD_HAS_DEFAULT_ARGS declares, which are protected, from any module.
 struct DefaultArguments : torch::nn::Module {
   static bool exist(torch::nn::Module& module) {
     return (module.*(&DefaultArguments::_forward_has_default_args))();
@@ -195,8 +195,8 @@ class AutocastModuleImpl : public torch::nn::Module,
     *this = *copy;
   }
 
-  // The same tensors and children under the same names: everything that libtorch does to them in
-  // place, here or there, is seen in both.
+  // Both modules have the same tensors and children under the same names, so each sees what
+  // libtorch does to them in place through the other.
   void adopt_names() {
     for (const auto& item : module_->named_parameters(/*recurse=*/false)) {
       register_parameter(item.key(), item.value(), item.value().requires_grad());

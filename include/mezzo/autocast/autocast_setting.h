@@ -128,7 +128,7 @@ struct AutocastSetting {
   /// type.
   std::optional<c10::DeviceType> device = std::nullopt;
 
-  /// What the lowered ops compute in: half or bfloat16. None: default_autocast_dtype(device), also
+  /// The dtype of the lowered ops: half or bfloat16. None: default_autocast_dtype(device), also
   /// inside a region of another dtype (an inner `torch.autocast` in Python inherits that).
   ///
   /// Half on the CPU wants a processor with instructions for it, and a region warns once where they
@@ -148,7 +148,7 @@ struct AutocastSetting {
   /// they are. A guard, which returns nothing, refuses it.
   std::optional<at::ScalarType> output = std::nullopt;
 
-  /// What keeps the casts of weights: `true`, `false` or a WeightCache.
+  /// The cache of weights' casts: `true`, `false` or a WeightCache.
   AutocastCache cache = {};
 
   /// Edits to the op lists: an OpPolicy, on top of the surrounding region's where regions nest. Its

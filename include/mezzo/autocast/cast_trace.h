@@ -22,14 +22,14 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Who decided an op's category.
+/// The source of an op's category.
 enum class CastDecider : std::uint8_t {
   nobody,    ///< autocast is off for the op's device
   libtorch,  ///< libtorch's list, or the absence of the op from it
   policy,    ///< an OpPolicy in force
 };
 
-/// What autocast does with a call, in the calling thread and at this moment.
+/// An answer of `explain`: autocast's treatment of a call in the calling thread, at this moment.
 struct CastExplanation {
   std::string op;          ///< with its overload
   c10::DeviceType device;  ///< of the first tensor

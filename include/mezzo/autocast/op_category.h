@@ -12,7 +12,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// What autocast does with an op. Double, complex and integer tensors, and tensors of another
+/// The treatment of an op by autocast. Double, complex and integer tensors, and tensors of another
 /// device type, are left alone by every category.
 enum class OpCategory : std::uint8_t {
   lower_precision,     ///< floating inputs are cast to the region's dtype

@@ -26,7 +26,7 @@ namespace detail {
 class WeightStore;
 }
 
-/// What a WeightCache did since it was made or its statistics were reset.
+/// Counts of a WeightCache since it was made or its statistics were reset.
 struct WeightCacheStatistics {
   std::int64_t casts = 0;        ///< of weights, because no current copy was held
   std::int64_t hits = 0;         ///< uses of a weight that found a current copy
@@ -44,7 +44,7 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream,
 
 /// Holds copies of three kinds, and nothing else:
 ///   - **published**: an optimizer writes them along with the weights (`publish`, or `publish_to`
-///     of mezzo's optimizers). Such weights are never cast.
+///     of mezzo's optimizers), so these weights are never cast.
 ///   - **of a region**: of each leaf that requires grad, cast at its first use in the thread's
 ///     outermost region and dropped at the region's end, as libtorch's own cache does.
 ///   - **pinned**: of weights that `pin` names, frozen or not, cast at the first use in each dtype
@@ -140,7 +140,7 @@ class WeightCache {
 /// the cache, so that one line can make and install it.
 ///
 /// **Call it in main, before other threads run ops**: a concurrent call of such an op may not
-/// survive it. What is installed stays for the life of the process; again it does nothing, from any
+/// survive it. The kernels stay for the life of the process. A second call does nothing, from any
 /// thread. OpPolicy has an install_op_overrides of its own (op_policy.h).
 /// \throws c10::Error as OpPolicy's does
 MEZZO_INLINE WeightCache install_op_overrides(WeightCache cache);

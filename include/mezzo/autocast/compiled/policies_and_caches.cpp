@@ -3,7 +3,7 @@
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/autocast/weight_cache.h>
 
-// What their users leave to this.
+// The definitions that their users leave to this unit.
 #include <mezzo/autocast/detail/op_policy/cast_trace_impl.h>
 #include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
 #include <mezzo/autocast/detail/weight_cache/weight_cache_impl.h>

@@ -1,6 +1,6 @@
 /// \file
-/// Who owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to libtorch
-/// 2.11, c10::intrusive_ptr in later versions.
+/// NodePtr, which owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to
+/// libtorch 2.11, c10::intrusive_ptr in later versions.
 #pragma once
 
 #include <mezzo/base/version.h>

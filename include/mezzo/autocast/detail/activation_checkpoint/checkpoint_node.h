@@ -1,6 +1,7 @@
 /// \file
-/// The node that stands in autograd's graph for everything that a checkpointed call computed; and
-/// the forward half of a checkpoint, which runs once, keeps nothing, and leaves that node.
+/// CheckpointNode, which stands in autograd's graph for everything that a checkpointed call
+/// computed, and first_run, the forward half of a checkpoint, which keeps no activations and leaves
+/// that node.
 #pragma once
 
 #include <mezzo/autocast/detail/activation_checkpoint/run_conditions.h>
@@ -30,7 +31,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What backward needs to know of a call: nothing of its types.
+/// A call as backward knows it, without its types.
 class CheckpointedCall {
  public:
   CheckpointedCall() = default;
@@ -68,7 +69,8 @@ decltype(auto) call_stored(F& function, Args&... args) {
   }
 }
 
-/// The result of a call as a value; void where there is no such call, for others to complain about.
+/// The result of a call as a value; void where there is no such call, which activation_checkpoint
+/// reports.
 template <class F, class... Args>
 struct ValueResult {
   using Type = void;
@@ -109,7 +111,7 @@ class StoredCall final : public CheckpointedCall {
   std::tuple<Args...> args_;
 };
 
-/// All that a recomputation takes.
+/// The data of a recomputation.
 struct Recomputation {
   std::unique_ptr<CheckpointedCall> call;
   RunConditions conditions;
@@ -134,10 +136,11 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
   return edges;
 }
 
-/// Its inputs are the results of the call. It has one next edge for each *use* of a tensor from
-/// outside, in the order in which the call's own graph would deliver the gradients: they are then
-/// summed up in that order too, and come out the same to the bit. (Inside another checkpoint its
-/// own next edges are replaced for a while, which is why the uses are kept apart from them.)
+/// The node of a checkpointed call. Its inputs are the results of the call. It has one next edge
+/// for each *use* of a tensor from outside, in the order in which the call's own graph would
+/// deliver the gradients, so that they are added up in that order and come out the same to the bit.
+/// Another checkpoint around it replaces its next edges for a while, so the uses are kept apart
+/// from them.
 class CheckpointNode final : public torch::autograd::Node {
  public:
   explicit CheckpointNode(Recomputation recomputation)
@@ -147,9 +150,9 @@ class CheckpointNode final : public torch::autograd::Node {
 
   std::string name() const override { return "mezzo::activation_checkpoint"; }
 
-  /// Runs the call again and sends the gradients through its graph. The engine calls this, in the
-  /// thread of the node's device; another call of the engine inside is what libtorch calls a
-  /// reentrant backward.
+  /// Runs the call again and sends the gradients through its graph. The engine calls this function,
+  /// in the thread of the node's device; the engine's call inside is a reentrant backward in
+  /// libtorch's words.
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     const auto again = recomputation();
     if (std::ranges::none_of(gradients, &at::Tensor::defined)) {

@@ -1,7 +1,7 @@
 /// \file
-/// The part of autograd's graph that one run of a function adds, and the edges by which it hangs on
-/// the rest: on arguments, on parameters and on whatever else the function captures. And that graph
-/// cut off from everything outside, its gradients caught at the cuts.
+/// RunGraph, the part of autograd's graph that one run of a function adds, with the edges by which
+/// it hangs on arguments, parameters and whatever else the function captures; and the classes that
+/// cut this graph off from everything outside and catch its gradients at the cuts.
 #pragma once
 
 #include <mezzo/autocast/detail/autograd_node.h>
@@ -57,7 +57,7 @@ struct BoundaryEdge {
   const torch::autograd::Edge& edge() const { return source->next_edge(index); }
 };
 
-/// What there is to know of an op in order to see that another run did the same: its backward
+/// An op as it is compared with another run's: its backward
 /// node's type, and dtype and sizes of its results.
 struct OpTrace {
   std::type_index type;
@@ -129,7 +129,7 @@ inline GraphTrace trace(const RunGraph& graph) {
   return ops;
 }
 
-/// What each boundary edge leads to.
+/// Returns the edges themselves: what each boundary edge leads to.
 inline torch::autograd::edge_list targets(const RunGraph& graph) {
   torch::autograd::edge_list edges;
   edges.reserve(graph.boundary.size());
@@ -247,7 +247,8 @@ class GradientTaps {
     }
   }
 
-  /// What arrived, in the order of the boundary edges; undefined where nothing did. Once only.
+  /// Returns the gradients that arrived, in the order of the boundary edges, undefined where none
+  /// did. Call this once.
   torch::autograd::variable_list take() {
     torch::autograd::variable_list gradients;
     gradients.reserve(taps_.size());

@@ -66,7 +66,7 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
   }
 }
 
-/// Casts the tensors in `argument`. Those that `cache` has an owner for come from there.
+/// Casts the tensors in `argument`, by `cache` if it has an owner.
 inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device,
                           ThreadCache& cache) {
   const auto cast = [&](const at::Tensor& tensor) {

@@ -1,6 +1,6 @@
 /// \file
-/// What autocast and the thread's policy do with a call, and TraceRecorder, which adds it up over a
-/// thread's ops.
+/// TraceRecorder, which adds up over a thread's ops what autocast and the thread's policy do with
+/// them.
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
@@ -136,7 +136,7 @@ struct TracedCost {
   std::int64_t cache_hits = 0;
 };
 
-/// What the innermost open op began, for its end to close.
+/// The thing that the start of an op opened, for its end to close.
 enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
 
 class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
