@@ -138,14 +138,14 @@ void compare_encoders(int frozen_layers, const char* which, int rounds) {
   if (frozen_layers > 0) encoder->freeze(frozen_layers);
   const auto tokens = torch::randint(kVocabulary, {kBatch, kTokens});
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const mezzo::WeightCache keeping =
-      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
-  const mezzo::WeightCache published =
-      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  const mezzo::WeightCache pinned = mezzo::install_op_overrides(mezzo::WeightCache());
+  pinned.pin(encoder->parameters());
+  const mezzo::WeightCache published = mezzo::install_op_overrides(mezzo::WeightCache());
+  published.pin(encoder->parameters());  // what nobody publishes: biases and frozen weights
   const std::vector<Way> ways = {
       {"at::autocast's cache", {}},
       {"WeightCache", {.cache = cache}},
-      {"WeightCache, keep_trainable", {.cache = keeping}},
+      {"WeightCache, pinned", {.cache = pinned}},
       {"WeightCache, published", {.cache = published}, &published},
   };
   const auto forward = [&](const Way& way) {

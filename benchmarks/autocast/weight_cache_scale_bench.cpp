@@ -2,7 +2,7 @@
 //
 //   PublishingStep/N       an AdamW step over N matrices of 8 by 8 that publishes their copies;
 //                          beside it, interleaved, the step that publishes none, and the ratio
-//   EnterAndLeave/N        a region with a cache that holds N copies, in which nothing is used
+//   EnterAndLeave/N        a region with a cache that holds N pinned copies, in which nothing is used
 //   EnterUseAndLeave/N     the same with one use of one weight
 
 #include <mezzo/autocast/autocast.h>
@@ -85,6 +85,7 @@ BENCHMARK(PublishingStep)
 void EnterAndLeave(benchmark::State& state) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weights = matrices(state.range(0), /*trainable=*/false);
+  cache.pin(weights);
   use_once(cache, weights);
   for (auto _ : state) {
     const Autocast<kCPU> autocast({.cache = cache});
@@ -95,6 +96,7 @@ BENCHMARK(EnterAndLeave)->Arg(1)->Arg(100)->Arg(10'000);
 void EnterUseAndLeave(benchmark::State& state) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weights = matrices(state.range(0), /*trainable=*/false);
+  cache.pin(weights);
   use_once(cache, weights);
   const auto input = torch::ones({1, kSide}, kBFloat16);
   const torch::NoGradGuard no_grad;

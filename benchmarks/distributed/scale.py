@@ -4,6 +4,7 @@ beyond 4 ranks.
 
 usage: scale.py [--params 1.3e9] [--tokens 8192] [--bucket-mib 25]     # tables for GPU clusters
        scale.py --check RESULTS                      # what data_parallel_mpi_bench printed, beside what the model says
+       scale.py --hosts HOSTS_BENCH                  # the same for 2 hosts of 2 ranks behind slow cables (root, iproute2)
 
 A step is forward, backward, all-reduce of the gradients in buckets, and the update:
 
@@ -18,6 +19,7 @@ weights, which nothing hides.
 import argparse
 import dataclasses
 import math
+import pathlib
 import re
 import sys
 
@@ -167,15 +169,35 @@ def check(path):
             print(f"{ranks:>5}  {name:<36}  {measured:>11.1f}  {predicted:>13.1f}  {100 * (predicted / measured - 1):>+6.0f} %")
 
 
+def hosts(bench):
+    """Gloo's all-reduce is a ring. Its reduce-scatter is that all-reduce, of which each rank keeps its part, so that ZeRO-1
+    sends half as much again as DataParallel. Of 1,514 bytes on the cable 1,448 are payload."""
+    sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[2] / "tests/distributed/hosts"))
+    from hosts import Hosts
+    print("Mb/s  way           alone ms  measured ms  predicted ms   off by")
+    for megabits in (50, 100, 200):
+        with Hosts(2, megabits) as two:
+            ranks = two.start([bench], ranks_a_host=2)
+            line = ranks[0].wait_for("measured", 600)
+        gradients, alone, *measured = map(float, line.split()[1:])
+        cable = dataclasses.replace(H100, a_node=2, outside=1448 / 1514 * megabits * 1e6 / 8)
+        whole, half = (send(gradients, 4, cable) * 1e3 for send in (all_reduce, half_of_all_reduce))
+        for name, ms, sent in zip(("DataParallel", "ZeRO-1"), measured, (whole, whole + half)):
+            print(f"{megabits:>4}  {name:<12}  {alone:>8.1f}  {ms:>11.1f}  {alone + sent:>12.1f}  {100 * ((alone + sent) / ms - 1):>+6.0f} %")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", type=float, default=1.3e9)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--bucket-mib", type=float, default=25, help="DataParallel's default is 25")
     parser.add_argument("--check", metavar="RESULTS")
+    parser.add_argument("--hosts", metavar="HOSTS_BENCH")
     options = parser.parse_args()
     if options.check:
         check(options.check)
+    elif options.hosts:
+        hosts(options.hosts)
     else:
         tables(options.params, options.tokens, options.bucket_mib * 2**20)
 

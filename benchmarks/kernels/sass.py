@@ -260,6 +260,10 @@ class Kernel:
     smallest: int = 8      # bytes that a thread moves at once
 
 
+TITLES = {"AdamRule<false>": "Adam", "AdamRule<true>": "Adam amsgrad", "SgdRule<false>": "SGD",
+          "SgdRule<true>": "SGD momentum", "LionRule": "Lion"}
+
+
 def kernel_of(demangled):
     name = plain_name(demangled)
     kind, arguments = name.split("<")[0], arguments_of(name)
@@ -270,6 +274,12 @@ def kernel_of(demangled):
         own = BYTES[arguments[0]]
         table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
         return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
+    if kind.startswith("staged_"):  # no loop over packs alone: tails and dtypes are branches
+        rule = TITLES.get(arguments[0], "") if kind == "staged_step_kernel" else kind[7:-7].replace("_", " ")
+        weights = arguments[1 if kind == "staged_step_kernel" else 0]
+        dtype = next((word for name, word in short.items() if name in weights), "float")
+        dtype = "bfloat16 split" if "Split" in weights else "bfloat16 stochastic" if "Stochastic" in weights else dtype
+        return Kernel(f"{rule} {dtype}, block8")
     is_lamb_parameter = kind == "lamb_parameter_kernel"
     if kind not in ("optimizer_step_kernel", "lamb_moments_kernel") and not is_lamb_parameter:
         return Kernel(kind[:-7])
@@ -282,11 +292,9 @@ def kernel_of(demangled):
     read = parameter + gradient + moments + halves
     written = (moments if kind == "lamb_moments_kernel" else
                parameter + halves + (0 if is_lamb_parameter else moments))
-    titles = {"AdamRule<false>": "Adam", "AdamRule<true>": "Adam amsgrad", "SgdRule<false>": "SGD",
-              "SgdRule<true>": "SGD momentum", "LionRule": "Lion"}
     dtypes = words[0] if is_lamb_parameter or words[0] == words[1] else f"{words[0]}/{words[1]}"
     how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
-    return Kernel(f"{titles.get(rule, rule)} {dtypes}{how}", read, written, smallest)
+    return Kernel(f"{TITLES.get(rule, rule)} {dtypes}{how}", read, written, smallest)
 
 
 def demangled(names):

@@ -1,6 +1,7 @@
-// Activation checkpointing under autocast: each block keeps its input only, and computes its
-// activations again during backward. Gradients are the same bits, dropout included, and the peak of
-// the memory is lower. Exits with 1 if either is not so, or if the loss did not fall.
+// Activation checkpointing under autocast: each block keeps only its input, and computes its
+// activations again during backward. Gradients are bitwise equal, dropout included, and the peak
+// memory is lower. Exits with 1 if gradients differ, the peak is not lower, or the loss did not
+// fall.
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/mezzo.h>
 

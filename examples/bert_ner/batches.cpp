@@ -8,10 +8,6 @@
 namespace bert_ner {
 namespace {
 
-int64_t round_up(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
-
 /// The first parts are the longer ones.
 std::span<const std::size_t> part_of(std::span<const std::size_t> positions, Part part) {
   const auto number = static_cast<std::size_t>(part.number), of = static_cast<std::size_t>(part.of);
@@ -89,7 +85,8 @@ Batch collate(std::span<const Example> examples, std::span<const std::size_t> po
   const auto own = part_of(positions, part);
   const auto read = own.empty() ? positions.first(1) : own;
   const auto rows = static_cast<int64_t>(read.size());
-  const auto length = std::min(round_up(longest, padding.multiple), std::max(longest, max_length));
+  const auto rounded = (longest + padding.multiple - 1) / padding.multiple * padding.multiple;
+  const auto length = std::min(rounded, std::max(longest, max_length));
   auto ids = torch::full({rows, length}, padding.id, torch::kInt64);
   auto labels = torch::full({rows, length}, kIgnoredLabel, torch::kInt64);
   auto mask = torch::zeros({rows, length}, torch::kBool);

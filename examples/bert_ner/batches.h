@@ -15,7 +15,7 @@
 namespace bert_ner {
 
 /// A sentence, or a part of one that is too long for the model, as BERT reads it:
-/// [CLS], the pieces of its words, [SEP]. The first piece of a word speaks for the word.
+/// [CLS], the pieces of its words, [SEP]. The first piece of a word has the word's label.
 struct Example {
   std::vector<int64_t> ids;
   std::vector<int64_t> first_pieces;  ///< where in `ids` each word begins
@@ -23,12 +23,12 @@ struct Example {
   std::size_t sentence = 0;           ///< which sentence this is (a part of)
 };
 
-/// What is not looked at by the loss: later pieces of a word, [CLS], [SEP] and padding.
+/// The label of what the loss ignores: later pieces of a word, [CLS], [SEP] and padding.
 inline constexpr int64_t kIgnoredLabel = -100;
 
-/// Sentences in order. One that needs more than `max_length` ids is cut between words into several
-/// examples, and a single word that is too long on its own loses its last pieces, so that no word
-/// is left without an answer. \param max_length the model's max_position_embeddings, at least 3
+/// Makes examples of sentences, in order. A sentence of more than `max_length` ids is cut between
+/// words into several examples; a word that is too long on its own loses its last pieces.
+/// \param max_length the model's max_position_embeddings, at least 3
 /// \throws std::out_of_range if a tag is not among the labels (load_dataset has checked that)
 std::vector<Example> make_examples(std::span<const Sentence> sentences, const WordPiece& tokenizer,
                                    const Labels& labels, int64_t max_length);
@@ -36,10 +36,10 @@ std::vector<Example> make_examples(std::span<const Sentence> sentences, const Wo
 /// Positions in a vector of examples; all lists together hold each position once.
 using BatchList = std::vector<std::vector<std::size_t>>;
 
-/// Examples of like length together, so that little is padded; shortest first.
+/// Batches of examples of similar length, so that little is padded; shortest first.
 BatchList length_sorted_batches(std::span<const Example> examples, int64_t batch_size);
 
-/// The order of the batches in one epoch: the same for the same seed and epoch, on any platform.
+/// The order of the batches in one epoch, which depends on seed and epoch alone.
 BatchList shuffled(const BatchList& batches, uint64_t seed, int64_t epoch);
 
 struct Batch {
@@ -54,15 +54,14 @@ struct Padding {
   int64_t multiple = 1;  ///< lengths are rounded up to it: tensor cores want 8, a CPU few lengths
 };
 
-/// One of several parts of a batch, as many as there are ranks.
+/// A rank's part of a batch.
 struct Part {
   int number = 0, of = 1;
 };
 
-/// Pads the examples to the longest among them. `max_length` of make_examples bounds the rounding
-/// up. A part's rows are neighbours, as many as in any other part or one more, padded as in the
-/// whole batch, whose tokens it counts; where there are too few examples it is one row without
-/// labels, so that whoever has it still has something to compute.
+/// Pads the examples to the longest among them, rounded up to `padding.multiple` but not beyond
+/// `max_length`. A part has an equal share of the rows (or one row more), padded as the whole batch
+/// is. With fewer examples than parts, a part is one row without labels.
 Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
               Padding padding, int64_t max_length, torch::Device device, Part part = {});
 

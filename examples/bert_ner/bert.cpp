@@ -8,6 +8,18 @@ namespace {
 
 namespace nn = torch::nn;
 
+/// Registers `module` under a path of names, "attention.self.query", making what is on the way.
+template <class Module>
+Module named(nn::Module& parent, const std::string& path, Module module) {
+  const auto dot = path.find('.');
+  if (dot == std::string::npos) return parent.register_module(path, module);
+  const auto first = path.substr(0, dot);
+  if (!parent.named_children().contains(first)) {
+    parent.register_module(first, std::make_shared<nn::Module>());
+  }
+  return named(*parent.named_children()[first], path.substr(dot + 1), module);
+}
+
 nn::LayerNorm layer_norm_of(const BertConfig& config) {
   return nn::LayerNorm(nn::LayerNormOptions({config.hidden_size}).eps(config.layer_norm_eps));
 }
@@ -48,90 +60,49 @@ torch::Tensor attend(const torch::Tensor& query, const torch::Tensor& key,
 
 }  // namespace
 
-BertEmbeddingsImpl::BertEmbeddingsImpl(const BertConfig& config) {
-  const auto table = [&](const char* name, int64_t rows) {
-    return register_module(name, nn::Embedding(rows, config.hidden_size));
+BertLayerImpl::BertLayerImpl(const BertConfig& model_config) : config(model_config) {
+  const auto linear = [&](const char* name, int64_t in, int64_t out) {
+    return named(*this, name, nn::Linear(in, out));
   };
-  word_embeddings = table("word_embeddings", config.vocab_size);
-  position_embeddings = table("position_embeddings", config.max_position_embeddings);
-  token_type_embeddings = table("token_type_embeddings", config.type_vocab_size);
-  layer_norm = register_module("LayerNorm", layer_norm_of(config));
-  dropout = register_module("dropout", nn::Dropout(config.hidden_dropout));
-}
-
-torch::Tensor BertEmbeddingsImpl::forward(const torch::Tensor& ids) {
-  const auto positions = position_embeddings->weight.narrow(0, 0, ids.size(1));
-  const auto embedded =
-      word_embeddings(ids) + (positions + token_type_embeddings->weight[0]).unsqueeze(0);
-  return dropout(layer_norm(embedded));
-}
-
-BertSelfAttentionImpl::BertSelfAttentionImpl(const BertConfig& config)
-    : heads(config.num_attention_heads), dropout(config.attention_dropout) {
-  const auto linear = [&](const char* name) {
-    return register_module(name, nn::Linear(config.hidden_size, config.hidden_size));
-  };
-  query = linear("query");
-  key = linear("key");
-  value = linear("value");
-}
-
-torch::Tensor BertSelfAttentionImpl::forward(const torch::Tensor& hidden,
-                                             const torch::Tensor& mask) {
-  const auto context =
-      attend(split_heads(query(hidden), heads), split_heads(key(hidden), heads),
-             split_heads(value(hidden), heads), mask, is_training() ? dropout : 0.0);
-  return context.transpose(1, 2).flatten(2);
-}
-
-BertOutputImpl::BertOutputImpl(int64_t in_features, const BertConfig& config) {
-  dense = register_module("dense", nn::Linear(in_features, config.hidden_size));
-  dropout = register_module("dropout", nn::Dropout(config.hidden_dropout));
-  layer_norm = register_module("LayerNorm", layer_norm_of(config));
-}
-
-torch::Tensor BertOutputImpl::forward(const torch::Tensor& hidden, const torch::Tensor& residual) {
-  return layer_norm(dropout(dense(hidden)) + residual);
-}
-
-BertLayerImpl::BertLayerImpl(const BertConfig& config) : hidden_act(config.hidden_act) {
-  // Hugging Face nests these: attention.self, attention.output, intermediate.dense.
-  auto attention_block = register_module("attention", std::make_shared<nn::Module>());
-  attention = attention_block->register_module("self", BertSelfAttention(config));
-  attention_output =
-      attention_block->register_module("output", BertOutput(config.hidden_size, config));
-  auto intermediate_block = register_module("intermediate", std::make_shared<nn::Module>());
-  intermediate = intermediate_block->register_module(
-      "dense", nn::Linear(config.hidden_size, config.intermediate_size));
-  output = register_module("output", BertOutput(config.intermediate_size, config));
+  const auto hidden = config.hidden_size;
+  query = linear("attention.self.query", hidden, hidden);
+  key = linear("attention.self.key", hidden, hidden);
+  value = linear("attention.self.value", hidden, hidden);
+  attention_output = linear("attention.output.dense", hidden, hidden);
+  attention_norm = named(*this, "attention.output.LayerNorm", layer_norm_of(config));
+  intermediate = linear("intermediate.dense", hidden, config.intermediate_size);
+  output = linear("output.dense", config.intermediate_size, hidden);
+  output_norm = named(*this, "output.LayerNorm", layer_norm_of(config));
 }
 
 torch::Tensor BertLayerImpl::forward(const torch::Tensor& hidden, const torch::Tensor& mask) {
-  const auto attended = attention_output(attention(hidden, mask), hidden);
-  return output(activate(intermediate(attended), hidden_act), attended);
-}
-
-BertModelImpl::BertModelImpl(const BertConfig& config) {
-  embeddings = register_module("embeddings", BertEmbeddings(config));
-  auto encoder = register_module("encoder", std::make_shared<nn::Module>());
-  auto stack = encoder->register_module("layer", std::make_shared<nn::Module>());
-  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    layers.push_back(stack->register_module(std::to_string(i), BertLayer(config)));
-  }
-}
-
-torch::Tensor BertModelImpl::forward(const torch::Tensor& ids, const torch::Tensor& mask) {
-  const auto rows =
-      mask.defined() ? mask.unsqueeze(1).unsqueeze(1) : mask;  // [batch, 1, 1, length]
-  auto hidden = embeddings(ids);
-  for (auto& layer : layers) hidden = layer(hidden, rows);
-  return hidden;
+  const auto heads = config.num_attention_heads;
+  const auto dropped = [&](const torch::Tensor& x) {
+    return torch::dropout(x, config.hidden_dropout, is_training());
+  };
+  const auto context = attend(split_heads(query(hidden), heads), split_heads(key(hidden), heads),
+                              split_heads(value(hidden), heads), mask,
+                              is_training() ? config.attention_dropout : 0.0);
+  const auto attended =
+      attention_norm(dropped(attention_output(context.transpose(1, 2).flatten(2))) + hidden);
+  const auto wide = activate(intermediate(attended), config.hidden_act);
+  return output_norm(dropped(output(wide)) + attended);
 }
 
 BertForTokenClassificationImpl::BertForTokenClassificationImpl(const BertConfig& config,
-                                                               int64_t num_labels) {
-  bert = register_module("bert", BertModel(config));
-  dropout = register_module("dropout", nn::Dropout(config.hidden_dropout));
+                                                               int64_t num_labels)
+    : dropout(config.hidden_dropout) {
+  const auto table = [&](const std::string& name, int64_t rows) {
+    return named(*this, "bert.embeddings." + name + "_embeddings",
+                 nn::Embedding(rows, config.hidden_size));
+  };
+  words = table("word", config.vocab_size);
+  positions = table("position", config.max_position_embeddings);
+  segments = table("token_type", config.type_vocab_size);
+  norm = named(*this, "bert.embeddings.LayerNorm", layer_norm_of(config));
+  for (int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    layers.push_back(named(*this, "bert.encoder.layer." + std::to_string(i), BertLayer(config)));
+  }
   classifier = register_module("classifier", nn::Linear(config.hidden_size, num_labels));
   nn::init::normal_(classifier->weight, 0.0, config.initializer_range);
   nn::init::zeros_(classifier->bias);
@@ -139,7 +110,12 @@ BertForTokenClassificationImpl::BertForTokenClassificationImpl(const BertConfig&
 
 torch::Tensor BertForTokenClassificationImpl::forward(const torch::Tensor& ids,
                                                       const torch::Tensor& mask) {
-  return classifier(dropout(bert(ids, mask)));
+  const auto keep =
+      mask.defined() ? mask.unsqueeze(1).unsqueeze(1) : mask;  // [batch, 1, 1, length]
+  const auto place = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
+  auto hidden = torch::dropout(norm(words(ids) + place), dropout, is_training());
+  for (auto& layer : layers) hidden = layer(hidden, keep);
+  return classifier(torch::dropout(hidden, dropout, is_training()));
 }
 
 }  // namespace bert_ner

@@ -1,7 +1,6 @@
 /// \file
-/// BERT (Devlin et al. 2018) with a classifier over each token, as libtorch modules. Module and
-/// parameter names are those of Hugging Face's `BertForTokenClassification`, so that its weights
-/// load by name.
+/// BERT (Devlin et al. 2018) with a classifier over each token. Parameters have the names of
+/// Hugging Face's `BertForTokenClassification`, so that its weights load by name.
 #pragma once
 
 #include <torch/torch.h>
@@ -28,77 +27,35 @@ struct BertConfig {
   std::string hidden_act = "gelu";  ///< gelu, gelu_new, gelu_pytorch_tanh or relu
 };
 
-/// Word, position and segment embeddings; the segment is always 0 here.
-struct BertEmbeddingsImpl : torch::nn::Module {
-  explicit BertEmbeddingsImpl(const BertConfig& config);
-  torch::Tensor forward(const torch::Tensor& ids);
-
-  torch::nn::Embedding word_embeddings{nullptr}, position_embeddings{nullptr},
-      token_type_embeddings{nullptr};
-  torch::nn::LayerNorm layer_norm{nullptr};
-  torch::nn::Dropout dropout{nullptr};
-};
-TORCH_MODULE(BertEmbeddings);
-
-/// Multi-head attention of every token over the tokens that are no padding.
-struct BertSelfAttentionImpl : torch::nn::Module {
-  explicit BertSelfAttentionImpl(const BertConfig& config);
-  torch::Tensor forward(const torch::Tensor& hidden, const torch::Tensor& mask);
-
-  torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr};
-  int64_t heads;
-  double dropout;
-};
-TORCH_MODULE(BertSelfAttention);
-
-/// Linear, dropout, residual, layer norm: how both halves of a layer end.
-struct BertOutputImpl : torch::nn::Module {
-  BertOutputImpl(int64_t in_features, const BertConfig& config);
-  torch::Tensor forward(const torch::Tensor& hidden, const torch::Tensor& residual);
-
-  torch::nn::Linear dense{nullptr};
-  torch::nn::Dropout dropout{nullptr};
-  torch::nn::LayerNorm layer_norm{nullptr};
-};
-TORCH_MODULE(BertOutput);
-
+/// A layer: attention of every token over the tokens that are no padding, then two linear layers.
+/// Both halves end with dropout, the residual and a layer norm.
 struct BertLayerImpl : torch::nn::Module {
   explicit BertLayerImpl(const BertConfig& config);
   torch::Tensor forward(const torch::Tensor& hidden, const torch::Tensor& mask);
 
-  BertSelfAttention attention{nullptr};
-  BertOutput attention_output{nullptr};
-  torch::nn::Linear intermediate{nullptr};
-  BertOutput output{nullptr};
-  std::string hidden_act;
+  torch::nn::Linear query{nullptr}, key{nullptr}, value{nullptr}, attention_output{nullptr},
+      intermediate{nullptr}, output{nullptr};
+  torch::nn::LayerNorm attention_norm{nullptr}, output_norm{nullptr};
+  BertConfig config;
 };
 TORCH_MODULE(BertLayer);
 
-/// The encoder without a head.
-struct BertModelImpl : torch::nn::Module {
-  explicit BertModelImpl(const BertConfig& config);
-
-  /// \param ids token ids, int64 [batch, length], length <= max_position_embeddings
-  /// \param mask true where a token is real, bool [batch, length]; undefined where nothing is
-  ///   padded
-  /// \returns hidden states [batch, length, hidden_size]
-  torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& mask = {});
-
-  BertEmbeddings embeddings{nullptr};
-  std::vector<BertLayer> layers;
-};
-TORCH_MODULE(BertModel);
-
+/// The whole model. The segment of each token is 0.
 struct BertForTokenClassificationImpl : torch::nn::Module {
   /// The classifier starts as normal(0, initializer_range) from torch's generator, its bias at 0.
   BertForTokenClassificationImpl(const BertConfig& config, int64_t num_labels);
 
-  /// As BertModel, then \returns logits [batch, length, num_labels].
+  /// \param ids token ids, int64 [batch, length], length <= max_position_embeddings
+  /// \param mask true where a token is real, bool [batch, length]; undefined where nothing is
+  ///   padded
+  /// \returns logits [batch, length, num_labels]
   torch::Tensor forward(const torch::Tensor& ids, const torch::Tensor& mask = {});
 
-  BertModel bert{nullptr};
-  torch::nn::Dropout dropout{nullptr};
+  torch::nn::Embedding words{nullptr}, positions{nullptr}, segments{nullptr};
+  torch::nn::LayerNorm norm{nullptr};
+  std::vector<BertLayer> layers;
   torch::nn::Linear classifier{nullptr};
+  double dropout;
 };
 TORCH_MODULE(BertForTokenClassification);
 

@@ -30,8 +30,7 @@ mezzo::TrainingState state_of(Trainer& trainer, std::string& record) {
   return std::move(state.with_random_state());
 }
 
-/// Calls `use` with the folder's manager, as an InputError of one line where mezzo throws. What
-/// mezzo throws on several ranks it throws on all of them.
+/// Calls `use` with the folder's manager. Errors of mezzo become InputErrors of one line.
 template <class Use>
 auto with_checkpoints(const fs::path& dir, const Ranks& ranks, const Use& use) {
   const mezzo::CheckpointManagerOptions options{
@@ -44,8 +43,7 @@ auto with_checkpoints(const fs::path& dir, const Ranks& ranks, const Use& use) {
   } catch (const c10::Error& error) {
     std::string text = error.what_without_backtrace();
     std::ranges::replace(text, '\n', ' ');
-    if (!ranks.is_distributed()) throw InputError(text);
-    throw RanksFailed{{1, ranks.is_first() ? text : "", true}};
+    throw InputError(text);
   }
 }
 
@@ -83,9 +81,7 @@ void load_checkpoint(const fs::path& dir, Trainer& trainer, const Ranks& ranks) 
 
 bool save_checkpoint(const fs::path& dir, Trainer& trainer, const ModelFiles& files,
                      const Labels& labels, const RunRecord& record, const Ranks& ranks) {
-  ranks.together([&] {
-    if (ranks.is_first()) write_model_folder(dir, files, trainer.model, labels);
-  });
+  if (ranks.is_first()) write_model_folder(dir, files, trainer.model, labels);
   std::string text = nlohmann::json(record).dump();
   const auto state = state_of(trainer, text);
   return with_checkpoints(dir, ranks, [&](auto&& checkpoints) {

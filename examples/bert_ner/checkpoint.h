@@ -1,6 +1,6 @@
 /// \file
-/// What --save writes: a model folder in Hugging Face's form, and in its folder `checkpoints` files
-/// of mezzo::CheckpointManager with everything that a run needs to go on bit for bit.
+/// Checkpoints of a run: a model folder in Hugging Face's form, and in its folder `checkpoints` the
+/// files of mezzo::CheckpointManager, from which a run goes on bit for bit.
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
@@ -18,21 +18,17 @@
 
 namespace bert_ner {
 
-/// What a checkpoint holds besides the trainer.
+/// Facts about a run, saved beside the trainer.
 struct RunRecord {
   std::string model;  ///< the folder that the run began with, as an absolute path
   DataOptions data;   ///< with absolute paths
   TrainingOptions training;
-  std::string device;             ///< cpu or cuda
-  std::string autocast;           ///< "bfloat16", "float16" or "off"
-  std::string data_fingerprint;   ///< of all sentences
-  std::string model_fingerprint;  ///< of the model folder's small files
+  nlohmann::json identity;  ///< what must be the same when the run goes on
 };
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, device, autocast,
-                                   data_fingerprint, model_fingerprint)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(RunRecord, model, data, training, identity)
 
-/// A run as far as it can be known before its model is made.
+/// What is read of a checkpoint before its model is made.
 struct SavedRun {
   RunRecord record;
   TrainingPosition position;
@@ -42,20 +38,20 @@ struct SavedRun {
 /// \throws InputError if `dir` holds none, or none that is whole
 SavedRun read_saved_run(const std::filesystem::path& dir);
 
-/// Restores a trainer that was made with the record's options, random states of all ranks included:
-/// draw nothing before this. On another number of ranks dropout begins anew. All ranks call it.
-/// \throws InputError naming what does not fit; RanksFailed where there are several ranks
+/// Restores a trainer that was made with the record's options, and the random states of all ranks.
+/// On another number of ranks dropout begins anew. All ranks call it.
+/// \throws InputError naming what does not fit
 void load_checkpoint(const std::filesystem::path& dir, Trainer& trainer, const Ranks& ranks = {});
 
 /// Writes the model folder (rank 0), then the checkpoint. All ranks call it.
-/// \returns whether the checkpoint survives a power failure, as far as is known
-/// \throws InputError if the system refuses (a full disk), RanksFailed where there are several
-///   ranks; the model and the checkpoint are then whole, and of this save or the one before
+/// \returns whether the checkpoint survives a power failure (mezzo::SavedCheckpoint::durable)
+/// \throws InputError if the system refuses (a full disk); the model and the checkpoint are then
+///   whole, and of this save or the one before
 [[nodiscard]] bool save_checkpoint(const std::filesystem::path& dir, Trainer& trainer,
                                    const ModelFiles& files, const Labels& labels,
                                    const RunRecord& record, const Ranks& ranks = {});
 
-/// Creates the folders if need be and tries them out. \throws InputError if nothing can be written
+/// Creates the folders and checks that they can be written to. \throws InputError
 void prepare_checkpoints(const std::filesystem::path& dir);
 
 }  // namespace bert_ner

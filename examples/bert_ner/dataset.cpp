@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 #include <set>
+#include <sstream>
 #include <utility>
 
 #include "text.h"
@@ -29,47 +30,15 @@ bool is_bio(std::string_view tag) {
 }
 
 void check(const Row& row, const std::string& where) {
-  if (row.word.empty()) {
-    throw InputError(where + ": has no word in its first column; write \"word<TAB>tag\"");
-  }
-  if (row.tag.empty()) {
-    throw InputError(where + ": has no tag for \"" + std::string(row.word) +
-                     "\"; write \"word<TAB>tag\", or leave the line blank between sentences");
+  if (row.word.empty() || row.tag.empty()) {
+    const auto what = row.word.empty() ? "word" : "tag for \"" + std::string(row.word) + '"';
+    throw InputError(where + ": has no " + what +
+                     "; write \"word<TAB>tag\", or leave the line blank between sentences");
   }
   if (!is_bio(row.tag)) {
     throw InputError(where + ": \"" + std::string(row.tag) +
                      "\" is no BIO tag; write O, B-TYPE or I-TYPE (convert other schemes first)");
   }
-}
-
-double parse_weight(std::string_view text, const std::string& origin) {
-  double weight = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), weight);
-  // The loss is computed in float32: a weight that is 0 or infinite there is none.
-  const auto in_loss = static_cast<float>(weight);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(in_loss) ||
-      in_loss <= 0) {
-    throw InputError(origin + ": the weight \"" + std::string(text) +
-                     "\" is no number above 0 that float32 holds; write one such as 2.5");
-  }
-  return weight;
-}
-
-/// One entry, its label and weight parted by any of `separators`.
-void take_weight(std::string_view entry, std::string_view separators, const std::string& origin,
-                 const Labels& labels, std::vector<double>& weights) {
-  const auto cut = entry.find_last_of(separators);
-  if (cut == std::string_view::npos) {
-    throw InputError(origin + ": \"" + std::string(entry) +
-                     "\" has no weight; write a label and a number, such as B-person=2");
-  }
-  const std::string label(trimmed(entry.substr(0, cut), " \t="));
-  const auto id = labels.id(label);
-  if (!id) {
-    throw InputError(origin + ": the training data has no label \"" + label + "\"; it has " +
-                     labels.list());
-  }
-  weights[static_cast<std::size_t>(*id)] = parse_weight(trimmed(entry.substr(cut + 1)), origin);
 }
 
 /// A model cannot answer a label that it never saw: say so before an hour of training, not after.
@@ -79,17 +48,10 @@ void check_labels(const std::vector<Sentence>& sentences, const std::string& fil
     for (std::size_t word = 0; word < sentence.tags.size(); ++word) {
       if (labels.id(sentence.tags[word])) continue;
       throw InputError(place(file, sentence.line + word) + ": the label " + sentence.tags[word] +
-                       " does not occur in " + training_file + ", which has " + labels.list() +
+                       " does not occur in " + training_file + ", which has " +
+                       joined(labels.names()) +
                        "; correct the label or add training sentences with it");
     }
-  }
-}
-
-Split split_file(const DataOptions& options, std::vector<Sentence> sentences, uint64_t seed) {
-  try {
-    return split_by_seed(std::move(sentences), options.held_out, seed);
-  } catch (const InputError& error) {
-    throw InputError(options.data + ": " + error.what());
   }
 }
 
@@ -99,12 +61,8 @@ std::vector<Sentence> read_conll(const std::filesystem::path& path) {
   std::vector<Sentence> sentences;
   bool inside = false;
   for_each_line(path, [&](std::string_view line, std::size_t number) {
-    if (trimmed(line).empty()) {
-      inside = false;
-      return;
-    }
     const Row row = parse_row(line);
-    if (row.word == "-DOCSTART-") {
+    if (trimmed(line).empty() || row.word == "-DOCSTART-") {
       inside = false;
       return;
     }
@@ -121,19 +79,14 @@ std::vector<Sentence> read_conll(const std::filesystem::path& path) {
 }
 
 Split split_by_seed(std::vector<Sentence> sentences, double held_out, std::uint64_t seed) {
-  if (!(held_out > 0 && held_out < 1)) {
-    throw InputError("held-out share " + std::to_string(held_out) +
-                     ": is not between 0 and 1; give the share to validate on, such as 0.2");
-  }
   const std::size_t count = sentences.size();
-  const auto valid_count =
-      static_cast<std::size_t>(std::llround(held_out * static_cast<double>(count)));
-  if (valid_count == 0 || valid_count == count) {
-    throw InputError("held-out share " + std::to_string(held_out) + ": of " +
-                     std::to_string(count) + " sentences leaves the " +
-                     (valid_count == 0 ? "validation" : "training") +
-                     " part empty; choose another share or give more sentences");
+  const double wanted = std::round(held_out * static_cast<double>(count));
+  if (!(wanted >= 1 && wanted < static_cast<double>(count))) {
+    throw InputError("--held-out " + formatted("%g", held_out) + " of " + std::to_string(count) +
+                     " sentences leaves the training or the validation part empty; choose another "
+                     "share, such as 0.2, or give more sentences");
   }
+  const auto valid_count = static_cast<std::size_t>(wanted);
   std::mt19937_64 generator(seed);
   const auto order = shuffled_indices(count, generator);
   std::vector<bool> is_valid(count, false);
@@ -181,23 +134,28 @@ std::optional<int64_t> Labels::id(std::string_view name) const {
   return found - names_.begin();
 }
 
-std::string Labels::list() const { return joined(names_); }
-
 std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels) {
   std::vector<double> weights(labels.size(), 1.0);
-  if (spec.empty()) return weights;
-  if (spec.find('=') == std::string::npos) {
-    for_each_line(spec, [&](std::string_view line, std::size_t number) {
-      if (trimmed(line).empty()) return;
-      take_weight(trimmed(line), " \t=", place(spec, number), labels, weights);
-    });
-    return weights;
-  }
-  for (std::size_t begin = 0; begin <= spec.size();) {
-    const auto end = std::min(spec.find(',', begin), spec.size());
-    take_weight(std::string_view(spec).substr(begin, end - begin), "=", "--class-weights", labels,
-                weights);
-    begin = end + 1;
+  std::istringstream entries(spec);
+  for (std::string entry; std::getline(entries, entry, ',');) {
+    const auto cut = std::min(entry.rfind('='), entry.size());
+    const std::string label(trimmed(entry.substr(0, cut)));
+    const auto id = labels.id(label);
+    if (!id) {
+      throw InputError("--class-weights: the training data has no label \"" + label +
+                       "\"; it has " + joined(labels.names()));
+    }
+    auto& weight = weights[static_cast<std::size_t>(*id)];
+    const char* const end = entry.data() + entry.size();
+    const auto [stop, error] =
+        std::from_chars(entry.data() + std::min(cut + 1, entry.size()), end, weight);
+    // The loss is computed in float32: a weight that is 0 or infinite there is none.
+    const auto in_loss = static_cast<float>(weight);
+    if (error != std::errc() || stop != end || !std::isfinite(in_loss) || in_loss <= 0) {
+      throw InputError(
+          "--class-weights: \"" + entry +
+          "\" has no number above 0 that float32 holds; write one, such as B-person=2.5");
+    }
   }
   return weights;
 }
@@ -220,7 +178,7 @@ Dataset load_dataset(const DataOptions& options, uint64_t seed) {
   if (!options.data.empty()) {
     auto sentences = read_conll(options.data);
     dataset.labels = Labels::of(sentences);
-    auto split = split_file(options, std::move(sentences), seed);
+    auto split = split_by_seed(std::move(sentences), options.held_out, seed);
     dataset.train = std::move(split.train);
     dataset.valid = std::move(split.valid);
   } else {

@@ -15,17 +15,17 @@
 
 namespace bert_ner {
 
-/// Words and, one each, their BIO tags ("O", "B-TYPE", "I-TYPE").
+/// Words, and for each word a BIO tag ("O", "B-TYPE", "I-TYPE").
 struct Sentence {
   std::vector<std::string> words;
   std::vector<std::string> tags;  ///< empty if they are yet to be predicted
   std::size_t line = 0;           ///< where the sentence begins in its file, from 1
 };
 
-/// Sentences of a CoNLL file: a word a line, in the first column, and its tag in the last one;
-/// columns parted by tabs (or, on a line without one, by spaces), sentences parted by blank lines.
-/// "-DOCSTART-" lines are passed over. \throws InputError with file and line for a missing column, a
-/// tag that is not BIO, bytes that are no UTF-8, and for a file without a sentence
+/// Reads a CoNLL file: on each line a word in the first column and its tag in the last one, columns
+/// separated by tabs (or, on a line without a tab, by spaces), sentences by blank lines. Skips
+/// "-DOCSTART-" lines. \throws InputError with file and line for a missing column, a tag that is not
+/// BIO, and bytes that are not UTF-8; and for a file without a sentence
 std::vector<Sentence> read_conll(const std::filesystem::path& path);
 
 /// Two parts of one file.
@@ -34,15 +34,14 @@ struct Split {
 };
 
 /// Draws round(held_out * n) sentences as the validation part; both parts keep the file's order.
-/// The same seed draws the same sentences on every platform. \throws InputError unless
-/// 0 < held_out < 1 and neither part is empty
+/// The same seed draws the same sentences on every platform. \throws InputError if a part is empty
 Split split_by_seed(std::vector<Sentence> sentences, double held_out, std::uint64_t seed);
 
-/// The numbers 0 to count - 1 in random order: with every standard library the same for the same
-/// generator, where std::shuffle is not.
+/// The numbers 0 to count - 1 in random order. Unlike std::shuffle, the order is the same with
+/// every standard library.
 std::vector<std::size_t> shuffled_indices(std::size_t count, std::mt19937_64& generator);
 
-/// The BIO tags a model knows, as the numbers its classifier answers.
+/// The BIO tags that a model knows, numbered as the outputs of its classifier.
 class Labels {
  public:
   Labels() = default;
@@ -55,8 +54,6 @@ class Labels {
   const std::vector<std::string>& names() const { return names_; }
   const std::string& name(int64_t id) const { return names_.at(static_cast<std::size_t>(id)); }
   std::optional<int64_t> id(std::string_view name) const;
-  /// "O, B-person, I-person, ..." for messages.
-  std::string list() const;
 
   friend bool operator==(const Labels&, const Labels&) = default;
 
@@ -65,12 +62,11 @@ class Labels {
 };
 
 /// The weight of each label in the loss, by id: 1 unless `spec` says otherwise.
-/// \param spec "B-person=2,O=0.5", or the name of a file with a label and a weight on each line;
-///   empty for none
+/// \param spec "B-person=2,O=0.5"; empty for none
 /// \throws InputError for an unknown label or a weight that is no finite number above 0 in float32
 std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels);
 
-/// Where the sentences are: one file that is split, or a file for each part.
+/// The files of sentences: one that is split, or one for each part.
 struct DataOptions {
   std::string data, train, valid, test;
   double held_out = 0.2;  ///< the part of `data` that is kept for the scores
@@ -83,7 +79,7 @@ struct Dataset {
   std::vector<Sentence> test;   ///< scored at the end; empty where none was given
   Labels labels;                ///< of the training part, or of the one file that was split
 
-  /// All words and tags as one text, to tell whether a run is resumed on its own data.
+  /// All words and tags as one text, to recognise the data when a run is resumed.
   std::string text() const;
 };
 

@@ -1,5 +1,6 @@
 #include "entity_scores.h"
 
+#include <algorithm>
 #include <set>
 #include <stdexcept>
 #include <string_view>
@@ -7,6 +8,8 @@
 
 namespace bert_ner {
 namespace {
+
+using Tags = TagSequences::value_type;
 
 /// Type, sentence, first word, last word.
 using Entities = std::set<std::tuple<std::string, std::size_t, std::size_t, std::size_t>>;
@@ -29,15 +32,6 @@ Entities entities_of(const TagSequences& sentences) {
   return entities;
 }
 
-void check(const TagSequences& truth, const TagSequences& predicted) {
-  bool is_alike = truth.size() == predicted.size();
-  for (std::size_t i = 0; is_alike && i < truth.size(); ++i) {
-    is_alike = truth[i].size() == predicted[i].size();
-  }
-  if (is_alike) return;
-  throw std::invalid_argument("entity_scores: truth and prediction differ in sentences or words");
-}
-
 Score with_ratios(Score score) {
   const auto ratio = [](double part, double whole) { return whole == 0 ? 0. : part / whole; };
   const auto correct = static_cast<double>(score.correct);
@@ -51,7 +45,9 @@ Score with_ratios(Score score) {
 
 std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
                                                    const TagSequences& predicted) {
-  check(truth, predicted);
+  if (!std::ranges::equal(truth, predicted, {}, &Tags::size, &Tags::size)) {
+    throw std::invalid_argument("entity_scores: truth and prediction differ in sentences or words");
+  }
   std::map<std::string, Score> scores;
   const auto wanted = entities_of(truth), found = entities_of(predicted);
   for (const auto& entity : wanted) ++scores[std::get<0>(entity)].support;

@@ -7,8 +7,8 @@
 
 namespace bert_ner {
 
-/// Entity-level scores: an entity counts only if its type, first and last word are all right.
-/// Ratios without a denominator are 0.
+/// Entity-level scores: an entity counts if its type, first and last word are right. A ratio with a
+/// denominator of 0 is 0.
 struct Score {
   double precision = 0;      ///< correct / predicted
   double recall = 0;         ///< correct / support
@@ -21,13 +21,12 @@ struct Score {
 /// One list of BIO tags a sentence.
 using TagSequences = std::vector<std::vector<std::string>>;
 
-/// Micro average over all types: the answers of seqeval's precision_score, recall_score and
-/// f1_score in their default mode, which reads tags as conlleval does (an I- after O, or after
-/// another type, begins an entity). Throws std::invalid_argument if the two differ in the number of
-/// sentences or of words in one.
+/// Micro average over all types: the values of seqeval's precision_score, recall_score and f1_score
+/// in their default mode, which reads tags as conlleval does (an I- after O, or after another type,
+/// begins an entity). \throws std::invalid_argument if the numbers of sentences or words differ
 Score entity_scores(const TagSequences& truth, const TagSequences& predicted);
 
-/// The same for each type that the truth or the prediction has.
+/// Scores for each type in the truth or the prediction.
 std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
                                                    const TagSequences& predicted);
 

@@ -1,6 +1,6 @@
 /// \file
-/// A model folder in Hugging Face's form (config.json, vocab.txt, model.safetensors and the
-/// tokenizer's configuration): read, checked, and written.
+/// Reads, checks and writes a model folder in Hugging Face's form: config.json, vocab.txt,
+/// model.safetensors and the tokenizer's configuration.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace bert_ner {
 
-/// The small files of a model folder, kept in memory so that a checkpoint can carry them on.
+/// The small files of a model folder, in memory, for the folders that --save writes.
 struct ModelFiles {
   std::filesystem::path folder;              ///< where they came from, for messages
   nlohmann::json config;                     ///< config.json
@@ -39,8 +39,8 @@ Labels labels_of(const ModelFiles& files);
 /// Whether the classifier's weights come from the file or keep their fresh start.
 enum class Head { fresh, from_file };
 
-/// Compares the sizes in config.json with `folder/model.safetensors`, before memory is taken for a
-/// model of them. \throws InputError naming the tensor that is missing or misshapen
+/// Checks that a model of these sizes takes memory in proportion to `folder/model.safetensors`.
+/// \throws InputError
 void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
 
 /// Fills `model` from `folder/model.safetensors`. Names may carry the prefix `bert.` or not and may
@@ -50,11 +50,11 @@ void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
 std::vector<std::string> load_weights(BertForTokenClassification& model,
                                       const std::filesystem::path& folder, Head head);
 
-/// Configuration and tokenizer as one text, the same for a folder that has its labels or not.
+/// Configuration, with these labels, and tokenizer as one text.
 std::string text_of(const ModelFiles& files, const Labels& labels);
 
-/// Writes a folder that load_weights, and Hugging Face's own `from_pretrained`, can read.
-/// `folder` must exist. Each file is written aside, flushed to the disk and renamed into its place.
+/// Writes a folder that load_weights and Hugging Face's `from_pretrained` can read. `folder` must
+/// exist. Replaces each file atomically.
 void write_model_folder(const std::filesystem::path& folder, const ModelFiles& files,
                         const BertForTokenClassification& model, const Labels& labels);
 

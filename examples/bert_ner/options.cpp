@@ -4,16 +4,17 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <cstdint>
 #include <sstream>
 #include <thread>
+#include <type_traits>
 
 #include "text.h"
 
 namespace bert_ner {
 namespace {
 
-struct PrecisionName {
-  Precision precision;
+struct Name {
   std::string flag, title;
 };
 
@@ -24,77 +25,70 @@ constexpr std::array kPrecisions = {Precision::fp32,
                                     Precision::bf16_stochastic,
                                     Precision::fp16};
 
-const PrecisionName& name_of(Precision precision) {
-  static const std::array<PrecisionName, kPrecisions.size()> names{
-      {{Precision::fp32, "fp32", "fp32"},
-       {Precision::amp_no_scale, "amp-no-scale", "amp no scale"},
-       {Precision::amp, "amp", "amp dynamic scale"},
-       {Precision::bf16_split_master, "bf16-split-master", "bf16 + split master"},
-       {Precision::bf16_stochastic, "bf16-stochastic", "bf16 + stochastic rounding"},
-       {Precision::fp16, "fp16", "fp16 dynamic scale"}}};
+const Name& name_of(Precision precision) {
+  static const std::array<Name, kPrecisions.size()> names{
+      {{"fp32", "fp32"},
+       {"amp-no-scale", "amp no scale"},
+       {"amp", "amp dynamic scale"},
+       {"bf16-split-master", "bf16 + split master"},
+       {"bf16-stochastic", "bf16 + stochastic rounding"},
+       {"fp16", "fp16 dynamic scale"}}};
   return names.at(static_cast<std::size_t>(precision));
 }
 
-Precision precision_of(const std::string& flag) {
+std::vector<std::string> precision_flags() {
   std::vector<std::string> flags;
-  for (const auto precision : kPrecisions) {
-    if (flag_of(precision) == flag) return precision;
-    flags.push_back(flag_of(precision));
-  }
-  throw InputError("the precision \"" + flag + "\" is none of " + joined(flags));
+  for (const auto precision : kPrecisions) flags.push_back(flag_of(precision));
+  return flags;
 }
 
 constexpr const char* kDistributedFlag = "--distributed";
 
-/// As CLI::Range, which lets "nan" pass, and without adding words to each line of the help.
-CLI::Validator between(double low, double high) {
+// Checks of values. Each returns an empty text, or the value and what to write in its place, which
+// stands behind the flag's name: "--epochs 0: give a whole number from 1 to 1000000000". They are
+// stricter than CLI11's own, which take "nan" for a number and "-3" for an unsigned one.
+
+template <class Number>
+CLI::Validator between(Number low, Number high) {
   const auto check = [low, high](const std::string& text) -> std::string {
-    double value = 0;
-    if (CLI::detail::lexical_cast(text, value) && value >= low && value <= high) return {};
+    Number value{};
+    const char* const end = text.data() + text.size();
+    const auto [stop, error] = std::from_chars(text.data(), end, value);
+    if (error == std::errc() && stop == end && value >= low && value <= high) return {};
     std::ostringstream message;
-    message << text << " is no number from " << low << " to " << high;
+    message << text << ": give a " << (std::is_integral_v<Number> ? "whole " : "") << "number from "
+            << low << " to " << high;
     return message.str();
   };
   return {check, "", "between"};
 }
 
-/// CLI11 reads "-3" and 2^64 into an unsigned number.
-CLI::Validator a_seed() {
-  const auto check = [](const std::string& text) -> std::string {
-    uint64_t value = 0;
-    const char* const end = text.data() + text.size();
-    const auto [stop, error] = std::from_chars(text.data(), end, value);
-    return error == std::errc() && stop == end ? "" : text + " is no whole number from 0 to 2^64-1";
-  };
-  return {check, "", "a_seed"};
+CLI::Validator at_least_1() { return between<int64_t>(1, 1'000'000'000); }
+
+/// Far more threads than cores only wait for each other.
+CLI::Validator some_threads() {
+  constexpr unsigned kPerCore = 4, kAlwaysFine = 16;
+  return between<unsigned>(1,
+                           std::max(kAlwaysFine, kPerCore * std::thread::hardware_concurrency()));
 }
 
 /// An empty path is a variable that a script forgot to set.
 CLI::Validator a_path() {
   const auto check = [](const std::string& text) -> std::string {
-    return text.empty() ? "is empty; name a file or a folder" : "";
+    return text.empty() ? "\"\": name a file or a folder" : "";
   };
   return {check, "", "a_path"};
 }
 
-/// Far more threads than cores only wait for each other, for hours.
-CLI::Validator some_threads() {
-  constexpr unsigned kPerCore = 4, kAlwaysFine = 16;
-  return between(1, std::max(kAlwaysFine, kPerCore * std::thread::hardware_concurrency()));
-}
-
-/// CLI11's own would show the numbers of the enumeration.
-CLI::Validator a_precision(const std::string& flags) {
-  const auto check = [flags](const std::string& text) -> std::string {
-    const auto is_named = [&](Precision one) { return flag_of(one) == text; };
-    return std::ranges::any_of(kPrecisions, is_named) ? "" : text + " is none of " + flags;
+CLI::Validator one_of(const std::vector<std::string>& choices) {
+  const auto check = [choices](const std::string& text) -> std::string {
+    if (std::ranges::find(choices, text) != choices.end()) return {};
+    return text + ": choose " + joined(choices);
   };
-  return {check, "", "a_precision"};
+  return {check, "", "one_of"};
 }
 
-CLI::Validator at_least_1() { return between(1.0, 1e9); }
-
-CLI::Validator a_device() { return CLI::IsMember({"cpu", "cuda"}).description(""); }
+CLI::Validator a_device() { return one_of({"cpu", "cuda"}); }
 
 /// Flags that say where and how a run goes, and may be given with --resume.
 void add_run_flags(CLI::App& app, RunOptions& run) {
@@ -120,9 +114,6 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
 
 /// Flags that decide a run's outcome; a resumed run has them from its checkpoint.
 void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
-  std::vector<std::string> names;
-  for (const auto one : kPrecisions) names.push_back(flag_of(one));
-  const auto flags = joined(names);
   auto& data = run.data;
   auto& training = run.training;
   app.add_option("--model", run.model, "Hugging Face BERT folder")->check(a_path());
@@ -140,12 +131,13 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->check(between(0.0, 1.0))
       ->needs("--data");
   app.add_option_function<std::string>(
-         "--precision", [&](const std::string& flag) { precision = precision_of(flag); },
-         "one run only: " + flags)
-      ->check(a_precision(flags))
+         "--precision",
+         [&](const std::string& flag) { precision = nlohmann::json(flag).get<Precision>(); },
+         "one run only: " + joined(precision_flags()))
+      ->check(one_of(precision_flags()))
       ->take_last();
   app.add_option("--seed", training.seed, "of split, order, classifier and dropout")
-      ->check(a_seed())
+      ->check(between<uint64_t>(0, UINT64_MAX))
       ->take_last();
   app.add_option("--seeds", run.seeds, "runs of each row, with this many seeds from --seed on")
       ->check(between(1, 1000))
@@ -158,7 +150,7 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
   app.add_option("--warmup", training.warmup, "part of the steps over which the rate rises")
       ->check(between(0.0, 1.0));
   app.add_option("--class-weights", training.class_weights,
-                 "weights in the loss: B-person=2,O=0.5 or a file");
+                 "weights in the loss: B-person=2,O=0.5");
   app.add_option("--dropout", training.dropout, "between layers and in attention")
       ->check(between(0.0, 0.99));
   app.add_option("--max-grad-norm", training.max_grad_norm, "gradients are clipped to it")
@@ -177,7 +169,6 @@ CLI::App* add_predict(CLI::App& app, PredictOptions& predict) {
       ->excludes(text);
   command->add_option("--device", predict.device)->check(a_device());
   command->add_option("--threads", predict.threads)->check(some_threads());
-  command->add_option("--batch-size", predict.batch_size)->check(at_least_1());
   return command;
 }
 
@@ -207,10 +198,10 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
   const bool parts = !run.data.train.empty() && !run.data.valid.empty();
   require(!run.data.data.empty() || parts,
           "--data: name a CoNLL file, or give --train and --valid");
-  require(app.count("--precision") > 0 || run.save.empty(),
-          "--save: keeps one run; choose it with --precision amp, amp-no-scale or fp32");
-  require(app.count("--precision") > 0 || run.report.empty(),
-          "--report: shows one run; choose it with --precision amp, amp-no-scale or fp32");
+  for (const char* flag : {"--save", "--report", kDistributedFlag}) {
+    require(app.count("--precision") > 0 || app.count(flag) == 0,
+            std::string(flag) + ": is for one run; choose it with --precision, such as amp");
+  }
   require(app.count("--precision") == 0 || run.seeds == 1,
           "--seeds: compares rows; leave --precision out, or give one --seed");
 }
@@ -233,7 +224,12 @@ bool stores_bfloat16(Precision precision) {
 void to_json(nlohmann::json& json, Precision precision) { json = flag_of(precision); }
 
 void from_json(const nlohmann::json& json, Precision& precision) {
-  precision = precision_of(json.get<std::string>());
+  const auto flag = json.get<std::string>();
+  const auto* const found = std::ranges::find(kPrecisions, flag, flag_of);
+  if (found == kPrecisions.end()) {
+    throw InputError("the precision \"" + flag + "\" is none of " + joined(precision_flags()));
+  }
+  precision = *found;
 }
 
 bool asks_for_ranks(const std::vector<std::string>& arguments) {
@@ -260,6 +256,9 @@ Request parse_command_line(const std::vector<std::string>& arguments) {
     app.parse(reversed);
   } catch (const CLI::CallForHelp&) {
     return HelpRequest{(predict_command->parsed() ? predict_command : &app)->help()};
+  } catch (const CLI::ValidationError& error) {  // "--flag: value: what to write"
+    const std::string text = error.what();
+    throw UsageError(text.substr(0, text.find(':')) + text.substr(text.find(':') + 1));
   } catch (const CLI::ParseError& error) {
     throw UsageError(error.what());
   }

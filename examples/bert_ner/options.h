@@ -24,17 +24,15 @@ enum class Precision {
   fp16                ///< autocast to float16 and a dynamic loss scale
 };
 
-/// All of them, in the table's order.
+/// All precisions, in the table's order.
 std::span<const Precision> all_precisions();
-
-/// "fp32", "amp-no-scale", "amp", "bf16-split-master", ...: what --precision takes.
+/// The value of --precision: "fp32", "amp-no-scale", "bf16-split-master", ...
 const std::string& flag_of(Precision precision);
-/// "fp32", "amp no scale", "bf16 + split master", ...: what the table says.
+/// The name in the table: "fp32", "amp no scale", "bf16 + split master", ...
 const std::string& title_of(Precision precision);
-
 /// Whether the loss is multiplied by a dynamic loss scale.
 bool scales_loss(Precision precision);
-/// Whether the model's parameters are of bfloat16; autocast is off then.
+/// Whether the model's parameters are of bfloat16; autocast is then off.
 bool stores_bfloat16(Precision precision);
 
 struct TrainingOptions {
@@ -74,10 +72,9 @@ struct PredictOptions {
   std::string file;   ///< or a file with one a line
   std::string device = "cpu";
   int threads = 0;
-  int64_t batch_size = 32;
 };
 
-/// As its flag. \throws InputError for a word that is none
+/// A precision as its flag. \throws InputError for an unknown flag
 void to_json(nlohmann::json& json, Precision precision);
 void from_json(const nlohmann::json& json, Precision& precision);
 
@@ -85,12 +82,12 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, learning_rate, ep
                                    accumulate, warmup, max_grad_norm, weight_decay, dropout,
                                    class_weights, seed)
 
-/// `--help` and what it prints.
+/// The text that `--help` prints.
 struct HelpRequest {
   std::string text;
 };
 
-/// All precisions, one after the other. `arguments` are this program's own.
+/// A table of all precisions. `arguments` are those of this program.
 struct TableRequest {
   RunOptions options;
   std::vector<std::string> arguments;
@@ -98,17 +95,16 @@ struct TableRequest {
 
 using Request = std::variant<HelpRequest, TableRequest, RunOptions, PredictOptions>;
 
-/// A flag that does not exist, lacks its value, is out of range or contradicts another.
-/// what() is one line.
+/// A flag that does not exist, lacks its value, is out of range or contradicts another. what() is
+/// one line.
 struct UsageError : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-/// Is this process one of several (--distributed)? Known before the flags are checked, so that
-/// errors in them are said once.
+/// Whether this process is one of several (--distributed). Does not check the flags.
 bool asks_for_ranks(const std::vector<std::string>& arguments);
 
-/// What the arguments (without the program's name) ask for. \throws UsageError
+/// Parses the arguments (without the program's name). \throws UsageError
 Request parse_command_line(const std::vector<std::string>& arguments);
 
 }  // namespace bert_ner

@@ -152,7 +152,7 @@ def main():
     print(json.dumps({"precision": options.precision, "threads": options.threads,
                       "f1": f1_score(truth, answers), "p": precision_score(truth, answers),
                       "r": recall_score(truth, answers),
-                      "tokens_per_second": tokens / seconds, "train_seconds": seconds}))
+                      "tokens_per_second": tokens / seconds}))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@
 
 #include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <csignal>
 #include <functional>
 #include <iostream>
 #include <map>
 #include <optional>
-#include <random>
 #include <utility>
 #include <vector>
 
@@ -29,30 +27,25 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr int64_t kScoringBatchSize = 32;
-
-/// Lengths of batches are rounded up to it. Tensor cores want 8; on a CPU oneDNN compiles and keeps
-/// kernels for each length: of the README's tweets 10 in place of 54, for 11 % more padding.
+/// Lengths of batches are rounded up to a multiple of it (README.md, "Peak memory").
 constexpr int64_t kLengthMultiple = 8;
 
-/// Where a run starts from: a model, or a checkpoint of its own.
+/// The start of a run: a model, or a checkpoint.
 struct RunOrigin {
   std::filesystem::path folder;   ///< of the model: --model, or --resume
   std::optional<SavedRun> saved;  ///< the run to resume
   RunOptions options;  ///< paths are absolute; a resumed run's own where they decide its outcome
 };
 
-/// Tells whether a text is still the same, on one machine and for one build.
+/// A hash that tells whether a text is still the same, on one machine and in one build.
 std::string fingerprint(const std::string& text) {
   return std::to_string(std::hash<std::string>()(text));
 }
 
 /// Everything that is read from files.
 struct RunInputs {
-  /// \param gpu which of them, where the run is on CUDA
-  /// \throws InputError for files that cannot be used, also for those of another run than the
-  /// record's
-  RunInputs(const RunOrigin& origin, int gpu);
+  /// \throws InputError for unusable files, and for others than those of the run to resume
+  RunInputs(const RunOrigin& origin, torch::Device device);
 
   torch::Device device;
   mezzo::AutocastSetting precision;
@@ -65,40 +58,46 @@ struct RunInputs {
   int64_t epoch_steps;
 
   Padding padding() const { return {tokenizer.pad_id(), kLengthMultiple}; }
-  std::string data_fingerprint() const { return fingerprint(data.text()); }
-  std::string model_fingerprint() const { return fingerprint(text_of(files, data.labels)); }
 };
 
 std::string absolute(const std::string& path) {
   return path.empty() ? path : fs::absolute(path).lexically_normal().string();
 }
 
-BertConfig config_with_dropout(const ModelFiles& files, const TrainingOptions& training) {
-  auto config = bert_config_of(files);
-  config.hidden_dropout = config.attention_dropout = training.dropout;
-  return config;
+/// What must be the same on all ranks, and when a run is resumed, by the words for it.
+nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
+  return {{"sentences", fingerprint(inputs.data.text())},
+          {"labels", inputs.data.labels.names()},
+          {"config.json, vocab.txt or tokenizer",
+           fingerprint(text_of(inputs.files, inputs.data.labels))},
+          {"device (--device)", options.device},
+          {"autocast (MEZZO_AUTOCAST)", describe(inputs.precision)},
+          {"options", options.training}};
 }
 
-/// Whether the run can go on here exactly as it would have gone on there.
+/// The first word whose value differs; empty if none does.
+std::string first_difference(const nlohmann::json& one, const nlohmann::json& other) {
+  for (const auto& [word, value] : one.items()) {
+    if (other.value(word, nlohmann::json()) != value) return word;
+  }
+  return {};
+}
+
+/// Checks that the run can go on here exactly as it would have gone on there.
 void check_record(const RunOrigin& origin, const RunInputs& inputs) {
   const auto& [record, position] = *origin.saved;
-  const auto autocast = describe(inputs.precision);
-  const auto require = [&](bool condition, const std::string& what) {
-    if (!condition) throw InputError(origin.folder.string() + ": the run " + what);
-  };
-  require(record.data_fingerprint == inputs.data_fingerprint() &&
-              labels_of(inputs.files) == inputs.data.labels,
-          "had other sentences; put back the data it began with");
-  require(record.model_fingerprint == inputs.model_fingerprint(),
-          "had another config.json, vocab.txt or tokenizer; put back the files that it saved");
-  require(position.group <= inputs.epoch_steps &&
-              position.steps == position.epoch * inputs.epoch_steps + position.group,
-          "cannot have been at this place: its epoch, group and steps do not fit together; resume "
-          "from a folder that --save wrote");
-  require(record.device == origin.options.device,
-          "was on " + record.device + "; pass --device " + record.device);
-  require(record.autocast == autocast, "had autocast " + record.autocast + ", here it would be " +
-                                           autocast + "; set MEZZO_AUTOCAST as it was");
+  const auto other = first_difference(record.identity, identity_of(origin.options, inputs));
+  if (!other.empty()) {
+    throw InputError(origin.folder.string() + ": the run had other " + other +
+                     "; put back what it began with");
+  }
+  if (position.group <= inputs.epoch_steps &&
+      position.steps == position.epoch * inputs.epoch_steps + position.group) {
+    return;
+  }
+  throw InputError(origin.folder.string() +
+                   ": the run's epoch, group and steps do not fit together; resume from a folder "
+                   "that --save wrote");
 }
 
 RunOrigin origin_of(const RunOptions& options) {
@@ -118,13 +117,14 @@ RunOrigin origin_of(const RunOptions& options) {
   return origin;
 }
 
-RunInputs::RunInputs(const RunOrigin& origin, int gpu)
-    : device(find_device(origin.options.device, gpu)),
+RunInputs::RunInputs(const RunOrigin& origin, torch::Device run_device)
+    : device(run_device),
       precision(setting_for(origin.options.training.precision, device)),
       files(read_model_files(origin.folder)),
-      config(config_with_dropout(files, origin.options.training)),
+      config(bert_config_of(files)),
       tokenizer(load_tokenizer(files, config)),
       data(load_dataset(origin.options.data, origin.options.training.seed)) {
+  config.hidden_dropout = config.attention_dropout = origin.options.training.dropout;
   const auto examples_of = [&](const std::vector<Sentence>& sentences) {
     return make_examples(sentences, tokenizer, data.labels, config.max_position_embeddings);
   };
@@ -137,100 +137,51 @@ RunInputs::RunInputs(const RunOrigin& origin, int gpu)
 }
 
 std::string score_text(const Score& score) {
-  return formatted("F1 %.3f  P %.3f  R %.3f  (%lld entities, %lld found, %lld right)", score.f1,
-                   score.precision, score.recall, static_cast<long long>(score.support),
-                   static_cast<long long>(score.predicted), static_cast<long long>(score.correct));
+  return formatted("F1 %.3f  P %.3f  R %.3f", score.f1, score.precision, score.recall) +
+         c10::str("  (", score.support, " entities, ", score.predicted, " found, ", score.correct,
+                  " right)");
 }
 
-/// The labels of --data are those of the whole file; by chance, training may see none of one.
-std::vector<std::string> labels_to_guess(const Dataset& data) {
-  const auto seen = Labels::of(data.train);
-  std::vector<std::string> names;
-  for (const auto& name : data.labels.names()) {
-    if (!seen.id(name)) names.push_back(name);
-  }
-  return names;
-}
-
-/// Seeds the generators of a rank other than the first, so that each draws other dropout.
-void seed_rank(uint64_t seed, int rank) {
-  constexpr int kHalf = 32;
-  std::seed_seq words{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> kHalf),
-                      static_cast<uint32_t>(rank)};
-  torch::manual_seed(std::mt19937_64(words)());
-}
-
-/// What a person watching a run sees: a line on standard error every few seconds, from what
-/// mezzo's Telemetry tells of each step.
+/// Writes a line to standard error every few seconds. A writer for mezzo::Telemetry.
 class Progress {
  public:
   Progress(bool quiet, int64_t epochs, int64_t epoch_steps, int64_t steps, int64_t skipped)
       : quiet_(quiet), epochs_(epochs), epoch_steps_(epoch_steps), end_(steps), skipped_(skipped) {}
 
   void operator()(const mezzo::TelemetryRecord& record) {
-    ++steps_;
     skipped_ += record.skipped ? 1 : 0;
     seconds_ += record.seconds;
     tokens_ += record.tokens_per_second.value_or(0) * record.seconds;
     const auto now = std::chrono::steady_clock::now();
     if (now - last_shown_ < std::chrono::seconds(5) && record.step != end_) return;
     last_shown_ = now;
-    const auto left = std::llround(seconds_ / static_cast<double>(steps_) *
-                                   static_cast<double>(end_ - record.step));
     say(c10::str("epoch ", (record.step - 1) / epoch_steps_ + 1, "/", epochs_, "  step ",
                  record.step, "/", end_) +
-        formatted("  loss %.4f  scale %g  skipped %lld  %.0f tokens/s  %lld:%02lld left",
-                  record.loss.value_or(0), record.scale, static_cast<long long>(skipped_),
-                  tokens_per_second(), left / 60, left % 60));
+        formatted("  loss %.4f  scale %g  skipped %lld  %.0f tokens/s", record.loss.value_or(0),
+                  record.scale, static_cast<long long>(skipped_), tokens_per_second()));
   }
 
   void say(const std::string& line) const {
     if (!quiet_) std::cerr << line << std::endl;
   }
-  double seconds() const { return seconds_; }
   double tokens_per_second() const { return seconds_ > 0 ? tokens_ / seconds_ : 0.0; }
 
  private:
   bool quiet_;
-  int64_t epochs_, epoch_steps_, end_, skipped_, steps_ = 0;
+  int64_t epochs_, epoch_steps_, end_, skipped_;
   double seconds_ = 0, tokens_ = 0;
   std::chrono::steady_clock::time_point last_shown_ = std::chrono::steady_clock::now();
 };
 
-/// The run as an HTML page: mezzo's RunReport, with the overflows that its OverflowReport finds.
-struct RunPage {
-  RunPage(const std::string& title, const torch::nn::Module& model)
-      : report(title),
-        overflows(model, {.stream = nullptr, .callback = [this](const mezzo::Overflow& found) {
-                            report.add(found);
-                          }}) {}
+volatile std::sig_atomic_t stop_signal = 0;
 
-  mezzo::RunReport report;
-  mezzo::OverflowReport overflows;
-};
-
-/// While it lives, SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
-class SignalWatch {
- public:
-  SignalWatch() {
-    struct sigaction action {};
-    action.sa_handler = [](int signal) { seen_ = signal; };
-    action.sa_flags = SA_RESETHAND | SA_RESTART;
-    for (const int signal : {SIGTERM, SIGINT}) sigaction(signal, &action, nullptr);
-  }
-  ~SignalWatch() {
-    for (const int signal : {SIGTERM, SIGINT}) std::signal(signal, SIG_DFL);
-    seen_ = 0;
-  }
-  SignalWatch(const SignalWatch&) = delete;
-  SignalWatch& operator=(const SignalWatch&) = delete;
-
-  /// Its number; 0 if none came.
-  static int seen() { return seen_; }
-
- private:
-  inline static volatile std::sig_atomic_t seen_ = 0;
-};
+/// SIGTERM and Ctrl-C let the step under way end; the second one ends the process.
+void stop_at_signals() {
+  struct sigaction action {};
+  action.sa_handler = [](int signal) { stop_signal = signal; };
+  action.sa_flags = SA_RESETHAND | SA_RESTART;
+  for (const int signal : {SIGTERM, SIGINT}) sigaction(signal, &action, nullptr);
+}
 
 /// A run under way.
 class Run {
@@ -240,13 +191,12 @@ class Run {
 
  private:
   BertForTokenClassification load_model();
-  void check_alike() const;
   void introduce() const;
   void train();
   bool after_step(const StepReport& report);
   void save();
   void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
-  void describe_on_page(const RunResult& result, const std::string& ended);
+  void save_page(const RunResult& result, const std::string& ended);
   RunResult result() const;
 
   const RunOptions& options() const { return origin_.options; }
@@ -255,7 +205,7 @@ class Run {
     return trainer_.position.steps - trainer_.schedule.applied_steps();
   }
   bool stopped_early() const {
-    return SignalWatch::seen() != 0 ||
+    return stop_signal != 0 ||
            (options().max_steps > 0 && trainer_.position.steps >= options().max_steps);
   }
 
@@ -265,75 +215,42 @@ class Run {
   std::vector<double> class_weights_;
   std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
-  int64_t saved_at_ = -1, scored_at_ = -1;  ///< steps
-  std::optional<RunPage> page_;             ///< of the first rank, if it was asked for
+  int64_t saved_at_ = -1, scored_at_ = -1;          ///< steps
+  std::optional<mezzo::RunReport> page_;            ///< of the first rank, if it was asked for
+  std::optional<mezzo::OverflowReport> overflows_;  ///< of the page
   std::optional<Progress> progress_;
   std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
   Score score_;                                ///< the last one
   std::map<std::string, Score> scores_by_type_;
 };
 
-/// What `make` returns, on all ranks or on none.
-template <class Make>
-auto made_together(const Ranks& ranks, Make make) {
-  std::optional<decltype(make())> made;
-  ranks.together([&] { made.emplace(make()); });
-  return *std::move(made);
-}
-
 Run::Run(const RunOptions& options, const Ranks& ranks)
     : ranks_(ranks),
-      origin_(made_together(ranks, [&] { return origin_of(options); })),
-      inputs_(
-          made_together(ranks, [&] { return RunInputs(origin_, ranks.place_on_this_machine()); })),
-      class_weights_(made_together(
-          ranks,
-          [&] {
-            return parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels);
-          })),
+      origin_(origin_of(options)),
+      inputs_(origin_, ranks.device(options.device)),
+      class_weights_(
+          parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels)),
       trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
                inputs_.epoch_steps, ranks) {
   if (origin_.saved) load_checkpoint(origin_.folder, trainer_, ranks_);
 }
 
 BertForTokenClassification Run::load_model() {
-  check_alike();
-  return made_together(ranks_, [&] {
-    check_sizes(inputs_.config, origin_.folder);
-    torch::manual_seed(options().training.seed);
-    BertForTokenClassification model(inputs_.config,
-                                     static_cast<int64_t>(inputs_.data.labels.size()));
-    passed_over_ =
-        load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
-    model->to(inputs_.device);
-    if (!ranks_.is_first()) seed_rank(options().training.seed, ranks_.rank());
-    return model;
-  });
-}
-
-/// Ranks that were started differently would wait for one another, or train on other sentences.
-void Run::check_alike() const {
-  const nlohmann::json own{{"training", options().training},
-                           {"sentences", inputs_.data_fingerprint()},
-                           {"labels", inputs_.data.labels.names()},
-                           {"class_weights", class_weights_},
-                           {"autocast", describe(inputs_.precision)},
-                           {"max_steps", options().max_steps},
-                           {"save_every", options().save_every},
-                           {"saves", !options().save.empty()},
-                           {"resumes", origin_.saved ? origin_.saved->position.steps : -1}};
-  const auto texts = ranks_.texts_of_all(own.dump());
-  ranks_.together([&] {
-    for (const auto& text : texts) {
-      const auto other = nlohmann::json::parse(text), first = nlohmann::json::parse(texts.front());
-      for (const auto& [key, value] : first.items()) {
-        if (value == other.at(key)) continue;
-        throw InputError("--distributed: rank " + std::to_string(&text - texts.data()) +
-                         " differs from rank 0 in \"" + key +
-                         "\"; give all the same flags, files and environment");
-      }
-    }
-  });
+  // Ranks that were started differently would wait for one another, or train on other sentences.
+  auto identity = identity_of(options(), inputs_);
+  identity["steps to stop or to save at"] = {options().max_steps, options().save_every,
+                                             options().save.empty(), options().resume.empty()};
+  for (const auto& [word, value] : identity.items()) ranks_.require_same(word, value.dump());
+  check_sizes(inputs_.config, origin_.folder);
+  torch::manual_seed(options().training.seed);
+  BertForTokenClassification model(inputs_.config,
+                                   static_cast<int64_t>(inputs_.data.labels.size()));
+  passed_over_ = load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
+  model->to(inputs_.device);
+  // Each other rank draws other dropout. (libtorch's CPU generator reads the lower 32 bits.)
+  const auto rank = static_cast<uint64_t>(ranks_.rank());
+  if (rank > 0) torch::manual_seed(options().training.seed + rank * 0x9E3779B97F4A7C15);
+  return model;
 }
 
 void Run::introduce() const {
@@ -345,9 +262,10 @@ void Run::introduce() const {
   if (!passed_over_.empty()) {
     progress_->say("not needed from the model: " + joined(passed_over_));
   }
-  const auto to_guess = labels_to_guess(data);
-  if (!to_guess.empty()) {
-    progress_->say("note: no sentence to learn from has " + joined(to_guess));
+  // The labels of --data are those of the whole file; by chance, training may see none of one.
+  const auto seen = Labels::of(data.train);
+  for (const auto& name : data.labels.names()) {
+    if (!seen.id(name)) progress_->say("note: no sentence to learn from has " + name);
   }
 }
 
@@ -361,28 +279,28 @@ RunResult Run::execute() {
   telemetry_->write_to(std::ref(*progress_));
   trainer_.scaler.on_skip([&](const mezzo::SkippedStep& skipped) {
     progress_->say(skipped.message());
-    if (page_) page_->overflows(skipped);
+    if (overflows_) (*overflows_)(skipped);
   });
   introduce();
-  ranks_.together([&] {
-    if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
-    if (!options().report.empty() && ranks_.is_first()) {
-      check_writable(options().report);
-      page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
-                        describe(inputs_.precision) + ")",
-                    *trainer_.model);
-      telemetry_->write_to(std::ref(page_->report));
-    }
-  });
-  std::optional<SignalWatch> signals;  // several ranks would end in different steps
-  if (!ranks_.is_distributed()) signals.emplace();
+  if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
+  if (!options().report.empty() && ranks_.is_first()) {
+    check_writable(options().report);
+    page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
+                  describe(inputs_.precision) + ")");
+    telemetry_->write_to(std::ref(*page_));
+    overflows_.emplace(*trainer_.model,
+                       mezzo::OverflowReportOptions{
+                           .stream = nullptr,
+                           .callback = [&](const mezzo::Overflow& found) { page_->add(found); }});
+  }
+  if (!ranks_.is_distributed()) stop_at_signals();  // several ranks would stop at different steps
   train();
   telemetry_->flush();
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save();
   trainer_.scaler.on_skip(nullptr);
-  if (const int signal = SignalWatch::seen(); signal != 0) {
+  if (const int signal = stop_signal; signal != 0) {
     const std::string cause = signal == SIGINT ? "Ctrl-C" : "SIGTERM";
-    describe_on_page(result(), "stopped by " + cause);
+    save_page(result(), "stopped by " + cause);
     progress_->say("stopped by " + cause + " after step " +
                    std::to_string(trainer_.position.steps));
     throw Interrupted{signal};
@@ -396,7 +314,7 @@ RunResult Run::execute() {
     progress_->say("  " + type + ": " + score_text(type_score));
   }
   const auto measured = result();
-  describe_on_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
+  save_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
   return measured;
 }
 
@@ -426,39 +344,31 @@ bool Run::after_step(const StepReport& report) {
   return !stopped_early();
 }
 
-/// What the curves do not show, and puts the page in its place.
-void Run::describe_on_page(const RunResult& result, const std::string& ended) {
+/// Adds what the curves do not show, and writes the page.
+void Run::save_page(const RunResult& result, const std::string& ended) {
   if (!page_) return;
-  auto& report = page_->report;
+  auto& report = *page_;
   if (scored_at_ >= 0) {
     report.score("F1", result.f1);
     report.score("precision", result.precision);
     report.score("recall", result.recall);
   }
-  report.fact("peak memory", formatted("%.0f MiB", static_cast<double>(result.peak_memory_bytes) /
-                                                       (1024.0 * 1024.0)));
-  report.fact("seed", std::to_string(result.seed));
+  report.fact("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
   report.fact("ended", ended);
   const nlohmann::json training = options().training;
-  for (const auto& [name, value] : training.items()) {
-    report.option(name, value.is_string() ? value.get<std::string>() : value.dump());
-  }
+  for (const auto& [name, value] : training.items()) report.option(name, value.dump());
   report.option("model", options().model);
-  report.option("data", options().data.data.empty() ? options().data.train : options().data.data);
   report.option("device", options().device);
   report.option("threads", std::to_string(at::get_num_threads()));
   report.option("processes", std::to_string(ranks_.size()));
-  write_file(options().report, {report.html()});
+  report.save(options().report);
 }
 
 void Run::save() {
   const RunRecord record{.model = options().model,
                          .data = options().data,
                          .training = options().training,
-                         .device = options().device,
-                         .autocast = describe(inputs_.precision),
-                         .data_fingerprint = inputs_.data_fingerprint(),
-                         .model_fingerprint = inputs_.model_fingerprint()};
+                         .identity = identity_of(options(), inputs_)};
   const bool is_durable =
       save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
   saved_at_ = trainer_.position.steps;
@@ -470,8 +380,9 @@ void Run::save() {
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
   const auto answers = tag_sentences(
       trainer_.model, examples, sentences.size(), inputs_.data.labels, inputs_.padding(),
-      inputs_.config.max_position_embeddings, kScoringBatchSize, inputs_.precision, ranks_);
-  const auto truth = tags_of(sentences);
+      inputs_.config.max_position_embeddings, inputs_.precision, ranks_);
+  TagSequences truth;
+  for (const auto& sentence : sentences) truth.push_back(sentence.tags);
   score_ = entity_scores(truth, answers);
   scores_by_type_ = entity_scores_by_type(truth, answers);
   scored_at_ = trainer_.position.steps;
@@ -488,7 +399,6 @@ RunResult Run::result() const {
           .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
           .bytes_a_parameter = trainer_.bytes_a_parameter(),
           .tokens_per_second = progress_->tokens_per_second(),
-          .train_seconds = progress_->seconds(),
           .steps = trainer_.position.steps,
           .skipped_steps = skipped_steps(),
           .loss_scale = trainer_.scaler.get_scale()};
@@ -499,7 +409,6 @@ RunResult Run::result() const {
 RunOptions options_in_effect(const RunOptions& options) { return origin_of(options).options; }
 
 RunResult run_training(const RunOptions& options, const Ranks& ranks) {
-  ranks.together([&] { ranks.check_device(options.device); });
   set_threads(options.threads, ranks.on_this_machine());
   return Run(options, ranks).execute();
 }

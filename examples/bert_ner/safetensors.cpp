@@ -6,7 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <optional>
+#include <stdexcept>
 
 #include "text.h"
 
@@ -43,141 +43,100 @@ struct Entry {
   std::string name;
   torch::ScalarType dtype = torch::kFloat32;
   std::vector<std::int64_t> shape;
-  std::uint64_t begin = 0, end = 0;
+  std::int64_t begin = 0, end = 0;
 };
 
-/// Reads the header of one file. Every complaint opens with the file's name.
-class HeaderReader {
- public:
-  HeaderReader(std::string origin, std::string_view file)
-      : origin_(std::move(origin)), file_(file) {}
-
-  std::vector<Entry> read(std::map<std::string, std::string>& metadata) {
-    refuse_other_formats();
-    const auto text = header();
-    data_bytes_ = file_.size() - kLengthBytes - text.size();
-    if (!text.starts_with('{')) fail("the header is no JSON object; fetch the file again");
-    std::vector<Entry> entries;
-    const auto json = parse_json(text, origin_);
-    for (const auto& [name, value] : json.items()) {
-      if (name == kMetadataKey) {
-        metadata = read_metadata(value);
-      } else {
-        entries.push_back(read_entry(name, value));
-      }
-    }
-    check_coverage(entries);
-    return entries;
+/// The length and the text of the header. `fail` throws.
+template <class Fail>
+std::string_view header_of(std::string_view file, const Fail& fail) {
+  if (file.size() <= kLengthBytes || file[kLengthBytes] != '{') {
+    fail(
+        "is too short, or has no JSON object in its place, so it is no safetensors file; convert a "
+        "PyTorch pickle with safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
+        "\"model.safetensors\"), and fetch what a Git LFS pointer stands for with `git lfs pull`");
   }
-
- private:
-  [[noreturn]] void fail(const std::string& what) const { throw InputError(origin_ + ": " + what); }
-  [[noreturn]] void fail(const std::string& name, const std::string& what) const {
-    fail("tensor \"" + name + "\" " + what + kAgain);
-  }
-
-  /// A safetensors file may begin with any of these bytes (they count those of its header), but
-  /// goes on with a brace.
-  void refuse_other_formats() const {
-    if (file_.size() > kLengthBytes && file_[kLengthBytes] == '{') return;
-    if (file_.starts_with("PK\x03\x04") || file_.starts_with("\x80\x02") ||
-        file_.starts_with("\x80\x04")) {
-      fail(
-          "is a PyTorch pickle, which can run code when it is read; convert it to safetensors in "
-          "Python: safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
-          "\"model.safetensors\")");
-    }
-    if (file_.starts_with("version https://git-lfs")) {
-      fail("is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository");
-    }
-  }
-
-  std::string_view header() const {
-    std::uint64_t length = 0;
-    if (file_.size() < kLengthBytes) fail("is too short for a safetensors file; fetch it again");
-    std::memcpy(&length, file_.data(), kLengthBytes);
-    if (length <= kMaxHeaderBytes && length <= file_.size() - kLengthBytes) {
-      return file_.substr(kLengthBytes, length);
-    }
+  std::uint64_t length = 0;
+  std::memcpy(&length, file.data(), kLengthBytes);
+  if (length > kMaxHeaderBytes || length > file.size() - kLengthBytes) {
     fail("announces a header of " + std::to_string(length) + " bytes in a file of " +
-         std::to_string(file_.size()) + " (and at most " + std::to_string(kMaxHeaderBytes) +
-         " are allowed); it is cut off or no safetensors file: fetch it again");
+         std::to_string(file.size()) + " (and at most " + std::to_string(kMaxHeaderBytes) +
+         " are allowed); it is cut off: fetch it again");
   }
+  return file.substr(kLengthBytes, length);
+}
 
-  std::map<std::string, std::string> read_metadata(const nlohmann::json& json) const {
-    std::map<std::string, std::string> metadata;
-    if (!json.is_object()) fail("the metadata are no JSON object; write the file anew");
-    for (const auto& [key, value] : json.items()) {
-      if (!value.is_string()) fail("metadata \"" + key + "\" is no string; write the file anew");
-      metadata.emplace(key, value.get<std::string>());
-    }
-    return metadata;
+/// A count as the header has it: a number without sign or point, of 63 bits.
+std::int64_t count_of(const nlohmann::json& json) {
+  constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
+  if (json.is_number_unsigned() && json.get<std::uint64_t>() <= kMost) return json;
+  throw std::invalid_argument("has " + json.dump() + " for a count");
+}
+
+/// \throws std::invalid_argument or nlohmann::json::exception that say what is wrong
+Entry read_entry(const std::string& name, const nlohmann::json& json, std::int64_t data_bytes) {
+  if (json.size() != 3) {
+    throw std::invalid_argument("is not described by exactly dtype, shape and data_offsets");
   }
-
-  Entry read_entry(const std::string& name, const nlohmann::json& json) const {
-    if (!json.is_object() || json.size() != 3 || !json.contains("dtype") ||
-        !json.contains("shape") || !json.contains("data_offsets")) {
-      fail(name, "is not described by exactly dtype, shape and data_offsets");
+  const auto word = json.at("dtype").get<std::string>();
+  const auto dtype = std::ranges::find(kDtypes, word, [](const auto& one) { return one.second; });
+  if (dtype == kDtypes.end()) {
+    throw std::invalid_argument("has the dtype " + word + "; convert it to F32, F16 or BF16");
+  }
+  const auto& offsets = json.at("data_offsets");
+  Entry entry{.name = name,
+              .dtype = dtype->first,
+              .shape = {},
+              .begin = count_of(offsets.at(0)),
+              .end = count_of(offsets.at(1))};
+  auto bytes = static_cast<std::int64_t>(c10::elementSize(entry.dtype));
+  for (const auto& extent : json.at("shape").get<nlohmann::json::array_t>()) {
+    entry.shape.push_back(count_of(extent));
+    if (__builtin_mul_overflow(bytes, entry.shape.back(), &bytes)) {
+      throw std::invalid_argument("has a shape of more bytes than 63 bits can count");
     }
-    Entry entry{.name = name, .dtype = read_dtype(name, json["dtype"]), .shape = {}};
-    // Bytes of a tensor of this shape, as long as 64 bits can count them.
-    auto bytes = static_cast<std::uint64_t>(c10::elementSize(entry.dtype));
-    if (!json["shape"].is_array()) fail(name, "has a shape that is no list");
-    for (const auto& extent : json["shape"]) {
-      constexpr std::uint64_t kMost = std::numeric_limits<std::int64_t>::max();
-      if (!extent.is_number_unsigned() || extent.get<std::uint64_t>() > kMost) {
-        fail(name, "has " + extent.dump() + " in its shape, which is no count");
+  }
+  if (entry.end > data_bytes || bytes != entry.end - entry.begin || offsets.size() != 2) {
+    throw std::invalid_argument("needs " + std::to_string(bytes) +
+                                " bytes by its shape and dtype, but has the bytes " +
+                                offsets.dump() + " of " + std::to_string(data_bytes));
+  }
+  return entry;
+}
+
+/// Reads and checks the header: sorted by place, each tensor begins where the last one ended, and
+/// the last ends with the file.
+std::vector<Entry> read_header(const std::string& origin, std::string_view file,
+                               std::map<std::string, std::string>& metadata) {
+  const auto fail = [&](const std::string& what) { throw InputError(origin + ": " + what); };
+  const auto text = header_of(file, fail);
+  const auto data_bytes = static_cast<std::int64_t>(file.size() - kLengthBytes - text.size());
+  std::vector<Entry> entries;
+  const auto json = parse_json(text, origin);
+  for (const auto& [name, value] : json.items()) {
+    try {
+      if (name == kMetadataKey) {
+        metadata = value.get<std::map<std::string, std::string>>();
+      } else {
+        entries.push_back(read_entry(name, value, data_bytes));
       }
-      entry.shape.push_back(extent.get<std::int64_t>());
-      if (__builtin_mul_overflow(bytes, extent.get<std::uint64_t>(), &bytes)) {
-        fail(name, "has a shape of more elements than 64 bits can count");
-      }
+    } catch (const std::exception& error) {
+      fail("\"" + name + "\" " + error.what() + kAgain);
     }
-    const auto& offsets = json["data_offsets"];
-    if (!offsets.is_array() || offsets.size() != 2 || !offsets[0].is_number_unsigned() ||
-        !offsets[1].is_number_unsigned()) {
-      fail(name, "has data_offsets that are not two counts");
-    }
-    entry.begin = offsets[0].get<std::uint64_t>();
-    entry.end = offsets[1].get<std::uint64_t>();
-    if (entry.begin > entry.end || entry.end > data_bytes_) {
-      fail(name, "lies at bytes " + std::to_string(entry.begin) + " to " +
-                     std::to_string(entry.end) + " of " + std::to_string(data_bytes_));
-    }
-    if (bytes != entry.end - entry.begin) {
-      fail(name, "needs " + std::to_string(bytes) + " bytes by its shape and dtype, but has " +
-                     std::to_string(entry.end - entry.begin));
-    }
-    return entry;
   }
-
-  torch::ScalarType read_dtype(const std::string& name, const nlohmann::json& json) const {
-    if (!json.is_string()) fail(name, "has a dtype that is no string");
-    for (const auto& [dtype, word] : kDtypes) {
-      if (word == json.get<std::string>()) return dtype;
+  std::ranges::stable_sort(entries, {},
+                           [](const Entry& entry) { return std::pair(entry.begin, entry.end); });
+  std::int64_t reached = 0;
+  for (const auto& entry : entries) {
+    if (entry.begin != reached) {
+      fail("\"" + entry.name + "\" overlaps the one before it, or leaves a hole" + kAgain);
     }
-    fail("tensor \"" + name + "\" has the dtype " + json.get<std::string>() +
-         ", which is not read here; convert it to F32, F16 or BF16");
+    reached = entry.end;
   }
-
-  /// Sorted by place, each tensor begins where the last one ended, and the last ends with the file.
-  void check_coverage(std::vector<Entry>& entries) const {
-    std::ranges::stable_sort(entries, {},
-                             [](const Entry& entry) { return std::pair(entry.begin, entry.end); });
-    std::uint64_t reached = 0;
-    for (const auto& entry : entries) {
-      if (entry.begin < reached) fail(entry.name, "overlaps the one before it");
-      if (entry.begin > reached) fail(entry.name, "leaves a hole before it");
-      reached = entry.end;
-    }
-    if (reached == data_bytes_) return;
-    fail("has " + std::to_string(data_bytes_ - reached) + " bytes behind the last tensor" + kAgain);
+  if (reached != data_bytes) {
+    fail("has " + std::to_string(data_bytes - reached) + " bytes behind the last tensor" + kAgain);
   }
-
-  std::string origin_;
-  std::string_view file_;
-  std::uint64_t data_bytes_ = 0;
-};
+  return entries;
+}
 
 /// The file's bytes, which the kernel reads when they are touched.
 torch::Tensor map_file(const std::filesystem::path& path) {
@@ -203,12 +162,11 @@ Safetensors read_safetensors(const std::filesystem::path& path) {
   const auto bytes = map_file(path);
   const std::string_view text(static_cast<const char*>(bytes.const_data_ptr()), bytes.nbytes());
   Safetensors content;
-  const auto entries = HeaderReader(path.string(), text).read(content.metadata);
+  const auto entries = read_header(path.string(), text, content.metadata);
   auto begin = bytes.numel();
-  if (!entries.empty()) begin -= static_cast<std::int64_t>(entries.back().end);
+  if (!entries.empty()) begin -= entries.back().end;
   for (const auto& entry : entries) {
-    const auto size = static_cast<std::int64_t>(entry.end - entry.begin);
-    auto tensor = bytes.narrow(0, begin + static_cast<std::int64_t>(entry.begin), size);
+    auto tensor = bytes.narrow(0, begin + entry.begin, entry.end - entry.begin);
     // Files by other writers may have a header of any length.
     if (tensor.storage_offset() % c10::elementSize(entry.dtype) != 0) tensor = tensor.clone();
     content.tensors.emplace_back(entry.name, tensor.view(entry.dtype).view(entry.shape));
@@ -226,7 +184,6 @@ void write_safetensors(const std::filesystem::path& path, const NamedTensors& te
   });
   nlohmann::ordered_json json = nlohmann::ordered_json::object();
   if (!metadata.empty()) json[kMetadataKey] = metadata;
-  std::vector<std::string_view> parts(2);
   std::uint64_t offset = 0;
   for (auto& [name, tensor] : order) {
     TORCH_CHECK(!json.contains(name) && name != kMetadataKey, "write_safetensors: the name \"",
@@ -236,15 +193,18 @@ void write_safetensors(const std::filesystem::path& path, const NamedTensors& te
     json[name] = {{"dtype", dtype_name(tensor.scalar_type())},
                   {"shape", tensor.sizes().vec()},
                   {"data_offsets", {offset, end}}};
-    parts.emplace_back(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
     offset = end;
   }
   std::string header = json.dump();
   header.append((kLengthBytes - header.size() % kLengthBytes) % kLengthBytes, ' ');
   const std::uint64_t length = header.size();
-  parts[0] = {reinterpret_cast<const char*>(&length), sizeof length};
-  parts[1] = header;
-  write_file(path, parts);
+  write_file(path, [&](std::ostream& file) {
+    file.write(reinterpret_cast<const char*>(&length), sizeof length) << header;
+    for (const auto& [name, tensor] : order) {
+      file.write(static_cast<const char*>(tensor.const_data_ptr()),
+                 static_cast<std::streamsize>(tensor.nbytes()));
+    }
+  });
 }
 
 }  // namespace bert_ner

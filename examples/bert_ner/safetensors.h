@@ -24,16 +24,14 @@ struct Safetensors {
   torch::Tensor find(std::string_view name) const;
 };
 
-/// Maps a file into memory (torch::from_file) and believes nothing of it. Checked: the length of
-/// the header, its JSON (no key twice), every tensor's dtype, shape and offsets, which must
-/// together cover the rest of the file without a hole or an overlap. The tensors are on the CPU,
-/// read the file when they are touched, and keep it mapped as long as one of them lives.
-/// \throws InputError naming the file and the tensor; with a word on what to do for PyTorch pickles
-///   and Git LFS pointers
+/// Maps a file into memory (torch::from_file). Checks the header's length, its JSON, and every
+/// tensor's dtype, shape and offsets, which must cover the rest of the file without hole or
+/// overlap. The tensors are on the CPU, read the file when they are used, and keep it mapped.
+/// \throws InputError naming the file and the tensor
 Safetensors read_safetensors(const std::filesystem::path& path);
 
-/// Replaces `path` as a whole (see write_file), byte for byte as Hugging Face's own writer does:
-/// the largest dtypes first, then names in order, behind a header padded to 8 bytes.
+/// Writes the same bytes as Hugging Face's writer: the largest dtypes first, then names in order,
+/// behind a header padded to 8 bytes. Replaces `path` as write_file does.
 /// \throws c10::Error for a name twice or a dtype that the format lacks; InputError if the system
 ///   refuses
 void write_safetensors(const std::filesystem::path& path, const NamedTensors& tensors,

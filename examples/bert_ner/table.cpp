@@ -10,7 +10,6 @@
 #include <array>
 #include <cerrno>
 #include <filesystem>
-#include <functional>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
@@ -25,21 +24,18 @@ constexpr std::size_t kColumns = 11;
 constexpr double kMebibyte = 1024.0 * 1024.0;
 using Cells = std::array<std::string, kColumns>;
 
-double relative_speed(const RunResult& run, const RunResult& first) {
-  return first.tokens_per_second > 0 ? run.tokens_per_second / first.tokens_per_second : 0.0;
-}
-
-/// Of what `of` makes of each run.
-template <class Of>
-double mean(const TableRow& row, Of of) {
+double mean(const TableRow& row, double RunResult::*value) {
   double sum = 0;
-  for (const auto& run : row) sum += std::invoke(of, run);
+  for (const auto& run : row) sum += run.*value;
   return sum / static_cast<double>(row.size());
 }
 
 double mean_relative_speed(const TableRow& row, const TableRow& first) {
   double sum = 0;
-  for (std::size_t i = 0; i < row.size(); ++i) sum += relative_speed(row[i], first[i]);
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    if (first[i].tokens_per_second > 0)
+      sum += row[i].tokens_per_second / first[i].tokens_per_second;
+  }
   return sum / static_cast<double>(row.size());
 }
 
@@ -109,6 +105,20 @@ std::pair<std::string, int> run_self(const std::vector<std::string>& arguments) 
   return {text, status};
 }
 
+RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision,
+                             uint64_t seed) {
+  arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
+                                     std::to_string(seed), "--seeds", "1", "--json", "-"});
+  const auto [results, status] = run_self(arguments);
+  const auto name = "the run of " + title_of(precision);
+  if (WIFSIGNALED(status)) {
+    throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
+                             "; run it alone with --precision " + flag_of(precision));
+  }
+  if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
+  return parse_json(results, name).at("rows").at(0).get<RunResult>();
+}
+
 }  // namespace
 
 std::vector<Precision> table_precisions(const RunOptions& options) {
@@ -148,23 +158,6 @@ std::string format_table(std::span<const TableRow> rows) {
   return text;
 }
 
-std::optional<std::string> reading_note(std::span<const TableRow> rows) {
-  if (rows.size() < 2) return std::nullopt;
-  const auto& first = rows.front();
-  const auto speed = [&](const TableRow& row) { return mean_relative_speed(row, first); };
-  const auto& fastest = *std::ranges::max_element(rows, {}, speed);
-  const auto& smallest = *std::ranges::min_element(rows, {}, mebibytes);
-  const std::string chance =
-      first.size() > 1 ? "Rows whose scores overlap are equally good."
-                       : "Scores of one seed differ by .02 or so by chance: --seeds 3 shows it.";
-  return formatted(
-             "Read: \"%s\" trains fastest, at %.2f times the speed of %s; \"%s\" needs the "
-             "least memory, %.0f MiB for %.0f. ",
-             fastest.front().name.c_str(), speed(fastest), first.front().name.c_str(),
-             smallest.front().name.c_str(), mebibytes(smallest), mebibytes(first)) +
-         chance;
-}
-
 nlohmann::json table_json(std::span<const TableRow> rows, const RunOptions& options, int ranks) {
   nlohmann::json list = nlohmann::json::array();
   for (const auto& row : rows) {
@@ -186,53 +179,18 @@ std::string slow_autocast_warning(const RunOptions& options) {
   return native.reason;
 }
 
-namespace {
-
-RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision,
-                             uint64_t seed) {
-  arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
-                                     std::to_string(seed), "--seeds", "1", "--json", "-"});
-  const auto [results, status] = run_self(arguments);
-  const auto name = "the run of " + title_of(precision);
-  if (WIFSIGNALED(status)) {
-    throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
-                             "; run it alone with --precision " + flag_of(precision));
-  }
-  if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
-  return parse_json(results, name).at("rows").at(0).get<RunResult>();
-}
-
-/// Seed by seed, so that what else the machine does meets all rows.
-template <class Run>
-std::vector<TableRow> run_each(const RunOptions& options, Run run) {
+std::vector<TableRow> run_rows(const RunOptions& options,
+                               const std::vector<std::string>& arguments) {
   const auto precisions = table_precisions(options);
   std::vector<TableRow> rows(precisions.size());
-  for (int i = 0; i < options.seeds; ++i) {
+  for (uint64_t i = 0; i < static_cast<uint64_t>(options.seeds); ++i) {
+    // Seed by seed, so that what else the machine does slows all rows down.
     for (std::size_t row = 0; row < rows.size(); ++row) {
-      rows[row].push_back(run(precisions[row], options.training.seed + static_cast<uint64_t>(i)));
+      rows[row].push_back(
+          run_in_its_process(arguments, precisions[row], options.training.seed + i));
     }
   }
   return rows;
-}
-
-}  // namespace
-
-std::vector<TableRow> run_rows(const RunOptions& options,
-                               const std::vector<std::string>& arguments) {
-  return run_each(options, [&](Precision precision, uint64_t seed) {
-    return run_in_its_process(arguments, precision, seed);
-  });
-}
-
-std::vector<TableRow> run_rows(const RunOptions& options, const Ranks& ranks) {
-  auto row_options = options;
-  return run_each(options, [&](Precision precision, uint64_t seed) {
-    row_options.training.precision = precision;
-    row_options.training.seed = seed;
-    ranks.together(
-        [&] { restart_peak_memory(find_device(options.device, ranks.place_on_this_machine())); });
-    return run_training(row_options, ranks);
-  });
 }
 
 }  // namespace bert_ner

@@ -2,8 +2,9 @@
 
 #include <mezzo/autocast/autocast.h>
 
-#include <algorithm>
+#include <iterator>
 #include <ostream>
+#include <sstream>
 #include <utility>
 
 #include "machine.h"
@@ -22,35 +23,12 @@ std::vector<int64_t> first_words(std::span<const Example> examples) {
   return begins;
 }
 
-constexpr std::string_view kOpening = "\"'([{<";
-constexpr std::string_view kClosing = "\"')]}>.,;:!?";
-
-bool is_one_of(char c, std::string_view set) { return set.find(c) != std::string_view::npos; }
-
-/// One stretch without white space. "..." and "?!" stay together, as one word.
-void split_punctuation(std::string_view text, std::vector<std::string>& words) {
-  while (text.size() > 1 && is_one_of(text.front(), kOpening)) {
-    words.emplace_back(text.substr(0, 1));
-    text.remove_prefix(1);
-  }
-  std::vector<std::string> after;
-  while (text.size() > 1 && is_one_of(text.back(), kClosing)) {
-    const char last = text.back();
-    const auto begin =
-        text.find_last_not_of(is_one_of(last, "!?") ? "!?" : std::string_view(&last, 1));
-    if (begin == std::string_view::npos) break;  // nothing but these
-    after.emplace_back(text.substr(begin + 1));
-    text.remove_suffix(text.size() - begin - 1);
-  }
-  words.emplace_back(text);
-  words.insert(words.end(), after.rbegin(), after.rend());
-}
-
 std::vector<Sentence> read_sentences(const PredictOptions& options) {
   std::vector<Sentence> sentences;
   const auto take = [&](std::string_view line, std::size_t number) {
-    auto words = split_words(line);
-    if (!words.empty()) sentences.push_back({std::move(words), {}, number});
+    std::istringstream words{std::string(line)};
+    Sentence sentence{{std::istream_iterator<std::string>(words), {}}, {}, number};
+    if (!sentence.words.empty()) sentences.push_back(std::move(sentence));
   };
   if (options.file.empty()) {
     take(options.text, 1);
@@ -68,15 +46,16 @@ std::vector<Sentence> read_sentences(const PredictOptions& options) {
 
 TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Example> examples,
                            std::size_t sentences, const Labels& labels, Padding padding,
-                           int64_t max_length, int64_t batch_size,
-                           const mezzo::AutocastSetting& precision, const Ranks& ranks) {
+                           int64_t max_length, const mezzo::AutocastSetting& precision,
+                           const Ranks& ranks) {
+  constexpr int64_t kBatchSize = 32;
   const torch::NoGradGuard no_grad;
   const mezzo::AutocastGuard autocast(precision);
   const auto device = model->parameters().front().device();
   model->eval();
   const auto begins = first_words(examples);
   const auto answers = torch::zeros({begins.back()}, torch::kInt64);  // one a word
-  const auto batches = length_sorted_batches(examples, batch_size);
+  const auto batches = length_sorted_batches(examples, kBatchSize);
   const auto stride = static_cast<std::size_t>(ranks.size());
   for (auto i = static_cast<std::size_t>(ranks.rank()); i < batches.size(); i += stride) {
     const auto batch = collate(examples, batches[i], padding, max_length, device);
@@ -100,23 +79,6 @@ TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Ex
   return tags;
 }
 
-TagSequences tags_of(std::span<const Sentence> sentences) {
-  TagSequences tags;
-  for (const auto& sentence : sentences) tags.push_back(sentence.tags);
-  return tags;
-}
-
-std::vector<std::string> split_words(std::string_view sentence) {
-  std::vector<std::string> words;
-  for (std::size_t begin = 0;;) {
-    begin = sentence.find_first_not_of(kWhiteSpace, begin);
-    if (begin == std::string_view::npos) return words;
-    const auto end = std::min(sentence.find_first_of(kWhiteSpace, begin), sentence.size());
-    split_punctuation(sentence.substr(begin, end - begin), words);
-    begin = end;
-  }
-}
-
 void predict(const PredictOptions& options, std::ostream& out) {
   set_threads(options.threads);
   const auto device = find_device(options.device);
@@ -132,9 +94,9 @@ void predict(const PredictOptions& options, std::ostream& out) {
   model->to(device);
 
   const auto examples = make_examples(sentences, tokenizer, labels, config.max_position_embeddings);
-  const auto tags = tag_sentences(model, examples, sentences.size(), labels, {tokenizer.pad_id()},
-                                  config.max_position_embeddings, options.batch_size,
-                                  setting_for(Precision::amp, device));
+  const auto tags =
+      tag_sentences(model, examples, sentences.size(), labels, {tokenizer.pad_id()},
+                    config.max_position_embeddings, setting_for(Precision::amp, device));
   for (std::size_t i = 0; i < sentences.size(); ++i) {
     for (std::size_t word = 0; word < sentences[i].words.size(); ++word) {
       out << sentences[i].words[word] << '\t' << tags[i][word] << '\n';

@@ -1,10 +1,7 @@
 #include "text.h"
 
-#include <fcntl.h>
-#include <unistd.h>
 #include <utf8proc.h>
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdarg>
@@ -24,33 +21,23 @@ fs::path aside_of(const fs::path& path) {
   return path.parent_path() / ("." + path.filename().string() + ".tmp");
 }
 
-[[noreturn]] void fail_to_write(const fs::path& path, const char* what, int error) {
-  ::unlink(aside_of(path).c_str());
-  const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
-  throw InputError(path.string() + ": " + what + " (" + std::generic_category().message(error) +
-                   "); " +
-                   (is_full ? "make room and try again" : "check the folder and its permissions") +
-                   (fs::exists(path) ? ", the previous file is untouched" : ""));
-}
-
-int open_aside(const fs::path& path) {
+/// Opens the temporary file; for a folder or a system error the stream is not good.
+std::ofstream open_aside(const fs::path& path) {
   std::error_code ignored;
   if (!path.has_filename() || fs::is_directory(path, ignored)) {
     throw InputError(path.string() + ": is a folder; give the name of a file to write");
   }
-  const int file = ::open(aside_of(path).c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666);
-  if (file < 0) fail_to_write(path, "cannot be created", errno);
-  return file;
+  return std::ofstream(aside_of(path), std::ios::binary);
 }
 
-/// \returns 0 or the system's error
-int write_all(int file, std::string_view text) {
-  while (!text.empty()) {
-    const auto written = ::write(file, text.data(), text.size());
-    if (written < 0 && errno != EINTR) return errno;
-    if (written > 0) text.remove_prefix(static_cast<std::size_t>(written));
-  }
-  return 0;
+[[noreturn]] void fail_to_write(const fs::path& path, const char* what, int error) {
+  std::error_code ignored;
+  fs::remove(aside_of(path), ignored);
+  const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+  throw InputError(path.string() + ": " + what + " (" + std::generic_category().message(error) +
+                   "); " +
+                   (is_full ? "make room and try again" : "check the folder and its permissions") +
+                   (fs::exists(path, ignored) ? ", the previous file is untouched" : ""));
 }
 
 }  // namespace
@@ -70,10 +57,11 @@ std::string joined(std::span<const std::string> names) {
   return text;
 }
 
-std::string_view trimmed(std::string_view text, std::string_view edges) {
-  const auto first = text.find_first_not_of(edges);
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
+  const auto first = text.find_first_not_of(kWhiteSpace);
   if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(edges) - first + 1);
+  return text.substr(first, text.find_last_not_of(kWhiteSpace) - first + 1);
 }
 
 std::optional<std::size_t> first_invalid_utf8(std::string_view text) {
@@ -142,38 +130,23 @@ void for_each_line(const fs::path& path,
   }
 }
 
-void write_file(const fs::path& path, std::initializer_list<std::string_view> parts) {
-  write_file(path, std::span(parts.begin(), parts.size()));
-}
-
-void write_file(const fs::path& path, std::span<const std::string_view> parts) {
-  const int file = open_aside(path);
-  int error = 0;
-  for (const auto part : parts) {
-    if (error == 0) error = write_all(file, part);
-  }
-  if (error == 0 && ::fsync(file) != 0) error = errno;
-  ::close(file);
-  if (error != 0) fail_to_write(path, "cannot be written", error);
-  if (::rename(aside_of(path).c_str(), path.c_str()) != 0) {
-    fail_to_write(path, "cannot be put in place", errno);
-  }
+void write_file(const fs::path& path, const std::function<void(std::ostream&)>& write) {
+  auto file = open_aside(path);
+  if (!file) fail_to_write(path, "cannot be created", errno);
+  write(file);
+  file.close();
+  if (!file) fail_to_write(path, "cannot be written", errno);
+  std::error_code error;
+  fs::rename(aside_of(path), path, error);
+  if (error) fail_to_write(path, "cannot be put in place", error.value());
 }
 
 void check_writable(const fs::path& path) {
-  ::close(open_aside(path));
-  ::unlink(aside_of(path).c_str());
+  if (!open_aside(path)) fail_to_write(path, "cannot be created", errno);
+  fs::remove(aside_of(path));
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& origin) {
-  const auto at = [&](std::size_t byte) {
-    const auto before = text.substr(0, byte);
-    return origin + ":" + std::to_string(1 + std::count(before.begin(), before.end(), '\n'));
-  };
-  if (const auto invalid = first_invalid_utf8(text)) {
-    throw InputError(at(*invalid) + ": byte " + std::to_string(*invalid) +
-                     " is not UTF-8; save the file as UTF-8");
-  }
   std::vector<std::set<std::string>> keys;  // nlohmann/json keeps the last of two equal ones
   const auto check = [&](int, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
     if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
@@ -185,12 +158,12 @@ nlohmann::json parse_json(std::string_view text, const std::string& origin) {
   };
   try {
     return nlohmann::json::parse(text.begin(), text.end(), check);
-  } catch (const nlohmann::json::parse_error& error) {
-    const std::size_t byte = error.byte == 0 ? 0 : error.byte - 1;
-    throw InputError(at(byte) + ": is no valid JSON from byte " + std::to_string(byte) +
-                     " on; correct it or fetch the file again");
-  } catch (const nlohmann::json::out_of_range&) {
-    throw InputError(origin + ": a number in the JSON is out of range; correct it");
+  } catch (const nlohmann::json::exception& error) {  // "[json.exception.ID] what and where"
+    constexpr std::size_t kShown = 160;
+    const std::string_view what = error.what();
+    throw InputError(origin + ": is no valid JSON (" +
+                     std::string(what.substr(what.find(' ') + 1, kShown)) +
+                     "); correct it or fetch the file again");
   }
 }
 

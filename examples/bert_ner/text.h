@@ -1,12 +1,12 @@
 /// \file
-/// Text, files, JSON, and the one error of this program.
+/// Text, files, JSON, and the error of this program.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <initializer_list>
+#include <iosfwd>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <span>
@@ -16,8 +16,8 @@
 
 namespace bert_ner {
 
-/// Every error that comes from what the user gave: a file, a flag, a text. what() is one line:
-/// "FILE:LINE: what is wrong; what to do" (the line only where one is at fault).
+/// An error in what the user gave: a file, a flag, a text. what() is one line: "FILE:LINE: what is
+/// wrong; what to do".
 struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -28,15 +28,13 @@ struct InputError : std::runtime_error {
 /// "a, b, c"
 std::string joined(std::span<const std::string> names);
 
-inline constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
-
-/// The text without the characters of `edges` at its ends.
-std::string_view trimmed(std::string_view text, std::string_view edges = kWhiteSpace);
+/// The text without white space at its ends.
+std::string_view trimmed(std::string_view text);
 
 /// Offset of the first byte that is no part of well-formed UTF-8.
 std::optional<std::size_t> first_invalid_utf8(std::string_view text);
 
-/// Decodes the code point at `offset` of well-formed UTF-8 and moves `offset` behind it.
+/// Decodes the code point at `offset` of well-formed UTF-8, and moves `offset` behind it.
 char32_t next_code_point(std::string_view utf8, std::size_t& offset);
 std::string to_utf8(std::u32string_view text);
 
@@ -47,21 +45,19 @@ std::string place(const std::filesystem::path& path, std::size_t line);
 std::string read_file(const std::filesystem::path& path);
 
 /// Calls `take(line, number)` for each line of a UTF-8 file, numbered from 1, without "\n" or
-/// "\r\n"
-/// and without a byte order mark. \throws InputError, with the line where it is no UTF-8
+/// "\r\n" and without a byte order mark. \throws InputError, with the line where it is no UTF-8
 void for_each_line(const std::filesystem::path& path,
                    const std::function<void(std::string_view, std::size_t)>& take);
 
-/// Replaces a file as a whole: writes the parts to ".NAME.tmp" beside it, flushes them to the disk
-/// and renames. \throws InputError with the system's reason; the file is then as it was
-void write_file(const std::filesystem::path& path, std::initializer_list<std::string_view> parts);
-void write_file(const std::filesystem::path& path, std::span<const std::string_view> parts);
+/// Replaces a file atomically: `write` fills ".NAME.tmp" beside it, which is then renamed.
+/// \throws InputError with the system's reason; the file is then unchanged
+void write_file(const std::filesystem::path& path, const std::function<void(std::ostream&)>& write);
 
-/// Tries out whether write_file could begin. \throws InputError
+/// Checks that write_file can create its temporary file. \throws InputError
 void check_writable(const std::filesystem::path& path);
 
-/// A JSON value that a stranger wrote: a key that appears twice and bytes that are no UTF-8
-/// are refused. \throws InputError that opens with `origin` and says where
+/// Parses JSON, and refuses a key that appears twice in one object.
+/// \throws InputError that opens with `origin` and names line and column
 nlohmann::json parse_json(std::string_view text, const std::string& origin);
 nlohmann::json read_json(const std::filesystem::path& path);
 

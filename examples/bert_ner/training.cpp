@@ -1,7 +1,5 @@
 #include "training.h"
 
-#include <mezzo/distributed/data_parallel.h>
-
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -78,18 +76,10 @@ int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
   return (static_cast<int64_t>(batches) + accumulate - 1) / accumulate;
 }
 
-struct Trainer::AllRanks : mezzo::DataParallel<BertForTokenClassification> {
-  using DataParallel::DataParallel;
-};
-
-Trainer::~Trainer() = default;
-
 Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
                  mezzo::AutocastSetting precision, std::vector<double> class_weights,
                  int64_t epoch_steps, const Ranks& ranks)
     : model(stored_as(options.precision, std::move(trained_model))),
-      all_ranks_(ranks.is_distributed() ? std::make_unique<AllRanks>(model, ranks.group())
-                                        : nullptr),
       optimizer(make_optimizer(model, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
       scaler({.enabled = scales_loss(options.precision)}),
@@ -100,6 +90,7 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
   precision_.cache = weights_;
+  if (ranks.is_distributed()) all_ranks_.emplace(model, ranks.group());
   if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 

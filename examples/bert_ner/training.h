@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -12,7 +13,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -23,7 +24,7 @@
 
 namespace bert_ner {
 
-/// How far a run has come.
+/// The progress of a run.
 struct TrainingPosition {
   int64_t epoch = 0;  ///< epochs that are complete
   int64_t group = 0;  ///< steps of the present epoch that are complete
@@ -33,47 +34,40 @@ struct TrainingPosition {
 /// A batch of a step, or this rank's part of it.
 struct MicroBatch {
   Batch batch;
-  double label_weight;  ///< of the whole batch: its labels' weights in the loss, added up
+  double label_weight;  ///< sum of the class weights of the whole batch's labels
 };
 
 /// What one step did, on all ranks together.
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
-  int64_t tokens = 0;        ///< that were read
-  double learning_rate = 0;  ///< that the step had
-  mezzo::StepResult result;  ///< whether it ran and with what loss scale, for those who wait
+  int64_t tokens = 0;        ///< without padding
+  double learning_rate = 0;  ///< of this step
+  mezzo::StepResult result;  ///< reading it waits for the device
 };
 
-/// A model and everything that changes while it is trained. Each of several ranks has one, and they
-/// train as one process would: every batch is shared among them.
+/// A model and everything that changes while it is trained. Each rank has one. Ranks share every
+/// batch and train as one process would.
 class Trainer {
  public:
-  /// \param model is cast where `options.precision` stores it in bfloat16; \param class_weights one
-  /// a label; \param steps_per_epoch scales the schedule; \param ranks all of them make their
-  /// Trainers together, with the model's weights of the first
+  /// Casts the model if `options.precision` stores it in bfloat16. All ranks make their Trainers
+  /// together, and get the first one's weights.
+  /// \param class_weights one for each label; \param steps_per_epoch scales the schedule
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
           mezzo::AutocastSetting precision, std::vector<double> class_weights,
           int64_t steps_per_epoch, const Ranks& ranks = {});
-  ~Trainer();
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  /// Goes on from `position` to the end of its epoch. `batches` are the epoch's, in their order.
-  /// \param on_step is called after each step and answers whether to go on.
+  /// Trains from `position` to the end of its epoch. \param batches all of the epoch, in order
+  /// \param on_step called after each step; returns whether to go on
   void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
-  /// Bytes of what lives on between steps (parameters, the optimizer's state, and the copies of
-  /// weights that autocast reads) and of a gradient, for one parameter, of all in the mean.
+  /// Returns the bytes of parameters, gradients, the optimizer's state and the copies of weights
+  /// that autocast reads, for each parameter.
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;
-
- private:
-  struct AllRanks;
-  std::unique_ptr<AllRanks> all_ranks_;  ///< trains the model on all ranks; null for one alone
-
- public:
   mezzo::optim::AdamW optimizer;
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
@@ -91,6 +85,8 @@ class Trainer {
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;
+  /// Trains the model on all ranks; none in a process alone.
+  std::optional<mezzo::DataParallel<BertForTokenClassification>> all_ranks_;
 };
 
 /// Steps of an epoch: groups of `accumulate` batches, the last one perhaps smaller.

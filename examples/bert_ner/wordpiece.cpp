@@ -3,7 +3,6 @@
 #include <utf8proc.h>
 
 #include <algorithm>
-#include <iterator>
 
 #include "text.h"
 
@@ -11,8 +10,6 @@ namespace bert_ner {
 namespace {
 
 constexpr std::size_t kMaxWordCharacters = 100;  // longer words are [UNK], as in BERT
-constexpr std::string_view kUnknown = "[UNK]", kClassify = "[CLS]", kSeparate = "[SEP]",
-                           kPad = "[PAD]", kMask = "[MASK]";
 
 utf8proc_category_t category(char32_t c) {
   return utf8proc_category(static_cast<utf8proc_int32_t>(c));
@@ -98,40 +95,24 @@ std::vector<std::string> read_vocabulary(const std::filesystem::path& path) {
   return tokens;
 }
 
-/// `fallback` if the file does not speak of it or says null.
-bool read_flag(const nlohmann::json& json, const char* key, bool fallback,
-               const std::string& origin) {
-  const auto value = json.value(key, nlohmann::json());
-  if (value.is_null()) return fallback;
-  if (value.is_boolean()) return value.get<bool>();
-  throw InputError(origin + ": \"" + key + "\" is " + value.dump() + "; write true or false");
-}
-
 WordPieceOptions read_options(const std::filesystem::path& path) {
   WordPieceOptions options;
   if (!std::filesystem::exists(path)) return options;
   const auto json = read_json(path);
-  const std::string origin = path.string();
-  if (!json.is_object()) throw InputError(origin + ": is no JSON object; fetch the file again");
-  if (!read_flag(json, "do_basic_tokenize", true, origin)) {
-    throw InputError(origin +
+  const auto flag = [&](const char* key, bool fallback) {
+    const auto value = json.is_object() ? json.value(key, nlohmann::json()) : json;
+    if (value.is_null()) return fallback;
+    if (value.is_boolean()) return value.get<bool>();
+    throw InputError(path.string() + ": \"" + key + "\" is " + value.dump() +
+                     "; write true or false");
+  };
+  if (!flag("do_basic_tokenize", true)) {
+    throw InputError(path.string() +
                      ": \"do_basic_tokenize\" is false; only BERT's own splitting is known");
   }
-  // Special tokens stand as strings or, where a tokenizer was trained, as {"content": "[UNK]",
-  // ...}.
-  for (const auto& [key, expected] : {std::pair("unk_token", kUnknown),
-                                      {"cls_token", kClassify},
-                                      {"sep_token", kSeparate},
-                                      {"pad_token", kPad}}) {
-    auto token = json.value(key, nlohmann::json());
-    if (token.is_object()) token = token.value("content", token);
-    if (token.is_null() || token == expected) continue;
-    throw InputError(origin + ": \"" + key + "\" is " + token.dump() + "; only BERT's " +
-                     std::string(expected) + " is understood");
-  }
-  options.do_lower_case = read_flag(json, "do_lower_case", true, origin);
-  options.strip_accents = read_flag(json, "strip_accents", options.do_lower_case, origin);
-  options.tokenize_chinese_chars = read_flag(json, "tokenize_chinese_chars", true, origin);
+  options.do_lower_case = flag("do_lower_case", true);
+  options.strip_accents = flag("strip_accents", options.do_lower_case);
+  options.tokenize_chinese_chars = flag("tokenize_chinese_chars", true);
   return options;
 }
 
@@ -152,18 +133,18 @@ WordPiece::WordPiece(std::vector<std::string> tokens, WordPieceOptions options,
                      "\" already stands in line " + std::to_string(first->second + 1) +
                      "; keep one of them");
   }
-  const auto required = [&](std::string_view token) {
+  const auto required = [&](const std::string& token) {
     const auto found = vocabulary_.find(token);
     if (found != vocabulary_.end()) return found->second;
-    throw InputError(origin.string() + ": lacks the token " + std::string(token) +
+    throw InputError(origin.string() + ": lacks the token " + token +
                      "; give the vocabulary that belongs to the model");
   };
-  unk_id_ = required(kUnknown);
-  cls_id_ = required(kClassify);
-  sep_id_ = required(kSeparate);
-  pad_id_ = required(kPad);
+  unk_id_ = required("[UNK]");
+  cls_id_ = required("[CLS]");
+  sep_id_ = required("[SEP]");
+  pad_id_ = required("[PAD]");
   special_ids_ = {unk_id_, cls_id_, sep_id_, pad_id_};
-  const auto mask = vocabulary_.find(kMask);
+  const auto mask = vocabulary_.find("[MASK]");
   if (mask != vocabulary_.end()) special_ids_.push_back(mask->second);
 }
 

@@ -1,10 +1,9 @@
 /// \file
-/// BERT's tokenizer.
+/// The tokenizer of BERT.
 #pragma once
 
 #include <cstdint>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -20,28 +19,27 @@ struct WordPieceOptions {
 };
 
 /// Cleans, splits and lower-cases the text, then covers each word greedily with the longest pieces
-/// of the vocabulary. Its ids are those of Hugging Face's `tokenizers`, but for the code points
-/// that the tests list (the Unicode tables of the two are of different age).
-///
-/// Immutable after construction: any thread may encode. Text that is no UTF-8 throws InputError.
+/// of the vocabulary. Gives the ids of Hugging Face's `tokenizers`, except for code points that the
+/// tests list (the two have Unicode tables of different versions). Immutable after construction:
+/// any thread may encode. Throws InputError for text that is not UTF-8.
 class WordPiece {
  public:
   using Ids = std::vector<std::int64_t>;
 
   /// Reads vocab.txt and, if there is one, tokenizer_config.json. \throws InputError if the
-  /// vocabulary lacks [UNK], [CLS], [SEP] or [PAD], has a token twice, or the configuration asks
-  /// for something that is not BERT's
+  /// vocabulary lacks [UNK], [CLS], [SEP] or [PAD] or has a token twice, and for a configuration
+  /// without BERT's own splitting
   static WordPiece from_folder(const std::filesystem::path& folder);
 
   /// The words of the normalised text, before they are cut into pieces.
   std::vector<std::string> pre_tokenize(std::string_view utf8) const;
 
-  /// The pieces of a text. A special token spelled out in the text ("[MASK]") is that token, as in
-  /// `tokenizers`. Nothing is truncated.
+  /// The ids of a text, all of it. A special token that is spelled out ("[MASK]") is that token, as
+  /// in `tokenizers`.
   Ids encode(std::string_view utf8) const;
 
-  /// The ids of one word of a CoNLL file: never empty, for a word of which nothing is left after
-  /// normalisation (a lone zero-width space) is [UNK].
+  /// The ids of one word of a CoNLL file. A word that normalisation empties (a lone zero-width
+  /// space) is [UNK], so there is at least one id.
   Ids encode_word(std::string_view word) const;
 
   std::int64_t cls_id() const { return cls_id_; }
@@ -54,10 +52,6 @@ class WordPiece {
   }
 
  private:
-  struct StringHash : std::hash<std::string_view> {
-    using is_transparent = void;
-  };
-
   WordPiece(std::vector<std::string> tokens, WordPieceOptions options,
             const std::filesystem::path& origin);
 
@@ -67,7 +61,7 @@ class WordPiece {
 
   WordPieceOptions options_;
   std::vector<std::string> tokens_;
-  std::unordered_map<std::string, std::int64_t, StringHash, std::equal_to<>> vocabulary_;
+  std::unordered_map<std::string, std::int64_t> vocabulary_;
   Ids special_ids_;
   std::int64_t unk_id_ = 0, cls_id_ = 0, sep_id_ = 0, pad_id_ = 0;
 };

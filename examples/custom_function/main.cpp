@@ -1,6 +1,6 @@
-// A custom autograd function under autocast: what custom_fwd and custom_bwd are in Python. This one
-// wants float32, whatever the region computes in, for its sums overflow in half.
-// Exits with 1 if the loss did not fall, or if the function saw another dtype.
+// A custom autograd function under autocast, as with custom_fwd and custom_bwd in Python. It always
+// computes in float32, since its sums overflow in half.
+// Exits with 1 if the loss did not fall, or if the function got another dtype.
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/mezzo.h>
 

@@ -36,8 +36,8 @@ struct Batch {
   torch::Tensor input, target;
 };
 
-/// The data, of which each rank gets another part in each epoch, and all ranks equally many: what
-/// Python's DistributedSampler does.
+/// The data. In each epoch each rank gets another part of the same size, as from Python's
+/// DistributedSampler.
 class RankedData {
  public:
   RankedData(Batch all, const Group& world)
@@ -48,10 +48,11 @@ class RankedData {
                  static_cast<std::size_t>(world->getRank())) {}
 
   void begin_epoch(int epoch) {
-    sampler_.set_epoch(static_cast<std::size_t>(epoch));  // other parts, alike on all ranks
+    sampler_.set_epoch(static_cast<std::size_t>(epoch));  // a new division, the same on all ranks
     sampler_.reset();
   }
-  /// None at the end of the epoch, after as many batches on all ranks.
+  /// Returns the next batch; none at the end of the epoch, which comes after the same number of
+  /// batches on all ranks.
   std::optional<Batch> next() {
     const auto chosen = sampler_.next(batch_size_);
     if (!chosen) return std::nullopt;
@@ -122,7 +123,7 @@ int main() {
       scaler.update();
       if (!first_loss.defined()) first_loss = loss.detach();
     }
-    const double mean = mean_over_ranks(loss, world);  // on all ranks, for it is a collective
+    const double mean = mean_over_ranks(loss, world);  // all ranks call it: it is a collective
     if (world->getRank() == 0) {
       std::printf("epoch %d  loss %.3f  scale %g\n", epoch + 1, mean, scaler.get_scale());
     }

@@ -1,6 +1,6 @@
-// A learning rate that is too high, in half: activations overflow, every step is skipped, and the
-// loss scale falls and falls. Shows what mezzo says about it, and stops the run.
-// Exits with 1 if the run was not stopped.
+// A learning rate that is too high, in half: activations overflow, nearly every step is skipped,
+// and the loss scale keeps falling. Prints mezzo's diagnosis, and stops the run. Exits with 1 if
+// the run was not stopped.
 #include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -13,7 +13,7 @@
 
 int main() {
   torch::manual_seed(0);
-  std::setbuf(stdout, nullptr);  // lines of stdout and stderr in their order
+  std::setbuf(stdout, nullptr);  // keeps lines of stdout and stderr in order
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::ReLU(),
                               torch::nn::Linear(64, 64), torch::nn::ReLU(),

@@ -40,7 +40,7 @@ torch::Tensor read_table(const char* path) {
 
 }  // namespace
 
-int main(int count, char** arguments) {
+int main(int count, char** arguments) try {
   torch::manual_seed(0);
   const torch::Tensor table = read_table(count > 1 ? arguments[1] : "digits.csv");
   const auto images = (table.slice(1, 0, 64) / 16).view({-1, 1, 8, 8});
@@ -92,4 +92,7 @@ int main(int count, char** arguments) {
     best = std::max(best, share);
   }
   return best >= 0.9 ? 0 : 1;
+} catch (const c10::Error& error) {
+  std::fprintf(stderr, "digits: %s\n", error.what_without_backtrace());
+  return 2;
 }

@@ -19,8 +19,7 @@ double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {
   return (output - input.mm(teacher)).square().mean().item<double>();
 }
 
-/// Trains with a rate that is too high to settle, and says whether the averages are better by
-/// enough.
+/// Trains with a rate that is too high to settle. Returns whether the averages are enough better.
 template <class Optimizer>
 bool train(const char* name, const torch::Tensor& teacher) {
   torch::nn::Linear model(16, 4);

@@ -31,7 +31,7 @@ int main() {
                                    mezzo::optim::AdamOptions(1e-3).betas({0.5, 0.9}));
   mezzo::optim::Adam for_critic(critic->parameters(),
                                 mezzo::optim::AdamOptions(2e-3).betas({0.5, 0.9}));
-  mezzo::GradScaler scaler;  // one for both: their losses are of one size
+  mezzo::GradScaler scaler;  // shared: the losses have about the same size
 
   const auto train_critic = [&] {
     for_critic.zero_grad();  // also what the generator's backward left there
@@ -45,7 +45,7 @@ int main() {
       between = (part * real + (1 - part) * made).requires_grad_();
       score = critic->forward(between).sum();
     }
-    // Backward in half needs the scale; the penalty is about the gradient without it.
+    // Backward in half needs the scale. The penalty is computed from the unscaled gradient.
     auto slope = torch::autograd::grad({scaler.scale(score)}, {between}, {}, /*retain_graph=*/true,
                                        /*create_graph=*/true)[0];
     slope = slope * scaler.scale(torch::ones({}, device)).reciprocal();  // stays on the device
@@ -63,7 +63,7 @@ int main() {
     });
     scaler.scale(loss).backward();
     scaler.step(for_generator);
-    scaler.update();  // an inf in either lowers the scale that both share
+    scaler.update();  // an inf in either loss lowers the shared scale
   }
 
   const torch::NoGradGuard no_grad;

@@ -1,6 +1,6 @@
-// An LSTM under autocast. In half on a CPU without half instructions oneDNN refuses the layer, as
-// in Python; a policy that denies it runs it in float32, and all else in 16 bits. Exits with 1 if
-// the loss did not fall.
+// An LSTM under autocast. On a CPU without half instructions oneDNN refuses the layer in half, in
+// Python too. A policy that denies it runs the layer in float32, and all other ops in 16 bits.
+// Exits with 1 if the loss did not fall.
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/mezzo.h>
 
@@ -27,7 +27,7 @@ TORCH_MODULE(Net);
 int main() {
   torch::manual_seed(0);
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  // Once, before other threads run ops. CUDA's LSTM is another op, which this leaves alone.
+  // Once, before other threads run ops. CUDA's LSTM is another op, which the policy leaves alone.
   const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::mkldnn_rnn_layer"));
   const mezzo::AutocastSetting precision{.device = device.type(), .policy = policy};
 

@@ -12,7 +12,7 @@
 
 #include "python_adamw.h"
 
-int main(int count, char** arguments) {
+int main(int count, char** arguments) try {
   if (count != 2) {
     std::fprintf(stderr, "usage: %s FILE\n", arguments[0]);
     return 2;
@@ -42,4 +42,7 @@ int main(int count, char** arguments) {
               optimizer.param_groups()[0].options().get_lr(),
               optimizer.param_groups()[1].options().get_lr(), before, after);
   return state.step() > 1 && after < before ? 0 : 1;
+} catch (const c10::Error& error) {
+  std::fprintf(stderr, "python_adamw: %s\n", error.what_without_backtrace());
+  return 2;
 }

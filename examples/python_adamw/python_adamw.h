@@ -15,15 +15,15 @@
 #include <utility>
 #include <vector>
 
-/// Reads what Python's `torch.save(object, path)` wrote: dicts, lists, numbers, texts and tensors.
-/// \throws c10::Error where the file cannot be read, or holds objects of classes of Python's
+/// Reads a file of Python's `torch.save(object, path)`: dicts, lists, numbers, strings and tensors.
+/// \throws c10::Error if the file cannot be read, or holds objects of Python classes
 inline c10::IValue read_python_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   TORCH_CHECK(file.is_open(), path, " cannot be opened");
   return torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
 }
 
-/// Returns what a dict of Python's has under `key`. \throws c10::Error where it has nothing there
+/// Returns the value under `key` of a Python dict. \throws c10::Error if there is none
 inline c10::IValue python_item(const c10::IValue& dict, const c10::IValue& key) {
   TORCH_CHECK(dict.isGenericDict(), "this is no dict, and should have ", key);
   const auto items = dict.toGenericDict();
@@ -32,8 +32,7 @@ inline c10::IValue python_item(const c10::IValue& dict, const c10::IValue& key) 
   return found->value();
 }
 
-/// Returns the number that Python keeps as a float, an int or, of a `capturable` optimizer, a
-/// tensor.
+/// Returns a number that Python keeps as a float, an int or, in a `capturable` optimizer, a tensor.
 inline double python_number(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor().item<double>() : value.toScalar().toDouble();
 }
@@ -56,9 +55,9 @@ inline torch::optim::AdamWOptions python_adamw_options(const c10::IValue& group)
 }
 
 /// Gives `optimizer`, a torch::optim::AdamW or mezzo::optim::AdamW, the moments, step counts and
-/// options of `state_dict`, which Python's `torch.optim.AdamW.state_dict()` made. Both optimizers
-/// have the same groups of the same parameters in the same order. Load the weights before.
-/// \throws c10::Error, and changes nothing, where they have not
+/// options of `state_dict`, from Python's `torch.optim.AdamW.state_dict()`. Both optimizers must
+/// have the same groups of the same parameters in the same order. Load the weights first.
+/// \throws c10::Error, and changes nothing, if counts or shapes differ
 template <class Optimizer>
 void load_python_adamw(Optimizer& optimizer, const c10::IValue& state_dict) {
   const c10::IValue groups = python_item(state_dict, "param_groups");

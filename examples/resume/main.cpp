@@ -1,6 +1,6 @@
-// A run that is interrupted and resumed from its newest checkpoint ends with the very bits of one
-// that was not: weights, moments, loss scale, schedule and dropout's random numbers.
-// Exits with 1 if it does not.
+// Interrupts a run, and resumes it from its newest checkpoint. It ends with the bits of an
+// uninterrupted run, since the checkpoint has weights, moments, loss scale, schedule and dropout's
+// random numbers. Exits with 1 if the bits differ.
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
 
@@ -16,8 +16,8 @@ namespace {
 
 constexpr int64_t kSteps = 40;
 
-/// Trains from the newest checkpoint in `folder`, or from the start, and stops early at
-/// `last_step`, as a machine that goes down does. Returns the weights.
+/// Trains from the newest checkpoint in `folder`, or from the start, and stops at `last_step`, as
+/// if the machine went down. Returns the weights.
 std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t last_step) {
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(), torch::nn::Dropout(0.1),
@@ -28,7 +28,7 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
   mezzo::GradScaler scaler;
 
   int64_t step = 0;
-  mezzo::TrainingState state;  // what belongs to the run; an optimizer before its schedule
+  mezzo::TrainingState state;  // the objects of the run; an optimizer before its schedule
   state.add("model", model).add("optimizer", optimizer).add("schedule", schedule);
   state.add("scaler", scaler).add("step", step).with_random_state();
   mezzo::CheckpointManager checkpoints(folder, {.keep = 2});

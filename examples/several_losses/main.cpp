@@ -1,6 +1,6 @@
-// Two losses of very different size, each with a scale of its own, and one optimizer. One head
-// sorts inputs into classes; the other predicts values of some hundreds, whose squared error
-// overflows half at a scale that the first needs. Exits with 1 if a loss did not fall to half, or
+// Two losses of very different size, each with its own scale, and one optimizer. One head sorts
+// inputs into classes. The other predicts values of some hundreds, whose squared error overflows
+// half at the scale that the first loss needs. Exits with 1 if a loss did not fall to half, or
 // if the scales of the two losses are the same.
 #include <mezzo/levels.h>
 #include <mezzo/mezzo.h>

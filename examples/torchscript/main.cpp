@@ -1,7 +1,7 @@
 // TorchScript trained from C++: torch::jit::load, autocast, a loss scale, checkpoints.
-// `torchscript model.pt` loads a file of yours, whose forward takes 16 numbers a row and gives
-// scores of 4 classes; without one the program makes such a file itself. Exits with 1 if the loss
-// did not fall, or if the checkpoint gives other weights.
+// `torchscript model.pt` loads your file, whose forward must take rows of 16 numbers and return
+// scores of 4 classes; without an argument the program makes such a file. Exits with 1 if the loss
+// did not fall, or if the checkpoint has other weights.
 #include <mezzo/base/script_module.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
@@ -16,7 +16,7 @@
 
 namespace {
 
-/// What `torch.jit.script(model).save(file)` does in Python.
+/// Saves a scripted model, as `torch.jit.script(model).save(file)` does in Python.
 void make_model(const std::string& file) {
   torch::jit::Module model("Net");
   const auto weight = [](int64_t rows, int64_t columns) {
@@ -33,7 +33,7 @@ void make_model(const std::string& file) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
+int main(int argc, char** argv) try {
   torch::manual_seed(0);
   const auto folder = std::filesystem::temp_directory_path() /
                       ("mezzo_torchscript_" + std::to_string(std::random_device()()));
@@ -77,4 +77,7 @@ int main(int argc, char** argv) {
   const auto from = first.item<double>(), to = last.item<double>();
   std::printf("loss %.3f -> %.3f, %s\n", from, to, is_same ? "the same model" : "another model");
   return to < from / 2 && is_same ? 0 : 1;
+} catch (const c10::Error& error) {
+  std::fprintf(stderr, "torchscript: %s\n", error.what_without_backtrace());
+  return 2;
 }

@@ -1,4 +1,4 @@
-// ZeRO-1: each process keeps the optimizer's state of its part of the weights alone.
+// ZeRO-1: each process keeps the optimizer's state for its part of the weights only.
 //
 //     mpirun -np 2 ./zero1
 //
@@ -15,8 +15,7 @@ int main() {
   const mezzo::MpiEnvironment mpi;
   const auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
 
-  torch::manual_seed(
-      0);  // all ranks draw the same data; with other weights they would begin alike too
+  torch::manual_seed(0);  // all ranks draw the same data
   const auto teacher = torch::randn({16, 4});
   torch::nn::Sequential model(torch::nn::Linear(16, 256), torch::nn::GELU(),
                               torch::nn::Linear(256, 4));
@@ -37,7 +36,7 @@ int main() {
     if (step == 0) first_loss = loss.detach();
     scaler.scale(loss).backward();  // sums each bucket as it fills
     scaler.step(optimizer,
-                {.max_norm = 1.0});  // steps its part, and gets the rest; or skips, on all
+                {.max_norm = 1.0});  // a rank steps its part and receives the rest; or all skip
     scaler.update();
   }
 

@@ -24,8 +24,8 @@ using mezzo::AutocastState;
 using mezzo::WeightCache;
 using Guard = mezzo::Autocast<torch::kCPU>;
 
-AutocastSetting policy_and_cache(bool thread_isolated = false) {
-  return {.cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = thread_isolated})),
+AutocastSetting policy_and_cache() {
+  return {.cache = mezzo::install_op_overrides(WeightCache()),
           .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"))};
 }
 
@@ -73,8 +73,8 @@ TEST_F(Exit, MayComeBeforeTheEndOfAStaticGuard) {
 
 TEST_F(Exit, MayComeBeforeTheEndOfNestedStaticGuards) {
   EXPECT_CLEAN_EXIT({
-    static const Guard outer(policy_and_cache(/*thread_isolated=*/true));
-    static const Guard inner(policy_and_cache(/*thread_isolated=*/true));
+    static const Guard outer(policy_and_cache());
+    static const Guard inner(policy_and_cache());
     static const mezzo::Autocast<torch::kCPU, torch::kHalf> innermost;
     run_ops();
   });
@@ -92,11 +92,11 @@ TEST_F(Exit, MayComeBeforeTheEndOfAGuardThatAnEarlierStaticObjectHolds) {
 TEST_F(Exit, MayComeBeforeTheEndOfAGuardOfAThread) {
   EXPECT_CLEAN_EXIT({
     std::thread([] {
-      thread_local const Guard of_the_thread(policy_and_cache(/*thread_isolated=*/true));
+      thread_local const Guard of_the_thread(policy_and_cache());
       static const Guard of_the_process;
       run_ops();
     }).join();
-    thread_local const Guard of_main(policy_and_cache(/*thread_isolated=*/true));
+    thread_local const Guard of_main(policy_and_cache());
     run_ops();
   });
 }
@@ -117,7 +117,7 @@ class StaticPool {
         runs_ = true;
         while (!ends_) std::this_thread::yield();
       }
-      const Guard late(policy_and_cache(/*thread_isolated=*/true));
+      const Guard late(policy_and_cache());
     });
     while (!runs_) std::this_thread::yield();
   }
@@ -137,8 +137,7 @@ TEST_F(Exit, MayComeBeforeTheEndOfARegionInAThreadThatOutlivesMain) {
 TEST_F(Exit, MayComeBeforeTheEndOfStaticCachesPoliciesStatesAndCallables) {
   EXPECT_CLEAN_EXIT({
     static const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-    static const WeightCache isolated =
-        mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
+    static const WeightCache another = mezzo::install_op_overrides(WeightCache());
     static const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"));
     static const auto callable =
         mezzo::autocast<torch::kCPU>(run_ops, {.cache = cache, .policy = policy});
@@ -146,7 +145,7 @@ TEST_F(Exit, MayComeBeforeTheEndOfStaticCachesPoliciesStatesAndCallables) {
                                         {.device = torch::kCPU, .cache = cache, .policy = policy});
     callable();
     module(torch::ones({4, 4}));
-    const Guard guard({.cache = isolated, .policy = policy});
+    const Guard guard({.cache = another, .policy = policy});
     static const auto state = AutocastState::capture();
     static const auto with_state = mezzo::with_current_autocast(run_ops);
     with_state();

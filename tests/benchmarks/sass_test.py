@@ -149,7 +149,7 @@ class Names(unittest.TestCase):
         return sass.kernel_of(f"void mezzo::v0_cuda::detail::cuda::{name}<{arguments}>(mezzo::Table<1>, int)")
 
     def test_bytes_that_an_element_moves(self):
-        table = ", mezzo::v0_cuda::detail::StepTable<mezzo::v0_cuda::detail::AdamConstants, 300>"
+        table = ", mezzo::v0_cuda::detail::StepTable<StepTableRow, mezzo::v0_cuda::detail::AdamConstants, 300>"
         adam = "mezzo::v0_cuda::detail::AdamRule<false>"
         for arguments, title, read, written in [
                 (f"float, float, {adam}, PlainWeights<float>", "Adam float", 16, 12),
@@ -161,6 +161,13 @@ class Names(unittest.TestCase):
                 (f"c10::Half, float, {adam}, PlainWeights<c10::Half>", "Adam half/float", 10, 6)]:
             kernel = self.kernel(arguments + table)
             self.assertEqual((kernel.title, kernel.loaded, kernel.stored), (title, read, written))
+
+    def test_moments_in_blocks(self):
+        for arguments, name, title in [
+                ("AdamRule<true>, PlainWeights<c10::Half>, T", "staged_step_kernel", "Adam amsgrad half, block8"),
+                ("LionRule, StochasticWeights, T", "staged_step_kernel", "Lion bfloat16 stochastic, block8"),
+                ("PlainWeights<float>, T", "staged_lamb_moments_kernel", "lamb moments float, block8")]:
+            self.assertEqual(self.kernel(arguments, name).title, title)
 
     def test_lamb_and_summaries(self):
         moments = self.kernel("float, c10::Half, PlainWeights<float>, Table", "lamb_moments_kernel")

@@ -257,7 +257,7 @@ TEST_F(Checkpoint, IsRefusedForAnotherVocabulary) {
   auto vocabulary = test::read_bytes(saved / "vocab.txt");
   vocabulary.replace(vocabulary.find_last_not_of('\n'), 1, "~");  // of the last token
   std::ofstream(saved / "vocab.txt") << vocabulary;
-  EXPECT_THAT(error_of_resuming(saved), HasSubstr("had another config.json, vocab.txt"));
+  EXPECT_THAT(error_of_resuming(saved), HasSubstr("had other config.json, vocab.txt"));
 }
 
 TEST_F(Checkpoint, ThatIsAModelAloneIsNoRun) {

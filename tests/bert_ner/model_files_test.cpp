@@ -170,20 +170,16 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
 }
 
 TEST(ModelFiles, ComparesSizesBeforeItTakesMemoryForThem) {
-  const std::vector<std::pair<const char*, const char*>> cases{
-      {"num_hidden_layers", "lacks bert.encoder.layer.2.intermediate.dense.weight"},
-      {"hidden_size", "bert.embeddings.word_embeddings.weight is"},
-      {"vocab_size", "bert.embeddings.word_embeddings.weight is"},
-      {"max_position_embeddings", "bert.embeddings.position_embeddings.weight is"},
-      {"type_vocab_size", "bert.embeddings.token_type_embeddings.weight is"},
-      {"intermediate_size", "bert.encoder.layer.0.intermediate.dense.weight is"}};
-  for (const auto& [field, message] : cases) {
+  for (const char* field : {"num_hidden_layers", "hidden_size", "vocab_size",
+                            "max_position_embeddings", "type_vocab_size", "intermediate_size"}) {
     const ScratchFolder scratch;
     const auto folder = copy_tiny_bert(scratch);
     const auto check = [&] { check_sizes(bert_config_of(read_model_files(folder)), folder); };
     EXPECT_EQ(error_of(check), "no error");
     change_config(folder, field, 1'000'000);
-    EXPECT_THAT(error_of(check), AllOf(HasSubstr("model.safetensors: "), HasSubstr(message)));
+    EXPECT_THAT(error_of(check), AllOf(HasSubstr("model.safetensors: holds 5701 numbers"),
+                                       HasSubstr(" in its matrices alone")))
+        << field;
   }
 }
 
@@ -201,12 +197,9 @@ TEST(ModelFiles, SaysWhatIsMissing) {
   EXPECT_THAT(error_of([&] { read_model_files(scratch / "nowhere"); }), HasSubstr("is no folder"));
   const auto folder = copy_tiny_bert(scratch);
   std::filesystem::remove(folder / "model.safetensors");
-  EXPECT_THAT(load_error(folder), HasSubstr("model.safetensors: no such file"));
-  std::ofstream(folder / "pytorch_model.bin") << "pickle";
   EXPECT_THAT(load_error(folder),
-              AllOf(HasSubstr("pytorch_model.bin is a pickle"), HasSubstr("convert it once")));
-  std::ofstream(folder / "model.safetensors.index.json") << "{}";
-  EXPECT_THAT(load_error(folder), HasSubstr("is split into several files"));
+              AllOf(HasSubstr("model.safetensors: no such file"), HasSubstr("pytorch_model.bin"),
+                    HasSubstr("AutoModel.from_pretrained")));
   std::filesystem::remove(folder / "vocab.txt");
   EXPECT_THAT(error_of([&] { read_model_files(folder); }), HasSubstr("vocab.txt"));
   change_config(folder, "id2label", nullptr);

@@ -128,7 +128,7 @@ TEST_F(SafetensorsTest, RefusesAHeaderThatIsNoStrictJson) {
   expect_error(" {}", 0, "no JSON object");
   expect_error("{", 0, "no valid JSON");
   expect_error("{} {}", 0, "no valid JSON");
-  expect_error("{\"a\xFF\":1}", 0, "not UTF-8");
+  expect_error("{\"a\xFF\":1}", 0, "UTF-8");
   expect_error(R"({"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]},)"
                R"("a":{"dtype":"U8","shape":[],"data_offsets":[1,2]}})",
                2, "stands twice");
@@ -138,21 +138,21 @@ TEST_F(SafetensorsTest, RefusesAHeaderThatIsNoStrictJson) {
 }
 
 TEST_F(SafetensorsTest, RefusesMetadataThatAreNotStrings) {
-  expect_error(R"({"__metadata__":[]})", 0, "metadata are no JSON object");
-  expect_error(R"({"__metadata__":{"epoch":3}})", 0, "metadata \"epoch\" is no string");
+  expect_error(R"({"__metadata__":[]})", 0, "\"__metadata__\" [json.exception");
+  expect_error(R"({"__metadata__":{"epoch":3}})", 0, "type must be string, but is number");
 }
 
 TEST_F(SafetensorsTest, RefusesATensorThatIsNotFullyDescribed) {
-  expect_error(R"({"a":3})", 0, "tensor \"a\" is not described");
-  expect_error(R"({"a":{"dtype":"U8","shape":[1]}})", 1, "tensor \"a\" is not described");
+  expect_error(R"({"a":3})", 0, "\"a\" is not described");
+  expect_error(R"({"a":{"dtype":"U8","shape":[1]}})", 1, "\"a\" is not described");
   expect_error(R"({"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"stride":[1]}})", 1,
-               "tensor \"a\" is not described");
+               "\"a\" is not described");
 }
 
 TEST_F(SafetensorsTest, RefusesDtypesByName) {
   expect_error(R"({"a":{"dtype":"F8_E4M3","shape":[1],"data_offsets":[0,1]}})", 1,
-               "the dtype F8_E4M3, which is not read here");
-  expect_error(R"({"a":{"dtype":8,"shape":[1],"data_offsets":[0,1]}})", 1, "no string");
+               "the dtype F8_E4M3");
+  expect_error(R"({"a":{"dtype":8,"shape":[1],"data_offsets":[0,1]}})", 1, "must be string");
 }
 
 TEST_F(SafetensorsTest, RefusesShapesThatAreNoCountsOrDoNotFit) {
@@ -160,16 +160,16 @@ TEST_F(SafetensorsTest, RefusesShapesThatAreNoCountsOrDoNotFit) {
     return R"({"a":{"dtype":"F32","shape":)" + shape + R"(,"data_offsets":[0,8]}})";
   };
   EXPECT_EQ(error_of(header("[2]"), 8), "no error");
-  expect_error(header("2"), 8, "a shape that is no list");
-  expect_error(header("[-2]"), 8, "-2 in its shape");
-  expect_error(header("[2.0]"), 8, "2.0 in its shape");
-  expect_error(header("[\"2\"]"), 8, "\"2\" in its shape");
-  expect_error(header("[18446744073709551615]"), 8, "18446744073709551615 in its shape");
-  expect_error(header("[1e400]"), 8, "out of range");
-  expect_error(header("[4294967296,4294967296]"), 8, "64 bits");
+  expect_error(header("2"), 8, "must be array");
+  expect_error(header("[-2]"), 8, "has -2 for a count");
+  expect_error(header("[2.0]"), 8, "has 2.0 for a count");
+  expect_error(header("[\"2\"]"), 8, "has \"2\" for a count");
+  expect_error(header("[18446744073709551615]"), 8, "has 18446744073709551615 for a count");
+  expect_error(header("[1e400]"), 8, "number overflow");
+  expect_error(header("[4294967296,4294967296]"), 8, "63 bits");
   // 2^62 elements of 4 bytes are 2^64, which would wrap round to 0.
-  expect_error(header("[4611686018427387904]"), 8, "64 bits");
-  expect_error(header("[3]"), 8, "needs 12 bytes by its shape and dtype, but has 8");
+  expect_error(header("[4611686018427387904]"), 8, "63 bits");
+  expect_error(header("[3]"), 8, "needs 12 bytes by its shape and dtype, but has the bytes [0,8]");
 }
 
 TEST_F(SafetensorsTest, RefusesOffsetsThatOverlapOrLeaveTheFileOrAHole) {
@@ -178,16 +178,17 @@ TEST_F(SafetensorsTest, RefusesOffsetsThatOverlapOrLeaveTheFileOrAHole) {
            R"(},"b":{"dtype":"U8","shape":[4],"data_offsets":)" + second + "}}";
   };
   EXPECT_EQ(error_of(header("[4,8]", "[0,4]"), 8), "no error");
-  expect_error(header("[0,4]", "[3,7]"), 7, "tensor \"b\" overlaps");
-  expect_error(header("[0,4]", "[0,4]"), 4, "tensor \"b\" overlaps");
-  expect_error(header("[0,4]", "[5,9]"), 9, "tensor \"b\" leaves a hole");
-  expect_error(header("[1,5]", "[5,9]"), 9, "tensor \"a\" leaves a hole");
+  expect_error(header("[0,4]", "[3,7]"), 7, "\"b\" overlaps");
+  expect_error(header("[0,4]", "[0,4]"), 4, "\"b\" overlaps");
+  expect_error(header("[0,4]", "[5,9]"), 9, "or leaves a hole");
+  expect_error(header("[1,5]", "[5,9]"), 9, "\"a\" overlaps the one before it, or leaves a hole");
   expect_error(header("[0,4]", "[4,8]"), 9, "has 1 bytes behind the last tensor");
-  expect_error(header("[0,4]", "[4,8]"), 7, "tensor \"b\" lies at bytes 4 to 8 of 7");
-  expect_error(header("[4,0]", "[4,8]"), 8, "tensor \"a\" lies at bytes 4 to 0");
-  expect_error(header("[-4,0]", "[4,8]"), 8, "not two counts");
-  expect_error(header("[0,4]", "[4,8,12]"), 8, "not two counts");
-  expect_error(header("[0,4]", "[4,18446744073709551615]"), 8, "tensor \"b\" lies at bytes");
+  expect_error(header("[0,4]", "[4,8]"), 7, "has the bytes [4,8] of 7");
+  expect_error(header("[4,0]", "[4,8]"), 8, "has the bytes [4,0]");
+  expect_error(header("[-4,0]", "[4,8]"), 8, "has -4 for a count");
+  expect_error(header("[0,4]", "[4,8,12]"), 8, "has the bytes [4,8,12]");
+  expect_error(header("[0,4]", "[4,18446744073709551615]"), 8,
+               "has 18446744073709551615 for a count");
 }
 
 TEST_F(SafetensorsTest, TellsOtherFormatsByTheirFirstBytes) {

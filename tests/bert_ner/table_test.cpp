@@ -14,7 +14,6 @@ namespace {
 
 using testing::ElementsAre;
 using testing::HasSubstr;
-using testing::Not;
 
 constexpr int64_t kMebibyte = 1 << 20;
 
@@ -77,18 +76,6 @@ TEST(Table, OfSeveralSeedsHasMeansAndSpreads) {
   EXPECT_THAT(text, HasSubstr("| 0.480 (0.450-0.510) |"));
   EXPECT_THAT(text, HasSubstr("|     700 MiB |"));
   EXPECT_THAT(text, HasSubstr("|     2750 |           1.75 |             6 |"));
-}
-
-TEST(Table, SaysWhatToReadFromIt) {
-  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
-  const auto note = reading_note(rows).value();
-  EXPECT_THAT(note, HasSubstr("\"fp16 dynamic scale\" trains fastest, at 1.50 times the speed"));
-  EXPECT_THAT(note, HasSubstr("needs the least memory, 500 MiB for 600"));
-  EXPECT_THAT(note, HasSubstr("--seeds"));
-  EXPECT_FALSE(reading_note(std::vector<TableRow>{{fp32_result()}}));
-
-  const std::vector<TableRow> twice{{fp32_result(), fp32_result()}, {fp16_result(), fp16_result()}};
-  EXPECT_THAT(reading_note(twice).value(), Not(HasSubstr("--seeds")));
 }
 
 TEST(Table, ForProgramsHasAllRunsOfSeveralSeeds) {

@@ -27,6 +27,7 @@ using cuda_on_host::expect_same;
 using cuda_on_host::Training;
 using cuda_on_host::TrainingOptions;
 using mezzo::optim::AdamWOptions;
+using mezzo::optim::MomentStorage;
 using mezzo::optim::WeightStorage;
 using testing::HasSubstr;
 using testing::Property;
@@ -63,6 +64,13 @@ std::vector<TrainingOptions> all_options() {
   all.push_back({.dtype = at::kBFloat16,
                  .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::master),
                  .unscales = true});
+  const auto block8 = AdamWOptions(0.1).moment_storage(MomentStorage::block8);
+  all.push_back({.elements = 4100, .adamw = block8});
+  for (const int64_t elements : {int64_t{50}, int64_t{4100}}) {  // of the first, moments are floats
+    all.push_back({.elements = elements,
+                   .dtype = at::kBFloat16,
+                   .adamw = AdamWOptions(block8).weight_storage(WeightStorage::stochastic)});
+  }
   return all;
 }
 

@@ -240,7 +240,7 @@ class Block {
     for (int i = 0; i < kWarp; ++i) words[i] = thread(first + i).word;
     for (int i = 0; i < kWarp; ++i) {
       Thread& lane = thread(first + i);
-      const int from = i + lane.lanes;
+      const int from = lane.lanes < 0 ? i ^ -lane.lanes : i + lane.lanes;
       lane.word = words[from < kWarp ? from : i];
       make_ready(first + i);
     }

@@ -131,14 +131,25 @@ inline int __syncthreads_or(int flag,
 }
 
 template <class Word>
-Word __shfl_down_sync(unsigned mask, Word word, unsigned lanes,
-                      const std::source_location& where = std::source_location::current()) {
+Word shuffle(unsigned mask, Word word, int lanes, const std::source_location& where) {
   static_assert(sizeof(Word) == 4 || sizeof(Word) == 8);
   uint64_t bits = 0;
   std::memcpy(&bits, &word, sizeof(Word));
-  bits = host_device::wait_for_warp(mask, bits, static_cast<int>(lanes), where);
+  bits = host_device::wait_for_warp(mask, bits, lanes, where);
   std::memcpy(&word, &bits, sizeof(Word));
   return word;
+}
+
+template <class Word>
+Word __shfl_down_sync(unsigned mask, Word word, unsigned lanes,
+                      const std::source_location& where = std::source_location::current()) {
+  return shuffle(mask, word, static_cast<int>(lanes), where);
+}
+
+template <class Word>
+Word __shfl_xor_sync(unsigned mask, Word word, int lanes,
+                     const std::source_location& where = std::source_location::current()) {
+  return shuffle(mask, word, -lanes, where);
 }
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

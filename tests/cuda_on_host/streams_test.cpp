@@ -230,11 +230,10 @@ TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
   };
   const c10::StreamGuard warm_up(host_gpu::new_stream());
   write(2);
-  mezzo::detail::WeightStore store(std::numeric_limits<std::int64_t>::max(), false);
-  store.fixed_copy(weight, at::kBFloat16);
-  const auto read = [&] {
-    return store.lower(weight, at::kBFloat16, mezzo::detail::ArgumentRole::weight, 0);
-  };
+  const auto store = std::make_shared<mezzo::detail::WeightStore>();
+  store->buffer_for(weight, at::kBFloat16);
+  mezzo::detail::ThreadCache of_the_region{store, nullptr};
+  const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
   {
     const c10::StreamGuard other(host_gpu::new_stream());
     EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
@@ -246,12 +245,33 @@ TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
   host_gpu::capture(graph, [&] {
     sum.copy_(read().sum());
     mezzo::detail::WriteEvents events;
-    store.publish(weight, store.fixed_copy(weight, at::kBFloat16), events);
+    store->publish(weight, store->buffer_for(weight, at::kBFloat16), events);
   });
   graph.replay();
   EXPECT_EQ(sum.item<float>(), 200);
   const c10::StreamGuard third(host_gpu::new_stream());
   EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
+}
+
+TEST_P(Streams, PinnedAndTrainableWeightsAreReadOnAnotherStream) {
+  const auto store = std::make_shared<mezzo::detail::WeightStore>();
+  mezzo::detail::ThreadCache of_the_region{store, nullptr};
+  for (const bool pinned : {true, false}) {
+    const at::Tensor weight = at::zeros({100}, at::device(host_gpu::device()).dtype(at::kFloat));
+    pinned ? store->pin({weight}) : static_cast<void>(weight.requires_grad_());
+    host_gpu::run_all();
+    const at::NoGradGuard no_grad;
+    const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
+    {
+      const c10::StreamGuard first(host_gpu::new_stream());
+      weight.fill_(2);
+      read();
+    }
+    const auto hits = store->statistics().hits;
+    const c10::StreamGuard second(host_gpu::new_stream());
+    EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
+    EXPECT_EQ(store->statistics().hits, hits + 1);
+  }
 }
 
 TEST_P(Streams, WhatAStepPublishesHasOneEventADevice) {

@@ -103,6 +103,10 @@ TEST_F(DoctorCommand, SaysWhatItCannotUse) {
   EXPECT_EQ(sizes.status, 3);
   EXPECT_THAT(sizes.err, HasSubstr("--input 8x16: give sizes like 8,128"));
   EXPECT_THAT(run(path + " --input float8:8,16").err, HasSubstr("int64, int32 and bool"));
+  EXPECT_THAT(run("nowhere.pt").err, HasSubstr("MODEL nowhere.pt: there is no such file"));
+  EXPECT_THAT(run(path + " --dtype bf17").err, HasSubstr("--dtype bf17: choose bf16 or fp16"));
+  EXPECT_THAT(run(path + " --threads 0").err,
+              HasSubstr("--threads 0: give a whole number from 1 to 4096"));
   EXPECT_EQ(run("--help").status, 0);
 }
 

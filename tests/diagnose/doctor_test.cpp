@@ -337,7 +337,9 @@ TEST(Doctor, CountsWeightsThatAreCastAgainAndAgain) {
                                "1 of 1 parameters are cast to bfloat16 in every forward pass, 768 "
                                "B read and written; 1 of them more than once")));
   mezzo::DoctorOptions cached = kInBfloat16;
-  cached.cache = mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  cache.pin(model.parameters());
+  cached.cache = cache;
   EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, cached).findings,
               Not(Contains(about(casts))))
       << "the cache holds the copy from the first run on";

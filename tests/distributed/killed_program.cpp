@@ -1,6 +1,7 @@
 // One rank of a run that is killed again and again: killed_program ddp|zero FOLDER STEPS. Started
-// by kills_test.cpp under mpirun, or by torchrun_kills_test.cpp under torchrun, it goes on from the
-// last checkpoint in FOLDER, and says what it does, a line each, on stdout.
+// by kills_test.cpp under mpirun (over MPI), by torchrun_kills_test.cpp under torchrun or by
+// hosts_test.py (over Gloo), it goes on from the last checkpoint in FOLDER, and says what it does, a
+// line each, on stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>
@@ -87,7 +88,7 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
   say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
-/// The ranks that torchrun has started.
+/// The ranks that torchrun, or hosts_test.py, has started.
 Ranks over_gloo([[maybe_unused]] const mezzo::ProcessGroupEnvironment& environment) {
 #if defined(USE_C10D_GLOO)
   return mezzo::gloo_backend(mezzo::rendezvous(environment, 20s), environment.rank,
@@ -99,7 +100,7 @@ Ranks over_gloo([[maybe_unused]] const mezzo::ProcessGroupEnvironment& environme
 
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
   std::optional<mezzo::MpiEnvironment> mpi;
-  const bool is_over_mpi = std::getenv("TORCHELASTIC_RUN_ID") == nullptr;
+  const bool is_over_mpi = std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
   if (is_over_mpi) mpi.emplace();
   const auto environment = mezzo::ProcessGroupEnvironment::read();
   mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,

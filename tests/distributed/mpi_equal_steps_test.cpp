@@ -4,12 +4,14 @@
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -134,6 +136,31 @@ TEST(MpiDataParallelSteps, AnotherOptionIsToldWithoutALossScale) {
   step();
   EXPECT_THAT(error_of(step),
               names_last(ranks, "group 0 weight_decay: 0.5", "group 0 weight_decay: 0.01"));
+}
+
+TEST(MpiDataParallelSteps, AnOptionOfMasterWeightsIsToldWithAndWithoutALossScale) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  for (const bool scales : {false, true}) {
+    mezzo::DataParallel ddp(small_model(), ranks);
+    // The first parameter is no gradient's that ranks share.
+    const at::Tensor own = at::ones({2}).requires_grad_();
+    torch::optim::SGD sgd({own}, 0.1);
+    sgd.add_param_group({ddp->parameters(), std::make_unique<torch::optim::SGDOptions>(0.1)});
+    auto& options = static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[1].options());
+    options.momentum(on_last(ranks, 0.9, 0.5));
+    mezzo::MasterWeights masters(sgd);
+    GradScaler scaler({.enabled = scales});
+    const auto step = [&] {
+      sgd.zero_grad();
+      scaler.scale(ddp(torch::ones({2, 4})).sum()).backward();
+      scales ? (void)scaler.step(masters) : (void)masters.step();
+      if (scales) scaler.update();
+    };
+    step();
+    EXPECT_THAT(error_of(step),
+                names_last(ranks, "group 1 momentum: 0.5", "group 1 momentum: 0.9"));
+  }
 }
 
 TEST(MpiDataParallelSteps, AStepThatOneRankAloneTookIsToldInTheNextPass) {

@@ -120,14 +120,9 @@ TEST(ProcessGroupEnvironment, AWorldSizeThatIsLeftInTheShellIsNoLauncher) {
   EXPECT_FALSE(ProcessGroupEnvironment::is_launched(variables_of({{"WORLD_SIZE", "4"}})));
 }
 
-TEST(ProcessGroupEnvironment, ReadsHowTorchrunStartsAnew) {
-  const auto again = read(with(
-      kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "3"}, {"TORCHELASTIC_USE_AGENT_STORE", "True"}}));
-  EXPECT_EQ(again.restart_count, 3);
-  EXPECT_TRUE(again.has_agent_store);
+TEST(ProcessGroupEnvironment, ReadsWhetherTorchrunsAgentServesTheStore) {
+  EXPECT_TRUE(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"}})).has_agent_store);
   EXPECT_FALSE(read(with(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "False"}})).has_agent_store);
-  EXPECT_THAT(error_in(with(kTorchrun, {{"TORCHELASTIC_RESTART_COUNT", "once"}})),
-              HasSubstr("TORCHELASTIC_RESTART_COUNT must be a number"));
 }
 
 TEST(ProcessGroupEnvironment, RanksThatContradictEachOtherAreNamed) {

@@ -57,29 +57,39 @@ TEST(Rendezvous, RanksThatDoNotComeAreNamedInTime) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
 }
 
-TEST(Rendezvous, UnderTorchrunEachAttemptMeetsAnewInTheAgentsStore) {
+TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes) {
   c10d::TCPStoreOptions options;
   options.isServer = true;
   options.port = 0;
   options.waitWorkers = false;
   const auto agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
-  const auto ranks_of_attempt = [&](int attempt) {
-    std::vector<ProcessGroupEnvironment> ranks;
-    for (int rank = 0; rank < 2; ++rank) {
-      ranks.push_back(environment_of(rank, 2, agent->getPort()));
-      ranks.back().has_agent_store = true;
-      ranks.back().restart_count = attempt;
-    }
-    return ranks;
-  };
-  meet(ranks_of_attempt(0))[0]->set("key", std::string("stale"));
-  const auto alone = ranks_of_attempt(1);
-  EXPECT_THAT(error_of([&] { mezzo::rendezvous(alone[0], 300ms); }),
-              HasSubstr("no rank 1 has come"));
-  const auto again = meet(ranks_of_attempt(2));
+  // Of a change of membership the environment says nothing.
+  std::vector<ProcessGroupEnvironment> ranks;
+  for (int rank = 0; rank < 3; ++rank) {
+    ranks.push_back(environment_of(rank, 3, agent->getPort()));
+    ranks.back().has_agent_store = true;
+  }
+  meet(ranks)[0]->set("key", std::string("stale"));
+  EXPECT_THAT(error_of([&] { mezzo::rendezvous(ranks[1], 300ms); }),
+              HasSubstr("no rank 0 has come"));
+  EXPECT_THAT(error_of([&] { mezzo::rendezvous(ranks[0], 300ms); }),
+              HasSubstr("no rank 1, 2 has come"));
+  // A rank that comes before rank 0 finds the meeting that rank 0 waited in alone.
+  StorePtr early;
+  std::thread before([&] { early = mezzo::rendezvous(ranks[2], 20s); });
+  std::this_thread::sleep_for(50ms);
+  const auto again = [&] {
+    std::vector<StorePtr> stores(2);
+    std::thread other([&] { stores[1] = mezzo::rendezvous(ranks[1], 20s); });
+    stores[0] = mezzo::rendezvous(ranks[0], 20s);
+    other.join();
+    return stores;
+  }();
+  before.join();
   EXPECT_FALSE(again[1]->check({"key"}));
   again[0]->set("key", std::string("new"));
   EXPECT_EQ(again[1]->get_to_str("key"), "new");
+  EXPECT_EQ(early->get_to_str("key"), "new");
 }
 
 }  // namespace

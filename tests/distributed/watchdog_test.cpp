@@ -177,6 +177,21 @@ TEST(PeerWatch, WhoeverIsToldToEndSaysWhoIsNotThereAnyMore) {
               HasSubstr("rank 0, which hosts the store, has not answered for 3.0 s"));
 }
 
+TEST(PeerWatch, OfAStoreThatTorchrunsAgentServesNoRankIsBlamed) {
+  PeerWatch watch(1, 2, timeouts(), /*agent_serves=*/true);
+  watch.look(1s, {running(1, 4), running(1, 4)});
+  for (int look = 0; look < 2; ++look) EXPECT_FALSE(watch.look_without_answer(2s));
+  const WatchdogFault silent = watch.look_without_answer(2s).value(),
+                      broke = watch.connection_broke("reset by peer"),
+                      ended = watch.explain_end(3s);
+  EXPECT_EQ(silent.what,
+            "torchrun's agent, which hosts the store, has not answered for 6.0 s (stopped or cut "
+            "off)");
+  EXPECT_THAT(broke.what, HasSubstr("the connection to torchrun's agent, which hosts the store"));
+  EXPECT_THAT(ended.what, HasSubstr("torchrun's agent, which hosts the store, has not answered"));
+  for (const WatchdogFault& fault : {silent, broke, ended}) EXPECT_TRUE(fault.ranks.empty());
+}
+
 TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   Heartbeat beat{.count = 1LL << 40,
                  .state = State::terminated,

@@ -160,14 +160,26 @@ IMPERATIVE = re.compile(r"""(add|begin|build|call|cast|change|choose|clip|clone\
     update|use|write|(it|they)\ (should|must))\b""", re.X)
 
 
-def remedy_of(message):
-    """What a message itself says is to be done; nothing where that is for a person to write."""
+def split(message):
+    """A message, and what it says itself is to be done; nothing where that is for a person to write."""
     for mark in ("; ", ". In C++: ", ". ", ": "):
         if mark in message:
-            remedy = message.rsplit(mark, 1)[1].strip().rstrip(".")
+            words, remedy = (part.strip() for part in message.rsplit(mark, 1))
+            remedy = remedy.rstrip(".")
             if IMPERATIVE.match(remedy[0].lower() + remedy[1:]) and len(remedy) > 8:
-                return remedy[0].upper() + remedy[1:] + "."
-    return ""
+                return words, remedy[0].upper() + remedy[1:] + "."
+    return message, ""
+
+
+def shown(messages):
+    """{what the page shows of a message: what the message says is to be done}. A message is shown without its remedy,
+    unless another one has the same words before a remedy of its own."""
+    rows = {}
+    for message in messages:
+        words, remedy = split(message)
+        alone = len({split(other)[1] for other in messages if split(other)[0] == words}) == 1
+        rows[words if alone and " " in words and len(re.sub(r"[^a-z]", "", words)) > 5 else message] = remedy
+    return rows
 
 
 def first_words(message):
@@ -176,11 +188,12 @@ def first_words(message):
 
 
 def errors_page(root, known):
-    introduction = (root / "docs/errors.md").read_text(encoding="utf-8").split("\n## ", 1)[0].rstrip()
+    introduction = re.split(r"\n## \w+/\n", (root / "docs/errors.md").read_text(encoding="utf-8"), maxsplit=1)[0].rstrip()
     text = [introduction]
     for room, messages in sorted(messages_of(root).items()):
         text.append(f"\n## {room}/\n\n| message | what to do |\n|---|---|")
-        text += [f"| `{message}` | {known.get(message) or remedy_of(message)} |" for message in sorted(messages, key=first_words)]
+        rows = shown(messages)
+        text += [f"| `{words}` | {known.get(words) or rows[words]} |" for words in sorted(rows, key=first_words)]
     return "\n".join(text) + "\n"
 
 
@@ -190,7 +203,7 @@ def check_errors(root, write):
     if write:
         page.write_text(errors_page(root, known), encoding="utf-8")
         known = rows_of(page)
-    messages = {message for of_room in messages_of(root).values() for message in of_room}
+    messages = {words for of_room in messages_of(root).values() for words in shown(of_room)}
     faults = [f"docs/errors.md lacks the message `{message}`; run check_docs.py errors . --write"
               for message in sorted(messages - known.keys())]
     faults += [f"docs/errors.md has `{message}`, which nothing throws; run check_docs.py errors . --write"

@@ -34,7 +34,7 @@ struct Batch {
   torch::Tensor data, target;
 };
 
-extern Net model, net_d, net_g, block;
+extern Net model, net_d, net_g, block, body, embedding;
 extern std::vector<Batch> batches;
 extern std::vector<Batch>* loader;
 extern std::vector<Batch>* part_of_this_rank;

@@ -210,10 +210,11 @@ struct CachedOps {
 
 void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
                             const AutocastSetting& setting,
-                            const std::optional<mezzo::WeightCache>& cache) {
+                            const std::optional<mezzo::WeightCache>& cache, bool pinned = false) {
   const auto x = torch::ones({2, 8});
   const auto weight =
       torch::arange(ops.shape[0] * ops.shape[1]).view(ops.shape).to(of_weight).requires_grad_();
+  if (pinned) cache->pin({weight});
   torch::optim::SGD optimizer({weight}, 1.0);
   mezzo::GradScaler scaler({.init_scale = 4, .allow_fp16_gradients = true});
   const auto loss_of = [&] {
@@ -258,9 +259,8 @@ TEST_P(Casts, InACacheGiveRightGradientsAfterAnEvaluation) {
       expect_right_gradients(ops, of_weight, like_cuda, std::nullopt);
       expect_right_gradients(ops, of_weight, like_cuda,
                              mezzo::install_op_overrides(mezzo::WeightCache()));
-      expect_right_gradients(
-          ops, of_weight, like_cuda,
-          mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true})));
+      expect_right_gradients(ops, of_weight, like_cuda,
+                             mezzo::install_op_overrides(mezzo::WeightCache()), /*pinned=*/true);
     }
   }
 }

@@ -241,8 +241,7 @@ TEST(PoolThreads, KeepNothingOfATask) {
   Tensor weight = torch::randn({4, 4}).requires_grad_();
   c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
   {
-    const mezzo::WeightCache cache =
-        mezzo::install_op_overrides(mezzo::WeightCache({.thread_isolated = true}));
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
         {.cache = cache, .policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
     pool.run(mezzo::with_current_autocast([&] {
@@ -264,13 +263,12 @@ TEST(PoolThreads, KeepNothingOfATask) {
   EXPECT_TRUE(watched.expired());
 }
 
-TEST(PoolThreads, LetGoOfFrozenCopiesWithTheirCache) {
+TEST(PoolThreads, LetGoOfPublishedCopiesWithTheirCache) {
   Pool pool;
   const Tensor x = torch::randn({4, 4}), weight = torch::randn({4, 4});
   c10::weak_intrusive_ptr<c10::StorageImpl> copy(torch::empty({1}).storage().getWeakStorageImpl());
   {
-    const mezzo::WeightCache cache =
-        mezzo::install_op_overrides(mezzo::WeightCache({.thread_isolated = true}));
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     pool.run([&] {
           const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
           torch::linear(x, weight);

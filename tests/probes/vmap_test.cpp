@@ -84,8 +84,9 @@ class Vmap : public testing::Test {
     EXPECT_TRUE(torch::equal(gradient_of(result, weight_), gradient_of(libtorchs, weight_)));
   }
 
-  const mezzo::WeightCache cache_ =
-      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  Vmap() { cache_.pin({weight_, bias_, weights_}); }
+
+  const mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   Tensor weight_ = torch::randn({4, 3}).requires_grad_();
   Tensor bias_ = torch::randn({4}).requires_grad_();
   Tensor batch_ = torch::randn({5, 2, 3});

@@ -151,28 +151,62 @@ int examine(const Request& request) {
   return diagnosis.exit_status();
 }
 
+/// Checks a value: where `is_good` is false the message is "--flag VALUE: ADVICE".
+template <class IsGood>
+CLI::Validator check(IsGood is_good, const std::string& advice) {
+  return {[=](const std::string& text) { return is_good(text) ? "" : text + ": " + advice; }, ""};
+}
+
+CLI::Validator one_of(const std::string& one, const std::string& other) {
+  const auto is_good = [=](const std::string& text) { return text == one || text == other; };
+  return check(is_good, "choose " + one + " or " + other);
+}
+
+CLI::Validator between(int low, int high) {
+  const auto is_good = [=](const std::string& text) {
+    int value = 0;
+    return CLI::detail::lexical_cast(text, value) && value >= low && value <= high;
+  };
+  return check(is_good, c10::str("give a whole number from ", low, " to ", high));
+}
+
+CLI::Validator positive() {
+  const auto is_good = [](const std::string& text) {
+    double value = 0;
+    return CLI::detail::lexical_cast(text, value) && value > 0;
+  };
+  return check(is_good, "give a number above 0");
+}
+
+CLI::Validator a_file() {
+  const auto is_good = [](const std::string& text) {
+    return std::filesystem::is_regular_file(text);
+  };
+  return check(is_good, "there is no such file; check the path");
+}
+
 void add_flags(CLI::App& app, Request& request) {
   app.add_option("MODEL", request.model, "TorchScript file, as torch.jit.save wrote it")
       ->required()
-      ->check(CLI::ExistingFile);
+      ->check(a_file());
   auto* const inputs = app.add_option("--input", request.inputs,
                                       "an argument of forward, random: 8,16 or int64:8,128; once "
                                       "for each argument");
   app.add_option("--sample", request.sample,
                  "or all arguments in a file of torch.save: a tensor, or a tuple")
-      ->check(CLI::ExistingFile)
+      ->check(a_file())
       ->excludes(inputs);
-  app.add_option("--device", request.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--device", request.device, "cpu or cuda")->check(one_of("cpu", "cuda"));
   app.add_option("--dtype", request.dtype, "bf16 or fp16 (default: bf16 on the CPU, fp16 on CUDA)")
-      ->check(CLI::IsMember({"bf16", "fp16"}));
+      ->check(one_of("bf16", "fp16"));
   app.add_option("--threads", request.threads, "CPU threads (default: libtorch's choice)")
-      ->check(CLI::Range(1, 4096));
+      ->check(between(1, 4096));
   app.add_option("--micro-batches", request.micro_batches,
                  "backward passes that add to the gradients before a step (default: 1)")
-      ->check(CLI::Range(1, 1000000));
+      ->check(between(1, 1000000));
   app.add_option("--lr", request.learning_rate,
                  "learning rate of weights of 16 bits: are Adam's updates lost to rounding?")
-      ->check(CLI::PositiveNumber);
+      ->check(positive());
   app.add_flag("--json", request.json, "write JSON in place of the report");
   app.add_flag("--quick", request.quick, "do not time the hardware");
   app.set_version_flag("--version", "mezzo-doctor " + kVersion);
@@ -191,8 +225,12 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
     return examine(request);
+  } catch (const CLI::Success& help) {
+    return app.exit(help);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : kCannotExamine;
+    std::string text = error.what();  // of a value: "--flag: VALUE: ADVICE"
+    if (error.get_name() == "ValidationError") text.erase(text.find(':'), 1);
+    std::cerr << "mezzo-doctor: " << text << " (mezzo-doctor --help lists the flags)" << std::endl;
   } catch (const c10::Error& error) {
     std::cerr << "mezzo-doctor: " << error.what_without_backtrace() << std::endl;
   } catch (const std::exception& error) {

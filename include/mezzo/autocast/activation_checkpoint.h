@@ -1,7 +1,7 @@
 /// \file
-/// Activation checkpointing: a part of the forward pass keeps its inputs only, and computes what
-/// backward needs of it a second time, during backward. Memory for time (Chen et al. 2016,
-/// "Training Deep Nets with Sublinear Memory Cost"). What Python calls torch.utils.checkpoint.
+/// Activation checkpointing (torch.utils.checkpoint in Python): a part of the forward pass keeps
+/// only its inputs, and backward computes its activations a second time. Saves memory and costs
+/// time (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 ///
 /// Brings in libtorch's autograd engine, about nine seconds of compile time.
 #pragma once
@@ -19,7 +19,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// How a checkpoint behaves.
+/// Options of a checkpoint.
 struct ActivationCheckpointOptions {
   /// Whether the recomputation draws the random numbers of the first run, as dropout needs: from
   /// the default generators of the CPU and of all CUDA devices in use. Without random ops, false
@@ -46,9 +46,9 @@ struct ActivationCheckpointOptions {
 /// skipped. When grad mode is off, or nothing requires grad, it is a plain call.
 ///
 /// `function` must do the same each time; see the errors. It must have no other lasting effect:
-/// batch norm's running statistics, for one, would be updated twice. It is called in the thread
-/// that runs backward, for CUDA one of the engine's. It may call threads of its own only for what
-/// needs no gradient.
+/// batch norm's running statistics, for one, would be updated twice. The second call is made by the
+/// thread that runs backward, for CUDA one of the engine's. `function` may use threads of its own
+/// only for work that needs no gradient.
 ///
 /// `function` and `args` are copied, or moved from rvalues, and passed to it as lvalues, so that
 /// move-only ones work; what they refer to must live until backward. Pass std::ref to avoid a copy.
@@ -64,15 +64,14 @@ struct ActivationCheckpointOptions {
 ///   or not, a buffer, or whatever else its ops took from outside;
 /// - in backward, when the recomputation makes other ops than the first run, ops of other shapes or
 ///   dtypes, or uses other parameters: the message names the first difference.
-/// Modifications are noticed by the tensor's version, as autograd notices them for what it saves,
-/// and by its storage. After those that are not watched backward may compute wrong gradients, and
-/// does not throw. Not watched are
+/// The tensor's version and storage tell of modifications, as they do for tensors that autograd
+/// saves. Backward does not throw, and may compute wrong gradients, after changes that they do not
+/// tell of:
 /// - writes that bump no version: through `data()`, as torch::optim::SGD steps, by a raw pointer,
 ///   and in place to tensors of inference mode;
-/// - what `function` reads through `data()`, in other threads or without an op;
-/// - tensors that it modifies itself (what it counts, for example), and those that it made at its
-///   first run and kept.
-/// What `function` throws passes through, in backward too. No host sync of its own.
+/// - to tensors that `function` reads through `data()`, in other threads or without an op;
+/// - to tensors that it modifies itself (counters, for example), or made at its first run and kept.
+/// Exceptions of `function` pass through, in backward too. No host sync of its own.
 template <class F, class... Args>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,
                            Args&&... args) {
@@ -89,7 +88,7 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& funct
   return detail::first_run(std::move(call), options.preserve_random_state);
 }
 
-/// The same with the default options.
+/// Calls `activation_checkpoint` with the default options.
 template <class F, class... Args>
 auto activation_checkpoint(F&& function, Args&&... args) requires(
     !std::same_as<std::remove_cvref_t<F>, ActivationCheckpointOptions>) {

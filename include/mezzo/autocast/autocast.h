@@ -1,11 +1,11 @@
 /// \file
-/// Automatic mixed precision for the forward pass: inside an enabled region libtorch runs matrix
-/// products and convolutions in half or bfloat16 and the ops that need the range in float32. What
-/// Python calls `torch.autocast`.
+/// Automatic mixed precision for the forward pass, `torch.autocast` in Python: inside an enabled
+/// region libtorch runs matrix products and convolutions in half or bfloat16, and the ops that need
+/// the range in float32.
 ///
-/// Autocast state belongs to a thread. libtorch's cache of weight casts that goes with it belongs
-/// to the whole process: see AutocastCache, and weight_cache.h for a better one.
-/// Modules are wrapped by autocast_module.h.
+/// Autocast state belongs to a thread. libtorch's cache of weight casts belongs to the whole
+/// process: see AutocastCache, and weight_cache.h for a better one. autocast_module.h wraps
+/// modules.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -20,7 +20,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A region of mixed precision that ends with the scope:
+/// Guard of a region of mixed precision, which ends with the scope:
 ///
 ///     mezzo::Autocast<torch::kCUDA> autocast;                     // half on CUDA
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
@@ -29,13 +29,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
-/// cache flag, nesting; at the thread's outermost exit the weight cache is cleared. Scopes of one
+/// cache flag, nesting. The thread's outermost exit clears libtorch's weight cache. Scopes of one
 /// thread must end in reverse order, in that thread, which block scope sees to; a static or
-/// thread_local guard of that thread may end when the process or the thread does. A guard that
-/// lives across a coroutine's suspension may not: it leaves the wrong state behind, as
-/// `torch.autocast` around an await does, and warns. Enter an AutocastState::Scope after each
-/// suspension instead. Entering and leaving costs some thread-local writes and no host sync. Call
-/// `backward()` after the scope.
+/// thread_local guard may end with the process or the thread. A guard that lives across a
+/// coroutine's suspension leaves the wrong state behind, as `torch.autocast` around an await does,
+/// and warns: enter an AutocastState::Scope after each suspension instead. Entering and leaving
+/// costs some thread-local writes and no host sync. Call `backward()` after the scope.
 ///
 /// The region acts on ops whose tensors are on `Device`; for CPU and CUDA at once open both. It
 /// warns once a process where `Device` is CUDA and there is none, as Python does, and where the CPU
@@ -51,7 +50,7 @@ class Autocast {
                 "torch::kBFloat16, or {.enabled = false} for full precision");
 
  public:
-  /// `setting` beside device and dtype, which the type says.
+  /// Enters a region of `setting`. The type says device and dtype.
   /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, for a policy
   ///   with an op that install_op_overrides was not called for, and for a WeightCache likewise
   [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
@@ -65,30 +64,30 @@ class Autocast {
   detail::GuardedRegion region_;
 };
 
-/// Autocast's twin for a device and dtype that are known at run time only: a flag, a file, the
-/// hardware.
+/// Guard of a region whose device and dtype are known at run time only: from a flag, a file, the
+/// hardware. Else as Autocast.
 ///
 ///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
 ///     mezzo::AutocastGuard autocast({.device = device.type(), .enabled = flags.amp});
 ///     mezzo::AutocastGuard autocast(torch::kCUDA, torch::kBFloat16);
-///
-/// Everything said of Autocast holds.
 class AutocastGuard {
  public:
+  /// Enters a region of `setting`.
   /// \throws c10::Error, and changes nothing, when the setting names no device, when that has no
   ///   autocast or cannot lower to the dtype, also when not enabled, and as Autocast does
   [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting)
       : region_(detail::checked_region(setting)) {}
 
-  /// `torch.autocast(device, dtype)`: the device, or its type, and the dtype of the lowered ops;
-  /// without a dtype default_autocast_dtype(device).
+  /// Enters a region as `torch.autocast(device, dtype)` does.
+  /// \param device a device or its type
+  /// \param dtype of the lowered ops; none means default_autocast_dtype(device)
   template <class Device>
   requires(std::same_as<Device, c10::Device> || std::same_as<Device, c10::DeviceType>)
       [[nodiscard]] explicit AutocastGuard(Device device,
                                            std::optional<at::ScalarType> dtype = std::nullopt)
       : AutocastGuard(AutocastSetting{.device = c10::Device(device).type(), .dtype = dtype}) {}
 
-  /// As Autocast's.
+  /// Ends the region here, as Autocast::end does.
   void end() noexcept { region_.end(); }
 
  private:
@@ -116,10 +115,10 @@ decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
   }
 }
 
-/// `function` as a callable that runs under autocast in whatever thread calls it, and is otherwise
-/// the same: all arguments are forwarded perfectly, move-only ones too, the result is returned as
-/// it is, references included, overloads, const and noexcept are kept. What Python does by
-/// decorating `forward`. The function stands first here, the setting after it.
+/// Returns `function` as a callable that runs under autocast in whatever thread calls it, as a
+/// decorator of `forward` does in Python. All arguments are forwarded perfectly, move-only ones
+/// too, the result is returned as it is, references included, and overloads, const and noexcept are
+/// kept. The function stands first here, the setting after it.
 ///
 ///     auto forward = mezzo::autocast<torch::kCPU>([&](auto x) { return net->forward(x); });
 ///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
@@ -134,8 +133,8 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
   return Function(std::forward<F>(function), detail::checked_region(setting, Device, Dtype));
 }
 
-/// The same for a setting known at run time. Throws as AutocastGuard does, here and not at the
-/// calls.
+/// Returns `function` as a callable that runs in regions of `setting`, as the overload above does
+/// for a device known at compile time. Throws as AutocastGuard does, here and not at the calls.
 template <class F>
 [[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting) requires(
     !std::is_same_v<std::decay_t<F>, AutocastSetting>) {
@@ -143,9 +142,9 @@ template <class F>
   return Function(std::forward<F>(function), detail::checked_region(setting));
 }
 
-/// The autocast state of a thread, for all device types: enabled, dtype, op policy, weight cache,
-/// and whether casts are cached. A new thread starts with autocast off; capture the state where it
-/// is set, and hand it over:
+/// Holds the autocast state of a thread, for all device types: enabled, dtype, op policy, weight
+/// cache, and whether casts are cached. A new thread starts with autocast off; capture the state
+/// where it is set, and hand it over:
 ///
 ///     pool.submit([state = mezzo::AutocastState::capture()] {
 ///       mezzo::AutocastState::Scope scope(state);
@@ -154,14 +153,15 @@ template <class F>
 ///
 /// A value: copy it and keep it as long as you like. at::ThreadLocalState carries more (grad mode,
 /// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy, nor a
-/// WeightCache. A WeightCache that isolates threads gives the other thread copies of its own.
+/// WeightCache. The other thread shares a WeightCache's pinned and published copies, and casts
+/// other trainable weights for itself.
 class AutocastState {
  public:
-  /// The calling thread's state.
+  /// Returns the calling thread's state.
   [[nodiscard]] static AutocastState capture() noexcept { return AutocastState(); }
 
-  /// Runs the calling thread under `state` and restores what was there. Counts as a region: where
-  /// it is the thread's outermost, its end clears the process's weight cache.
+  /// Runs the calling thread under a state and restores what was there. Counts as a region: the end
+  /// of the thread's outermost one clears libtorch's weight cache.
   class Scope {
    public:
     /// Enters the regions of `state`.
@@ -177,7 +177,7 @@ class AutocastState {
   detail::ThreadState state_;
 };
 
-/// `function` as a callable that runs under the autocast state of the thread that makes it,
+/// Returns `function` as a callable that runs under the autocast state of the thread that makes it,
 /// wherever it is called: `std::thread worker(mezzo::with_current_autocast(work), batch);`.
 /// Forwards as `autocast` does.
 template <class F>

@@ -1,6 +1,7 @@
 /// \file
-/// Modules that run their forward pass under autocast, in whatever thread calls them. Separate from
-/// mezzo/autocast/autocast.h because libtorch's modules take twelve seconds to compile.
+/// AutocastModule: a module that runs its forward pass under autocast, in whatever thread calls it.
+/// Separate from mezzo/autocast/autocast.h because libtorch's modules take twelve seconds to
+/// compile.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -100,8 +101,8 @@ struct DefaultArguments : torch::nn::Module {
 
 }  // namespace detail
 
-/// What AutocastModule holds: a module around an `Impl`, with the same parameters, buffers,
-/// children and state-dict names, whose `forward` has Impl's signature. Use AutocastModule.
+/// The module in an AutocastModule: wraps an `Impl`, with the same parameters, buffers, children
+/// and state-dict names, and with a `forward` of Impl's signature. Use AutocastModule.
 template <class Impl>
 class AutocastModuleImpl : public torch::nn::Module,
                            public detail::ForwardLike<AutocastModuleImpl<Impl>,
@@ -132,10 +133,12 @@ class AutocastModuleImpl : public torch::nn::Module,
     });
   }
 
-  /// The wrapped module, for its other members.
+  /// Returns the wrapped module, for its other members.
   const std::shared_ptr<Impl>& module() const noexcept { return module_; }
 
-  /// torch::nn::Module's virtual members do what the wrapped module's do.
+  // torch::nn::Module's virtual members do what the wrapped module's do.
+
+  /// Returns a copy of the wrapped module, wrapped with the same setting.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     return std::make_shared<AutocastModuleImpl>(
@@ -210,8 +213,8 @@ class AutocastModuleImpl : public torch::nn::Module,
   detail::RegionState region_;
 };
 
-/// A module whose forward runs under autocast, also in threads that know nothing of it: those of
-/// torch::nn::parallel::parallel_apply and data_parallel, where a guard around the call does not
+/// A module whose forward runs under autocast in every thread, also in those of
+/// torch::nn::parallel::parallel_apply and data_parallel, which a guard around the call does not
 /// reach.
 ///
 ///     mezzo::AutocastModule net(Net(), {.device = torch::kCUDA});
@@ -219,13 +222,12 @@ class AutocastModuleImpl : public torch::nn::Module,
 ///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
-/// a module class; of a torch::jit::Module it is ScriptModule. It is shared, not copied:
+/// a module class; for a torch::jit::Module it is ScriptModule. The module is shared, not copied:
 /// parameters(), state dict, to(), train(), torch::save and torch::load see M's own tensors under
 /// M's own names, with no prefix, so a checkpoint fits with and without the wrapper; clone() gives
-/// a wrapped copy. Two things differ: what M registers after it was wrapped is not listed, and
-/// apply(f) meets this class in M's place (M's children as ever): initialise M before.
-///
-/// Throws c10::Error for an empty holder and for a setting that AutocastGuard refuses.
+/// a wrapped copy. Two things differ: tensors that M registers after it was wrapped are not listed,
+/// and apply(f) meets this class in M's place (and M's children as before): initialise M first.
+/// \throws c10::Error for an empty holder and for a setting that AutocastGuard refuses
 template <class M>
 class AutocastModule
     : public torch::nn::ModuleHolder<AutocastModuleImpl<detail::module_impl_of<M>>> {
@@ -240,12 +242,12 @@ class AutocastModule
   AutocastModule(const torch::jit::Module& script,
                  const AutocastSetting& setting) requires std::same_as<Impl, ScriptModuleImpl>
       : AutocastModule(std::make_shared<ScriptModuleImpl>(script), setting) {}
-  /// What `register_module("fc", mezzo::AutocastModule(fc, setting))` returns.
+  /// Holds the result of `register_module("fc", mezzo::AutocastModule(fc, setting))`.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
 
-  /// As M's own call operator, default arguments included.
+  /// Calls M's forward under the setting; default arguments may be left out.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     return this->get()->call(std::forward<Args>(args)...);

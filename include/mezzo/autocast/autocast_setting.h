@@ -1,7 +1,7 @@
 /// \file
-/// What a region of autocast consists of, as one value; and which one to choose: libtorch's
-/// defaults, what this hardware does natively, and what the user's environment asks for. Nothing
-/// here acts by itself; mezzo/autocast/autocast.h does.
+/// AutocastSetting, the value that a region of autocast is told, and three ways to choose one:
+/// libtorch's defaults, what this hardware does natively, and what the user's environment asks for.
+/// Nothing here acts by itself; mezzo/autocast/autocast.h does.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -28,8 +28,8 @@ class PolicyEdits;
 class PolicyScope;
 }  // namespace detail
 
-/// The dtype that libtorch's autocast lowers to when nobody says otherwise: half on CUDA, bfloat16
-/// on the CPU. `Undefined` for a device type that mezzo has no autocast for.
+/// Returns the dtype that libtorch's autocast lowers to by default: half on CUDA, bfloat16 on the
+/// CPU. `Undefined` for a device type that mezzo has no autocast for.
 constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
   switch (device) {
     case c10::DeviceType::CPU:
@@ -41,16 +41,16 @@ constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
   }
 }
 
-/// True where libtorch's autocast on `device` can lower to `dtype`: half and bfloat16, on the CPU
-/// and on CUDA. It says nothing about speed; `recommended` does.
+/// Whether libtorch's autocast on `device` can lower to `dtype`: half and bfloat16, on the CPU and
+/// on CUDA. `recommended` knows what is fast.
 constexpr bool autocast_accepts(c10::DeviceType device, at::ScalarType dtype) {
   const bool lower_precision = dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
   return lower_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
 }
 
-/// An OpPolicy (op_policy.h) as settings hold it: a handle that shares the policy's edits. An
-/// OpPolicy converts to it, so that guards need not include op_policy.h, which takes four seconds
-/// to compile.
+/// Handle of an OpPolicy (op_policy.h) in a setting; it shares the policy's edits. An OpPolicy
+/// converts to it, so that guards need not include op_policy.h, which takes four seconds to
+/// compile.
 class PolicyRef {
  public:
   /// No policy: the surrounding region's stays in force.
@@ -67,7 +67,7 @@ class PolicyRef {
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
 
-/// A WeightCache (weight_cache.h) as settings hold it: a handle that shares what the cache holds. A
+/// Handle of a WeightCache (weight_cache.h) in a setting; it shares what the cache holds. A
 /// WeightCache converts to it.
 class WeightCacheRef {
  public:
@@ -85,8 +85,8 @@ class WeightCacheRef {
   std::shared_ptr<detail::CacheOwner> owner_;
 };
 
-/// What keeps the low-precision copies of weights, so that a weight that is used twice is cast
-/// once: `true` or `false`, for libtorch's cache on or off, or a WeightCache.
+/// Chooses what keeps the low-precision copies of weights, so that a weight that is used twice is
+/// cast once: `true` or `false`, for libtorch's cache on or off, or a WeightCache.
 ///
 /// libtorch has one such cache a process, keyed by the weight alone, which lasts until the
 /// outermost region of the thread ends. Switch it off where weights change inside a region, where a
@@ -95,15 +95,15 @@ class WeightCacheRef {
 /// WeightCache, which has none of these traps and takes the place of libtorch's.
 class AutocastCache {
  public:
-  /// As where the region is entered: what the surrounding region or
-  /// `at::autocast::set_autocast_cache_enabled` said, and libtorch's in a thread where nobody did.
+  /// Inherits what the surrounding region or `at::autocast::set_autocast_cache_enabled` said, or
+  /// libtorch's cache in a thread where nobody did.
   AutocastCache() = default;
 
-  /// libtorch's cache on or off. Off turns a surrounding region's WeightCache off too, for this
-  /// region and those inside it; on leaves a surrounding WeightCache in force.
+  /// Turns libtorch's cache on or off. Off turns a surrounding region's WeightCache off too, for
+  /// this region and those inside it; on leaves a surrounding WeightCache in force.
   AutocastCache(std::same_as<bool> auto enabled) : enabled_(enabled) {}
 
-  /// A WeightCache. An empty WeightCacheRef says nothing.
+  /// Chooses a WeightCache. An empty WeightCacheRef says nothing.
   template <std::convertible_to<WeightCacheRef> Cache>
   AutocastCache(const Cache& cache) : weight_cache_(cache) {}
 
@@ -117,12 +117,12 @@ class AutocastCache {
   WeightCacheRef weight_cache_;
 };
 
-/// All that a region of autocast can be told. Guards, wrapped callables and modules take it:
+/// Settings of a region of autocast. Guards, wrapped callables and modules take them:
 ///
 ///     mezzo::AutocastGuard autocast({.device = torch::kCUDA, .dtype = torch::kBFloat16});
 ///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
 ///
-/// Making one checks nothing; who takes it validates it.
+/// Making one checks nothing; the guard that takes it validates it.
 struct AutocastSetting {
   /// The CPU or CUDA. AutocastGuard and the like need it; `Autocast<torch::kCUDA>` has it in its
   /// type.
@@ -159,7 +159,7 @@ struct AutocastSetting {
   std::string reason = {};
 };
 
-/// The setting that this machine runs natively, and why (`.reason`):
+/// Returns the setting that this machine runs natively, and why (`.reason`):
 /// - CPU: bfloat16 with avx512_bf16 or amx_bf16, else autocast off.
 /// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else off.
 ///
@@ -172,23 +172,24 @@ struct AutocastSetting {
 /// `ONEDNN_MAX_CPU_ISA` is honoured, and avx_ne_convert alone, which converts but does not
 /// multiply, is not enough.
 ///
-/// It knows the machine and not the model: one of small products or convolutions can be slower in
-/// bfloat16 where the instructions are there, for casts and calls outweigh them (an mnist network
-/// took 1.2 times as long). compare_precisions (mezzo/diagnose.h) times the model's own steps.
+/// `recommended` knows the machine and not the model. A model of small products or convolutions can
+/// be slower in bfloat16 although the instructions are there, since casts and calls outweigh them
+/// (an mnist network took 1.2 times as long). compare_precisions (mezzo/diagnose.h) times the
+/// model's own steps.
 ///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
 /// CPUID and two environment variables, or asks the CUDA driver. Any thread.
 /// \throws c10::Error for a device type without autocast, and for a CUDA index that does not exist
 inline AutocastSetting recommended(c10::Device device);
 
-/// The setting that the environment variable `MEZZO_AUTOCAST` asks for: `off`, `bf16` (or
+/// Returns the setting that the environment variable `MEZZO_AUTOCAST` asks for: `off`, `bf16` (or
 /// `bfloat16`), `fp16` (or `float16`), or `auto`, which is `recommended(device)`. **Unset or
 /// empty** means `when_unset`, and in the short form autocast on, in the device's default dtype,
 /// whether this machine is fast at it or not.
 ///
-/// It is what `TF_ENABLE_AUTO_MIXED_PRECISION` is in TensorFlow, and only code that calls this
-/// function honours it. `.reason` warns when the hardware emulates what was asked for. Call it
-/// before other threads use setenv.
+/// The variable is what `TF_ENABLE_AUTO_MIXED_PRECISION` is in TensorFlow, and only code that calls
+/// this function honours it. `.reason` warns when the hardware emulates what was asked for. Call
+/// this function before other threads use setenv.
 /// \throws c10::Error that lists the values, for any other
 inline AutocastSetting autocast_from_env(c10::Device device);
 inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetting& when_unset);

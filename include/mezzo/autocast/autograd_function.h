@@ -1,10 +1,12 @@
 /// \file
-/// Autocast for custom autograd functions: what torch.amp.custom_fwd and custom_bwd do in Python.
+/// AutocastFunction: autocast for custom autograd functions, as torch.amp.custom_fwd and custom_bwd
+/// in Python.
 ///
 /// Brings in torch/csrc/autograd/custom_function.h, about nine seconds of compile time.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 
@@ -18,11 +20,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Switches autocast off for every device type: "off" is how libtorch calls an excluded key.
-struct AutocastOff {
-  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
-};
 
 /// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating
 /// point on a device with autocast, double left alone.
@@ -93,9 +90,9 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
 /// written for it needs no change, or is wrapped where it is used:
 /// `mezzo::AutocastFunction<TheirFunction>::apply(x)`.
 ///
-/// Without `CastInputs`, `forward` sees the caller's state, and `backward` the same one, enabled
-/// flag and dtype, wherever and under whatever state the backward pass runs: a bfloat16 forward has
-/// a bfloat16 backward. (As custom_fwd without cast_inputs.)
+/// Without `CastInputs`, `forward` runs under the caller's state, and `backward` under the same
+/// one, wherever and under whatever state the backward pass runs: a bfloat16 forward has a bfloat16
+/// backward. (As custom_fwd without cast_inputs.)
 ///
 /// With `CastInputs`, say `AutocastFunction<Multiply, torch::kFloat>`, for kernels that need one
 /// dtype: where autocast is enabled for a tensor's device type, floating-point arguments on that
@@ -104,9 +101,9 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
 /// too. Where autocast is off nothing is converted. (As custom_fwd(cast_inputs=...).) Gradients
 /// come back in the dtype of the argument that the caller gave; libtorch sees to it.
 ///
-/// What else holds for torch::autograd::Function holds here: autograd follows arguments that are a
-/// Tensor, an optional Tensor or a TensorList, and not those inside other containers.
-/// `ctx->saved_data` holds one key of mezzo's, "mezzo.autocast". No host sync. Any thread.
+/// As with torch::autograd::Function, autograd follows arguments that are a Tensor, an optional
+/// Tensor or a TensorList, and not those inside other containers. `ctx->saved_data` holds one key
+/// of mezzo's, "mezzo.autocast". No host sync. Any thread.
 template <class T, at::ScalarType CastInputs = at::ScalarType::Undefined>
 struct AutocastFunction {
   static_assert(

@@ -1,6 +1,6 @@
 /// \file
-/// Plain functions that take part in autocast: what Python says with `custom_fwd(cast_inputs=...)`
-/// and Apex with `half_function`, `float_function` and `promote_function`.
+/// Plain functions that take part in autocast, as with Python's `custom_fwd(cast_inputs=...)` and
+/// Apex's `half_function`, `float_function` and `promote_function`.
 ///
 ///     auto loss = mezzo::float_function(my_loss);
 ///     auto mix = mezzo::half_function([&](torch::Tensor x) { return fused_kernel(x, table); });
@@ -10,11 +10,11 @@
 /// forwards all arguments, also those without tensors, perfectly, and returns what the function
 /// returns.
 ///
-/// Cast are the floating tensors, double ones excepted, that are on a device whose autocast is
-/// enabled in the calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef,
-/// std::pair, std::tuple, in maps' values, in these within one another, and in structs that list
-/// theirs with a member `tensors()`. What holds tensors is passed on as a temporary copy with cast
-/// tensors, so the function cannot hand results back through it. Casts are differentiable.
+/// A tensor is cast if it is floating, not double, and on a device whose autocast is enabled in the
+/// calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef, std::pair,
+/// std::tuple, in maps' values, in these within one another, and in structs that list their tensors
+/// with a member `tensors()`. An argument that holds tensors is passed on as a temporary copy with
+/// cast tensors, so the function cannot hand results back through it. Casts are differentiable.
 ///
 /// A lvalue function is copied; pass std::ref(function) to keep a reference. An op that is
 /// registered with TORCH_LIBRARY needs none of this: name it in an OpPolicy.
@@ -26,9 +26,7 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -114,8 +112,7 @@ class CastingFunction {
     // Braces, so that the casts happen before autocast is switched off.
     std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
         map_tensors(std::forward<Args>(args), cast)...};
-    const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-        c10::DispatchKeySet({c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA}));
+    const AutocastOff off;
     return std::apply(
         [&function](auto&&... each) -> decltype(auto) {
           return std::invoke(function, std::forward<decltype(each)>(each)...);
@@ -129,7 +126,8 @@ class CastingFunction {
 
 }  // namespace detail
 
-/// `function` on inputs of this dtype. In PyTorch: `custom_fwd(cast_inputs=dtype)`.
+/// Returns `function` as a callable that casts its inputs to `dtype`. In PyTorch:
+/// `custom_fwd(cast_inputs=dtype)`.
 /// \throws c10::Error unless dtype is float32, half or bfloat16
 template <class F>
 [[nodiscard]] auto cast_inputs(at::ScalarType dtype, F&& function) {
@@ -140,21 +138,23 @@ template <class F>
                                                                    {dtype});
 }
 
-/// `function` in float32: for what overflows or loses too much. In Apex: `float_function`.
+/// Returns `function` as a callable that runs in float32, for functions that overflow or lose too
+/// much. In Apex: `float_function`.
 template <class F>
 [[nodiscard]] auto float_function(F&& function) {
   return cast_inputs(at::kFloat, std::forward<F>(function));
 }
 
-/// `function` in the dtype that the calling region lowers to. In Apex: `half_function`.
+/// Returns `function` as a callable that runs in the dtype of the calling region. In Apex:
+/// `half_function`.
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
   return detail::CastingFunction<std::decay_t<F>, detail::ToRegionDtype>(std::forward<F>(function),
                                                                          {});
 }
 
-/// `function` in the widest dtype among the tensors that it is given; half and bfloat16 meet in
-/// float32. In Apex: `promote_function`.
+/// Returns `function` as a callable that runs in the widest dtype among the tensors that it is
+/// given; half and bfloat16 meet in float32. In Apex: `promote_function`.
 template <class F>
 [[nodiscard]] auto promote_function(F&& function) {
   return detail::CastingFunction<std::decay_t<F>, detail::ToWidest>(std::forward<F>(function), {});

@@ -1,5 +1,5 @@
 /// \file
-/// Why did this op run in that dtype, and what did the casts cost?
+/// `explain` and CastTrace: why an op ran in its dtype, and what the casts cost.
 ///
 ///     std::cout << mezzo::explain("softmax", {scores}) << '\n';
 ///
@@ -22,14 +22,14 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Whose word decided an op's category.
+/// Who decided an op's category.
 enum class CastDecider : std::uint8_t {
   nobody,    ///< autocast is off for the op's device
   libtorch,  ///< libtorch's list, or the absence of the op from it
   policy,    ///< an OpPolicy in force
 };
 
-/// What autocast does, in this thread and now, with a call.
+/// What autocast does with a call, in the calling thread and at this moment.
 struct CastExplanation {
   std::string op;          ///< with its overload
   c10::DeviceType device;  ///< of the first tensor
@@ -42,13 +42,13 @@ struct CastExplanation {
 
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
 
-/// Says what would become of `op` on these inputs under the autocast state and policy of the
-/// calling thread; runs nothing. A name without overload means the one that takes so many tensors,
-/// and of several the one that autocast lists. Scalars and dtypes are taken as not given.
+/// Returns what autocast would do with `op` on these inputs under the state and policy of the
+/// calling thread. Runs nothing. A name without overload means the overload that takes so many
+/// tensors, and of several the one that autocast lists. Scalars and dtypes are taken as not given.
 /// \throws c10::Error for an unknown op, and for tensors on a device without op lists
 MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
 
-/// One line of a trace: equal calls in one scope, added up.
+/// One line of a trace: the sum of equal calls in one scope.
 struct CastRecord {
   std::string scope;  ///< names of the RECORD_USER_SCOPEs around the call, joined by '/'
   std::string op;
@@ -64,28 +64,29 @@ struct CastRecord {
 };
 
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a
-/// list or in a policy are noted wherever they occur, others only where the user called them, not
-/// inside another op; views are left out. libtorch's scopes structure it:
-/// `RECORD_USER_SCOPE("encoder")`.
+/// list or in a policy are noted wherever they occur, other ops only where the user called them,
+/// not inside another op; views are left out. libtorch's scopes, `RECORD_USER_SCOPE("encoder")`,
+/// group the records.
 ///
-/// It listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
+/// Listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
 /// all otherwise. Create, read and destroy it in one thread.
 class CastTrace {
  public:
-  /// \throws c10::Error if the thread has one already
+  /// Begins to listen.
+  /// \throws c10::Error if the thread has a CastTrace already
   CastTrace();
 
-  /// The lines so far, most bytes first, then most calls.
+  /// Returns the records so far, most bytes first, then most calls.
   std::vector<CastRecord> records() const;
 
-  /// Bytes of all casts so far.
+  /// Returns the bytes that all casts so far read and wrote.
   std::int64_t total_bytes() const;
 
  private:
   detail::TraceRecorder recorder_;
 };
 
-/// The records as a table with a total.
+/// Prints the records as a table with a total.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastTrace& trace);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -34,7 +34,7 @@ inline constexpr std::array<std::string_view, 8> kCategoryNames = {
 
 }  // namespace detail
 
-/// "lower_precision", "fp32", ...: the enumerator's own name.
+/// Returns the enumerator's own name: "lower_precision", "fp32" and so on.
 constexpr std::string_view to_string(OpCategory category) {
   return detail::kCategoryNames[static_cast<std::size_t>(category)];
 }

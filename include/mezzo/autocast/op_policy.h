@@ -1,13 +1,13 @@
 /// \file
-/// Which op runs in which dtype under autocast: libtorch's lists as data, and edits to them as a
-/// value that is given to a guard.
+/// Op lists, which say which op runs in which dtype under autocast: libtorch's as data, and edits
+/// to them as a value that is given to a guard.
 ///
 ///     const auto policy = mezzo::OpPolicy().deny("aten::bmm").allow("aten::softmax.int");
 ///     mezzo::install_op_overrides(policy);      // once, in main, before threads start
 ///     ...
 ///     mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // bmm in float32, softmax not
 ///
-/// The same thing elsewhere: TensorFlow's graph rewrite sorts ops into allow (here
+/// Peers: TensorFlow's graph rewrite sorts ops into allow (here
 /// lower_precision), deny (fp32), infer and clear (both fallthrough here: the inputs decide);
 /// Apex edits its lists with register_half_function (`allow`), register_float_function (`deny`) and
 /// register_promote_function (`promote`).
@@ -27,7 +27,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// An op, with its overload where it has one, and what autocast does with it.
+/// An op, with its overload where it has one, and its category.
 struct OpEntry {
   std::string name;
   OpCategory category;
@@ -46,11 +46,11 @@ class OpList {
   const std::vector<OpEntry>& entries() const& { return entries_; }
   std::vector<OpEntry> entries() && { return std::move(entries_); }
 
-  /// How many ops have this category.
+  /// Returns the number of ops of this category.
   std::size_t count(OpCategory category) const;
 
-  /// The category of an op by its full name ("aten::softmax.int"); fallthrough for every op that
-  /// autocast does not know.
+  /// Returns the category of an op by its full name ("aten::softmax.int"); fallthrough for every op
+  /// that autocast does not know.
   OpCategory category(std::string_view name) const;
 
  private:
@@ -60,66 +60,67 @@ class OpList {
 
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpList& list);
 
-/// Every op that autocast knows on `device`, with its category, as the installed libtorch and
-/// whoever else registered autocast kernels have it, before any policy. The kernels are probed:
-/// each is called once a process with tensors that have a dtype and nothing else, and the casts it
-/// asks for are watched. No op runs, no GPU is needed, and what cannot be told that way is
-/// `unknown`, never a guess.
+/// Returns every op that autocast knows on `device`, with its category, as the installed libtorch
+/// and other libraries registered it, before any policy. Probes the kernels: calls each once a
+/// process with tensors that have a dtype and nothing else, and watches the casts that it asks for.
+/// No op runs, no GPU is needed, and a category that cannot be told this way is `unknown`, never a
+/// guess.
 ///
 /// Any thread. Some milliseconds, the first time some tens.
 /// \throws c10::Error for a device type other than CPU and CUDA
 MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device);
 
 /// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
-/// a later edit of an op replaces the earlier. Given to a guard, it holds in that scope and thread,
-/// and where AutocastState hands the thread's state over; guards nest, the inner policy first, and
-/// where it is silent the outer. The same policy serves CPU and CUDA.
+/// a later edit of an op replaces the earlier. A policy that a guard was given holds in that scope
+/// and thread, and where AutocastState hands the thread's state over. Guards nest: the inner policy
+/// comes first, and the outer one where the inner has no edit. One policy serves CPU and CUDA.
 ///
-/// Making a policy changes nothing outside it, and any thread may. A region takes only policies
+/// Any thread may make a policy, which changes nothing outside it. A region takes only policies
 /// whose ops are installed: see install_op_overrides.
 ///
 /// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all of them) or, from aten,
-/// "softmax". Ops registered with TORCH_LIBRARY are named alike: `.allow("mylib::attention")` makes
-/// one take part that autocast does not know. Ops that write into their arguments (in-place, out=)
-/// have no place in autocast and cannot be named. Ops whose result may be a view of an argument, or
-/// the argument itself (view, reshape, select, to, dropout), cannot be cast: writes through the
-/// view would reach a copy. `ignore` takes them.
+/// "softmax". `.allow("mylib::attention")` makes an op of TORCH_LIBRARY's take part that autocast
+/// does not know. Ops that write into their arguments (in-place, out=) have no place in autocast
+/// and cannot be named. Ops whose result may be a view of an argument, or the argument itself
+/// (view, reshape, select, to, dropout), cannot be cast, since writes through the view would reach
+/// a copy; `ignore` takes them.
 ///
 /// \throws c10::Error from every method that names an op: for a name that nobody registered, with
 /// the nearest that exist, for an op that writes into its arguments, and for a cast of an op that
 /// may return a view
 class OpPolicy {
  public:
-  /// No edits: what libtorch does.
+  /// Makes a policy without edits.
   OpPolicy() = default;
 
-  /// Floating inputs are cast to the region's dtype.
+  /// Casts the op's floating inputs to the region's dtype.
   [[nodiscard]] OpPolicy allow(std::string_view op) const {
     return set(op, OpCategory::lower_precision);
   }
 
-  /// Floating inputs are cast to float32.
+  /// Casts the op's floating inputs to float32.
   [[nodiscard]] OpPolicy deny(std::string_view op) const { return set(op, OpCategory::fp32); }
 
-  /// Floating inputs are cast to the widest of their dtypes; half and bfloat16 meet in float32.
+  /// Casts the op's floating inputs to the widest of their dtypes; half and bfloat16 meet in
+  /// float32.
   [[nodiscard]] OpPolicy promote(std::string_view op) const { return set(op, OpCategory::promote); }
 
-  /// Autocast looks past the op: it runs in its inputs' dtypes, and ops that it is made of are
-  /// treated as ever.
+  /// Takes the op off the lists: it runs in its inputs' dtypes, and the ops that it is made of keep
+  /// their categories.
   [[nodiscard]] OpPolicy ignore(std::string_view op) const {
     return set(op, OpCategory::fallthrough);
   }
 
-  /// A banned op runs in float32, as binary_cross_entropy does on the CPU.
+  /// Runs a banned op in float32, as binary_cross_entropy runs on the CPU.
   /// \throws c10::Error also when no device bans the op
   [[nodiscard]] OpPolicy allow_banned(std::string_view op) const;
 
-  /// Any category by its value.
+  /// Gives the op any category.
   /// \throws c10::Error also for a category that the op cannot have: fp32_set_opt_dtype without an
   /// optional dtype argument, fp32_append_dtype without an overload that takes a dtype, unknown
   [[nodiscard]] OpPolicy set(std::string_view op, OpCategory category) const;
 
-  /// All of `other`'s edits on top of this policy's.
+  /// Returns this policy with all of `other`'s edits on top.
   [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
 
   /// Reads a list: a line holds one verb (allow, deny, promote, ignore, allow_banned), or a
@@ -127,33 +128,33 @@ class OpPolicy {
   /// \throws c10::Error naming the line
   static OpPolicy parse(std::string_view text);
 
-  /// The same from a file.
+  /// Reads a list, as `parse` does, from a file.
   /// \throws c10::Error naming file and line; also when the file cannot be read
   static OpPolicy from_file(const std::string& path);
 
-  /// CUDA's lists, on either device: softmax, layer_norm, exp and sum in float32 also on the CPU,
-  /// mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on which the
-  /// two devices differ, 178 in libtorch 2.11; LSTMs stay in 16 bits, as CUDA runs them. An op that
-  /// the CPU has no low-precision kernel for (many linear algebra ops and Fourier transforms) then
-  /// refuses such inputs, as CUDA does.
+  /// Returns CUDA's lists for either device: softmax, layer_norm, exp and sum in float32 also on
+  /// the CPU, mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on
+  /// which the two devices differ, 178 in libtorch 2.11; LSTMs stay in 16 bits, as CUDA runs them.
+  /// An op that the CPU has no low-precision kernel for (many linear algebra ops and Fourier
+  /// transforms) then refuses such inputs, as CUDA does.
   static OpPolicy cuda_like() { return like(c10::DeviceType::CUDA); }
 
-  /// The CPU's lists, on either device.
+  /// Returns the CPU's lists for either device.
   static OpPolicy cpu_like() { return like(c10::DeviceType::CPU); }
 
-  /// The edits, sorted by name.
+  /// Returns the edits, sorted by name.
   std::vector<OpEntry> edits() const;
 
-  /// As text that `parse` reads back.
+  /// Returns text that `parse` reads back.
   std::string to_string() const;
 
-  /// What holds for the op on `device` under this policy alone.
+  /// Returns the op's category on `device` under this policy alone.
   OpCategory category(std::string_view op, c10::DeviceType device) const;
 
   /// Whether there are no edits.
   bool empty() const { return edits_ == nullptr; }
 
-  /// What an AutocastSetting holds.
+  /// Converts to what an AutocastSetting holds.
   operator PolicyRef() const { return PolicyRef(edits_); }
 
  private:
@@ -172,11 +173,9 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& poli
 /// names. It asks the calling thread's policy at each call, which costs some ten nanoseconds, and
 /// where that is silent calls libtorch's. Ops that no installed policy names are untouched.
 ///
-/// **Call it in main, before other threads run ops**: it writes the dispatcher's table, which a
-/// concurrent call of such an op may not survive. What is installed stays for the life of the
-/// process. Again for the same policy it does nothing, from any thread. \throws c10::Error, before
-/// it changes anything, if a library that was built with another version of mezzo overrides one of
-/// the ops.
+/// **Call it in main, before other threads run ops**: it writes the dispatcher's table, and a
+/// concurrent call of such an op may not survive it. The kernels stay for the life of the process.
+/// A second call for the same policy does nothing, from any thread.
 ///
 /// Returns the policy, so that one line can make and install it:
 ///
@@ -184,6 +183,8 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& poli
 ///
 /// Several policies that meet in nested regions are installed one by one. A WeightCache has an
 /// install_op_overrides of its own (weight_cache.h).
+/// \throws c10::Error, before it changes anything, if a library that was built with another version
+///   of mezzo overrides one of the ops
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -78,7 +78,7 @@ concept BareNumber = std::is_arithmetic_v<T>;
 
 /// The part of a loss scale that changes from one iteration to the next.
 struct LossScaleState {
-  float scale = 1.0F;
+  float scale = 1.0F;           ///< factor of the loss, positive and finite
   int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
   int32_t hysteresis_left = 1;  ///< overflows in a row, from now, until the scale backs off
 

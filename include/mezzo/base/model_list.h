@@ -77,16 +77,22 @@ struct ListedModel {
 /// referenced, not copied: it must stay at its address while the list is in use.
 class ModelList {
  public:
+  /// Lists one model given as a holder, shared_ptr or torch::jit::Module, whose ownership is
+  /// shared.
+  /// \throws c10::Error for an empty holder or pointer
   template <detail::ListableModel M>
   ModelList(const M& model) : modules_{detail::module_pointer(model)} {
     check();
   }
+  /// Lists a module by reference: it must stay at its address while the list is in use.
   template <detail::ModuleVariable M>
   ModelList(M& model) : modules_{detail::module_pointer(model)} {}
+  /// Lists several models. \throws c10::Error for none, an empty one, or the same one twice
   ModelList(std::initializer_list<detail::ListedModel> models) {
     for (const detail::ListedModel& model : models) modules_.push_back(model.module);
     check();
   }
+  /// Lists the models of a range. \throws c10::Error for none, an empty one, or the same one twice
   template <std::ranges::input_range Models>
   requires(!detail::ListableModel<Models> && !std::derived_from<Models, torch::nn::Module>) &&
       detail::ListableModel<std::ranges::range_value_t<Models>> ModelList(const Models& models) {
@@ -136,12 +142,16 @@ concept OptimizerPointer = requires(const P& pointer) {
 class OptimizerList {
  public:
   OptimizerList() = default;
+  /// Lists one optimizer, which must outlive the list.
   OptimizerList(torch::optim::Optimizer& optimizer) : optimizers_{&optimizer} {}
+  /// Lists several optimizers, or none. \throws c10::Error for the same one twice
   OptimizerList(std::initializer_list<detail::ListedOptimizer> optimizers) {
     for (const detail::ListedOptimizer& listed : optimizers)
       optimizers_.push_back(listed.optimizer);
     check();
   }
+  /// Lists the optimizers that a range of pointers points to.
+  /// \throws c10::Error for a null pointer, or the same optimizer twice
   template <std::ranges::input_range Optimizers>
   requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
       const Optimizers& optimizers) {

@@ -59,22 +59,25 @@ class Precision {
   /// Returns the dtype of results.
   at::ScalarType output() const noexcept { return dtypes_.output; }
 
-  /// Each returns a copy with one dtype replaced.
-  /// \throws c10::Error as the constructor does
+  /// Returns a copy with another dtype of parameters. \throws c10::Error as the constructor does
   [[nodiscard]] Precision with_param(at::ScalarType dtype) const;
+  /// Returns a copy with another dtype of arithmetic. \throws c10::Error as the constructor does
   [[nodiscard]] Precision with_compute(at::ScalarType dtype) const;
+  /// Returns a copy with another dtype of results. \throws c10::Error as the constructor does
   [[nodiscard]] Precision with_output(at::ScalarType dtype) const;
 
-  /// Each returns `value` with its float32, bfloat16, float16 and float64 tensors cast to one
-  /// dtype. All other tensors (integers, bool, complex, float8, quantized, undefined) stay as they
+  /// Returns `value` with its float32, bfloat16, float16 and float64 tensors cast to `param()`. All
+  /// other tensors (integers, bool, complex, float8, quantized, undefined) stay as they
   /// are. A value is a tensor, or an optional, pair, tuple, array, vector or map of values, nested
   /// to any depth, or a struct that lists its tensors
   /// (`auto tensors() { return std::tie(logits, loss); }`). An lvalue is copied, an rvalue moved
   /// from; an ArrayRef becomes a vector. To cast a module, use its `to(dtype)`.
   template <class T>
   [[nodiscard]] auto cast_to_param(T&& value) const;
+  /// Returns `value` with its tensors cast to `compute()`, as `cast_to_param` casts them.
   template <class T>
   [[nodiscard]] auto cast_to_compute(T&& value) const;
+  /// Returns `value` with its tensors cast to `output()`, as `cast_to_param` casts them.
   template <class T>
   [[nodiscard]] auto cast_to_output(T&& value) const;
 
@@ -210,6 +213,7 @@ inline std::string Precision::to_string() const {
   return text;
 }
 
+/// Writes `to_string()`.
 inline std::ostream& operator<<(std::ostream& stream, const Precision& precision) {
   return stream << precision.to_string();
 }

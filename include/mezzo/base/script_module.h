@@ -186,33 +186,41 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
     return std::make_shared<ScriptModuleImpl>(copy);
   }
+  /// Writes parameters and buffers, with the values that the script has given its buffers.
   void save(torch::serialize::OutputArchive& archive) const override {
     settle_buffers();  // the script may have replaced buffers
     torch::nn::Module::save(archive);
   }
+  /// Reads parameters and buffers, also into the script.
   void load(torch::serialize::InputArchive& archive) override {
     settle_buffers();
     torch::nn::Module::load(archive);
   }
+  /// Moves the script to a device and casts its floating-point parameters and buffers.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
     settle_buffers();
     torch::nn::Module::to(device, dtype, non_blocking);
   }
+  /// Casts the script's floating-point parameters and buffers.
   void to(torch::Dtype dtype, bool non_blocking = false) override {
     settle_buffers();
     torch::nn::Module::to(dtype, non_blocking);
   }
+  /// Moves the script to a device.
   void to(torch::Device device, bool non_blocking = false) override {
     settle_buffers();
     torch::nn::Module::to(device, non_blocking);
   }
+  /// Sets training or evaluation mode, in the script too.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     script_.train(on);
   }
+  /// Returns the script's own mode; true for a script without one.
   bool is_training() const noexcept override {
     return !script_.hasattr("training") || script_.is_training();
   }
+  /// Writes the script's class name.
   void pretty_print(std::ostream& stream) const override {
     stream << "mezzo::ScriptModule(" << script_.type()->repr_str() << ")";
   }
@@ -260,6 +268,7 @@ class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
   /// Wraps `script`, whose parameters are then shared.
   ScriptModule(torch::jit::Module script)
       : ScriptModule(std::make_shared<ScriptModuleImpl>(std::move(script))) {}
+  /// Holds `module`, shared with its other holders.
   ScriptModule(std::shared_ptr<ScriptModuleImpl> module)
       : torch::nn::ModuleHolder<ScriptModuleImpl>(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.

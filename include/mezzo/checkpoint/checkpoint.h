@@ -99,20 +99,20 @@ class TrainingState {
   std::vector<detail::NamedPart> parts_;
 };
 
-/// What `save` wrote.
+/// A file that `save` wrote.
 struct SavedCheckpoint {
-  std::filesystem::path file;
-  std::uint64_t bytes = 0;
+  std::filesystem::path file;  ///< with its folder
+  std::uint64_t bytes = 0;     ///< size of the file
   /// Whether the file survives a crash of the machine from now on. False if the file is in place
   /// but the system refused to flush the folder. No older file is removed then, except on a file
   /// system that never flushes folders.
   bool durable = false;
 };
 
-/// What was loaded.
+/// A file that was loaded.
 struct LoadedCheckpoint {
-  std::filesystem::path file;
-  std::int64_t step = 0;  ///< as it was given to `save`
+  std::filesystem::path file;  ///< with its folder
+  std::int64_t step = 0;       ///< as it was given to `save`
 };
 
 /// Options for loading a checkpoint.

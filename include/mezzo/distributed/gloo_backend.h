@@ -4,13 +4,17 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/collectives.h>
 
+#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
 #include <chrono>
-#include <utility>
+#include <cstdlib>
+#include <sstream>
+#include <string>
 
 #if !defined(USE_C10D_GLOO) || !__has_include(<gloo/context.h>)
 #error \
@@ -30,19 +34,32 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   mezzo::DataParallel ddp(model, world);
 /// \endcode
 ///
-/// Gloo listens at the address of this machine's name, or at GLOO_SOCKET_IFNAME's where that is set
-/// (both as in PyTorch). Sums of bfloat16 and half are rounded at each rank; averages are divided
-/// before they are added. Ranks that call different collectives are not compared.
-/// \param timeout of a collective
-/// \throws c10::Error if the others do not come within the store's time-out
+/// Gloo listens at the address of this machine's name, or at the network interfaces that
+/// GLOO_SOCKET_IFNAME lists, separated by commas (both as in PyTorch): set it for ranks on several
+/// machines, for many a machine's name means its loopback to itself. Sums of bfloat16 and half are
+/// rounded at each rank; averages are divided before they are added. Ranks that call different
+/// collectives are not compared. \param timeout of a collective
+/// \throws c10::Error if the others do not come within the store's time-out, cannot be reached, or
+///   there is no such interface
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30)) {
   auto options = c10d::ProcessGroupGloo::Options::create(std::min(timeout, store->getTimeout()));
-  options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
-  auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, std::move(options));
-  group->setTimeout(timeout);
-  return group;
+  const std::string context = c10::str("mezzo::gloo_backend: rank ", rank, " of ", size,
+                                       ", whose network interface GLOO_SOCKET_IFNAME names");
+  return detail::with_context(context, [&] {
+    const char* const variable = std::getenv("GLOO_SOCKET_IFNAME");
+    std::istringstream interfaces(variable == nullptr ? "" : variable);
+    for (std::string name; std::getline(interfaces, name, ',');) {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDeviceForInterface(name));
+    }
+    if (options->devices.empty()) {
+      options->devices.push_back(c10d::ProcessGroupGloo::createDefaultDevice());
+    }
+    auto group = c10::make_intrusive<c10d::ProcessGroupGloo>(store, rank, size, options);
+    group->setTimeout(timeout);
+    return group;
+  });
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -37,15 +37,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// - of SLURM the first host of the step's node list, or else of the job's, and port
 ///   12000 + (31 * job id + step id) modulo 20000, so that steps of a job meet at different ports.
 ///
-/// torchrun says too how often it has started the processes anew, and whether its own store is
-/// where they meet.
+/// torchrun says too whether its own store is where they meet.
 struct ProcessGroupEnvironment {
   int rank = 0;                  ///< 0 to world_size - 1, unlike any other process's
   int world_size = 1;            ///< processes of the job
   int local_rank = 0;            ///< among the processes on this machine: which of its GPUs to take
   std::string master_addr = {};  ///< host name or address of rank 0
   std::uint16_t master_port = 0;
-  int restart_count = 0;         ///< TORCHELASTIC_RESTART_COUNT: how often torchrun started anew
   bool has_agent_store = false;  ///< TORCHELASTIC_USE_AGENT_STORE: torchrun serves the store
 
   bool operator==(const ProcessGroupEnvironment&) const = default;
@@ -249,11 +247,6 @@ inline ProcessGroupEnvironment ProcessGroupEnvironment::read(const Variables& va
     environment.master_addr = reader.text("MASTER_ADDR", launcher->launcher);
     environment.master_port = reader.port(launcher->launcher);
     detail::check_that_launchers_agree(reader, environment);
-    if (reader.find("TORCHELASTIC_RESTART_COUNT")) {
-      constexpr int kMost = std::numeric_limits<int>::max();
-      environment.restart_count = static_cast<int>(
-          reader.number("TORCHELASTIC_RESTART_COUNT", launcher->launcher, 0, kMost));
-    }
     environment.has_agent_store = reader.find("TORCHELASTIC_USE_AGENT_STORE") == "True";
   }
   return environment;

@@ -16,18 +16,19 @@
 #include <algorithm>
 #include <chrono>
 #include <exception>
+#include <random>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Returns a store in which the processes of a job meet, when all of them have come. Rank 0 of
-/// `environment` serves it, or torchrun's agent where that does. All ranks call it alike; each call
-/// of an attempt makes a store of its own: one for a Watchdog, say, and one for Gloo or NCCL.
-///
-/// torchrun's agent keeps its store when it starts the processes anew (`--max-restarts`), with what
-/// earlier ones have written there; each attempt's keys have a prefix of their own.
-/// \param timeout of the meeting, and then of all calls of the store: of the groups that are made
+/// `environment` serves it, or torchrun's agent where that does. All ranks call it alike. Each call
+/// returns a store of its own: one for a Watchdog, say, and one for Gloo or NCCL. So do the calls
+/// of processes that torchrun has started anew, after a failure or a change of membership: its
+/// agent keeps what earlier processes wrote, and they see none of it. \param timeout of the
+/// meeting, and then of all calls of the store: of the groups that are made
 ///   through it too
 /// \throws c10::Error naming the ranks that have not come within `timeout`
 inline c10::intrusive_ptr<c10d::Store> rendezvous(
@@ -36,33 +37,75 @@ inline c10::intrusive_ptr<c10d::Store> rendezvous(
 
 namespace detail {
 
-/// Waits until all ranks have come to `store`; the server, until all of them know.
-inline void meet(c10d::Store& store, const ProcessGroupEnvironment& environment, bool is_server,
-                 std::chrono::steady_clock::time_point deadline) {
-  const auto wait_for_all = [&](const std::string& what) {
-    store.set(what + std::to_string(environment.rank), std::string("1"));
-    if (what == "knows/" && !is_server) return;
+/// The key that says that torchrun's agent serves the store, and no rank.
+inline constexpr const char* kAgentServes = "mezzo/agent serves";
+
+/// Returns a prefix for the keys of the processes that are here now, when all of them have come; on
+/// the server, when all of them know. `store` may hold what earlier processes have written.
+///
+///     rank 0:  set "rank 0" to a name that no process has had (the meeting)
+///              wait for "meeting/r" of all ranks r, and set "meeting/all" to their values
+///     rank r:  read the meeting, and set "meeting/r" to a name that no process has had
+///              begin again unless "meeting/all" has that name: an earlier rank 0 may have left both
+inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& environment,
+                        bool is_server, std::chrono::steady_clock::time_point deadline) {
+  using std::chrono::milliseconds;
+  std::random_device random;
+  const std::string own = c10::str(random(), '-', random());
+  const bool is_first = environment.rank == 0;
+  std::string meeting;
+  const auto keys_of = [&](const std::string& what) {
     std::vector<std::string> keys;
     for (int rank = 0; rank < environment.world_size; ++rank) {
-      keys.push_back(what + std::to_string(rank));
+      keys.push_back(meeting + what + std::to_string(rank));
     }
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
-        deadline - std::chrono::steady_clock::now());
-    try {
-      store.wait(keys, std::max(left, std::chrono::milliseconds(1)));
-    } catch (const std::exception& error) {
-      std::string missing;
-      for (int rank = 0; rank < environment.world_size; ++rank) {
-        if (store.check({keys[static_cast<std::size_t>(rank)]})) continue;
+    return keys;
+  };
+  const auto refuse = [&](const std::string& what) {
+    std::string missing;
+    const std::vector<std::string> keys = keys_of(what);
+    for (std::size_t rank = 0; rank < keys.size() && !meeting.empty(); ++rank) {
+      if (!store.check({keys[rank]}))
         missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
-      }
-      TORCH_CHECK(!missing.empty(), error.what());
-      TORCH_CHECK(false, "no rank ", missing,
-                  " has come in time; look at what it says, or give rendezvous a longer timeout");
+    }
+    if (missing.empty() && is_first) return;  // the last one has come just now
+    TORCH_CHECK(false, "no rank ", missing.empty() ? "0" : missing,
+                " has come in time; look at what it says, or give rendezvous a longer timeout");
+  };
+  const auto wait_for_all = [&](const std::string& what) {
+    const auto left = deadline - std::chrono::steady_clock::now();
+    try {
+      store.wait(keys_of(what),
+                 std::max(std::chrono::duration_cast<milliseconds>(left), milliseconds(1)));
+    } catch (const std::exception&) {
+      refuse(what);
     }
   };
-  wait_for_all("here/");
-  wait_for_all("knows/");
+  if (is_first) {
+    store.set("rank 0", own);
+    meeting = own + '/';
+    store.set(meeting + '0', own);
+    wait_for_all("");
+    std::string all;
+    for (const auto& name : store.multiGet(keys_of("")))
+      all.append(name.begin(), name.end()) += ' ';
+    store.set(meeting + "all", all);
+  }
+  for (milliseconds pause(2); !is_first; pause = std::min(2 * pause, milliseconds(250))) {
+    if (store.check({"rank 0"})) {
+      meeting = store.get_to_str("rank 0") + '/';
+      store.set(meeting + std::to_string(environment.rank), own);
+      if (store.check({meeting + "all"}) &&
+          store.get_to_str(meeting + "all").find(own) != std::string::npos) {
+        break;
+      }
+    }
+    if (std::chrono::steady_clock::now() >= deadline) refuse("");
+    std::this_thread::sleep_for(pause);
+  }
+  store.set(meeting + "knows/" + std::to_string(environment.rank), std::string("1"));
+  if (is_server) wait_for_all("knows/");
+  return meeting;
 }
 
 }  // namespace detail
@@ -81,11 +124,10 @@ inline c10::intrusive_ptr<c10d::Store> rendezvous(const ProcessGroupEnvironment&
   options.timeout = timeout;
   return detail::with_context(context, [&]() -> c10::intrusive_ptr<c10d::Store> {
     const auto served = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-    const auto attempt = c10::make_intrusive<c10d::PrefixStore>(
-        "mezzo/attempt " + std::to_string(environment.restart_count), served);
-    const int64_t call = attempt->add("calls of " + std::to_string(environment.rank), 1);
-    auto store = c10::make_intrusive<c10d::PrefixStore>("call " + std::to_string(call), attempt);
-    detail::meet(*store, environment, options.isServer, deadline);
+    const auto all = c10::make_intrusive<c10d::PrefixStore>("mezzo", served);
+    auto store = c10::make_intrusive<c10d::PrefixStore>(
+        detail::meet(*all, environment, options.isServer, deadline), all);
+    if (environment.has_agent_store) store->set(detail::kAgentServes, std::string("1"));
     return store;
   });
 }

@@ -16,8 +16,8 @@ struct AdamCoefficients {
   double beta1;
   double beta2;
   double eps;
-  double decay;       ///< AdamW's factor of the parameter, 1 - lr * weight_decay; Adam's is 1
-  double l2;          ///< Adam's weight_decay, whose product with the parameter joins the gradient
+  double decay;       ///< factor of the parameter: 1 - lr * weight_decay for AdamW, 1 for Adam
+  double l2;          ///< Adam's weight_decay: l2 * parameter is added to the gradient
   double step_size;   ///< lr / (1 - beta1^step)
   double root_scale;  ///< 1 / sqrt(1 - beta2^step)
 };
@@ -74,7 +74,7 @@ struct AdamRule {
       Lanes::broadcast(static_cast<Scalar>(c.root_scale), root_scale);
     }
 
-    /// `gradient` is the true one: unscaled and clipped.
+    /// \param gradient  unscaled and clipped
     C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
                                                       Value (&moments)[kMoments]) const {
       if (has_l2) Lanes::fma(l2, parameter, gradient, gradient);

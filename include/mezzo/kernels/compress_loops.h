@@ -17,7 +17,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// to[i] = from[i] * factor, rounded once (double: by way of float, twice).
+/// Computes to[i] = from[i] * factor, rounded once (double: twice, through float).
 template <class Element, class Sent, class Lanes>
 struct NarrowKernel {
   template <class L>
@@ -51,8 +51,8 @@ struct NarrowKernel {
   }
 };
 
-/// The factors of a pass with residuals: the factor on a value that is sent, and the loss scale,
-/// which residuals do not carry.
+/// The factors of a pass with residuals: one on the values that are sent, and the loss scale, which
+/// residuals do not carry.
 struct ResidualFactors {
   double value;
   double scale;
@@ -118,7 +118,7 @@ struct NarrowWithResidualKernel {
   }
 };
 
-/// to[i] = from[i] * factor; true if one of them is inf or NaN.
+/// Computes to[i] = from[i] * factor, and returns whether a product is inf or NaN.
 template <class Element, class Sent, class Lanes>
 struct WidenKernel {
   template <class L>
@@ -172,7 +172,7 @@ CompressLoops compress_loops(CpuIsa isa) {
           cpu_kernel<WidenKernel, Element, Sent>(isa)};
 }
 
-/// For `dtype`, float or double, sent as bfloat16 or half.
+/// Returns the loops for `dtype` (float or double) sent as bfloat16 or half.
 inline CompressLoops compress_loops(at::ScalarType dtype, at::ScalarType sent, CpuIsa isa) {
   TORCH_INTERNAL_ASSERT((dtype == at::kFloat || dtype == at::kDouble) && is_low_precision(sent));
   const bool brain = sent == at::kBFloat16;

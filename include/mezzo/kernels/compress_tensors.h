@@ -40,14 +40,14 @@ inline char* write_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.mutable_data_ptr()) + element * tensor.element_size();
 }
 
-/// The factors of an element that is sent. Residuals do not carry the loss scale. `scale` has one
+/// The factors on an element that is sent. Residuals do not carry the loss scale. `scale` has one
 /// element of the gradients' dtype, on the CPU or on their device; undefined means 1.
 struct CompressFactors {
   double value = 1.;
   at::Tensor scale = {};
 };
 
-/// The three passes in ATen's ops, for any device: same results, several kernels each.
+/// ATen versions of the three passes, for any device: the same results, by several kernels each.
 struct AtenCompress {
   static void narrow(const at::Tensor& to, const at::Tensor& from, double factor) {
     at::Tensor out = to;
@@ -85,9 +85,9 @@ inline void narrow_into(const at::Tensor& to, const at::Tensor& from, double fac
   bump_version(to);
 }
 
-/// The same of `from` times the factor plus `residual`, of the same dtype, which becomes what the
-/// rounding lost. Where `from` is 0 nothing is sent and the residual waits; of an inf or NaN
-/// nothing stays. Of float, 8 bytes an element are read and 6 written.
+/// Computes to = from * factor + residual, rounded. The rounding error becomes the new residual,
+/// which has the dtype of `from`. If `from` is 0, 0 is sent and the residual stays; an inf or NaN
+/// leaves a residual of 0. For float, reads 8 bytes per element and writes 6.
 inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::Tensor& residual,
                         const CompressFactors& factors) {
   if (!from.is_cpu()) return AtenCompress::narrow_with_residual(to, from, residual, factors);

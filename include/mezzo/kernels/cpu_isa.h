@@ -19,20 +19,21 @@
 //   };
 //   bool (*unscale)(const void*, void*, int64_t, double) = cpu_kernel<UnscaleKernel, float>(best_isa());
 //
-// `run` and all that it calls are C10_ALWAYS_INLINE, or they would be compiled for the caller's
-// target; its arguments are no vectors. The lanes are those of the first type, ScalarLanes<Element>
-// or VectorLanes<Element, bytes>; `Lanes::template Like<Other>` are as many of another dtype.
+// `run` and all functions that it calls are C10_ALWAYS_INLINE; otherwise they would be compiled for
+// the caller's target. Its arguments are no vectors. `Lanes` is ScalarLanes<Element> or
+// VectorLanes<Element, bytes> of the first type; `Lanes::template Like<Other>` has the same number
+// of lanes of another dtype.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// scalar: no vectors, for compilers that have none. vector128: what the caller's flags allow.
-/// avx2: with FMA.
+/// Instruction sets. scalar: no vectors, for compilers without vector types. vector128: the
+/// caller's compiler flags decide. avx2: AVX2 with FMA.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
 struct KernelEntry;
 
-/// The function that a kernel's body is inlined into, for each target.
+/// The functions, one for each target, into which a kernel's body is inlined.
 template <class Kernel, class Result, class... Args>
 struct KernelEntry<Kernel, Result (*)(Args...)> {
   static Result plain(Args... args) { return Kernel::run(args...); }
@@ -84,7 +85,7 @@ inline CpuIsa best_isa() {
   return best;
 }
 
-/// A pointer to the kernel's `run` for `isa`, which this CPU must have to call it.
+/// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
 template <template <class...> class Kernel, class Element, class... Others>
 auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<Element>>::run) {
   switch (isa) {
@@ -103,7 +104,7 @@ auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<
   }
 }
 
-/// `make(Element{})` of a gradient's dtype.
+/// Returns `make(Element{})` for the element type of a gradient's dtype.
 template <class Make>
 auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
   switch (dtype) {

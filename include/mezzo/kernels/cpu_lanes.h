@@ -10,16 +10,16 @@
 #include <type_traits>
 #include <utility>
 
-// Vector types say outright what a compiler would otherwise find only under some flags: loops over
-// them are as fast at -O1 without -march as with -O3 -march=native. Each is inlined into a function
-// that is compiled for its instruction set, and chosen at run time (cpu_isa.h).
+// With explicit vector types, loops are as fast at -O1 without -march as with -O3 -march=native.
+// Each loop is inlined into a function that is compiled for its instruction set, and chosen at run
+// time (cpu_isa.h).
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 #if defined(__GNUC__)
 
-// Fused multiply-add and square root of GCC's vectors, which have no operator: each lane rounded
-// once, to the same bits as std::fma and std::sqrt give.
+// Fused multiply-add and square root for GCC's vectors, which have no operators for them. Each lane
+// is rounded once, to the bits of std::fma and std::sqrt.
 
 /// The type of one lane of a vector.
 template <class Vector>
@@ -30,8 +30,8 @@ inline constexpr int kLanesOf = static_cast<int>(sizeof(Vector) / sizeof(LaneOf<
 
 #if defined(__x86_64__) && !defined(__clang__)
 
-// By asm, since an intrinsic may be inlined only into functions of its own target: these are
-// inlined into templates of no target before they reach the function that has one (cpu_isa.h).
+// These use asm, since an intrinsic may be inlined only into functions of its own target. They are
+// first inlined into templates without a target (cpu_isa.h).
 template <class Vector>
 C10_ALWAYS_INLINE void fma_instruction(const Vector& a, const Vector& b, Vector& sum) {
   if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
@@ -41,11 +41,10 @@ C10_ALWAYS_INLINE void fma_instruction(const Vector& a, const Vector& b, Vector&
   }
 }
 
-/// For processors without the instruction, four floats at a time. The product is exact in double,
-/// the sum is rounded to odd there, and rounding that to float gives what one rounding would have
-/// given. The empty asm statements keep -ffast-math from taking the error term for zero. A call,
-/// for its forty instructions at each product of each loop were a third of what a compiler had to
-/// do.
+/// Fused multiply-add of four floats, for processors without the instruction. The product is exact
+/// in double; the sum is rounded to odd in double, so rounding it to float equals a single
+/// rounding. The empty asm statements keep -ffast-math from treating the error term as zero. Not
+/// inlined: its forty instructions at each product took a third of the compile time.
 template <class Vector>
 [[gnu::noinline]] Vector emulated_fma(Vector a, Vector b, Vector sum) {
   typedef double Wide __attribute__((vector_size(16)));
@@ -81,7 +80,7 @@ template <class Vector>
 
 template <class Vector>
 C10_ALWAYS_INLINE void sqrt_instruction(const Vector& x, Vector& result) {
-  // The 16-byte form is SSE2's, for those who have no other.
+  // The 16-byte form needs only SSE2.
   if constexpr (std::is_same_v<LaneOf<Vector>, float> && sizeof(Vector) == 16) {
     asm("sqrtps {%1, %0|%0, %1}" : "=x"(result) : "x"(x));
   } else if constexpr (sizeof(Vector) == 16) {
@@ -146,7 +145,7 @@ C10_ALWAYS_INLINE void vector_sqrt(const Vector& x, Vector& result) {
 #endif
 }
 
-/// As many elements as `kBytes` of Value hold.
+/// Lanes for as many elements as `kBytes` of Value hold.
 template <class Element, int kBytes>
 struct VectorLanes {
   using Format = FloatFormat<Element>;
@@ -158,6 +157,7 @@ struct VectorLanes {
   typedef typename Format::Bits Bits __attribute__((vector_size(kBytes)));
   typedef Count Flags __attribute__((vector_size(kBytes)));
   typedef Stored Memory __attribute__((vector_size(kWidth * sizeof(Stored))));
+  typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t))));
 
   template <class Other>
   using Like =
@@ -166,10 +166,19 @@ struct VectorLanes {
   C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
     Memory memory;
     __builtin_memcpy(&memory, from, sizeof(Memory));
-    bits = __builtin_convertvector(memory, Bits);
+    if constexpr (sizeof(Stored) == 1) {  // by way of 16 bits, or GCC takes element by element
+      bits = __builtin_convertvector(__builtin_convertvector(memory, Halves), Bits);
+    } else {
+      bits = __builtin_convertvector(memory, Bits);
+    }
   }
   C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
-    const Memory memory = __builtin_convertvector(bits, Memory);
+    Memory memory;
+    if constexpr (sizeof(Stored) == 1) {
+      memory = __builtin_convertvector(__builtin_convertvector(bits, Halves), Memory);
+    } else {
+      memory = __builtin_convertvector(bits, Memory);
+    }
     __builtin_memcpy(to, &memory, sizeof(Memory));
   }
   C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) {
@@ -188,6 +197,30 @@ struct VectorLanes {
   template <class Other>
   C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = __builtin_convertvector(from, Value);
+  }
+  C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
+    value = __builtin_convertvector(reinterpret_cast<const Flags&>(count), Value);
+  }
+  C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
+    const Flags whole = __builtin_convertvector(value, Flags);
+    reinterpret_bits(whole, count);
+  }
+  C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+    Bits ones;
+    reinterpret_bits(flags, ones);  // all bits set for yes
+    count -= ones;
+  }
+  C10_ALWAYS_INLINE static void look_up(const typename Format::Value (&table)[16],
+                                        const Bits& index, Value& value) {
+#if !defined(__clang__)
+    if constexpr (kWidth == 8 || kWidth == 16) {  // one instruction
+      Value eight_or_both;
+      __builtin_memcpy(&eight_or_both, table, sizeof(Value));
+      value = __builtin_shuffle(eight_or_both, index);
+      return;
+    }
+#endif
+    for (int64_t lane = 0; lane < kWidth; ++lane) value[lane] = table[index[lane] % 8];
   }
   C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c, Value& result) {
     vector_fma(a, b, c, result);

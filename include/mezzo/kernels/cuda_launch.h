@@ -25,7 +25,7 @@ class LossScale;
 
 namespace detail {
 
-// Who calls a launcher has the headers of what it passes (step_use.h, optimizer_step_table.h).
+// Callers include the headers of the arguments (step_use.h, optimizer_step_table.h).
 class StepNumbers;
 class TableMemory;
 enum class CudaRule : std::uint8_t;
@@ -49,9 +49,9 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
 MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
                                 const at::Tensor& found_inf);
 
-/// The summary of gradients (of one device, of any floating dtypes; dense) times `inv_scale`, into
-/// a float and two doubles. Two launches for one dtype, where `memory` may be null for up to 900
-/// tensors; without it one more for every 900.
+/// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
+/// float and two doubles on that device. Two launches for one dtype. With a null `memory`, one
+/// launch more for every 900 tensors beyond the first 900.
 MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
@@ -61,17 +61,17 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
-/// One step of a rule over parameters of one device: one launch, for LAMB three, for each pair of
-/// dtypes, variant and weight storage, whatever their number; where that is beyond 300, or 8
-/// groups, a table of 32 KB for each 300 is copied to the device unless it lies there.
-/// `groups[row.group]` are a row's numbers, with the rule's constants; all pointers are the
-/// device's. Counts nothing.
+/// Takes one step of a rule over parameters of one device. One launch (LAMB: three) for each
+/// combination of dtypes, variant and weight storage, for any number of parameters. Beyond 300
+/// parameters or 8 groups, a table of 32 KB for each 300 is copied to the device, unless an equal
+/// one is there. `groups[row.group]` has a row's numbers and the rule's constants; all pointers are
+/// of the device. Does not change step counts.
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs, TableMemory& memory);
 
-/// Puts four numbers of one element each, floats and doubles, into `letter`, four doubles on their
-/// device: one launch.
+/// Copies four tensors of one element, floats and doubles, into `letter`, four doubles on their
+/// device, in one launch.
 MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                       const at::Tensor& letter);
@@ -79,8 +79,8 @@ MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor&
 /// Call this before the launches of a step. Frees memory that the last step did not use.
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
 
-/// Adds 1 to each counter, unless `found_inf`, where not null, points to another value than 0: one
-/// launch; where there are more than 480, their addresses are copied unless they lie there.
+/// Adds 1 to each counter in one launch, unless `found_inf` points to a value other than 0 (null
+/// means 0). Beyond 480 counters their addresses are copied to the device, unless they are there.
 MEZZO_CUDA_LAUNCHER void count_steps_(at::Device device, const std::vector<float*>& counters,
                                       const float* found_inf, TableMemory& memory);
 

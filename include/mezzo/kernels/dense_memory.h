@@ -27,17 +27,17 @@ inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
 
-/// Whether the values equal the memory: the tensor has no negation or conjugation bit.
+/// Returns whether the tensor's memory holds its values: it has no negation or conjugation bit.
 inline bool is_plain(const at::Tensor& tensor) {
   return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
 }
 
-/// Whether a tensor's values are exactly its numel() elements from data_ptr on, in whatever order.
+/// Returns whether a tensor's values are the numel() elements from data_ptr on, in any order.
 inline bool is_dense_memory(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() && is_plain(tensor);
 }
 
-/// Whether two tensors of the same shape have their elements in the same order in memory.
+/// Returns whether two tensors of the same shape have their elements in the same order in memory.
 inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
   if (left.is_contiguous() && right.is_contiguous()) return true;
   if (left.strides().equals(right.strides())) return true;
@@ -48,7 +48,7 @@ inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
   return true;
 }
 
-/// `tensor`'s values in memory laid out as `like`'s: `tensor` itself where it already is.
+/// Returns `tensor` with the memory layout of `like`: itself if it has that layout, else a copy.
 inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor) {
   if (is_plain(tensor) && same_layout(like, tensor)) return tensor;
   at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options());
@@ -56,15 +56,15 @@ inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor)
   return copy;
 }
 
-/// A parameter as memory without gaps, whose elements lie in the order that the parameter's,
-/// where dense, have: itself where it is dense, else a copy that must be written back.
+/// Returns a parameter as memory without gaps: itself if it is dense, else a contiguous copy, which
+/// must be written back.
 inline at::Tensor dense_parameter(const at::Tensor& parameter) {
   if (is_dense_memory(parameter)) return parameter;
   return parameter.detach().clone(at::MemoryFormat::Contiguous);
 }
 
-/// Whether two of the tensors lie in the same bytes, or, for tensors with gaps, may do so. Lazy
-/// copies do not, until they are written.
+/// Returns whether two of the tensors share bytes or, for tensors with gaps, may share bytes. Lazy
+/// copies share none until they are written.
 inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
   struct Range {
     const c10::StorageImpl* storage;
@@ -94,8 +94,8 @@ inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
   return std::adjacent_find(ranges.begin(), ranges.end(), touch) != ranges.end();
 }
 
-/// In lists of one dtype each, as ATen's kernels for lists take tensors; the order within a dtype
-/// stays.
+/// Splits tensors into lists of one dtype each, as ATen's foreach kernels require. Keeps the order
+/// within a dtype.
 inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor>& tensors) {
   std::vector<std::vector<at::Tensor>> lists;
   for (const at::Tensor& tensor : tensors) {

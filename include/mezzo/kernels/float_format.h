@@ -14,24 +14,24 @@
 #include <cuda_fp16.h>
 #endif
 
-// How each dtype is stored, and how it is computed with. Everything is written for one lane or
-// many: `Bits` is an unsigned integer and `Value` a float of the same width, or vectors of such.
-// Vectors are passed by reference, for a 64-byte vector by value has another ABI in each
-// translation unit.
+// How each dtype is stored, and how it is computed with, for one lane or many: `Bits` is an
+// unsigned integer and `Value` a float of the same width, or vectors of them. Vectors are passed by
+// reference, since the ABI of a 64-byte vector passed by value depends on the translation unit's
+// target.
 //
-// A GPU converts half and bfloat16 by its own instructions, to the same bits but for the payload of
-// a NaN.
+// A GPU converts half and bfloat16 by its own instructions, to the same bits except for the payload
+// of a NaN.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The bits of `from` as a `To` of the same size: lanes or scalars, host or device.
+/// Returns the bits of `from` as a `To` of the same size: lanes or scalars, host or device.
 template <class To, class From>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
   static_assert(sizeof(To) == sizeof(From));
   __builtin_memcpy(&to, &from, sizeof(To));
 }
 
-/// A dtype that is computed with as it is stored.
+/// A dtype that is computed with in its stored form.
 template <class ValueT, class BitsT, BitsT kExponentBits>
 struct NativeFormat {
   using Value = ValueT;
@@ -85,8 +85,8 @@ struct FloatFormat<c10::BFloat16> {
   }
 };
 
-/// IEEE half; on the CPU by integers and one float addition: no subnormal float is ever touched, so
-/// that it is exact under flush-to-zero too, and needs no instruction that a CPU may lack.
+/// IEEE half. On the CPU it is converted by integer operations and one float addition. No subnormal
+/// float occurs, so conversions are exact under flush-to-zero too, and need no special instruction.
 template <>
 struct FloatFormat<c10::Half> {
   using Value = float;
@@ -138,13 +138,13 @@ struct FloatFormat<c10::Half> {
   }
 };
 
-/// One element at a time: the device's threads, the tail of a loop, compilers without vector types,
-/// and the tests' reference. What `Lanes` offers a kernel's body, here and in VectorLanes: memory
-/// to lanes and back, and the arithmetic that operators do not spell.
+/// One element at a time: for the device's threads, the tail of a loop, compilers without vector
+/// types, and the tests' reference. Like VectorLanes it moves memory to lanes and back, and has the
+/// arithmetic without operators.
 ///
-/// Each operation rounds once, as IEEE 754 says, and so gives the same bits on every machine and
-/// instruction set. A body writes each product that is added to something as `fma`: whether a
-/// compiler contracts a * b + c depends on flags and target, and with it the last bit.
+/// Each operation rounds once, as IEEE 754 demands, and so gives the same bits on every machine and
+/// instruction set. Write a product that is added to something as `fma`: whether a compiler
+/// contracts a * b + c depends on flags and target, and changes the last bit.
 template <class Element>
 struct ScalarLanes {
   using Format = FloatFormat<Element>;
@@ -154,7 +154,7 @@ struct ScalarLanes {
   using Flags = uint32_t;
   static constexpr int64_t kWidth = 1;
 
-  /// The lanes of another dtype, as many as here.
+  /// Lanes of another dtype, in the same number.
   template <class Other>
   using Like = ScalarLanes<Other>;
 
@@ -179,13 +179,30 @@ struct ScalarLanes {
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }
-  /// 0, 1, 2 ... in the order in which lanes lie in memory.
+  /// Returns 0, 1, 2 ... in the order of lanes in memory.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void enumerate(Bits& numbers) { numbers = 0; }
 
-  /// From the values of another dtype's lanes: exact, or rounded once.
+  /// Converts the values of another dtype's lanes: exactly, or rounded once.
   template <class Other>
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = static_cast<Value>(from);
+  }
+  /// From a whole number below 2^31, rounded to nearest.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
+    value = static_cast<Value>(static_cast<int32_t>(count));
+  }
+  /// The whole part of a value of 0 or more, below 2^31.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
+    count = static_cast<Bits>(static_cast<int32_t>(value));
+  }
+  /// Adds 1 where a flag is set.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+    count += flags;
+  }
+  /// table[index % 8], of a table that holds eight values twice.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static void look_up(const Value (&table)[16], const Bits& index,
+                                                        Value& value) {
+    value = table[index % 8U];
   }
   /// result = a * b + c, rounded once. `result` may be any of the three.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c,

@@ -18,9 +18,9 @@ namespace detail {
 /// depend on the number of threads.
 inline constexpr int64_t kSummaryChunk = 65536;
 
-/// A stretch of gradients as it lies in memory, before any scale. Largest magnitudes are kept as
-/// bits, whose order is that of the values with NaN above all; those of double apart, for whether a
-/// product overflows depends on what it is computed in.
+/// The partial result of a stretch of gradients, before any scale. Largest magnitudes are kept as
+/// bits, which sort like the values, with NaN above all. Those of doubles are kept apart, since
+/// overflow of a product depends on the dtype that it is computed in.
 struct GradientPartial {
   double sum_of_squares = 0;
   uint64_t max_double = 0;
@@ -35,8 +35,8 @@ struct GradientPartial {
 
 static_assert(std::is_trivially_copyable_v<GradientPartial>, "kernels write it");
 
-/// Gradients times `inv_scale`. A factor is monotonic: a product is inf or NaN if and only if that
-/// of the largest magnitude is (or of 0, where the factor itself is inf or NaN).
+/// The summary of gradients times `inv_scale`. Multiplication is monotonic: some product is inf or
+/// NaN if and only if that of the largest magnitude is (or that of 0, if the factor is inf or NaN).
 struct FinishedSummary {
   double sum_of_squares;
   double max_abs;
@@ -68,8 +68,7 @@ struct FinishedSummary {
   }
 };
 
-// What is done with each element: the body of the CPU's loops, of the CUDA kernels and of the
-// tests' reference.
+// The work on each element: the body of the CPU's loops, the CUDA kernels and the tests' reference.
 
 /// Sets bits in `nonfinite` where a stored value is inf or NaN.
 template <class Format>
@@ -80,9 +79,8 @@ struct CheckElement {
   }
 };
 
-/// gradient = gradient * inv_scale, and a look at what will be stored rather than at what came in:
-/// only that sees a product, or its rounding to half, that overflows where the factors do not.
-/// The body of the CPU kernel, of the CUDA kernel and of the tests' reference.
+/// Computes gradient = gradient * inv_scale, and checks the value that will be stored: a product,
+/// or its rounding to half, may overflow when the factors do not.
 template <class Format, class ValueLanes>
 struct UnscaleElement {
   ValueLanes inv_scale;
@@ -97,7 +95,7 @@ struct UnscaleElement {
   }
 };
 
-/// All bits of a stored element but the sign.
+/// Returns all bits of a stored element but the sign.
 template <class Format>
 inline constexpr typename Format::Bits kMagnitudeBits =
     static_cast<typename Format::Bits>(Format::kExponent | (Format::kExponent - 1U));

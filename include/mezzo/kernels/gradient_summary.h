@@ -32,7 +32,8 @@ namespace detail {
 // Summaries by ATen's kernels, for devices without kernels of mezzo (CUDA without the target
 // mezzo::cuda).
 
-/// The norms of the gradients, one element each, in `dtype`. ATen's fast route wants one dtype.
+/// Returns the norms of the gradients, one element each, in `dtype`. The gradients have one dtype,
+/// which ATen's fast path requires.
 inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double order,
                                 at::ScalarType dtype) {
   std::vector<at::Tensor> norms;
@@ -42,8 +43,8 @@ inline at::Tensor foreach_norms(const std::vector<at::Tensor>& gradients, double
   return at::stack(norms);
 }
 
-/// Reads the gradients twice: once for the norm, and once for the largest magnitude, which alone
-/// decides exactly whether a product overflows.
+/// Reads the gradients twice: once for the norm, and once for the largest magnitude, which decides
+/// exactly whether a product overflows.
 inline Verdict summarize_with_aten(std::vector<at::Tensor> gradients, const at::Tensor& inv_scale) {
   const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
   const auto options = inv_scale.options();
@@ -79,17 +80,17 @@ inline Verdict summarize_with_aten(std::vector<at::Tensor> gradients, const at::
 ///   for (const at::Tensor& gradient : gradients) read.add(gradient);
 ///   const Verdict verdict = read.finish();
 ///
-/// They are of float, double, bfloat16 or half, of any strides, offsets and sizes, and stay alive
-/// until the end. Squares are summed in double, in an order that depends on the sizes alone: not on
-/// threads, and on the CPU not on the instruction set. CUDA's kernels add up to 32 squares of
-/// floats and halves in float first, so that the sum is within 2e-6 of itself there. A gradient of
-/// double above 1e154 has a square beyond double: inf, with found_inf 0.
+/// Gradients are float, double, bfloat16 or half, of any strides, offsets and sizes, and must stay
+/// alive until `finish`. Squares are summed in double, in an order that depends on the sizes alone,
+/// not on threads or (on the CPU) the instruction set. CUDA's kernels add up to 32 squares of
+/// floats and halves in float first, with a relative error of at most 2e-6. A double gradient above
+/// 1e154 has a square beyond double: the sum is inf, and found_inf 0.
 class GradientRead {
  public:
   explicit GradientRead(const at::Tensor& inv_scale)
       : inv_scale_(inv_scale), is_on_cpu_(has_cpu_loops(inv_scale.device())) {}
 
-  /// A gradient that no loop can walk is copied: one with gaps, or negative by a bit.
+  /// Adds a gradient. Copies one that no loop can walk: with gaps, or with the negative bit.
   void add(const at::Tensor& gradient) {
     const bool is_dense = is_dense_memory(gradient);
     if (!is_dense || !is_on_cpu_) {
@@ -103,7 +104,7 @@ class GradientRead {
                           summary_loop(dense.scalar_type(), best_isa())});
   }
 
-  /// Returns the summary of all added gradients, times inv_scale. On CUDA, `memory` allows a single
+  /// Returns the summary of all added gradients times inv_scale. On CUDA, `memory` allows a single
   /// launch for many tensors.
   Verdict finish([[maybe_unused]] TableMemory* memory = nullptr) const {
     if (is_on_cpu_) return finish_on_cpu();
@@ -175,7 +176,7 @@ inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
   }
 }
 
-/// Reads gradients of one device, all of them checked first.
+/// Reads gradients of one device, after checking all of them.
 inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
                                    const at::Tensor& inv_scale, TableMemory* memory = nullptr) {
   check_summary_arguments(gradients, inv_scale);

@@ -20,7 +20,7 @@ namespace detail {
 
 inline constexpr int64_t kSquareSums = 16;
 
-/// The sixteen sums, one at a time.
+/// The sixteen sums as scalars.
 template <class Lanes>
 struct SquareSums {
   double sums[kSquareSums] = {};
@@ -85,8 +85,8 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
 
 #endif
 
-/// The lanes of vectors that a loop has filled, one by one. They are copied where the compiler has
-/// to put the copy into memory: at -O3, g++ 12 otherwise keeps the original there, loop and all.
+/// Access to single lanes of vectors that a loop has filled. They are copied so that the compiler
+/// puts the copy into memory: at -O3, g++ 12 otherwise keeps the original there during the loop.
 template <class Vectors, class Element>
 C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
   Vectors copy = vectors;
@@ -96,7 +96,7 @@ C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
   __builtin_memcpy(each, &copy, sizeof(copy));
 }
 
-/// The largest of a vector's lanes.
+/// Returns the largest of a vector's lanes.
 template <class Lanes>
 C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes::Bits& lanes) {
   typename Lanes::Format::Bits each[Lanes::kWidth];
@@ -108,7 +108,7 @@ C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes
   return largest;
 }
 
-/// Sums and maximum of one chunk on their way.
+/// Running sums and maximum of one chunk.
 template <class Element, class Lanes>
 struct SummaryAccumulator {
   using Format = typename Lanes::Format;
@@ -117,13 +117,13 @@ struct SummaryAccumulator {
   SquareSums<Lanes> sums;
   typename Lanes::Bits largest{};
 
-  /// Sixteen elements.
+  /// Adds sixteen elements.
   C10_ALWAYS_INLINE void add_block(const Stored* data) {
     add_loads(data,
               std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
   }
 
-  /// The elements [begin, count), fewer than sixteen, and all that came before.
+  /// Adds the last elements, [begin, count), fewer than sixteen, and adds all to `partial`.
   C10_ALWAYS_INLINE void finish(const Stored* data, int64_t begin, int64_t count,
                                 GradientPartial& partial) const {
     double each[kSquareSums];
@@ -160,7 +160,7 @@ struct SummaryAccumulator {
   }
 };
 
-/// `count` elements at `data`, of any alignment, at most kSummaryChunk of them.
+/// Summarises `count` elements at `data`, of any alignment; at most kSummaryChunk.
 template <class Element, class Lanes>
 struct SummaryKernel {
   C10_ALWAYS_INLINE static void run(const void* data, int64_t count, GradientPartial& partial) {
@@ -172,7 +172,7 @@ struct SummaryKernel {
   }
 };
 
-/// Adds what it reads of `count` elements at `data` to `partial`.
+/// Adds the summary of `count` elements at `data` to `partial`.
 using SummaryLoop = void (*)(const void* data, int64_t count, GradientPartial& partial);
 
 template <class Element>

@@ -10,7 +10,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Sixteen bytes of elements, read and written at once where a tensor is so aligned.
+/// Sixteen bytes of elements, read and written at once if the tensor is aligned to 16 bytes.
 template <class Stored>
 struct alignas(16) GradientPack {
   static constexpr int kSize = 16 / sizeof(Stored);
@@ -32,13 +32,13 @@ static_assert(sizeof(GradientTable) < 4000, "a kernel's arguments must fit in 4 
 struct SummaryRow {
   const void* data;
   int64_t count;
-  int64_t first_partial;  ///< where its first block writes a partial result, and the next after it
+  int64_t first_partial;  ///< index of its first block's partial result; later blocks follow
 
   C10_HOST_DEVICE int64_t elements() const { return count; }
 };
 
-/// For most models, in the 4 KB that every launch can carry cheaply; and for models of many
-/// tensors, in the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
+/// Two capacities: for most models a table within the 4 KB that a launch carries cheaply; for
+/// models of many tensors one within the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 using SmallSummaryTable = LaunchTable<SummaryRow, 108>;
 using LargeSummaryTable = LaunchTable<SummaryRow, 900>;
 static_assert(sizeof(SmallSummaryTable) < 4000, "with the pointers beside it within 4 KB");

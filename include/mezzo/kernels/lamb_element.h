@@ -22,7 +22,7 @@ struct LambNorms {
     update += other.update;
   }
 
-  /// ||parameter|| / ||update||, and 1 where either is 0. NaN where either is NaN, so that a bad
+  /// Returns ||parameter|| / ||update||, or 1 if either is 0. NaN if either is NaN, so that a bad
   /// gradient shows.
   C10_HOST_DEVICE double trust_ratio() const {
     return parameter != 0 && update != 0 ? ::sqrt(parameter) / ::sqrt(update) : 1.0;
@@ -37,10 +37,10 @@ struct LambCoefficients {
   double weight_decay;
   double mean_scale;  ///< 1 / (1 - beta1^step); 1 without bias correction
   double root_scale;  ///< 1 / sqrt(1 - beta2^step); 1 without
-  double rate;        ///< lr, and once `adapt` was called times the trust ratio
+  double rate;        ///< lr; after `adapt`, lr times the trust ratio
   bool adapts;        ///< whether there is a trust ratio
 
-  /// Between the two passes: `norms` are the whole parameter's.
+  /// Applies the trust ratio, between the two passes. \param norms of the whole parameter
   C10_HOST_DEVICE void adapt(const LambNorms& norms) {
     if (adapts) rate *= norms.trust_ratio();
   }
@@ -71,7 +71,7 @@ struct LambConstants {
 
 /// LAMB (You et al., 2020, algorithm 2, in the form of Apex's FusedLAMB) on as many elements as
 /// there are lanes. Moments: exp_avg and exp_avg_sq. The update of an element depends on all
-/// elements of its parameter, so a step has three parts here.
+/// elements of its parameter, so a step has three parts: moments, norms, parameter.
 struct LambRule {
   using Constants = LambConstants;
   using Coefficients = LambCoefficients;
@@ -98,7 +98,7 @@ struct LambRule {
       Lanes::broadcast(static_cast<Scalar>(-c.rate), minus_rate);
     }
 
-    /// `gradient` is the true one: unscaled and clipped.
+    /// \param gradient  unscaled and clipped
     C10_HOST_DEVICE C10_ALWAYS_INLINE void learn(const Value& gradient,
                                                  Value (&moments)[kMoments]) const {
       Value addend = gradient_share * gradient;
@@ -107,7 +107,7 @@ struct LambRule {
       Lanes::fma(beta2, moments[1], addend, moments[1]);
     }
 
-    /// The direction that the parameter goes, before any rate.
+    /// Returns the direction of the update, without the learning rate.
     C10_HOST_DEVICE C10_ALWAYS_INLINE void aim(const Value& parameter,
                                                const Value (&moments)[kMoments],
                                                Value& update) const {
@@ -124,10 +124,10 @@ struct LambRule {
   };
 };
 
-/// LAMB at one place of a parameter's streams, in two passes: the first writes moments and says
-/// what norms are taken of, the second, which knows the trust ratio, writes the parameter and what
-/// lies beside it. The update is not kept in between, which would cost 8 bytes an element, but
-/// computed again, from the same numbers: moments as they are stored, rounding included.
+/// LAMB at one place of a parameter's streams, in two passes. The first writes the moments and
+/// returns the values of which norms are taken. The second knows the trust ratio, and writes the
+/// parameter and the streams beside it. It computes the update again from the stored moments, since
+/// keeping the update would cost 8 bytes per element.
 template <class Parameter, class Gradient, class Weights, class Lanes>
 class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes> {
   using Base = StepBody<Parameter, Gradient, LambRule, Weights, Lanes>;
@@ -141,8 +141,9 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
   using typename Base::Scalar;
   using typename Base::Value;
 
-  /// Reads the gradient and the moments, and writes the moments; `parameter` and `update` are what
-  /// the second pass will find. `numbers` are those of the elements, for stochastic rounding.
+  /// Reads the gradient and the moments, and writes the moments. `parameter` and `update` become
+  /// the values that the second pass will compute. `numbers` are the elements' numbers, for
+  /// stochastic rounding.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void learn(const Place& place, const Bits& numbers,
                                                const RandomKey& key, Value& parameter,
                                                Value& update) const {
@@ -152,7 +153,7 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Value moments[LambRule::kMoments];
     Base::read_moments(place, moments);
     Base::update_.learn(gradient, moments);
-    if constexpr (Base::kIsStochastic) {
+    if constexpr (Base::kDrawsMoments) {
       Bits noise;
       Base::draw(numbers, key, noise);
       Base::write_moments_stochastically(place, moments, noise, key);
@@ -166,7 +167,7 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Base::update_.aim(parameter, moments, update);
   }
 
-  /// Reads the moments and moves the parameter, by the coefficients that `adapt` was called of.
+  /// Reads the moments and updates the parameter, with coefficients after `adapt`.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void move(const Place& place, const Bits& numbers,
                                               const RandomKey& key) const {
     Value parameter;
@@ -174,7 +175,8 @@ class LambBody : private StepBody<Parameter, Gradient, LambRule, Weights, Lanes>
     Base::write_beside(place, parameter);
   }
 
-  /// The same without what is kept beside `parameter`, the new one before it was rounded.
+  /// Updates the parameter, but not the streams beside it. `parameter` becomes the new value before
+  /// rounding.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void move(const Place& place, const Bits& numbers,
                                               const RandomKey& key, Value& parameter) const {
     Value moments[LambRule::kMoments];

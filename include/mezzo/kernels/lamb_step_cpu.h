@@ -20,14 +20,14 @@
 #include <utility>
 #include <vector>
 
-// The CPU's loops of LAMB's two passes, over stretches of a parameter that begin at a multiple of
-// kStepPiece: so no stretch goes over a multiple of 2^32 elements, and each has one random key.
-// Norms are summed as gradients' are (SquareSums): element i of a stretch belongs to sum i % 16,
-// so every instruction set gives the same bits.
+// The CPU's loops of LAMB's two passes, over stretches of a parameter. A stretch begins at a
+// multiple of kStepPiece, so none crosses a multiple of 2^32 elements, and each has one random key.
+// Norms are summed as gradients are (SquareSums): element i of a stretch belongs to sum i % 16, so
+// every instruction set gives the same bits.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The streams of a stretch, walked as many elements at a time as there are lanes.
+/// The streams of a stretch. Each step moves as many elements as there are lanes.
 template <class Parameter, class Gradient, class Weights, class Lanes>
 class LambWalk {
  public:
@@ -83,13 +83,13 @@ class LambWalk {
   RandomKey key_;
 };
 
-/// The sums of both norms, sixteen each, on their way.
+/// Running sums of both norms, sixteen each.
 template <class Lanes>
 struct LambSums {
   SquareSums<Lanes> parameters;
   SquareSums<Lanes> updates;
 
-  /// Sixteen elements from the i-th on.
+  /// Adds sixteen elements, from the i-th on.
   template <class Walk>
   C10_ALWAYS_INLINE void add_block(const Walk& walk, int64_t i) {
     add_loads(walk, i,
@@ -118,7 +118,7 @@ C10_ALWAYS_INLINE double sum_of_sums(double (&sums)[kSquareSums]) {
   return sums[0];
 }
 
-/// The first pass.
+/// The first pass: writes moments, and sums the norms.
 template <class Parameter, class Weights, class Lanes>
 struct LambMomentsKernel {
   C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
@@ -147,7 +147,7 @@ struct LambMomentsKernel {
   }
 };
 
-/// The second, which has no use for the gradient.
+/// The second pass: writes the parameter. It does not read the gradient.
 template <class Parameter, class Weights, class Lanes>
 struct LambParameterKernel {
   C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
@@ -172,9 +172,11 @@ StepLoop lamb_loop(Storage storage, at::ScalarType kept, CpuIsa isa) {
   });
 }
 
-/// Whether a task is one piece, which is moved while it lies in the cache, or wants no norm.
+/// Returns whether a task takes one pass: it is one piece, which stays in the cache, or has no
+/// trust ratio. A staged task takes two: its pieces come in parts.
 inline bool needs_one_pass(const StepTask& task) {
-  return !task.coefficients.as<LambCoefficients>().adapts || task.span.count <= kStepPiece;
+  const bool adapts = task.coefficients.as<LambCoefficients>().adapts;
+  return !task.is_staged && (!adapts || task.span.count <= kStepPiece);
 }
 
 inline void move_piece(const StepTask& task, const StepSpan& part, const LambNorms& norms) {
@@ -183,9 +185,9 @@ inline void move_piece(const StepTask& task, const StepSpan& part, const LambNor
   task.loop.step(part, coefficients, task.use);
 }
 
-/// Runs LAMB's tasks: in one pass over their memory where that will do, in two elsewhere. They are
-/// cut every kStepPiece of their own elements, so that a norm, summed piece by piece, is the same
-/// number whatever the other tasks and the number of threads.
+/// Runs LAMB's tasks, in one pass over their memory if possible and otherwise in two. Each task is
+/// cut at every kStepPiece of its own elements and its norms are summed piece by piece, so they do
+/// not depend on other tasks or the number of threads.
 inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   WorkChunks pieces(kStepPiece, kStepPiece);
   WorkChunks left(kStepPiece, kStepPiece);
@@ -196,10 +198,13 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   std::vector<LambNorms> of_piece(pieces.size());
   pieces.for_each([&](std::size_t i, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
-    for_widened<kStepPiece>(task, piece.begin, piece.count, [&](const StepSpan& part) {
-      task.loop.learn(part, task.coefficients, task.use, of_piece[i]);
-      if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
-    });
+    for_widened<kStepPiece, StepPass::learn>(
+        task, piece.begin, piece.count, [&](const StepSpan& part) {
+          LambNorms of_part;
+          task.loop.learn(part, task.coefficients, task.use, of_part);
+          of_piece[i].merge(of_part);
+          if (needs_one_pass(task)) move_piece(task, part, of_piece[i]);
+        });
   });
   std::vector<LambNorms> of_task(tasks.size());
   std::size_t next = 0;
@@ -210,7 +215,9 @@ inline void run_lamb_cpu(const std::vector<StepTask>& tasks) {
   }
   left.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
-    move_piece(task, part_of(task, piece.begin, piece.count), of_task[piece.item]);
+    for_widened<kStepPiece, StepPass::move>(
+        task, piece.begin, piece.count,
+        [&](const StepSpan& part) { move_piece(task, part, of_task[piece.item]); });
   });
 }
 

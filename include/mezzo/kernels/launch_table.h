@@ -29,18 +29,18 @@ C10_HOST_DEVICE inline int item_of_block(const int64_t* end_block, int items, in
   return item;
 }
 
-/// What one block of a kernel works on: elements [begin, end) of a row.
+/// The work of one block of a kernel: elements [begin, end) of a row.
 template <class Row>
 struct TableSlice : Row {
   int64_t begin;
   int64_t end;
-  int64_t own_block;  ///< which of the row's blocks
+  int64_t own_block;  ///< number of this block among the row's blocks
   int row;            ///< of the table
 };
 
-/// The rows of one kernel launch, each a tensor or a parameter with what belongs to it, cut into
-/// blocks. A Row has `elements()`. The table travels by value as the kernel's argument, so that
-/// nothing is copied to the device and a CUDA graph keeps its own; tables of more rows are the
+/// The rows of one kernel launch, cut into blocks. A row is a tensor, or a parameter with its
+/// gradient and state, and has `elements()`. The table is passed by value as the kernel's argument,
+/// so nothing is copied to the device and a CUDA graph keeps its own copy. Larger tables are the
 /// pages of a PagedTable.
 template <class Row, int kRows>
 class LaunchTable {
@@ -60,14 +60,14 @@ class LaunchTable {
     return (elements + elements_per_block - 1) / elements_per_block;
   }
 
-  /// Not when full.
+  /// Adds a row. The table must not be full.
   void push_back(const Row& row) {
     end_block_[rows_] = blocks() + blocks_of(row.elements(), elements_per_block_);
     row_[rows_] = row;
     ++rows_;
   }
 
-  /// Gives what is not used yet a value, so that equal tables have equal bytes.
+  /// Sets unused bytes, so that equal tables have equal bytes.
   void clear_rest() {
     std::fill(row_ + rows_, row_ + kCapacity, Row{});
     std::fill(end_block_ + rows_, end_block_ + kCapacity, blocks());
@@ -93,16 +93,14 @@ class LaunchTable {
   int rows_ = 0;
 };
 
-/// What a kernel takes in a table's place, by value: the table itself, or, for more rows than one
-/// holds, where in the device's memory there are several, its pages. One launch for either.
-///
-/// A slice's row is numbered among those of all pages.
+/// A kernel argument, passed by value: one table, or for more rows the device address of several
+/// tables, its pages. Both take one launch. Rows are numbered across all pages.
 template <class Table>
 class PagedTable {
  public:
   explicit PagedTable(const Table& table) : only_(table), blocks_(table.blocks()) {}
 
-  /// `memory` has what `bytes_of` returned, and `pages` are what that was made of.
+  /// Refers to `memory` on the device, which holds `bytes_of(pages)`.
   PagedTable(const std::vector<Table>& pages, const void* memory)
       : only_(pages.front()),
         pages_(static_cast<const Table*>(memory)),
@@ -111,8 +109,9 @@ class PagedTable {
     for (const Table& page : pages) blocks_ += page.blocks();
   }
 
-  /// The pages, and after them where the blocks of each end. Equal pages have equal bytes, but for
-  /// gaps in the constants of their groups: where these differ, the pages are copied once more.
+  /// Returns the bytes of the pages, followed by the end of each page's blocks. Equal pages have
+  /// equal bytes, except for gaps in the constants of their groups: if those differ, the pages are
+  /// copied again.
   static std::vector<std::byte> bytes_of(std::vector<Table>& pages) {
     static_assert(std::is_trivially_copyable_v<Table> && sizeof(Table) % alignof(int64_t) == 0);
     std::vector<std::byte> bytes(pages.size() * (sizeof(Table) + sizeof(int64_t)));
@@ -142,7 +141,7 @@ class PagedTable {
     return page_at(slice.row / Table::kCapacity).group(slice.group);
   }
 
-  /// Of all pages, in which some rows at the end may be none.
+  /// Returns the number of rows of all pages, including unused rows at the end.
   C10_HOST_DEVICE int rows() const {
     return pages_ == nullptr ? only_.rows() : page_count_ * Table::kCapacity;
   }

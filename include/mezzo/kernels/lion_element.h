@@ -54,8 +54,8 @@ struct LionRule {
       Lanes::broadcast(static_cast<Scalar>(c.decay), decay);
     }
 
-    /// `gradient` is the true one: unscaled and clipped. Where the direction is 0 the parameter
-    /// only decays; where it is NaN the parameter becomes NaN.
+    /// If the direction is 0 the parameter only decays; if it is NaN the parameter becomes NaN.
+    /// \param gradient  unscaled and clipped
     C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
                                                       Value (&moments)[kMoments]) const {
       Value addend = share1 * gradient;

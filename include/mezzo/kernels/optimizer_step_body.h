@@ -50,10 +50,13 @@ class StepBody {
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
   using Scalar = typename Lanes::Format::Value;
-  static constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
-  static constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+  static constexpr bool kIsSplit = Weights::kIsSplit;
+  static constexpr bool kIsStochastic = Weights::kIsStochastic;
+  /// Whether moments are rounded stochastically too.
+  static constexpr bool kDrawsMoments =
+      kIsStochastic && std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
   /// The low-precision copy of a parameter of floats.
-  static constexpr bool kMayCopy = std::is_same_v<Weights, PlainWeights<float>>;
+  static constexpr bool kMayCopy = !kIsSplit && std::is_same_v<Parameter, float>;
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
                                              const StepUse& use)
@@ -92,7 +95,11 @@ class StepBody {
       Bits noise;
       draw(numbers, key, noise);
       write_parameter_stochastically(place, parameter, noise);
-      write_moments_stochastically(place, moments, noise, key);
+      if constexpr (kDrawsMoments) {
+        write_moments_stochastically(place, moments, noise, key);
+      } else {
+        write_moments(place, moments);
+      }
     } else {
       write_parameter(place, parameter);
       write_moments(place, moments);

@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -28,6 +30,10 @@ struct StepRow {
   optim::WeightStorage storage;
   at::ScalarType parameter_dtype;  ///< of what is trained: float where it is a master
   at::ScalarType gradient_dtype;
+  /// Of moments in blocks of 8 bits (block8.h); otherwise null.
+  float* scales[kMaxMoments] = {};
+  /// Moments have another format than the weights': blocks, or floats beside weights of 16 bits.
+  bool is_staged = false;
 };
 
 /// Where the device finds what the host does not know. Null: no scale, no check, no clipping, no
@@ -58,10 +64,41 @@ struct StepTableRow {
   int16_t group;        ///< of the table
   int16_t copies_half;  ///< 0 or 1: a bool would leave a gap
 
+  static StepTableRow of(const StepRow& row, int16_t group) {
+    return {row.span, row.count, row.number, group, row.copies_half};
+  }
+
   C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 using StepSlice = TableSlice<StepTableRow>;
+
+/// The same of a row that is staged.
+struct StagedTableRow {
+  StepSpan span;
+  const float* count;
+  int number;
+  int16_t group;
+  int16_t copies_half;
+  float* scales[kMaxMoments];
+  int32_t gradient_bytes;    ///< of an element
+  int32_t gradient_is_half;  ///< 0 or 1, of 2 bytes
+
+  static StagedTableRow of(const StepRow& row, int16_t group) {
+    return {row.span,
+            row.count,
+            row.number,
+            group,
+            row.copies_half,
+            {row.scales[0], row.scales[1], row.scales[2]},
+            static_cast<int32_t>(c10::elementSize(row.gradient_dtype)),
+            row.gradient_dtype == at::kHalf};
+  }
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
+};
+
+using StagedSlice = TableSlice<StagedTableRow>;
 
 /// The numbers of a parameter group.
 template <class Constants>
@@ -72,9 +109,9 @@ struct StepGroup {
 };
 
 /// Parameters of one kernel launch, of one pair of dtypes, and the groups that they are of.
-template <class Constants, int kRows>
-class StepTable : public LaunchTable<StepTableRow, kRows> {
-  using Base = LaunchTable<StepTableRow, kRows>;
+template <class Row, class Constants, int kRows>
+class StepTable : public LaunchTable<Row, kRows> {
+  using Base = LaunchTable<Row, kRows>;
 
  public:
   static constexpr int kGroups = 8;
@@ -87,8 +124,7 @@ class StepTable : public LaunchTable<StepTableRow, kRows> {
     if (Base::full() || (is_new && groups_ == kGroups)) return false;
     if (is_new) group_[groups_++] = group;
     last_group_ = row.group;
-    Base::push_back(
-        {row.span, row.count, row.number, static_cast<int16_t>(groups_ - 1), row.copies_half});
+    Base::push_back(Row::of(row, static_cast<int16_t>(groups_ - 1)));
     return true;
   }
 
@@ -112,7 +148,9 @@ class StepTable : public LaunchTable<StepTableRow, kRows> {
 
 /// As many rows as the 32,764 bytes hold that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
-using DeviceStepTable = StepTable<Constants, 300>;
+using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
+template <class Constants>
+using StagedStepTable = StepTable<StagedTableRow, Constants, 232>;
 
 /// The counters of the launch that counts a step: by value in the 4 KB that every launch can carry
 /// cheaply, or where in the device's memory there are more of them.
@@ -146,11 +184,12 @@ class CounterTable {
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
-/// The kernel's arguments.
-template <class Constants>
-inline constexpr bool kStepArgumentsFit = sizeof(PagedTable<DeviceStepTable<Constants>>) +
-                                              sizeof(StepInputs) <=
-                                          32764;
+/// The kernel's arguments, with two pointers and the maps of staged ones.
+template <class Table>
+inline constexpr bool kStepArgumentsFit =
+    sizeof(PagedTable<Table>) + sizeof(StepInputs) + 2 * sizeof(void*) +
+        (std::is_same_v<typename Table::Slice, StagedSlice> ? sizeof(Block8Maps) : 0) <=
+    32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

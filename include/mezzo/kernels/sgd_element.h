@@ -10,12 +10,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What SGD multiplies with in one step of one parameter.
+/// The coefficients of SGD for one step of one parameter.
 struct SgdCoefficients {
   double lr;
-  double momentum;    ///< 0 in the first step, whose gradient the buffer becomes
-  double share;       ///< of the gradient in the buffer: 1 - dampening, and 1 in the first step
-  double look_ahead;  ///< Nesterov's: how much of the buffer joins the gradient; 0 without
+  double momentum;    ///< 0 in the first step, which sets the buffer to the gradient
+  double share;       ///< factor of the gradient in the buffer: 1 - dampening, 1 in the first step
+  double look_ahead;  ///< Nesterov: factor of the buffer in the update; otherwise 0
   double weight_decay;
 };
 
@@ -36,7 +36,7 @@ struct SgdConstants {
   }
 };
 
-/// Stochastic gradient descent as torch::optim::SGD has it. Moment: momentum_buffer, if any.
+/// Stochastic gradient descent as in torch::optim::SGD. Moment: momentum_buffer, if any.
 template <bool kHasMomentum>
 struct SgdRule {
   using Constants = SgdConstants;
@@ -62,7 +62,7 @@ struct SgdRule {
       Lanes::broadcast(static_cast<Scalar>(c.weight_decay), weight_decay);
     }
 
-    /// `gradient` is the true one: unscaled and clipped.
+    /// \param gradient  unscaled and clipped
     template <class Moments>
     C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Value& parameter, Value& gradient,
                                                       Moments& moments) const {

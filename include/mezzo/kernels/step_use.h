@@ -15,11 +15,11 @@ namespace detail {
 
 inline constexpr int kMaxMoments = 3;
 
-/// Names a rule to the host's code of the kernels; each has a loop or two (amsgrad, momentum).
+/// The update rules. Some have a second loop (amsgrad, momentum).
 enum class CudaRule : std::uint8_t { adam, sgd, lion, lamb };
 
-/// The coefficients of one step of one parameter, or the constants of a group: a rule's own struct
-/// of numbers, as memory of one size for all rules.
+/// Memory for a rule's own struct of numbers: the coefficients of one step of one parameter, or the
+/// constants of a group. It has one size for all rules.
 class StepNumbers {
  public:
   StepNumbers() = default;
@@ -39,7 +39,7 @@ class StepNumbers {
   alignas(double) std::byte bytes_[64] = {};
 };
 
-/// A stretch of one parameter with what belongs to it, each of any alignment.
+/// A stretch of one parameter with its gradient and state, each of any alignment.
 struct StepSpan {
   void* parameter;
   void* gradient;
@@ -50,7 +50,14 @@ struct StepSpan {
   int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
 
-/// What a step does with its streams beside the update itself.
+/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
+/// its second moves the parameter.
+enum class StepPass { whole, learn, move };
+
+/// How a parameter is rounded whose loop takes a float in its place.
+enum class StagedParameter : std::uint8_t { none, nearest, stochastic };
+
+/// Options of a step that are not part of the update rule.
 struct StepUse {
   double factor = 1.0;       ///< gradients are multiplied by it before use
   bool copies_half = false;  ///< copies of floats are half's, not bfloat16's
@@ -60,8 +67,8 @@ struct StepUse {
   uint64_t parameter = 0;  ///< its number in the optimizer
 };
 
-/// What clip_grad_norm_ multiplies gradients with, given the sum of their squares. A norm that is
-/// NaN gives NaN, as there.
+/// Returns the factor that clip_grad_norm_ applies to gradients with this sum of squares. A NaN
+/// gives NaN, as in clip_grad_norm_.
 C10_HOST_DEVICE inline double clip_coefficient(double sum_of_squares, double max_norm) {
   if (max_norm == HUGE_VAL) return 1.0;
   const double coefficient = max_norm / (::sqrt(sum_of_squares) + 1e-6);

@@ -16,17 +16,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Bytes that kernels read and their arguments have no room for, on a device. What lies there is
-/// used again as long as it is the same, as it is where gradients keep their memory.
+/// Tables that are too large for a kernel's arguments, in device memory. A table is copied only if
+/// its bytes have changed since the last step; they stay equal while gradients keep their memory.
 ///
-/// `capture` is the number of the capture into a graph that the device's current stream is part of;
-/// 0: of none. A copy that a capture recorded is made when its graph is replayed, and only there:
-/// nobody else may rely on it. Graphs read and copy the same memory at each replay; so what a
-/// capture used stays as long as this.
+/// `capture` is the number of the CUDA graph capture that the device's current stream is part of,
+/// or 0. A copy recorded by a capture runs only when that graph is replayed, so no other work may
+/// use its result. Replays read and write the same memory again; memory that a capture used is
+/// therefore kept until the destructor.
 class TableMemory {
  public:
-  /// Where `bytes` are, for work that is put on the device's current stream before the next call
-  /// of `begin_step`. Waits for nothing.
+  /// Returns the device address of a copy of `bytes`, valid for work that is put on the device's
+  /// current stream before the next `begin_step`. Does not wait.
   const void* on(at::Device device, const std::vector<std::byte>& bytes, uint64_t capture) {
     const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
     Copy& copy = copy_of(stream, bytes, capture);
@@ -35,7 +35,8 @@ class TableMemory {
     return copy.there.const_data_ptr();
   }
 
-  /// Before a step on `device`: forgets what the last one there had no use for, unless captured.
+  /// Call this before a step on `device`. Frees tables that the last step there did not use, except
+  /// those of captures.
   void begin_step(at::Device device, uint64_t capture) {
     if (capture != 0) return;
     std::erase_if(copies_, [device](const Copy& copy) {
@@ -53,7 +54,7 @@ class TableMemory {
     c10::Stream stream;  // memory goes back to its stream: others must not read it
     at::Tensor staged;   // pinned, so that nothing waits for the copy
     at::Tensor there;
-    uint64_t capture = 0;  // that recorded the copy, and did not make it
+    uint64_t capture = 0;  // number of the capture that recorded the copy
     bool is_used = false;  // in the last step on the device, or the present one
     bool is_captured = false;
   };

@@ -26,7 +26,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Whole vectors of [begin, count): returns where it stopped, and adds to `found` what it saw.
+/// Handles the whole vectors of [begin, count), and adds inf and NaN to `found`. Returns the index
+/// of the first element that is left.
 template <class Lanes>
 C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* from,
                                         typename Lanes::Format::Stored* to, int64_t begin,
@@ -61,8 +62,9 @@ C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data
   return i;
 }
 
-/// `count` elements, of any alignment: those at `from` times `inv_scale` go to `to`, which may be
-/// the same place; true if one became inf or NaN. All but double round `inv_scale` to float.
+/// Writes from[i] * inv_scale to `to`, for `count` elements of any alignment, and returns whether a
+/// product is inf or NaN. `to` may be `from`. For all dtypes but double, inv_scale is rounded to
+/// float.
 template <class Element, class Lanes>
 struct UnscaleKernel {
   C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double inv_scale) {
@@ -76,7 +78,7 @@ struct UnscaleKernel {
   }
 };
 
-/// `count` elements at `data`, of any alignment: true if one is inf or NaN.
+/// Returns whether one of `count` elements at `data`, of any alignment, is inf or NaN.
 template <class Element, class Lanes>
 struct CheckKernel {
   C10_ALWAYS_INLINE static bool run(const void* data, int64_t count) {
@@ -121,7 +123,7 @@ struct UnscaleSpan {
   int64_t count;
   int64_t element_size;
   UnscaleLoops loops;
-  char* result = nullptr;  ///< where products go that are not written in place
+  char* result = nullptr;  ///< destination of products that are not written in place
 };
 
 inline UnscaleSpan unscale_span(const at::Tensor& tensor, void* data) {
@@ -129,7 +131,7 @@ inline UnscaleSpan unscale_span(const at::Tensor& tensor, void* data) {
           unscale_loops(tensor.scalar_type(), best_isa())};
 }
 
-/// Runs `work` over all memory, on several threads; true if it returned true for any stretch.
+/// Runs `work` over all stretches on several threads. Returns whether any call returned true.
 template <class Work>
 bool any_span(const std::vector<UnscaleSpan>& spans, const Work& work) {
   WorkChunks chunks(kThreadGrain);
@@ -143,7 +145,7 @@ bool any_span(const std::vector<UnscaleSpan>& spans, const Work& work) {
   });
 }
 
-/// Whether any gradient has an inf or NaN. CPU tensors of any of the four floating dtypes.
+/// Returns whether any gradient has an inf or NaN. CPU tensors of the four floating dtypes.
 inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
   const DenseGradients dense(gradients);
   std::vector<UnscaleSpan> spans;
@@ -154,8 +156,8 @@ inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
                   [](const UnscaleSpan& span) { return span.loops.check(span.data, span.count); });
 }
 
-/// Multiplies all gradients, which are writable, by `inv_scale` in place; whether a product is inf
-/// or NaN. An `inv_scale` of 1 writes nothing.
+/// Multiplies all gradients, which must be writable, by `inv_scale` in place. Returns whether a
+/// product is inf or NaN. An `inv_scale` of 1 writes nothing.
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
@@ -170,7 +172,8 @@ inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_sca
   return found;
 }
 
-/// ATen's kernel takes tensors of one dtype and tests what comes in.
+/// Unscales by ATen's kernel, which takes tensors of one dtype and tests values before it
+/// multiplies.
 inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
                                const at::Tensor& inv_scale) {
   for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
@@ -193,7 +196,7 @@ inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_i
   unscale_with_aten_(gradients, found_inf, at::full_like(found_inf, 1.0));
 }
 
-/// Tensors in their order, without repetitions.
+/// Returns the tensors in their order, without repetitions.
 inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   std::unordered_set<const c10::TensorImpl*> known;
   std::erase_if(tensors, [&known](const at::Tensor& tensor) {
@@ -202,8 +205,8 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
-/// Whether `unscale_and_check_` takes them: gradients of several devices are checked before those
-/// of the first are written. A factor of 1 writes nothing on the CPU.
+/// Checks that `unscale_and_check_` accepts these gradients, so that those of all devices are
+/// checked before any is written. A factor of 1 writes nothing on the CPU.
 /// \throws c10::Error if elements of a gradient share memory
 inline void check_unscalable(const std::vector<at::Tensor>& gradients,
                              const at::Tensor& inv_scale) {
@@ -234,15 +237,15 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   check_(gradients, found_inf);
 }
 
-/// Gradients times a factor, as new tensors.
+/// Products of gradients and a factor, as new tensors.
 struct GradientProducts {
   std::vector<at::Tensor> tensors{};  ///< in the order of the gradients
   bool found_inf = false;             ///< whether one of them is inf or NaN
 };
 
-/// Products of ATen's kernels: of other devices, of sparse gradients, and of those with gaps.
-/// `others` are the gradients' numbers. A factor of at most 1 makes no inf of a finite gradient, so
-/// that nothing is read for it, and the host does not wait.
+/// Computes the products of gradients numbered `others` by ATen's kernels: gradients on other
+/// devices, sparse ones, and ones with gaps. A factor of at most 1 makes no inf from a finite
+/// gradient, so the products are then not checked, and the host does not wait.
 inline void multiply_with_aten(const std::vector<at::Tensor>& gradients,
                                std::vector<std::size_t> others, double factor,
                                GradientProducts& products) {
@@ -270,8 +273,8 @@ inline void multiply_with_aten(const std::vector<at::Tensor>& gradients,
   }
 }
 
-/// Each gradient times `factor`, which all but doubles take as a float: one sweep over those on the
-/// CPU. The products of dense gradients keep their strides.
+/// Returns each gradient times `factor`, which is rounded to float for all dtypes but double. Reads
+/// CPU gradients once. Products of dense gradients keep their strides.
 inline GradientProducts multiply_gradients(const std::vector<at::Tensor>& gradients,
                                            double factor) {
   const NoGraphGuard no_graph;

@@ -19,19 +19,19 @@ namespace detail {
 /// A loss scale's state on a device, as tensors of one element.
 struct ScaleTensors {
   at::Tensor scale;            ///< float
-  at::Tensor inverse;          ///< float: inverse_scale(scale), written whenever that is
+  at::Tensor inverse;          ///< float: inverse_scale(scale), always written with it
   at::Tensor growth_tracker;   ///< int32
   at::Tensor hysteresis_left;  ///< int32
 };
 
-/// 1 / scale, rounded once: by way of double, whose 53 bits are enough for the second rounding to
-/// change nothing (they are at least 2 * 24 + 2), and whose division no compiler's flag makes an
-/// approximate one. The same bits as torch.amp's, and as at::reciprocal's.
+/// Returns 1 / scale, correctly rounded: the bits of torch.amp and at::reciprocal. Computed in
+/// double, whose 53 bits (at least 2 * 24 + 2) make the second rounding harmless, and whose
+/// division no compiler flag makes approximate.
 C10_HOST_DEVICE inline float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-/// Throws where `rule` asks for what ATen's kernel lacks and mezzo has none of its own.
+/// Throws if `rule` needs an option that ATen's kernel lacks, on a device without mezzo's kernels.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {
   TORCH_CHECK(
       rule.hysteresis() == 1 || rule.kind() != LossScaleKind::dynamic || has_own_kernels(device),
@@ -64,8 +64,8 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
-/// The next state of a scale that lives on a device, from a float that is not 0 when an inf was
-/// found. All tensors are of one element and on one device; one launch with mezzo's own kernel.
+/// LossScale::next on a device: updates the state in place. `found_inf` is a float, not 0 if an inf
+/// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (rule.kind() != LossScaleKind::dynamic) return;

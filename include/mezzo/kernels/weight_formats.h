@@ -8,14 +8,14 @@
 
 #include <cstdint>
 
-// How an optimizer keeps a parameter and its moments between steps, for one lane or many; and the
-// random bits of stochastic rounding: a function of seed, step, parameter and element, so that they
-// do not depend on the machine, the threads or the order of the work, and a resumed run goes on
-// with those that it would have had. Hashes of counters; not for cryptography.
+// The formats of a parameter and its moments between steps, for one lane or many; and the random
+// bits of stochastic rounding. The bits are a hash of seed, step, parameter and element, so they do
+// not depend on the machine, the threads or the order of the work, and a resumed run continues
+// them. Not for cryptography.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What is the same for 2^32 elements of a parameter in one step.
+/// The random key of 2^32 consecutive elements of a parameter in one step.
 struct RandomKey {
   uint32_t first = 0;
   uint32_t second = 0;
@@ -37,8 +37,8 @@ C10_HOST_DEVICE inline RandomKey random_key(uint64_t seed, uint64_t step, uint64
   return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
 }
 
-/// Each bit of the result depends on each of `bits`: a permutation of 32-bit numbers (the
-/// multiply-xorshift hash with the constants that Wellons' search found, 2018), for one or many.
+/// Mixes 32 bits, for one lane or many: a permutation in which each bit of the result depends on
+/// each of `bits` (the multiply-xorshift hash with the constants of Wellons' search, 2018).
 template <class BitLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void mix(BitLanes& bits) {
   bits = (bits ^ (bits >> 16)) * 0x7FEB352DU;
@@ -46,27 +46,39 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void mix(BitLanes& bits) {
   bits = bits ^ (bits >> 16);
 }
 
-/// All in one dtype, rounded to nearest.
+/// Parameter and moments in one dtype, rounded to nearest.
 template <class Element>
 struct PlainWeights {
   using Parameter = Element;
   using Moment = Element;
+  static constexpr bool kIsSplit = false;
+  static constexpr bool kIsStochastic = false;
 };
 
-/// A float in two halves, of which the upper is the model's parameter; moments are floats.
+/// A float parameter in two halves, the upper of which is the model's; moments are floats.
 struct SplitWeights {
   using Parameter = c10::BFloat16;
   using Moment = float;
+  static constexpr bool kIsSplit = true;
+  static constexpr bool kIsStochastic = false;
 };
 
-/// All in bfloat16, rounded stochastically.
+/// Parameter and moments in bfloat16, rounded stochastically.
 struct StochasticWeights {
   using Parameter = c10::BFloat16;
   using Moment = c10::BFloat16;
+  static constexpr bool kIsSplit = false;
+  static constexpr bool kIsStochastic = true;
 };
 
-/// A float from its bfloat16 and the 16 bits, as a signed number, by which its own bits exceed
-/// those of the bfloat16.
+/// Weights kept as `Weights`, with moments that are floats while they are computed with.
+template <class Weights>
+struct FloatMoments : Weights {
+  using Moment = float;
+};
+
+/// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
+/// the bfloat16.
 template <class BitLanes, class ValueLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void join_halves(const BitLanes& upper, const BitLanes& lower,
                                                    ValueLanes& value) {
@@ -74,8 +86,9 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void join_halves(const BitLanes& upper, const 
   reinterpret_bits(wide, value);
 }
 
-/// The reverse, exactly. The upper half is the nearest bfloat16; of two equally near ones that of
-/// larger magnitude, for which alone 16 bits suffice. A NaN loses its payload.
+/// Splits a float exactly into its nearest bfloat16 and the signed 16-bit rest. Of two equally near
+/// bfloat16 it takes the one of larger magnitude, the only one for which 16 bits suffice. A NaN
+/// loses its payload.
 template <class ValueLanes, class BitLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void split_halves(const ValueLanes& value, BitLanes& upper,
                                                     BitLanes& lower) {
@@ -88,9 +101,9 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void split_halves(const ValueLanes& value, Bit
   lower = (wide & 0x7FFFFFFFU) > 0x7F800000U ? zero : wide & 0xFFFFU;
 }
 
-/// To one of the two bfloat16 around `value`, the more often the nearer it is: up in magnitude if
-/// the bits that are cut off and `noise`, 16 random bits, together exceed 16 bits. So the mean of
-/// many roundings is `value`.
+/// Rounds to one of the two bfloat16 around `value` at random, so that the mean of many roundings
+/// is `value`. Rounds up in magnitude if the 16 bits that are cut off plus `noise`, 16 random bits,
+/// carry into the next bit.
 template <class ValueLanes, class BitLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_stochastically(const ValueLanes& value,
                                                              const BitLanes& noise,

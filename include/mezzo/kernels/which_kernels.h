@@ -8,9 +8,9 @@
 #include <mezzo/kernels/cuda_launch.h>
 #endif
 
-// Which kernels serve tensors of a device: mezzo's for CUDA, mezzo's loops for the CPU, or, where
-// there are neither, ATen's. All of mezzo asks here, so that tests can give CUDA's kernels a device
-// that the host plays (mezzo/kernels/cuda/device.h).
+// Chooses the kernels for tensors of a device: mezzo's CUDA kernels, mezzo's CPU loops, or
+// otherwise ATen's. All of mezzo asks here, so that tests can run the CUDA kernels on a simulated
+// device (mezzo/kernels/cuda/device.h).
 #ifdef MEZZO_DEVICE_ON_HOST
 namespace host_device {
 bool serves(c10::Device device);

@@ -37,12 +37,12 @@ inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> wor
   iterator.for_each(take_all, /*grain_size=*/1);
 }
 
-/// Elements below which a thread of its own costs more than it brings.
+/// The number of elements below which another thread costs more time than it saves.
 inline constexpr int64_t kThreadGrain = 32768;
 
-/// The elements of several tensors, cut into chunks that depend on their sizes alone and not on the
-/// number of threads: what is summed chunk by chunk is the same number on any machine. Threads take
-/// small chunks in batches.
+/// The elements of several tensors, cut into chunks. Chunks depend on the sizes alone, not on the
+/// number of threads, so sums taken chunk by chunk are equal on any machine. Threads take small
+/// chunks in batches.
 class WorkChunks {
  public:
   struct Chunk {
@@ -51,7 +51,8 @@ class WorkChunks {
     int64_t count;
   };
 
-  /// Chunks of `size` elements, but for an item's last; batches of `batch` elements and more.
+  /// Makes chunks of `size` elements (an item's last may be smaller), in batches of at least
+  /// `batch` elements.
   explicit WorkChunks(int64_t size, int64_t batch = kThreadGrain) : size_(size), batch_(batch) {}
 
   void add(std::size_t item, int64_t count) {
@@ -78,7 +79,7 @@ class WorkChunks {
     });
   }
 
-  /// Whether `work(chunk)`, called for every chunk, says so of any.
+  /// Calls `work(chunk)` for every chunk, and returns whether any call returned true.
   template <class Work>
   bool any(const Work& work) const {
     std::atomic<bool> found{false};

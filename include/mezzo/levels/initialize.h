@@ -88,6 +88,7 @@ class Amp {
   /// all keys of `GradScaler::state_dict`.
   using StateDict = std::map<std::string, GradScaler::StateDict>;
 
+  /// Prepares models and optimizers for a level. Called by `initialize`, which documents it.
   Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
@@ -131,6 +132,7 @@ class Amp {
   template <std::invocable<const at::Tensor&> Backward>
   void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                   const ScaleLossOptions& options, Backward&& backward);
+  /// Runs a backward pass of your own with default options: loss_id 0.
   template <std::invocable<const at::Tensor&> Backward>
   void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers, Backward&& backward) {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
@@ -267,8 +269,7 @@ requires(!std::convertible_to<Models, ModelList> ||
   std::terminate();  // for the compiler; nothing of this is ever compiled
 }
 
-/// Saves `state_dict` to an archive, and loads it: `torch::save(amp, path)`,
-/// `torch::load(amp, path)`.
+/// Saves `state_dict` to an archive: `torch::save(amp, path)`.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Amp& amp) {
@@ -280,6 +281,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+/// Loads `state_dict` from an archive: `torch::load(amp, path)`.
+/// \throws c10::Error as `load_state_dict` does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
                                                                                    Amp& amp) {

@@ -21,6 +21,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// A loss scale, given as 128.0, "128.0", "dynamic" or a LossScale.
 class LossScaleChoice {
  public:
+  /// Takes a rule as it is.
   LossScaleChoice(const LossScale& rule) : rule_(rule) {}
 
   /// Makes a constant scale.
@@ -32,6 +33,7 @@ class LossScaleChoice {
   /// `LossScale::dynamic({...})`.
   /// \throws c10::Error for any other text
   LossScaleChoice(const char* text);
+  /// Parses a text, as the constructor from `const char*` does.
   LossScaleChoice(const std::string& text);
 
   /// Returns the rule of the loss scale.

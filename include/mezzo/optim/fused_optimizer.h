@@ -57,8 +57,10 @@ struct StepPlan {
     std::size_t group;
     std::uint64_t number;  ///< of the parameter, counted through all groups
 
-    // These three are set by mezzo's optimizers.
+    // These are set by mezzo's optimizers.
     optim::WeightStorage storage = optim::WeightStorage::plain;
+    optim::MomentStorage moments = optim::MomentStorage::as_weights;
+    detail::StagedParameter staged = detail::StagedParameter::none;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop{};
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
@@ -151,11 +153,10 @@ class FusedOptimizer : public OptimizerInterface {
   ///
   /// Only weights that regions have asked the cache for are copied (no embeddings, for example), 2
   /// bytes an element, which the cache counts. Where mezzo has no kernel (CUDA without mezzo::cuda)
-  /// nothing is published, and regions cast. A cache that isolates threads gives the copies to the
-  /// thread that steps. Include mezzo/autocast/weight_cache.h to call this function.
+  /// nothing is published, and regions cast. Include mezzo/autocast/weight_cache.h to call this
+  /// function.
   /// \param dtype bfloat16 or half
-  /// \throws c10::Error for another dtype; and a step throws, before it writes anything, where the
-  ///   copies exceed the cache's max_bytes
+  /// \throws c10::Error for another dtype
   template <class Cache>
   requires std::same_as<Cache, WeightCache>
   void publish_to(const Cache& cache, at::ScalarType dtype) {

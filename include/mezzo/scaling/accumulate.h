@@ -28,18 +28,19 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A batch of the loader's, with its place among the micro-batches of one step.
+/// A batch of the loader, with its place among the micro-batches of one step.
 template <class Batch>
 class MicroBatch : public Batch {
  public:
+  /// Copies the batch: number `index`, from 0, of `count`.
   MicroBatch(const Batch& batch, std::int64_t index, std::int64_t count)
       : Batch(batch), index_(index), count_(count) {}
 
-  /// Which of its group it is, from 0.
+  /// Returns the number of this micro-batch in its group, from 0.
   std::int64_t index() const noexcept { return index_; }
-  /// How many micro-batches the group has.
+  /// Returns the number of micro-batches in the group.
   std::int64_t count() const noexcept { return count_; }
-  /// Whether the step follows.
+  /// Returns whether this is the last of its group, so that the step follows.
   bool is_last() const noexcept { return index_ + 1 == count_; }
   /// Returns loss / count(): the losses of a group, each a mean over its micro-batch, add up to the
   /// mean of them.
@@ -49,7 +50,7 @@ class MicroBatch : public Batch {
   std::int64_t index_, count_;
 };
 
-/// What `accumulate` returns: a range that is walked through once.
+/// The range that `accumulate` returns. It can be walked through once.
 template <class Loader>
 class Accumulation {
   using LoaderIterator = decltype(std::declval<Loader&>().begin());
@@ -60,27 +61,33 @@ class Accumulation {
                 "from, as torch::data::Example is; put others into a struct");
 
  public:
+  /// Refers to `loader`, which must outlive it. \throws c10::Error unless micro_batches is positive
   Accumulation(Loader& loader, std::int64_t micro_batches)
       : loader_(&loader), micro_batches_(micro_batches) {
     TORCH_CHECK(micro_batches > 0, "accumulate: micro_batches is ", micro_batches,
                 "; it should be at least 1");
   }
 
+  /// An input iterator over MicroBatch. It holds the batches of one group.
   class Iterator {
    public:
-    using iterator_category = std::input_iterator_tag;
-    using value_type = MicroBatch<Batch>;
-    using difference_type = std::ptrdiff_t;
-    using pointer = value_type*;
-    using reference = value_type&;
+    using iterator_category = std::input_iterator_tag;  ///< one pass
+    using value_type = MicroBatch<Batch>;               ///< a batch and its place in the group
+    using difference_type = std::ptrdiff_t;             ///< as the standard demands; not used
+    using pointer = value_type*;                        ///< valid until the next increment
+    using reference = value_type&;                      ///< valid until the next increment
 
+    /// Reads the first group of the batches from `next` to `end`.
     Iterator(LoaderIterator next, LoaderEnd end, std::int64_t micro_batches)
         : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
       read_group();
     }
 
+    /// Returns the present micro-batch.
     reference operator*() { return *now_; }
+    /// Returns the address of the present micro-batch.
     pointer operator->() { return &*now_; }
+    /// Goes to the next micro-batch. After the last of a group it reads the next group.
     Iterator& operator++() {
       if (now_->is_last()) {
         read_group();
@@ -89,7 +96,9 @@ class Accumulation {
       }
       return *this;
     }
+    /// Goes to the next micro-batch, and returns nothing: the range is walked through once.
     void operator++(int) { ++*this; }
+    /// Returns whether all batches have been visited.
     bool operator==(std::default_sentinel_t) const noexcept { return !now_; }
 
    private:
@@ -115,7 +124,9 @@ class Accumulation {
     std::optional<MicroBatch<Batch>> now_;
   };
 
+  /// Starts to walk through the loader, and reads the first group.
   Iterator begin() { return {loader_->begin(), loader_->end(), micro_batches_}; }
+  /// Returns the end of the range.
   std::default_sentinel_t end() const noexcept { return {}; }
 
  private:

@@ -67,7 +67,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// memory.
 class GradScaler {
  public:
+  /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
   using StateDict = std::map<std::string, double>;
+  /// A function that is told of a skipped step: see `on_skip`.
   using SkipCallback = std::function<void(const SkippedStep&)>;
 
   /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled
@@ -76,7 +78,9 @@ class GradScaler {
   /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
   /// `GradScaler(LossScale::fixed(128))`.
   explicit GradScaler(detail::BareNumber auto) = delete;
+  /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.
   GradScaler(GradScaler&&) = default;
+  /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.
   GradScaler& operator=(GradScaler&&) = default;
   GradScaler(const GradScaler&) = delete;  // two scalers would share the tensors of one scale
   GradScaler& operator=(const GradScaler&) = delete;
@@ -154,16 +158,24 @@ class GradScaler {
 
   /// Returns the present scale; 1 when disabled. Waits for the device.
   double get_scale() const;
+  /// Returns the factor by which the scale grows.
   double get_growth_factor() const noexcept { return rule_.growth_factor(); }
+  /// Returns the factor by which the scale backs off.
   double get_backoff_factor() const noexcept { return rule_.backoff_factor(); }
+  /// Returns the number of clean iterations in a row after which the scale grows.
   int64_t get_growth_interval() const noexcept { return rule_.growth_interval(); }
 
-  /// Change a number of the rule from the next `update` on.
+  /// Sets the growth factor, from the next `update` on.
   /// \throws c10::Error for a value out of range, and unless the scale is dynamic
   void set_growth_factor(double growth_factor);
+  /// Sets the backoff factor, from the next `update` on.
+  /// \throws c10::Error as `set_growth_factor` does
   void set_backoff_factor(double backoff_factor);
+  /// Sets the growth interval in iterations, from the next `update` on.
+  /// \throws c10::Error as `set_growth_factor` does
   void set_growth_interval(int64_t growth_interval);
 
+  /// Returns LossScaleOptions::enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return enabled_; }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.

@@ -93,8 +93,8 @@ TEST_F(AutocastFunctionPolicy, AroundBackwardDoesNotReachAForwardThatHadNone) {
 }
 
 TEST_F(AutocastFunctionPolicy, GoesWithTheWeightCacheOfTheForward) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = true}));
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  cache.pin({a_, b_});
   const auto y = run({.cache = cache});
   const auto before = cache.statistics();
   y.backward();

@@ -1,4 +1,4 @@
-// What a cache holds: no more than it may, and nothing for the dead.
+// What a cache holds: copies of three kinds, and nothing for the dead.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
@@ -33,7 +33,7 @@ Tensor frozen() { return torch::randn({kSize, kSize}); }
 
 TEST(WeightCacheMemory, CountsCastsHitsAndBytes) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const auto weight = frozen();
+  const auto weight = frozen().requires_grad_();
   const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 4; ++use) {
     what_linear_reads(weight);
@@ -56,6 +56,7 @@ TEST(WeightCacheMemory, CountsCastsHitsAndBytes) {
 TEST(WeightCacheMemory, LetsGoOfACopyWhenItsWeightDies) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   auto weight = frozen();
+  cache.pin({weight});
   {
     const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(weight);
@@ -69,8 +70,7 @@ TEST(WeightCacheMemory, LetsGoOfACopyWhenItsWeightDies) {
 }
 
 TEST(WeightCacheMemory, LetsGoOfDeadWeightsWhileARegionRuns) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 1000 * kCopyBytes}));
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const Autocast<kCPU> autocast({.cache = cache});
   std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> copies;
   for (int i = 0; i < 100; ++i) {
@@ -114,7 +114,7 @@ double seconds_of(const std::function<void()>& work) {
   return least;
 }
 
-// Ratios of a cost that grows with the number of weights would be 32 and 20,000.
+// The ratio of a cost that grows with the number of weights would be 32.
 TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
   const auto publish = [](int count) {
     const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
@@ -128,25 +128,13 @@ TEST(WeightCacheMemory, CostsTheSameAWeightHoweverManyItHolds) {
            count;
   };
   EXPECT_LT(publish(16000) / publish(500), 8);
-  const auto enter_and_leave = [](int count) {
-    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-    std::vector<Tensor> weights;
-    for (int i = 0; i < count; ++i) {
-      weights.push_back(torch::zeros({1}));
-      static_cast<void>(cache.buffer_for(weights.back(), kBFloat16));
-    }
-    return seconds_of([&] {
-      for (int i = 0; i < 100; ++i) const Autocast<kCPU> autocast({.cache = cache});
-    });
-  };
-  EXPECT_LT(enter_and_leave(20000) / enter_and_leave(1), 20);
 }
 
 TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
   const auto weight = frozen().requires_grad_();
-  for (const bool keep : {false, true}) {
-    const mezzo::WeightCache cache =
-        mezzo::install_op_overrides(mezzo::WeightCache({.keep_trainable = keep}));
+  for (const bool pin : {false, true}) {
+    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+    if (pin) cache.pin({weight});
     {
       const Autocast<kCPU> autocast({.cache = cache});
       {
@@ -155,84 +143,21 @@ TEST(WeightCacheMemory, LetsGoOfTrainableWeightsAtTheEndOfTheRegion) {
       }
       EXPECT_TRUE(cache.holds(weight, kBFloat16));
     }
-    EXPECT_EQ(cache.statistics().bytes_held, keep ? kCopyBytes : 0);
-    EXPECT_EQ(cache.holds(weight, kBFloat16), keep);
+    EXPECT_EQ(cache.statistics().bytes_held, pin ? kCopyBytes : 0);
+    EXPECT_EQ(cache.holds(weight, kBFloat16), pin);
   }
 }
 
-TEST(WeightCacheMemory, EvictsTheLeastRecentlyUsed) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 2 * kCopyBytes}));
-  const auto a = frozen();
-  const auto b = frozen();
-  const auto c = frozen();
-  const Autocast<kCPU> autocast({.cache = cache});
-  what_linear_reads(a);
-  what_linear_reads(b);
-  what_linear_reads(a);
-  what_linear_reads(c);
-  EXPECT_TRUE(cache.holds(a, kBFloat16));
-  EXPECT_FALSE(cache.holds(b, kBFloat16));
-  EXPECT_TRUE(cache.holds(c, kBFloat16));
-  EXPECT_EQ(cache.statistics().evicted, 1);
-  EXPECT_EQ(cache.statistics().bytes_held, 2 * kCopyBytes);
-  EXPECT_TRUE(torch::equal(what_linear_reads(b), b.to(kBFloat16)));
-}
-
-TEST(WeightCacheMemory, NeverHoldsMoreThanTheBound) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes - 1}));
-  const auto weight = frozen().requires_grad_();
+TEST(WeightCacheMemory, HoldsNoFrozenWeightThatIsNotPinned) {
+  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+  const auto weight = frozen();
   const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 3; ++use) {
-    const auto y = what_linear_reads(weight);
-    EXPECT_TRUE(torch::equal(y, weight.to(kBFloat16)));
-    EXPECT_TRUE(y.requires_grad());
-    EXPECT_EQ(cache.statistics().bytes_held, 0);
+    EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
+    EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight.to(kBFloat16)));
   }
-  EXPECT_EQ(cache.statistics().casts, 3);
-  EXPECT_EQ(cache.statistics().hits, 0);
-}
-
-TEST(WeightCacheMemory, RefusesPublishedCopiesBeyondTheBound) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
-  const auto a = frozen();
-  const auto b = frozen();
-  const auto buffer = cache.buffer_for(a, kBFloat16);
-  try {
-    static_cast<void>(cache.buffer_for(b, kBFloat16));
-    ADD_FAILURE();
-  } catch (const c10::Error& error) {
-    EXPECT_NE(std::string(error.what()).find("max_bytes: published copies"), std::string::npos);
-  }
-  EXPECT_THROW(cache.publish(b, b.to(kBFloat16)), c10::Error);
-  const Autocast<kCPU> autocast({.cache = cache});
-  what_linear_reads(b);  // has to do without being held
-  EXPECT_TRUE(cache.holds(a, kBFloat16));
-  EXPECT_EQ(cache.buffer_for(a, kBFloat16).const_data_ptr(), buffer.const_data_ptr());
-}
-
-TEST(WeightCacheMemory, MakesRoomByTheDeadBeforeTheLiving) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = 2 * kCopyBytes}));
-  const auto living = frozen();
-  const Autocast<kCPU> autocast({.cache = cache});
-  what_linear_reads(living);
-  what_linear_reads(frozen());
-  const auto another = frozen();
-  what_linear_reads(another);
-  EXPECT_TRUE(cache.holds(living, kBFloat16));
-  EXPECT_TRUE(cache.holds(another, kBFloat16));
-}
-
-TEST(WeightCacheMemory, HasRoomAgainWhenPublishedWeightsDied) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
-  static_cast<void>(cache.buffer_for(frozen(), kBFloat16));
-  const auto weight = frozen();
-  EXPECT_NO_THROW(static_cast<void>(cache.buffer_for(weight, kBFloat16)));
-  cache.clear();
+  EXPECT_FALSE(cache.holds(weight, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 0);
 }
 
 // Who is short of memory may clear the cache from within a cast: an observer of the allocator, say.
@@ -240,48 +165,28 @@ TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
   static const mezzo::WeightCache* to_clear = nullptr;
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   to_clear = &cache;
-  const auto weight = frozen();
   const auto clear = [](const at::RecordFunction& op) -> std::unique_ptr<at::ObserverContext> {
     if (std::string(op.name()) == "aten::_to_copy") to_clear->clear();
     return nullptr;
   };
-  const Autocast<kCPU> autocast({.cache = cache});
-  const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
-  const auto read = torch::linear(torch::eye(kSize, kBFloat16), weight).t();  // one cast
-  at::removeCallback(handle);
-  EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16)));
-  EXPECT_FALSE(cache.holds(weight, kBFloat16));
-  what_linear_reads(weight);
-  EXPECT_TRUE(cache.holds(weight, kBFloat16));
-}
-
-// A use in a region is never refused: where a published weight has grown, its copy is as any other.
-TEST(WeightCacheMemory, HoldsNothingBeyondTheBoundForAPublishedWeightThatGrew) {
-  const mezzo::WeightCache cache =
-      mezzo::install_op_overrides(mezzo::WeightCache({.max_bytes = kCopyBytes}));
-  const auto weight = frozen();
-  static_cast<void>(cache.buffer_for(weight, kBFloat16));
-  weight.set_data(torch::randn({2 * kSize, 2 * kSize}));
-  const Autocast<kCPU> autocast({.cache = cache});
-  EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
-  EXPECT_LE(cache.statistics().bytes_held, kCopyBytes);
-}
-
-TEST(WeightCacheMemory, ReusesTheMemoryOfAStaleCopyThatNobodyReads) {
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const auto weight = frozen();
-  const Autocast<kCPU> autocast({.cache = cache});
-  what_linear_reads(weight);
-  weight.add_(1);
-  what_linear_reads(weight);
-  weight.add_(1);
-  what_linear_reads(weight);
-  EXPECT_EQ(cache.statistics().copies_held, 1);
+  for (const bool pinned : {true, false}) {
+    const auto weight = frozen().requires_grad_();
+    if (pinned) cache.pin({weight});
+    const Autocast<kCPU> autocast({.cache = cache});
+    const auto handle = at::addThreadLocalCallback(at::RecordFunctionCallback(clear));
+    const auto read = torch::linear(torch::eye(kSize, kBFloat16), weight).t();  // one cast
+    at::removeCallback(handle);
+    EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16)));
+    EXPECT_FALSE(cache.holds(weight, kBFloat16));
+    what_linear_reads(weight);
+    EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  }
 }
 
 TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto weight = frozen();
+  cache.pin({weight});
   const auto x = torch::randn({3, kSize}).requires_grad_();
   const Autocast<kCPU> autocast({.cache = cache});
   const auto y = torch::linear(x, weight);
@@ -292,24 +197,13 @@ TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
   EXPECT_TRUE(torch::equal(gradient, torch::ones_like(y).mm(before).to(torch::kFloat)));
 }
 
-TEST(WeightCacheMemory, HoldsAnActivationOfMmOnlyFromItsSecondUseOn) {
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const auto weight = frozen();
-  const Autocast<kCPU> autocast({.cache = cache});
-  what_mm_reads(weight);
-  EXPECT_FALSE(cache.holds(weight, kBFloat16));
-  what_mm_reads(weight);
-  EXPECT_TRUE(cache.holds(weight, kBFloat16));
-  EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight.to(kBFloat16)));
-  EXPECT_EQ(cache.statistics().hits, 1);
-}
-
 // torch::nn::Linear computes with weight.t(), a new view each time.
 TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
   for (const bool trainable : {true, false}) {
     const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     torch::nn::Linear linear(kSize, kSize);
     for (auto& each : linear->parameters()) each.set_requires_grad(trainable);
+    if (!trainable) cache.pin(linear->parameters());
     const Autocast<kCPU> autocast({.cache = cache});
     std::vector<Tensor> graph;
     for (int use = 0; use < 4; ++use) {
@@ -319,8 +213,7 @@ TEST(WeightCacheMemory, HoldsTheWeightsOfLinearModulesOnce) {
     EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
     EXPECT_TRUE(cache.holds(linear->bias, kBFloat16));
     EXPECT_EQ(cache.statistics().casts, 2);
-    // A right factor that requires no grad is worth holding when it comes back.
-    EXPECT_EQ(cache.statistics().hits, trainable ? 7 + 3 : 6 + 2);
+    EXPECT_EQ(cache.statistics().hits, 7 + 3);
     EXPECT_EQ(cache.statistics().copies_held, 2);
   }
 }
@@ -330,6 +223,7 @@ TEST(WeightCacheMemory, HoldsWeightsThatAreNotDense) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto part = torch::randn({kSize, 2 * kSize}).narrow(1, 2, kSize);
   const auto repeated = torch::randn({1, kSize}).expand({kSize, kSize});
+  cache.pin({part, repeated});
   const Autocast<kCPU> autocast({.cache = cache});
   for (int use = 0; use < 4; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(part), part.to(kBFloat16)));
@@ -344,6 +238,7 @@ TEST(WeightCacheMemory, HoldsNoInputOfALinear) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const auto x = torch::randn({3, kSize});
   const auto weight = frozen();
+  cache.pin({weight});
   const Autocast<kCPU> autocast({.cache = cache});
   torch::nn::Linear module(kSize, kSize);
   for (int use = 0; use < 4; ++use) {
@@ -393,10 +288,6 @@ TEST(WeightCacheMemory, IsThatOfItsHandlesAndRegions) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
   }
   EXPECT_TRUE(memory.expired());
-}
-
-TEST(WeightCacheMemory, RefusesANegativeBound) {
-  EXPECT_THROW(mezzo::WeightCache({.max_bytes = -1}), c10::Error);
 }
 
 }  // namespace

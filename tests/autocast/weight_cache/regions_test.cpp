@@ -33,7 +33,7 @@ using torch::Tensor;
 
 constexpr int64_t kRows = 6;
 
-Tensor frozen_square() { return torch::randn({kRows, kRows}); }
+Tensor trainable_square() { return torch::randn({kRows, kRows}).requires_grad_(); }
 
 std::pair<int64_t, int64_t> casts_and_hits(const WeightCache& cache) {
   const auto statistics = cache.statistics();
@@ -44,7 +44,7 @@ using Counts = std::pair<int64_t, int64_t>;
 
 TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   {
     const Autocast<kCPU> autocast;
     what_linear_reads(weight);
@@ -55,7 +55,7 @@ TEST(WeightCacheRegions, UseNoCacheThatTheyWereNotGiven) {
 
 TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> outer({.cache = cache});
   what_linear_reads(weight);
   {
@@ -78,7 +78,7 @@ TEST(WeightCacheRegions, InheritTheCacheAroundThem) {
 TEST(WeightCacheRegions, MayHaveDifferentCaches) {
   const WeightCache first = mezzo::install_op_overrides(WeightCache());
   const WeightCache second = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> outer({.cache = first});
   what_linear_reads(weight);
   {
@@ -93,7 +93,7 @@ TEST(WeightCacheRegions, MayHaveDifferentCaches) {
 
 TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> outer({.cache = cache});
   for (int use = 0; use < 2; ++use) {
     EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
@@ -105,9 +105,30 @@ TEST(WeightCacheRegions, OfDifferentDtypesReadTheirOwnCopies) {
   EXPECT_EQ(casts_and_hits(cache), Counts(2, 4));
 }
 
+TEST(WeightCacheRegions, CastOnceAlsoAfterSomethingWasForgotten) {
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto weight = trainable_square();
+  cache.clear();
+  const Autocast<kCPU> region({.cache = cache});
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  what_linear_reads(weight);
+  EXPECT_EQ(casts_and_hits(cache), Counts(1, 1));
+}
+
+TEST(WeightCacheRegions, OfTwoDevicesAtOnceHoldTheirOwnCopies) {
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto weight = trainable_square();
+  const Autocast<torch::kCUDA> elsewhere({.cache = cache});
+  const Autocast<kCPU> here({.cache = cache});
+  what_linear_reads(weight);
+  EXPECT_TRUE(cache.holds(weight, kBFloat16));
+  EXPECT_EQ(cache.statistics().copies_held, 1);
+}
+
 TEST(WeightCacheRegions, LowerHalfWeightsToo) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square().to(kHalf);
+  const auto weight = trainable_square().detach().to(kHalf).requires_grad_();
   const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight.to(kBFloat16)));
@@ -148,7 +169,7 @@ TEST(WeightCacheRegions, KeepLibtorchsCacheOffInRegionsOfAnotherDevice) {
 
 TEST(WeightCacheRegions, ServeInnerRegionsAlsoWhereLibtorchsCacheIsOff) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> uncached({.cache = false});
   const Autocast<kCPU> outer({.cache = cache});
   what_linear_reads(weight);
@@ -159,7 +180,7 @@ TEST(WeightCacheRegions, ServeInnerRegionsAlsoWhereLibtorchsCacheIsOff) {
 
 TEST(WeightCacheRegions, LeaveNoCacheToRegionsInsideOneThatDisabledIt) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> outer({.cache = cache});
   const Autocast<kCPU> uncached({.cache = false});
   const Autocast<kCPU> inner;
@@ -178,7 +199,7 @@ TEST(WeightCacheRegions, KeepLibtorchsCacheOffThoughItIsSwitchedOnByHandInside) 
 
 TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square().requires_grad_();
+  const auto weight = trainable_square();
   try {
     const Autocast<kCPU> autocast({.cache = cache});
     what_linear_reads(weight);
@@ -197,7 +218,8 @@ TEST(WeightCacheRegions, EndByExceptionAsTheyShould) {
 
 TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
+  cache.pin({weight});
   const auto use = [&] { return what_linear_reads(weight); };
   const mezzo::AutocastSetting setting{.device = kCPU, .dtype = kBFloat16, .cache = cache};
   {
@@ -220,7 +242,7 @@ TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
   mezzo::autocast(use, setting)();
   EXPECT_EQ(casts_and_hits(cache), Counts(1, 5));
   torch::nn::Linear linear(kRows, kRows);
-  linear->weight.set_requires_grad(false);
+  cache.pin(linear->parameters());
   mezzo::AutocastModule module(linear, setting);
   for (int i = 0; i < 2; ++i) module(torch::ones({1, kRows}));
   EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
@@ -231,12 +253,13 @@ TEST(WeightCacheRegions, ComeInEveryKindOfGuard) {
 }
 
 TEST(WeightCachePolicies, ComeFirst) {
-  // Its kernels stand in front of those of policies, or behind.
+  // An op that policies and caches override has one kernel, whichever came first.
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto deny = mezzo::install_op_overrides(OpPolicy().deny("linear").deny("addmm"));
   const WeightCache later = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   for (const auto& each : {cache, later}) {
+    each.pin({weight});
     {
       const Autocast<kCPU> autocast({.cache = each, .policy = deny});
       EXPECT_TRUE(torch::equal(what_linear_reads(weight), weight));
@@ -260,7 +283,7 @@ TEST(WeightCachePolicies, ComeFirst) {
 TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto promote = mezzo::install_op_overrides(OpPolicy().promote("mm"));
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const Autocast<kCPU> autocast({.cache = cache, .policy = promote});
   EXPECT_TRUE(torch::equal(what_mm_reads(weight), weight));
   EXPECT_EQ(torch::mm(weight.to(kBFloat16), weight).scalar_type(), kFloat);
@@ -271,7 +294,7 @@ TEST(WeightCachePolicies, ThatPromoteLeaveTheCacheAside) {
 TEST(WeightCachePolicies, ThatAllowAnOpMakeItAskTheCache) {
   const auto allow = mezzo::install_op_overrides(OpPolicy().allow("mv"));
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square().requires_grad_();
+  const auto weight = trainable_square();
   const Autocast<kCPU> autocast({.cache = cache, .policy = allow});
   for (int use = 0; use < 3; ++use) {
     const auto y = torch::mv(weight, torch::ones({kRows}));
@@ -293,7 +316,7 @@ mezzo::CastRecord record_of(const mezzo::CastTrace& trace, const std::string& op
 
 TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square();
+  const auto weight = trainable_square();
   const auto x = torch::ones({2, kRows});
   const Autocast<kCPU> autocast({.cache = cache});
   const mezzo::CastTrace trace;
@@ -305,8 +328,8 @@ TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
   EXPECT_EQ(record.casts, 4);  // the input three times, the weight once
   EXPECT_EQ(record.bytes, 3 * 2 * kRows * 6 + kRows * kRows * 6);
   EXPECT_EQ(record.cache_hits, 2);
-  weight.add_(1);
-  torch::linear(x, weight);  // into the memory of the old copy
+  weight.detach().add_(1);
+  torch::linear(x, weight);
   record = record_of(trace, "aten::linear");
   EXPECT_EQ(record.casts, 6);
   EXPECT_EQ(record.bytes, 4 * 2 * kRows * 6 + 2 * kRows * kRows * 6);
@@ -315,7 +338,7 @@ TEST(WeightCacheTrace, TellsCastsFromCacheHits) {
 
 TEST(WeightCacheTrace, CountsNoCastOfAPublishedCopy) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = frozen_square().requires_grad_();
+  const auto weight = trainable_square();
   cache.publish(weight, cache.buffer_for(weight, kBFloat16));
   const auto x = torch::ones({2, kRows}, kBFloat16);
   const Autocast<kCPU> autocast({.cache = cache});

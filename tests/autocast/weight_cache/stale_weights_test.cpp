@@ -100,6 +100,7 @@ class StaleWeights : public testing::TestWithParam<Change> {
 TEST_P(StaleWeights, AreNotReadInsideTheRegion) {
   for (const bool trainable : {true, false}) {
     auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
+    if (!trainable) cache_.pin({weight});
     const Autocast<kCPU> autocast({.cache = cache_});
     expect_fresh(weight);
     const auto before = cache_.statistics();
@@ -117,6 +118,7 @@ TEST_P(StaleWeights, AreNotReadInsideTheRegion) {
 TEST_P(StaleWeights, AreNotReadInALaterRegion) {
   for (const bool trainable : {true, false}) {
     auto weight = torch::randn({kSide, kSide}).set_requires_grad(trainable);
+    if (!trainable) cache_.pin({weight});
     {
       const Autocast<kCPU> autocast({.cache = cache_});
       expect_fresh(weight);
@@ -148,6 +150,7 @@ TEST(StaleWeightsOfAModule, AreNotReadAfterItLoadsAState) {
   torch::nn::Linear target(kSide, kSide);
   std::stringstream stream;
   torch::save(source, stream);
+  cache.pin(target->parameters());
   const Autocast<kCPU> autocast({.cache = cache});
   const auto x = torch::randn({3, kSide});
   target(x);
@@ -159,6 +162,7 @@ TEST(StaleWeightsOfAModule, AreNotReadAfterItMovesToAnotherDtypeAndBack) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   torch::nn::Linear net(kSide, kSide);
   const auto x = torch::randn({3, kSide});
+  cache.pin(net->parameters());
   const Autocast<kCPU> autocast({.cache = cache});
   const auto before = net(x);
   net->to(torch::kDouble);
@@ -177,7 +181,8 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughAReusedAddress) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const Autocast<kCPU> autocast({.cache = cache});
   for (int i = 0; i < 200; ++i) {
-    const auto weight = torch::full({kSide, kSide}, static_cast<float>(i));
+    const auto weight = torch::full({kSide, kSide}, static_cast<float>(i)).requires_grad_();
+    if (i % 2 == 0) cache.pin({weight});
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), static_cast<float>(i));
   }
 }
@@ -187,6 +192,7 @@ TEST(StaleWeightsOfTheDead, AreNotReadThroughReusedMemory) {
   const Autocast<kCPU> autocast({.cache = cache});
   auto weight = torch::zeros({kSide, kSide}).requires_grad_();
   for (int i = 0; i < 200; ++i) {
+    i % 2 == 0 ? cache.pin({weight}) : cache.unpin();
     weight.set_data(torch::full({kSide, kSide}, static_cast<float>(i)));
     EXPECT_EQ(what_linear_reads(weight).max().item<float>(), static_cast<float>(i));
     weight.set_data(torch::zeros({1}));  // the allocator may now give the memory away
@@ -290,6 +296,7 @@ TEST(StaleWeightsByHand, AreForgottenThroughAViewToo) {
   const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   const Autocast<kCPU> autocast({.cache = cache});
   const auto weight = torch::ones({kSide, kSide});
+  cache.pin({weight});
   what_linear_reads(weight);
   EXPECT_TRUE(cache.holds(weight.t(), kBFloat16));
   weight.data().fill_(2);

@@ -1,4 +1,4 @@
-// Shared by threads, or each to its own.
+// Pinned copies are shared by threads; copies of a region are those of its thread.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
@@ -49,6 +49,7 @@ std::vector<Tensor> weights(int64_t count) {
 TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto all = weights(5);
+  cache.pin(all);
   std::atomic<int> wrong = 0;
   in_threads([&](int) {
     const Autocast<kCPU> autocast({.cache = cache});
@@ -61,9 +62,9 @@ TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
   EXPECT_EQ(cache.statistics().hits, 5 * (kThreads - 1));
 }
 
-TEST(WeightCacheThreads, HaveTheirOwnCopiesWhenIsolated) {
-  const WeightCache cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
-  const auto weight = weights(1)[0];
+TEST(WeightCacheThreads, HaveTheirOwnCopiesOfTrainableWeights) {
+  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+  const auto weight = weights(1)[0].requires_grad_();
   const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   std::atomic<int> misses = 0;
@@ -74,23 +75,15 @@ TEST(WeightCacheThreads, HaveTheirOwnCopiesWhenIsolated) {
     misses += cache.holds(weight, kBFloat16) ? 0 : 100;
   }));
   EXPECT_EQ(misses, kThreads);
-  EXPECT_EQ(cache.statistics().copies_held, 1);  // those of ended threads are gone
+  EXPECT_EQ(cache.statistics().casts, 1 + kThreads);
+  EXPECT_EQ(cache.statistics().copies_held, 1);
   EXPECT_TRUE(cache.holds(weight, kBFloat16));
-}
-
-TEST(WeightCacheThreads, MayOutliveAnIsolatedCache) {
-  std::thread([] {
-    for (int i = 0; i < 3; ++i) {
-      const WeightCache cache = mezzo::install_op_overrides(WeightCache({.thread_isolated = true}));
-      const Autocast<kCPU> autocast({.cache = cache});
-      what_linear_reads(weights(1)[0]);
-    }
-  }).join();
 }
 
 TEST(WeightCacheThreads, ReceiveASharedCacheWithTheAutocastState) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = weights(1)[0];
+  cache.pin({weight});
   const Autocast<kCPU> autocast({.cache = cache});
   what_linear_reads(weight);
   const auto state = mezzo::AutocastState::capture();
@@ -106,6 +99,7 @@ TEST(WeightCacheThreads, ReceiveASharedCacheWithTheAutocastState) {
 TEST(WeightCacheThreads, LeaveTheirStateBehindWithTheScope) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto weight = weights(1)[0];
+  cache.pin({weight});
   const auto state = [&] {
     const Autocast<kCPU> autocast({.cache = cache});
     return mezzo::AutocastState::capture();
@@ -121,6 +115,7 @@ TEST(WeightCacheThreads, ComputeWithViewsOfTheSameWeights) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   const auto frozen = torch::randn({kEdge, kEdge});
   const auto trained = torch::randn({kEdge, kEdge}).requires_grad_();
+  cache.pin({frozen});
   std::atomic<int> wrong = 0;
   in_threads([&](int) {
     const auto input = torch::eye(kEdge);
@@ -138,10 +133,11 @@ TEST(WeightCacheThreads, ComputeWithViewsOfTheSameWeights) {
   EXPECT_TRUE(cache.holds(frozen, kBFloat16));
 }
 
-// Forward and backward in all threads at once, weights that come, change and go, a bound that makes
-// copies go, questions and orders in between.
+// Forward and backward in all threads at once, weights that come, change and go, pins, questions
+// and orders in between.
 void stress(const WeightCache& cache, bool publish) {
   const auto shared = weights(4);
+  cache.pin(shared);
   std::atomic<int> wrong = 0;
   in_threads([&](int thread) {
     const auto own = torch::randn({kEdge, kEdge}).requires_grad_();
@@ -157,6 +153,7 @@ void stress(const WeightCache& cache, bool publish) {
         wrong += own.grad().sum().item<float>() != static_cast<float>(kEdge * kEdge);
         own.mutable_grad().reset();
         const auto brief = torch::randn({kEdge, kEdge});
+        cache.pin({brief});
         wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
         wrong += !torch::equal(what_mm_reads(brief), brief.to(kBFloat16));
       }
@@ -170,26 +167,21 @@ void stress(const WeightCache& cache, bool publish) {
       }
       if (round % 16 == thread) {
         cache.clear();
+        cache.unpin({shared[0]});
+        cache.pin({shared[0]});
         wrong += cache.statistics().bytes_held < 0;
       }
     }
   });
   EXPECT_EQ(wrong, 0);
-  EXPECT_LE(cache.statistics().bytes_held, cache.options().max_bytes);
 }
 
-TEST(WeightCacheThreads, StandAStressWithASharedCache) {
+TEST(WeightCacheThreads, StandAStress) {
+  stress(mezzo::install_op_overrides(WeightCache()), false);
+}
+
+TEST(WeightCacheThreads, StandAStressWithPublishedWeights) {
   stress(mezzo::install_op_overrides(WeightCache()), true);
-}
-
-TEST(WeightCacheThreads, StandAStressWithASmallSharedCache) {
-  stress(mezzo::install_op_overrides(
-             WeightCache({.max_bytes = 3 * kEdge * kEdge * 2, .keep_trainable = true})),
-         false);
-}
-
-TEST(WeightCacheThreads, StandAStressWithAnIsolatedCache) {
-  stress(mezzo::install_op_overrides(WeightCache({.thread_isolated = true})), true);
 }
 
 }  // namespace

@@ -1,10 +1,10 @@
 // Writes that leave no version: by torch::optim::SGD, which steps through data(), and through
-// memory that a weight shares.
+// memory that a weight shares. Frozen weights that are not pinned have no copies, and those of
+// trainable weights end with the region, or when a gradient has gone through them.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/torch.h>
 
@@ -12,10 +12,7 @@
 
 #include <cstdint>
 #include <functional>
-#include <memory>
 #include <optional>
-#include <sstream>
-#include <utility>
 #include <vector>
 
 #include "what_an_op_reads.h"
@@ -80,71 +77,49 @@ TEST(UnseenSgdSteps, BetweenTwoFreezesAreNoticed) {
   }
 }
 
-TEST(UnseenSgdSteps, InsideOneLongRegionAreNoticed) {
-  for (const bool frozen : {true, false}) {
+TEST(UnseenSgdSteps, OfAFrozenWeightInsideOneLongRegionAreNoticed) {
+  for (const auto where : {Where::cached, Where::outside_the_cache}) {
     for (const bool clear_gradient : {true, false}) {
       const WeightCache cache = mezzo::install_op_overrides(WeightCache());
       auto weight = torch::randn({kWidth, kWidth});
       const Autocast<kCPU> autocast({.cache = cache});
       for (int step = 0; step < 3; ++step) {
-        weight.set_requires_grad(!frozen);
         evaluate(cache, weight);
-        thaw_and_step(cache, weight, Where::outside_the_cache, clear_gradient);
+        thaw_and_step(cache, weight, where, clear_gradient);
       }
       evaluate(cache, weight);
     }
   }
 }
 
-/// A step while the graph of the first use lives on, which therefore tells of no other graph.
-void step_between_two_uses(bool has_gradient, bool graph_is_older, bool clear_gradient) {
-  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
-  torch::optim::SGD optimizer({weight}, 0.5);
-  if (has_gradient) weight.mutable_grad() = torch::zeros({kWidth, kWidth});
-  const auto penalty = [&] { return weight.square().sum(); };
-  const auto older = penalty();
-  const Autocast<kCPU> region({.cache = cache});
-  const auto first_use = what_linear_reads(weight);
-  ASSERT_TRUE(cache.holds(weight, kBFloat16));
-  (graph_is_older ? older : penalty()).backward();
-  optimizer.step();
-  if (clear_gradient) optimizer.zero_grad(/*set_to_none=*/!has_gradient);
-  expect_present_values(weight);
-}
-
-TEST(UnseenSgdSteps, WithTheGradientOfAPenaltyAreNoticedBetweenTwoUses) {
-  for (const bool graph_is_older : {true, false}) {
-    step_between_two_uses(/*has_gradient=*/false, graph_is_older, /*clear_gradient=*/false);
-    step_between_two_uses(/*has_gradient=*/true, graph_is_older, /*clear_gradient=*/false);
-    step_between_two_uses(/*has_gradient=*/true, graph_is_older, /*clear_gradient=*/true);
+TEST(UnseenSgdSteps, OfAGradientThatWentThroughACopyAreNoticedInsideOneLongRegion) {
+  for (const bool clear_gradient : {true, false}) {
+    const WeightCache cache = mezzo::install_op_overrides(WeightCache());
+    auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+    torch::optim::SGD optimizer({weight}, 0.5);
+    const Autocast<kCPU> autocast({.cache = cache});
+    for (int step = 0; step < 3; ++step) {
+      evaluate(cache, weight);
+      loss_of(cache, weight, Where::cached).backward();
+      optimizer.step();
+      if (clear_gradient) optimizer.zero_grad();
+    }
+    evaluate(cache, weight);
   }
 }
 
-class AfterAccumulation final : public torch::autograd::PostAccumulateGradHook {
- public:
-  explicit AfterAccumulation(std::function<void(const Tensor&)> action)
-      : action_(std::move(action)) {}
-  void operator()(const Tensor& weight) override { action_(weight); }
-
- private:
-  std::function<void(const Tensor&)> action_;
-};
-
-TEST(UnseenSgdSteps, OfAHookThatHearsOfTheGradientAreNoticed) {
+// The one step that a region does not see. The page of the cache names it, and `forget`.
+TEST(UnseenSgdSteps, OfAGradientThatWentThroughNoCopyAreForgottenByHand) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
   auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
-  torch::autograd::impl::set_post_acc_grad_hooks(
-      weight, std::make_unique<AfterAccumulation>([&](const Tensor& stepped) {
-        optimizer.step();
-        expect_present_values(stepped);
-      }));
   const Autocast<kCPU> region({.cache = cache});
   const auto first_use = what_linear_reads(weight);
   weight.square().sum().backward();
+  optimizer.step();
+  EXPECT_TRUE(torch::equal(what_linear_reads(weight), first_use)) << "the page is out of date";
+  cache.forget(weight);
   expect_present_values(weight);
-  EXPECT_FALSE(torch::equal(what_linear_reads(weight), first_use));
 }
 
 // SGD steps what has a gradient, frozen or not.
@@ -292,36 +267,6 @@ TEST_P(UnseenWritesToMemory, AreNoticedInATrainableWeightBetweenRegions) {
 
 INSTANTIATE_TEST_SUITE_P(Through, UnseenWritesToMemory, testing::ValuesIn(ways_to_share()),
                          [](const auto& way) { return way.param.name; });
-
-TEST(FrozenWeights, AreCastOnceHoweverManyRegionsUseThem) {
-  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  torch::nn::Linear linear(kWidth, kWidth);
-  std::stringstream file;
-  torch::save(linear, file);
-  torch::load(linear, file);
-  for (auto& each : linear->parameters()) each.set_requires_grad(false);
-  const auto view = linear->weight.view({-1});
-  const auto detached = linear->weight.detach();
-  const auto input = torch::randn({2, kWidth}).requires_grad_();
-  const auto graph_in_full_precision = linear(input);
-  for (int region = 0; region < 5; ++region) {
-    const Autocast<kCPU> autocast({.cache = cache});
-    linear(input * 1).sum().backward();  // a leaf that requires grad would be held as well
-  }
-  EXPECT_EQ(cache.statistics().casts, 2);
-  EXPECT_TRUE(cache.holds(linear->weight, kBFloat16));
-  EXPECT_EQ(cache.statistics().copies_held, 2);
-}
-
-TEST(FrozenWeights, AreCastOnceAfterTheirTraining) {
-  const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  const auto weight = torch::randn({kWidth, kWidth});
-  thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/true);
-  evaluate(cache, weight);
-  const auto casts = cache.statistics().casts;
-  evaluate(cache, weight);
-  EXPECT_EQ(cache.statistics().casts, casts);
-}
 
 TEST(TrainableWeights, AreCastOnceForTheUsesOfOneGraph) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());

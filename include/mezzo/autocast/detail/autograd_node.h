@@ -21,23 +21,6 @@ using NodePtr = std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge
                                                   std::shared_ptr<torch::autograd::Node>>,
                                    std::shared_ptr<Node>, c10::intrusive_ptr<Node>>;
 
-/// Made of an empty NodePtr it refers to nothing; neither kind can be made in another way.
-template <class Node>
-using WeakNodePtr = std::conditional_t<std::is_same_v<NodePtr<Node>, std::shared_ptr<Node>>,
-                                       std::weak_ptr<Node>, c10::weak_intrusive_ptr<Node>>;
-
-/// Whether both refer, or referred, to the same node. Its address is not given to another while
-/// one of them is there.
-template <class Node>
-bool have_same_owner(const std::weak_ptr<Node>& a, const std::weak_ptr<Node>& b) {
-  return !a.owner_before(b) && !b.owner_before(a);
-}
-template <class Node>
-bool have_same_owner(const c10::weak_intrusive_ptr<Node>& a,
-                     const c10::weak_intrusive_ptr<Node>& b) {
-  return a == b;
-}
-
 template <class Node, class... Args>
 NodePtr<Node> make_node(Args&&... args) {
   if constexpr (std::is_same_v<NodePtr<Node>, std::shared_ptr<Node>>) {

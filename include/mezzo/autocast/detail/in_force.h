@@ -1,7 +1,6 @@
 /// \file
-/// Which op policy and which weight cache a thread's regions have in force: all that guards, and
-/// the kernels in front of ops, need to know of either. The hot path of an overridden op reads only
-/// this.
+/// The op policy and the weight cache that are in force in a thread, for guards and for the kernels
+/// in front of ops. The hot path of an overridden op reads only this.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -52,9 +51,9 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
                                           : c10::DispatchKey::AutocastCUDA;
 }
 
-/// A thread-local T that is made at first use and never destroyed. The main thread destroys its
-/// thread_locals before static objects: a guard with static lifetime reads and writes this one
-/// afterwards. What guards put in they take out, so nothing is left in it when a thread ends.
+/// A thread-local T that is made at first use and never destroyed: a guard with static lifetime
+/// uses it after the main thread has destroyed its thread_locals. Guards take out what they put in,
+/// so nothing is left in it when a thread ends.
 template <class T>
 class NeverDestroyed {
  public:
@@ -71,15 +70,15 @@ class NeverDestroyed {
 /// An op's index in the OverrideRegistry.
 using OpSlot = std::size_t;
 
-/// What the OverrideRegistry knows of an op; it lives as long as the process.
+/// An op as the OverrideRegistry knows it, for the life of the process. Arrays are indexed by
+/// policy_device_index.
 struct OpRecord {
   std::string name;  ///< with its overload
   OpSlot slot;
-  /// What libtorch, or whoever registered the op's autocast kernel, does with it. Arrays are by
-  /// policy_device_index.
+  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it.
   std::array<OpCategory, kPolicyDevices.size()> registered;
-  std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< for policies
-  std::array<std::atomic<bool>, kPolicyDevices.size()> asks_cache{};     ///< for weight caches
+  std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< has an OverrideKernel
+  std::atomic<bool> asks_cache = false;    ///< weight caches keep copies for it
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
 
   /// Whether a policy that gives the op this category acts on the device.
@@ -94,11 +93,11 @@ struct OpRecord {
   }
 };
 
-/// What a policy consists of.
+/// The edits of an OpPolicy, by op.
 class PolicyEdits {
  public:
   struct Edit {
-    const OpRecord* op = nullptr;  ///< none where the policy says nothing of the slot
+    const OpRecord* op = nullptr;  ///< null where the policy has no edit of the slot's op
     OpCategory category = OpCategory::unknown;
   };
 
@@ -119,7 +118,7 @@ class PolicyEdits {
     }
   }
 
-  /// `inner`, and where it is silent `outer`.
+  /// Returns the edits of both; `inner` wins where both edit an op.
   static std::shared_ptr<const PolicyEdits> nest(const std::shared_ptr<const PolicyEdits>& outer,
                                                  const std::shared_ptr<const PolicyEdits>& inner) {
     if (outer == nullptr || inner == nullptr || outer == inner) {
@@ -134,19 +133,18 @@ class PolicyEdits {
   std::vector<Edit> by_slot_;
 };
 
-/// The edits in force, by policy_device_index. A value: copying it hands a policy to another
-/// thread.
+/// The edits in force, by policy_device_index. Copying the value hands a policy to another thread.
 using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDevices.size()>;
 
-/// This thread's. One a thread, process and version of mezzo: the symbol is exported even from
-/// units compiled with hidden visibility, so shared libraries agree on it.
+/// Returns this thread's policies: one object for each thread and version of mezzo. The symbol is
+/// exported even from units compiled with hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
   static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
   return policies.get();
 }
 
-/// Puts a policy in force for one device until the scope ends, on top of what is. Allocates only
-/// where two policies nest.
+/// Puts a policy in force for one device until the scope ends, on top of the one in force.
+/// Allocates only where two policies nest.
 class PolicyScope {
  public:
   PolicyScope(c10::DeviceType device, const PolicyRef& policy) noexcept
@@ -179,64 +177,45 @@ class PolicyScope {
   std::shared_ptr<const PolicyEdits> outer_;
 };
 
-/// What an op's argument is, as far as the op alone can tell.
-enum class ArgumentRole : std::uint8_t {
-  other,         ///< an activation: nothing to keep
-  left_factor,   ///< of mm: an activation, or a weight if it requires grad
-  right_factor,  ///< of mm: a weight, or an activation if it requires no grad
-  weight,
-};
+struct ThreadCache;
 
-/// Where casts of weights come from.
-class WeightCasts {
- public:
-  /// `tensor` in `dtype`, a held copy or a new one, with autograd's edge to `tensor`. The caller
-  /// has excluded autocast, and `tensor` has another floating dtype. `since`: what `enter` gave.
-  virtual at::Tensor lower(const at::Tensor& tensor, at::ScalarType dtype, ArgumentRole role,
-                           std::uint64_t since) = 0;
-
-  /// A thread begins to read from here in a region, and ends.
-  virtual std::uint64_t enter() noexcept = 0;
-  virtual void leave() noexcept = 0;
-
- protected:
-  ~WeightCasts() = default;
-};
-
-/// What the handles of one WeightCache share. A function pointer where a virtual function would do:
-/// g++ takes every class that it knows for the possible target of a virtual call, and would compile
-/// the weight cache into each unit that has a region.
+/// The part of a WeightCache that regions and op kernels use; all handles of one cache share it. A
+/// function pointer stands where a virtual function would do: g++ counts every class that it knows
+/// among the targets of a virtual call, and would compile the weight cache into each unit that has
+/// a region.
 class CacheOwner {
  public:
-  std::shared_ptr<WeightCasts> casts_of_this_thread() { return casts_of_this_thread_(*this); }
+  using Lower = at::Tensor (*)(const at::Tensor& tensor, at::ScalarType dtype, ThreadCache& cache);
+
+  /// Returns `tensor` in `dtype`, a held copy or a new one, with autograd's edge to `tensor`.
+  /// `tensor` must have another floating dtype, and the caller has excluded autocast.
+  const Lower lower;
 
  protected:
-  using CastsOfThisThread = std::shared_ptr<WeightCasts> (*)(CacheOwner&);
-
-  explicit CacheOwner(CastsOfThisThread casts) : casts_of_this_thread_(casts) {}
-  ~CacheOwner() = default;  // by who made it: a shared_ptr knows how
-
- private:
-  CastsOfThisThread casts_of_this_thread_;
+  explicit CacheOwner(Lower how) : lower(how) {}
+  ~CacheOwner() = default;  // a shared_ptr knows the derived class
 };
 
-/// The cache in force for one device; none as a rule.
+/// The cache in force for one device in one thread; none as a rule.
 struct ThreadCache {
   std::shared_ptr<CacheOwner> owner;
-  std::shared_ptr<WeightCasts> casts;
-  std::uint64_t since = 0;
+  /// The copies of trainable weights that this region has cast. The owner makes them at the first
+  /// cast and knows their type. They end with the outermost region that has the cache.
+  std::shared_ptr<void> region_copies;
 };
 
 /// By policy_device_index.
 using ThreadCaches = std::array<ThreadCache, kPolicyDevices.size()>;
 
-/// This thread's; exported for the reason given at thread_policies, as the next two are.
+/// Returns this thread's caches. Exported for the reason given at thread_policies, as the next two
+/// functions are.
 C10_EXPORT inline ThreadCaches& thread_caches() {
   static constinit thread_local NeverDestroyed<ThreadCaches> caches;
   return caches.get();
 }
 
-/// Copies that this thread was given in place of a cast, ever; CastTrace takes differences.
+/// Counts the copies that ops of this thread were given in place of a cast; CastTrace takes
+/// differences.
 C10_EXPORT inline std::int64_t& cache_hits() {
   static thread_local std::int64_t hits = 0;
   return hits;
@@ -248,34 +227,20 @@ C10_EXPORT inline std::atomic<bool>& cache_ops_are_installed() {
   return are_installed;
 }
 
-/// Puts the cache of `owner`, or none, in the place of `current`.
-inline void change_cache(ThreadCache& current, std::shared_ptr<CacheOwner> owner) noexcept {
-  if (current.owner == owner) return;
-  ThreadCache next;
-  if (owner != nullptr) {
-    next.casts = owner->casts_of_this_thread();
-    next.since = next.casts->enter();
-    next.owner = std::move(owner);
-  }
-  const ThreadCache left = std::exchange(current, std::move(next));
-  if (left.casts != nullptr) left.casts->leave();
-}
-
-/// Puts a cache in force for one device until the scope ends, or, where casts are not to be kept,
-/// none.
+/// Puts a cache, or none, in force for one device until the scope ends. Where it already is in
+/// force nothing changes, so nested regions of one cache share their copies.
 class CacheScope {
  public:
-  CacheScope(c10::DeviceType device, const AutocastCache& cache) noexcept
-      : device_(device),
-        active_(is_policy_device(device) &&
-                (!cache.weight_cache().empty() || !cache.enabled().value_or(true))) {
-    if (active_) {
-      outer_ = current().owner;
-      change_cache(current(), cache.weight_cache().owner_);
-    }
+  /// `device` is an index into ThreadCaches.
+  CacheScope(std::size_t device, std::shared_ptr<CacheOwner> owner) noexcept
+      : device_(device), changes_(thread_caches()[device].owner != owner) {
+    if (changes_) outer_ = std::exchange(thread_caches()[device], {std::move(owner), nullptr});
   }
+  /// Does what a region's setting says. `{.cache = false}` puts no cache in force.
+  CacheScope(c10::DeviceType device, const AutocastCache& cache) noexcept
+      : CacheScope(policy_device_index(device), owner_in(device, cache)) {}
   ~CacheScope() {
-    if (active_) change_cache(current(), std::move(outer_));
+    if (changes_) std::swap(thread_caches()[device_], outer_);
   }
   CacheScope(const CacheScope&) = delete;
   CacheScope& operator=(const CacheScope&) = delete;
@@ -291,15 +256,19 @@ class CacheScope {
   static bool in_force() noexcept {
     const ThreadCaches& caches = thread_caches();
     return std::any_of(caches.begin(), caches.end(),
-                       [](const ThreadCache& cache) { return cache.casts != nullptr; });
+                       [](const ThreadCache& cache) { return cache.owner != nullptr; });
   }
 
  private:
-  ThreadCache& current() const { return thread_caches()[policy_device_index(device_)]; }
+  static std::shared_ptr<CacheOwner> owner_in(c10::DeviceType device, const AutocastCache& cache) {
+    const bool says_nothing = cache.weight_cache().empty() && cache.enabled().value_or(true);
+    return says_nothing ? thread_caches()[policy_device_index(device)].owner
+                        : cache.weight_cache().owner_;
+  }
 
-  c10::DeviceType device_;
-  bool active_;
-  std::shared_ptr<CacheOwner> outer_;
+  std::size_t device_;
+  bool changes_;
+  ThreadCache outer_;
 };
 
 }  // namespace detail

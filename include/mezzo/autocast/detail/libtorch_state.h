@@ -5,8 +5,12 @@
 /// surprise.
 #pragma once
 
+#include <mezzo/base/version.h>
+
 #include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/macros/Export.h>
 
 namespace at::autocast {
@@ -22,3 +26,15 @@ TORCH_API int decrement_nesting();
 TORCH_API void clear_cache();
 
 }  // namespace at::autocast
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Switches autocast off for every device type in this thread while it exists, by excluding the
+/// dispatch keys.
+struct AutocastOff {
+  c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,6 +1,6 @@
 /// \file
-/// The ops of a thread: their boxed arguments, as at::RecordFunction carries them into a start
-/// callback, and who hears them.
+/// OpListener, the base of classes that hear the ops of their thread, and the ops' boxed arguments,
+/// as at::RecordFunction carries them into a start callback.
 #pragma once
 
 #include <mezzo/base/detail/private_member.h>
@@ -26,10 +26,11 @@ struct RecordedInputsMember {
 };
 template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_>;
 
-/// RecordFunction::inputs() asserts, in units compiled without NDEBUG, a flag that only a libtorch
-/// compiled without NDEBUG ever sets: it throws in every debug build against a release libtorch.
-/// This reads the member without asking. TorchScript's interpreter records its whole stack, whose
-/// last values are the op's arguments.
+/// Returns the op's arguments. RecordFunction::inputs() asserts, in units compiled without NDEBUG,
+/// a
+/// flag that only a libtorch compiled without NDEBUG ever sets, and so throws in every debug build
+/// against a release libtorch; this function reads the member itself. TorchScript's interpreter
+/// records its whole stack, whose last values are the op's arguments.
 inline OpArguments recorded_inputs(const at::RecordFunction& function) {
   const OpArguments stack = function.*private_member(RecordedInputsMember());
   return stack.slice(stack.size() - std::min(stack.size(), function.num_inputs()));
@@ -51,11 +52,15 @@ void for_each_tensor(OpArguments arguments, const Visit& visit) {
   }
 }
 
+/// The Note of a listener that keeps nothing of an op's start for its end.
+struct NoNote {};
+
 /// The base of a class that hears this thread's ops while it lives. `Listener` derives from it and
-/// has `Note entered(const at::RecordFunction&)`, called before an op, and `void left(const
-/// Note&)`, called after it with what `entered` returned. libtorch's callbacks are plain functions:
-/// they find the listener through the thread. Of a class the innermost hears, for itself and for
-/// those around it: listeners of one class end in the reverse order, on their own thread.
+/// has `Note entered(const at::RecordFunction&)`, called before an op, and, called after it with
+/// the Note that `entered` returned, `void left(const Note&)`, or `void left(const
+/// at::RecordFunction&, const Note&)` to read the op's outputs. Only the innermost listener of a
+/// class is called; it reaches the ones around it by `outer()`. Listeners of one class end in
+/// reverse order, on their own thread.
 template <class Listener, class Note>
 class OpListener {
  public:
@@ -66,19 +71,26 @@ class OpListener {
   using Scopes = std::unordered_set<at::RecordScope, std::hash<at::RecordScope>>;
 
   explicit OpListener(const Scopes& scopes = {at::RecordScope::FUNCTION})
-      : outer_(std::exchange(active(), static_cast<Listener*>(this))),
-        callback_(at::addThreadLocalCallback(
-            at::RecordFunctionCallback(&start, &end).needsInputs(true).scopes(scopes))) {}
+      : outer_(std::exchange(active(), static_cast<Listener*>(this))) {
+    if (outer_ != nullptr) return;  // one callback serves all of a class
+    callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&start, &end)
+                                               .needsInputs(true)
+                                               .needsOutputs(reads_outputs())
+                                               .scopes(scopes));
+  }
   ~OpListener() { stop(); }
 
   /// Whether the thread had a listener of this class already. A constructor that does not want that
   /// throws, and the other goes on.
   bool is_nested() const noexcept { return outer_ != nullptr; }
 
-  /// Hears no more.
+  /// Returns the listener of this class around this one, or null.
+  Listener* outer() const noexcept { return outer_; }
+
+  /// Stops listening.
   void stop() {
     if (active() != this) return;
-    at::removeCallback(callback_);
+    if (outer_ == nullptr) at::removeCallback(callback_);
     active() = outer_;
   }
 
@@ -87,6 +99,12 @@ class OpListener {
     explicit Context(Note of_start) : note(std::move(of_start)) {}
     Note note;
   };
+
+  static constexpr bool reads_outputs() {
+    return requires(Listener & listener, const at::RecordFunction& function, const Note& note) {
+      listener.left(function, note);
+    };
+  }
 
   static Listener*& active() {
     static thread_local Listener* listener = nullptr;
@@ -98,13 +116,18 @@ class OpListener {
     return std::make_unique<Context>(active()->entered(function));
   }
 
-  static void end(const at::RecordFunction& /*function*/, at::ObserverContext* context) {
+  static void end(const at::RecordFunction& function, at::ObserverContext* context) {
     if (active() == nullptr || context == nullptr) return;
-    active()->left(static_cast<Context*>(context)->note);
+    const Note& note = static_cast<Context*>(context)->note;
+    if constexpr (reads_outputs()) {
+      active()->left(function, note);
+    } else {
+      active()->left(note);
+    }
   }
 
   Listener* outer_;
-  at::CallbackHandle callback_;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
 };
 
 }  // namespace detail

@@ -1,5 +1,5 @@
 /// \file
-/// From what the hardware can do, or MEZZO_AUTOCAST asks for, to a setting and the sentence that
+/// The settings that `recommended` and `autocast_from_env` return, each with a sentence that
 /// explains it.
 #pragma once
 
@@ -30,7 +30,8 @@ inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& w
           .reason = "float32 (autocast off): " + why};
 }
 
-/// What emulation costs, measured on a six-layer encoder of width 384 with two cores.
+/// Returns words for the cost of emulation, measured on a six-layer encoder of width 384 with two
+/// cores.
 inline const char* cost_of_emulation(const CpuFeatures& cpu, at::ScalarType dtype) {
   if (dtype == at::ScalarType::Half) {
     return "more than 10 times slower than float32";
@@ -38,7 +39,7 @@ inline const char* cost_of_emulation(const CpuFeatures& cpu, at::ScalarType dtyp
   return cpu.avx512 ? "about 2.5 times slower than float32" : "about 15 times slower than float32";
 }
 
-/// "this CPU has no bfloat16 instructions", or who hides them.
+/// Returns "this CPU has no bfloat16 instructions", or names the variable that hides them.
 inline std::string lack_of_instructions(const CpuFeatures& cpu, const char* dtype) {
   if (!cpu.capped_by.empty()) {
     return cpu.capped_by + " keeps libtorch from " + dtype + " instructions";
@@ -101,8 +102,8 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
   return capability;
 }
 
-/// What a region of half on `cpu` is warned of; empty where the CPU computes half natively, or
-/// where nobody knows.
+/// Returns the warning for a region of half on `cpu`; empty where the CPU computes half natively,
+/// or where that is not known.
 inline std::string half_warning(const CpuFeatures& cpu) {
   if (!cpu.known || cpu.fp16()) return {};
   return "autocast on the CPU in float16: " + lack_of_instructions(cpu, "float16") +
@@ -111,8 +112,7 @@ inline std::string half_warning(const CpuFeatures& cpu) {
 }
 
 /// Warns once a process of an enabled region that this machine has no device for, and of one that
-/// it only emulates. Asks for the number of CUDA devices, which libtorch remembers, or, once,
-/// CPUID.
+/// it only emulates. Reads the number of CUDA devices, which libtorch remembers, or, once, CPUID.
 inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
   if (device == c10::DeviceType::CUDA && !torch::cuda::is_available()) {
     TORCH_WARN_ONCE(
@@ -130,7 +130,8 @@ inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
 
 inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
 
-/// The dtype that the user named, with a word of warning where this CPU only emulates it.
+/// Returns a setting of the dtype that the user named. Its reason warns where this CPU only
+/// emulates the dtype.
 inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
                                  std::string_view value, const CpuFeatures& cpu) {
   const bool half = dtype == at::ScalarType::Half;

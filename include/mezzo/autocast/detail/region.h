@@ -1,6 +1,6 @@
 /// \file
-/// What all guards share: enter a region, or another thread's state, and leave it with everything
-/// as it was.
+/// Region and ThreadStateScope, which all guards share: they enter a region, or another thread's
+/// state, and leave everything as it was.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -27,7 +27,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A setting that was found good, cheap enough to be copied at every call of a wrapped function.
+/// A validated setting, cheap enough to be copied at every call of a wrapped function.
 struct RegionState {
   c10::DeviceType device;
   at::ScalarType dtype;
@@ -37,9 +37,9 @@ struct RegionState {
   std::optional<at::ScalarType> output = std::nullopt;  ///< of results, where there are some
 };
 
-/// Throws unless libtorch can autocast on `device` to `dtype`, which a guard's type says; also for
-/// a disabled region, whose dtype an enabled one inside it or a later change of the flag would
-/// bring to light.
+/// Validates `setting` for a guard whose type says `device` and `dtype`. A disabled region is held
+/// to it too: an enabled one inside it, or a later change of the flag, would use its dtype.
+/// \throws c10::Error unless libtorch can autocast on `device` to `dtype`
 inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceType device,
                                   at::ScalarType dtype) {
   TORCH_CHECK(setting.device.value_or(device) == device, "device: the AutocastSetting says ",
@@ -59,7 +59,7 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
   return {device, dtype, setting.enabled, setting.cache, setting.policy, setting.output};
 }
 
-/// The same where the setting alone says device and dtype.
+/// Validates `setting` for a guard that takes device and dtype from it.
 inline RegionState checked_region(const AutocastSetting& setting) {
   TORCH_CHECK(setting.device.has_value(),
               "device: the AutocastSetting names none; give it torch::kCPU or torch::kCUDA");
@@ -67,11 +67,11 @@ inline RegionState checked_region(const AutocastSetting& setting) {
                         setting.dtype.value_or(default_autocast_dtype(*setting.device)));
 }
 
-/// libtorch's cache of weight casts: a static object that it makes at the first use, and that a
-/// guard with static lifetime, or in a thread that outlives main, may outlive.
+/// libtorch's cache of weight casts. libtorch makes this static object at its first use; a guard
+/// with static lifetime, or in a thread that outlives main, may outlive it.
 class LibtorchCasts {
  public:
-  /// To be called before a region begins: so the cache is there until a static guard has ended.
+  /// Call this before a region begins, so that the cache is there until a static guard has ended.
   static void make() noexcept { static const LibtorchCasts casts; }
 
   static void clear() noexcept {
@@ -85,10 +85,10 @@ class LibtorchCasts {
   static inline std::atomic<bool> are_gone_ = false;
 };
 
-/// Counts this thread's regions, as libtorch does, and drops the cached weight casts at the
-/// outermost exit. They are also dropped where an inner region begins or ends with another dtype
-/// than the one around it: the cache is keyed by the weight alone and would hand out the wrong
-/// dtype. A region that ends elsewhere than it should is warned of: nothing else would tell.
+/// Counts this thread's regions, as libtorch does, and clears libtorch's weight cache at the
+/// outermost exit. It also does so where an inner region begins or ends with another dtype than the
+/// one around it: the cache is keyed by the weight alone and would hand out the wrong dtype. Warns
+/// of a region that ends in the wrong thread or order, which nothing else would tell.
 class Nesting {
  public:
   explicit Nesting(bool dtype_changes) noexcept
@@ -120,9 +120,9 @@ class Nesting {
   bool drops_casts_;
 };
 
-/// A region of one device type in this thread. Where a WeightCache is in force libtorch's own,
-/// which has one switch for all devices, is off: it would hand out stale weights to the few ops
-/// that do not ask mezzo's.
+/// A region of one device type in this thread. Where a WeightCache is in force, libtorch's cache is
+/// off for all devices, which share one switch: it would hand out stale weights to the few ops that
+/// do not ask mezzo's.
 class Region {
  public:
   explicit Region(const RegionState& region) noexcept
@@ -178,8 +178,8 @@ class GuardedRegion {
   std::optional<Region> region_;
 };
 
-/// All of a thread's autocast state as a value. libtorch keeps "autocast is off for this device
-/// type" as an excluded dispatch key, and asking it type by type throws for those that its version
+/// A thread's whole autocast state as a value. libtorch keeps "autocast is off for this device
+/// type" as an excluded dispatch key. Asking it type by type would throw for types that its version
 /// has no autocast for; the keys and dtypes are there for all.
 struct ThreadState {
   c10::DispatchKeySet disabled;
@@ -205,6 +205,7 @@ inline ThreadState this_thread_state() noexcept {
   return state;
 }
 
+/// Installs all of `state` but its weight caches, which a CacheScope puts in force.
 inline void install_in_this_thread(const ThreadState& state) noexcept {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | state.disabled;
@@ -214,16 +215,15 @@ inline void install_in_this_thread(const ThreadState& state) noexcept {
   }
   at::autocast::set_autocast_cache_enabled(state.cache_enabled);
   thread_policies() = state.policies;
-  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
-    change_cache(thread_caches()[i], state.weight_caches[i]);
-  }
 }
 
 /// Runs this thread under `state` until the end of the scope.
 class ThreadStateScope {
  public:
   explicit ThreadStateScope(const ThreadState& state) noexcept
-      : found_(this_thread_state()), nesting_(state.dtypes != found_.dtypes) {
+      : found_(this_thread_state()),
+        nesting_(state.dtypes != found_.dtypes),
+        caches_{CacheScope(0, state.weight_caches[0]), CacheScope(1, state.weight_caches[1])} {
     install_in_this_thread(state);
   }
   ~ThreadStateScope() { install_in_this_thread(found_); }
@@ -233,11 +233,12 @@ class ThreadStateScope {
  private:
   ThreadState found_;
   Nesting nesting_;
+  std::array<CacheScope, kPolicyDevices.size()> caches_;
 };
 
 /// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,
-/// result and noexcept. A `Scope` is built from `State` before the call and destroyed after it.
-/// `Scope`'s constructor must not throw. A state with an `output` has it applied to results.
+/// result and noexcept. Builds a `Scope`, whose constructor must not throw, from `State` before the
+/// call and destroys it after. A state with an `output` has it applied to results.
 template <class F, class Scope, class State>
 class ScopedFunction {
  public:

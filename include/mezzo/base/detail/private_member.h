@@ -1,7 +1,7 @@
 /// \file
-/// Reads private data members of libtorch that have no public accessor. There are three, and each
-/// use says why: RecordFunction's inputs (op_listener.h), the number of tensors that share a
-/// version (weight_identity.h) and the contents of an archive (archive_value.h).
+/// Reads private data members of libtorch that have no public accessor. There are two, and each use
+/// says why: RecordFunction's inputs (op_listener.h) and the contents of an archive
+/// (archive_value.h).
 #pragma once
 
 #include <mezzo/base/version.h>

@@ -53,8 +53,12 @@ class PeerWatch {
  public:
   using Time = std::chrono::milliseconds;
 
-  PeerWatch(int rank, int size, const WatchdogOptions& options)
-      : rank_(rank), options_(options), peers_(static_cast<std::size_t>(size)) {}
+  /// `agent_serves`: no rank serves the store, but torchrun's agent.
+  PeerWatch(int rank, int size, const WatchdogOptions& options, bool agent_serves = false)
+      : rank_(rank),
+        options_(options),
+        agent_serves_(agent_serves),
+        peers_(static_cast<std::size_t>(size)) {}
 
   /// The store has answered. All that is in `heartbeats` (an element a rank, empty: it has not
   /// come) was there at one time.
@@ -75,10 +79,17 @@ class PeerWatch {
   std::optional<WatchdogFault> look_without_answer(Time passed) {
     store_silence_ += std::min(passed, 2 * options_.interval);
     if (store_silence_ <= options_.heartbeat_timeout) return std::nullopt;
-    return WatchdogFault{WatchdogFault::Kind::unresponsive,
-                         {0},
-                         "rank 0, which hosts the store, has not answered for " +
-                             in_seconds(store_silence_) + " (stopped or cut off)" + last_seen(0)};
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
+    blame_server(fault, "",
+                 " has not answered for " + in_seconds(store_silence_) + " (stopped or cut off)");
+    return fault;
+  }
+
+  /// The connection to the store broke, in these words of c10d's.
+  WatchdogFault connection_broke(const std::string& words) const {
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
+    blame_server(fault, "the connection to ", " broke (killed, or ended without a word): " + words);
+    return fault;
   }
 
   /// Peers that may still answer: all that are not known to be dead, done, or through with it.
@@ -108,19 +119,11 @@ class PeerWatch {
     return find_missing();
   }
 
-  /// "; when last seen it ...", if it has ever given a sign of life.
-  std::string last_seen(int rank) const {
-    const auto& last = peers_[static_cast<std::size_t>(rank)].last;
-    return last ? "; " + last->activity.did() : "";
-  }
-
   /// A while after SIGTERM: who is not there any more? `store_silence` is by the clock.
   WatchdogFault explain_end(Time store_silence) const {
     WatchdogFault fault{WatchdogFault::Kind::terminated, {}, "a signal (SIGTERM) told it to"};
     if (store_silence >= kSilenceWhenTerminated) {  // and so there is no news of any other rank
-      fault.ranks = {0};
-      fault.what += "; rank 0, which hosts the store, has not answered for " +
-                    in_seconds(store_silence) + last_seen(0);
+      blame_server(fault, "; ", " has not answered for " + in_seconds(store_silence));
       return fault;
     }
     for (int rank = 0; rank < size(); ++rank) {
@@ -140,6 +143,16 @@ class PeerWatch {
     std::optional<Heartbeat> last;
     Time silence{0};
   };
+
+  /// Adds to the fault that something happened to whoever serves the store, between `before` and
+  /// `after`: rank 0, and what it did when last seen, or torchrun's agent, and then no rank.
+  void blame_server(WatchdogFault& fault, const char* before, const std::string& after) const {
+    fault.what += before + std::string(agent_serves_ ? "torchrun's agent" : "rank 0") +
+                  ", which hosts the store," + after;
+    if (agent_serves_) return;
+    fault.ranks = {0};
+    if (const auto& last = peers_[0].last) fault.what += "; " + last->activity.did();
+  }
 
   int size() const noexcept { return static_cast<int>(peers_.size()); }
   /// Null until it has given its first sign of life.
@@ -218,6 +231,7 @@ class PeerWatch {
 
   int rank_;
   WatchdogOptions options_;
+  bool agent_serves_;
   std::vector<Peer> peers_;
   Time store_silence_{0};
   std::pair<int64_t, int64_t> waits_for_{-1, -1};

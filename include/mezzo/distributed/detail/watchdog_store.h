@@ -2,6 +2,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/peer_watch.h>
+#include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/watchdog_options.h>
 
 #include <c10/util/Exception.h>
@@ -94,14 +95,6 @@ Value decode(const std::string& text) {
   return value;
 }
 
-inline WatchdogFault connection_broke(const std::exception& error, const std::string& last_seen) {
-  return {WatchdogFault::Kind::unresponsive,
-          {0},
-          "the connection to rank 0, which hosts the store, broke (killed, or ended without a "
-          "word): " +
-              one_line(error.what()) + last_seen};
-}
-
 /// What the ranks' watchdogs tell each other through the store. One thread's at a time.
 class WatchdogStore {
  public:
@@ -112,7 +105,11 @@ class WatchdogStore {
     const int64_t number = store_->add(all + "starts/" + std::to_string(rank_), 1);
     prefix_ = all + std::to_string(number) + '/';
     store_->compareSet(fault_key(), "", kNoFault);
+    agent_serves_ = store_->check({kAgentServes});
   }
+
+  /// Is it torchrun's agent that serves the store, and not rank 0?
+  bool agent_serves() const noexcept { return agent_serves_; }
 
   /// Gives a sign of life.
   void put(const Heartbeat& own) { store_->set(key_of(rank_), encode(own)); }
@@ -163,6 +160,7 @@ class WatchdogStore {
 
   c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
+  bool agent_serves_ = false;
   std::string prefix_;
   std::vector<bool> has_come_;
 };

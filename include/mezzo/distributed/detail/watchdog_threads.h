@@ -42,7 +42,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         log_(std::move(log)),
         termination_(options.explain_sigterm),
         store_(std::move(store), rank, size),
-        peers_(rank, size, options) {
+        peers_(rank, size, options, store_.agent_serves()) {
     store_.put(sign_of_life());
   }
 
@@ -117,7 +117,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       exchange_until_done();
     } catch (const std::exception& error) {
       std::unique_lock lock(mutex_);
-      const WatchdogFault fault = connection_broke(error, peers_.last_seen(0));
+      const WatchdogFault fault = peers_.connection_broke(one_line(error.what()));
       // Rank 0 goes when all are done.
       const bool expected = state_ == Heartbeat::State::finished || failure_;
       lock.unlock();

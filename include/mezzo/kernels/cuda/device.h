@@ -1,10 +1,9 @@
 /// \file
-/// The language of mezzo's kernels: CUDA's threadIdx, blockIdx, blockDim, __syncthreads,
-/// __syncthreads_or and
-/// __shfl_down_sync with a full mask, and what is below. No atomics, no cooperative groups, no
-/// shared memory whose size is known only at the launch. So little that a host can run it: tests
-/// compile the kernels with the host's compiler and MEZZO_DEVICE_ON_HOST, the header that has all
-/// of it for a CPU.
+/// The part of CUDA that mezzo's kernels use: threadIdx, blockIdx, blockDim, __syncthreads,
+/// __syncthreads_or, __shfl_down_sync with a full mask, and the macros below. No atomics, no
+/// cooperative groups, and no dynamically sized shared memory. A host can therefore run the
+/// kernels: tests compile them with the host's compiler, and the header MEZZO_DEVICE_ON_HOST
+/// implements this part for a CPU.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -23,17 +22,17 @@
 
 #include <cstdint>
 
-/// A kernel's parameter that is too large to be copied by each thread.
+/// Marks a kernel parameter that is too large for each thread to copy.
 #define MEZZO_ARGUMENT(Type) const __grid_constant__ Type
 
-/// Before a loop whose arrays are to stay in registers.
+/// Unrolls the loop that follows, so that its arrays stay in registers.
 #define MEZZO_UNROLL _Pragma("unroll")
 
-/// Before a loop that takes long to compile unrolled, and is no faster.
+/// Keeps the loop that follows rolled: unrolled it compiles slowly and runs no faster.
 #define MEZZO_NO_UNROLL _Pragma("unroll 1")
 
-/// `Type& name` in the block's shared memory, for its threads to give a value: none has been
-/// constructed there.
+/// Declares `Type& name` in the block's shared memory. No object is constructed: the threads assign
+/// one.
 #define MEZZO_SHARED(Type, name)                                     \
   __shared__ alignas(Type) unsigned char name##_bytes[sizeof(Type)]; \
   Type& name = *reinterpret_cast<Type*>(name##_bytes)
@@ -46,10 +45,10 @@ using DeviceGuard = c10::cuda::CUDAGuard;
 
 inline c10::Device current_device() { return {c10::kCUDA, c10::cuda::current_device()}; }
 
-/// Of the current device.
+/// Returns the current stream of the current device.
 inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-/// The number of the capture into a graph that this stream is part of; 0: of none.
+/// Returns the number of the graph capture that this stream is part of; 0 for none.
 inline uint64_t capture_id() {
   cudaStreamCaptureStatus status{};
   unsigned long long id = 0;
@@ -57,7 +56,7 @@ inline uint64_t capture_id() {
   return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
-/// Puts `blocks` blocks of `threads` threads of a kernel on `stream`, and does not wait for them.
+/// Launches `blocks` blocks of `threads` threads of a kernel on `stream`. Does not wait.
 /// \throws c10::Error if CUDA refuses the launch
 template <auto kKernel, class... Args>
 static void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {

@@ -1,6 +1,6 @@
 /// \file
-/// One read of all gradients on CUDA: each block leaves a partial result in a place of its own, and
-/// one more block merges them in their order. No atomics: the same gradients give the same bits.
+/// One read of all gradients on CUDA: each block writes a partial result to its own place, and
+/// another block merges them in order. There are no atomics: equal gradients give equal bits.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -16,23 +16,23 @@ namespace detail::cuda {
 inline constexpr int kSummaryThreads = 512;
 inline constexpr int kFinishThreads = 1024;
 
-/// What one block reads: eight packs of 16 bytes a thread.
+/// Bytes that one block reads: eight packs of 16 bytes for each thread.
 template <class Element>
 inline constexpr int kSummaryBlock = kSummaryThreads * 16 * 8 / int{sizeof(Element)};
 
-/// How many packs a thread reads at once.
+/// The number of packs that a thread reads at once.
 inline constexpr int kPacksAtOnce = 4;
 
-/// Of so many elements at most the squares are summed in float.
+/// The largest number of elements whose squares are summed in float.
 inline constexpr int kSquaresInFloat = kPacksAtOnce * GradientPack<uint16_t>::kSize;
 
-/// Whether a sum of squares in float is to be trusted, of finite numbers: nothing overflowed, and
-/// what was lost of squares below 2^-126 is less than the roundings of the rest.
+/// Returns whether a float sum of squares of finite numbers is accurate: nothing overflowed, and
+/// the squares below 2^-126 lost less than the rounding of the rest.
 __device__ inline bool is_exact_enough(float sum) { return sum >= 0x1p-102F && sum <= 0x1p127F; }
 
-/// Adds the squares of `values`, summed in float: within gamma(n) = n u / (1 - n u) of their sum, u
-/// = 2^-24. In double where a float does not do, which is the rare case: inf, NaN, very large and
-/// very small numbers.
+/// Adds the squares of `values`. They are summed in float, within gamma(n) = n u / (1 - n u) of
+/// their sum, u = 2^-24; or in double if float is too narrow (inf, NaN, very large and very small
+/// numbers, which are rare).
 template <int kCount>
 __device__ void add_squares(const float (&values)[kCount], double& sum) {
   float own = 0;
@@ -60,8 +60,8 @@ __device__ void add_squares(const double (&values)[kCount], double& sum) {
   for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
 }
 
-/// Calls `visit` on the elements of `data` that are `thread`'s among `threads`: with arrays of
-/// packs, and with each element that is in no pack.
+/// Calls `visit` on this thread's share of the elements of `data`: with arrays of packs, and with
+/// each element outside of packs.
 template <class Stored, class Visit>
 __device__ void visit_share(const Stored* data, int64_t count, int thread, int threads,
                             Visit& visit) {
@@ -83,7 +83,7 @@ __device__ void visit_share(const Stored* data, int64_t count, int thread, int t
   for (i = packs * Pack::kSize + thread; i < count; i += threads) visit(data[i]);
 }
 
-/// What a thread gathers of its share.
+/// A thread's partial result.
 template <class Element>
 class SummaryShare {
  public:
@@ -126,7 +126,7 @@ __device__ Word shuffle_down(Word word, int lanes) {
   return __shfl_down_sync(0xFFFFFFFFU, word, lanes);
 }
 
-/// The partial result of the lane `lanes` further on.
+/// Returns the partial result of the lane `lanes` further on.
 __device__ inline GradientPartial shuffle_down(const GradientPartial& partial, int lanes) {
   GradientPartial other;
   other.sum_of_squares = shuffle_down(partial.sum_of_squares, lanes);
@@ -135,7 +135,7 @@ __device__ inline GradientPartial shuffle_down(const GradientPartial& partial, i
   return other;
 }
 
-/// The block's partial results as one, in thread 0.
+/// Merges the block's partial results; thread 0 gets the result.
 template <class Partial, int kThreads>
 __device__ Partial merge_block(Partial partial) {
   constexpr int kWarps = kThreads / 32;
@@ -166,14 +166,14 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummary
   if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
 }
 
-/// Where the finished numbers go.
+/// Destinations of the summary.
 struct SummaryOutputs {
   float* found_inf;
   double* sum_of_squares;
   double* max_abs;
 };
 
-/// Runs as one block.
+/// Merges the partial results of all blocks. Runs as one block.
 template <int kThreads>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads)
     finish_summary_kernel(const GradientPartial* partials, int64_t count, const float* inv_scale,

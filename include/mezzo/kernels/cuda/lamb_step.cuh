@@ -1,9 +1,9 @@
 /// \file
-/// LAMB on CUDA: two passes over the parameters of a table, and between them one block for each
-/// that adds up its norms. The arithmetic of an element is that of the CPU's loops
-/// (mezzo/kernels/lamb_element.h); of the norms, up to eight squares of floats are added in float,
-/// so that a trust ratio is within a millionth of the CPU's. No atomics: the same numbers give the
-/// same bits. Nothing waits.
+/// LAMB on CUDA: two passes over the parameters of a table. Between them one block for each
+/// parameter adds up its norms. The arithmetic of an element is that of the CPU's loops
+/// (mezzo/kernels/lamb_element.h). For the norms, up to eight squares of floats are added in float,
+/// so a trust ratio is within a millionth of the CPU's. There are no atomics: equal inputs give
+/// equal bits. The host does not wait.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -22,14 +22,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Here for merge_block, which finds it by its argument.
+/// Declared here so that merge_block finds it by argument-dependent lookup.
 __device__ inline LambNorms shuffle_down(const LambNorms& norms, int lanes) {
   return {cuda::shuffle_down(norms.parameter, lanes), cuda::shuffle_down(norms.update, lanes)};
 }
 
 namespace cuda {
 
-/// The streams of one slice, pack by pack, in either pass.
+/// The streams of one slice, pack by pack, for both passes.
 template <class Parameter, class Gradient, class Weights>
 struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
   using Streams = StepStreams<Parameter, Gradient, LambRule, Weights>;
@@ -76,7 +76,7 @@ struct LambStreams : StepStreams<Parameter, Gradient, LambRule, Weights> {
   }
 };
 
-/// The first pass; each block leaves its part of the norms.
+/// The first pass. Each block writes its part of the norms.
 template <class Parameter, class Gradient, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
@@ -114,7 +114,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   if (threadIdx.x == 0) of_blocks[blockIdx.x] = norms;
 }
 
-/// One block for each row: the norms of its blocks as one, in an order that is fixed.
+/// Adds up the norms of a row's blocks, in a fixed order. One block for each row.
 template <class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     lamb_norms_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
@@ -161,23 +161,30 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       [&](int at) { body.move(streams.place(at), number + static_cast<uint32_t>(at), key); });
 }
 
-/// The overload for LAMB: three launches on `stream`, which is the current one of the current
-/// device, as the norms' memory is taken there and given back in its order.
-template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
-void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           Stream stream) {
-  static_assert(sizeof(table) + sizeof(StepInputs) + 2 * sizeof(LambNorms*) <= 32764);
+/// Calls `launch_all(of_blocks, of_rows)` with memory for the norms. It launches on the current
+/// stream of the current device, in whose order the memory is taken and given back.
+template <class Table, class LaunchAll>
+void launch_lamb(const PagedTable<Table>& table, const LaunchAll& launch_all) {
+  static_assert(kStepArgumentsFit<Table>);
   if (table.blocks() == 0) return;
   const at::Tensor norms = at::empty({(table.blocks() + table.rows()) * int64_t{sizeof(LambNorms)}},
                                      at::TensorOptions().device(current_device()).dtype(at::kByte));
   auto* const of_blocks = static_cast<LambNorms*>(norms.mutable_data_ptr());
-  LambNorms* const of_rows = of_blocks + table.blocks();
-  launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(
-      table.blocks(), kStepThreads, stream, table, inputs, of_blocks);
-  launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
-                                   of_rows);
-  launch<lamb_parameter_kernel<Parameter, Weights, Table>>(table.blocks(), kStepThreads, stream,
-                                                           table, inputs, of_rows);
+  launch_all(of_blocks, of_blocks + table.blocks());
+}
+
+/// The overload for LAMB, in three launches.
+template <class Parameter, class Gradient, std::same_as<LambRule> Rule, class Weights, class Table>
+void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
+                           Stream stream) {
+  launch_lamb(table, [&](LambNorms* of_blocks, LambNorms* of_rows) {
+    launch<lamb_moments_kernel<Parameter, Gradient, Weights, Table>>(
+        table.blocks(), kStepThreads, stream, table, inputs, of_blocks);
+    launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
+                                     of_rows);
+    launch<lamb_parameter_kernel<Parameter, Weights, Table>>(table.blocks(), kStepThreads, stream,
+                                                             table, inputs, of_rows);
+  });
 }
 
 }  // namespace cuda

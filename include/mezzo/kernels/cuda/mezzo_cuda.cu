@@ -10,6 +10,7 @@
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/cuda/staged_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -34,7 +35,7 @@ namespace detail::cuda {
 
 static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
 
-/// Launches over the tensors of `Element`'s dtype, as many at a time as a table holds.
+/// Launches a kernel over the tensors of `Element`'s dtype, as many at a time as a table holds.
 template <class Element>
 static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scale,
                           float* found_inf, Stream stream) {
@@ -72,7 +73,8 @@ static bool is_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
 }
 
-/// Calls `launch(paged table)` for `pages`, at least one: once where there is memory for them.
+/// Calls `launch(paged table)`: once for all `pages` if there is device memory, else once for each.
+/// There is at least one page.
 template <class Table, class Launch>
 static void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
                          const Launch& launch) {
@@ -129,7 +131,7 @@ static void launch_dtypes(const std::vector<at::Tensor>& tensors,
   launch_dtype<double>(tensors, first_partials, memory, launch);
 }
 
-/// Where each tensor's partial results begin, and last how many there are.
+/// Returns the index of each tensor's first partial result and, as the last entry, their number.
 static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
   std::vector<int64_t> offsets{0};
   for (const at::Tensor& tensor : tensors) {
@@ -207,7 +209,7 @@ __attribute__((weak)) void pack_letter_(const at::Tensor& scale, const at::Tenso
                              max_abs.const_data_ptr<double>(), letter.mutable_data_ptr<double>());
 }
 
-/// Where a step goes.
+/// The device, stream and memory of a step.
 struct StepTarget {
   at::Device device;
   Stream stream;
@@ -215,35 +217,58 @@ struct StepTarget {
   TableMemory& memory;
 };
 
-/// Launches over the rows of one pair of dtypes, one variant and one way of keeping weights.
-template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
-static void step_rows(const std::vector<StepRow>& rows,
-                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-                      const StepTarget& target) {
+template <class Weights>
+static bool keeps_as(const StepRow& row) {
   using optim::WeightStorage;
-  using Table = DeviceStepTable<typename Rule::Constants>;
-  static_assert(kStepArgumentsFit<typename Rule::Constants>);
-  constexpr bool kIsSplit = std::is_same_v<Weights, SplitWeights>;
-  constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
+  return Weights::kIsSplit == (row.storage == WeightStorage::split_master) &&
+         Weights::kIsStochastic == (row.storage == WeightStorage::stochastic) &&
+         row.parameter_dtype == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
+}
+
+/// Calls `launch(table)` once with all rows of a variant that are `is_ours`, if there are any.
+template <class Table, class Group, class IsOurs, class Launch>
+static void launch_rows(const std::vector<StepRow>& rows, const std::vector<Group>& groups,
+                        bool variant, const StepTarget& target, const IsOurs& is_ours,
+                        const Launch& launch) {
+  static_assert(kStepArgumentsFit<Table>);
   std::vector<Table> pages;
   for (const StepRow& row : rows) {
-    const bool is_ours = row.variant == variant &&
-                         kIsSplit == (row.storage == WeightStorage::split_master) &&
-                         kIsStochastic == (row.storage == WeightStorage::stochastic) &&
-                         row.parameter_dtype == c10::CppTypeToScalarType<Parameter>::value &&
-                         row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
-    if (!is_ours) continue;
+    if (row.variant != variant || !is_ours(row)) continue;
     const auto& group = groups[static_cast<std::size_t>(row.group)];
     if (!pages.empty() && pages.back().push_back(row, group)) continue;
     pages.emplace_back(kStepBlock).push_back(row, group);
   }
-  if (pages.empty()) return;
-  launch_pages(pages, target.device, &target.memory, [&](const PagedTable<Table>& table) {
+  if (!pages.empty()) launch_pages(pages, target.device, &target.memory, launch);
+}
+
+/// Launches a step over the rows with one pair of dtypes, one variant and one weight storage.
+template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
+static void step_rows(const std::vector<StepRow>& rows,
+                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
+                      const StepTarget& target) {
+  using Table = DeviceStepTable<typename Rule::Constants>;
+  const auto is_ours = [](const StepRow& row) {
+    return !row.is_staged && keeps_as<Weights>(row) &&
+           row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
+  };
+  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
     launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
   });
 }
 
-/// What the CPU has loops for too.
+/// The same for rows whose moments have another format, with gradients of any dtype.
+template <class Rule, class Weights>
+static void step_staged_rows(const std::vector<StepRow>& rows,
+                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
+                             bool variant, const StepTarget& target) {
+  using Table = StagedStepTable<typename Rule::Constants>;
+  const auto is_ours = [](const StepRow& row) { return row.is_staged && keeps_as<Weights>(row); };
+  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
+    launch_staged_step<Rule, Weights>(table, target.inputs, target.stream);
+  });
+}
+
+/// Steps rows of the dtypes and weight storages for which the CPU has loops too.
 template <class Rule>
 static void step_all_dtypes(const std::vector<StepRow>& rows,
                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
@@ -263,6 +288,13 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
   step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
   step_rows<Half, float, Rule>(rows, groups, variant, target);
+  if constexpr (Rule::kMoments > 0) {
+    step_staged_rows<Rule, PlainWeights<float>>(rows, groups, variant, target);
+    step_staged_rows<Rule, PlainWeights<BFloat16>>(rows, groups, variant, target);
+    step_staged_rows<Rule, SplitWeights>(rows, groups, variant, target);
+    step_staged_rows<Rule, StochasticWeights>(rows, groups, variant, target);
+    step_staged_rows<Rule, PlainWeights<Half>>(rows, groups, variant, target);
+  }
 }
 
 __attribute__((weak)) uint64_t capture_on(at::Device device) {
@@ -286,7 +318,7 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
                              found_inf);
 }
 
-/// `Rule` steps the rows that are no variant, `Variants` those that are.
+/// `Rule` steps the rows without a variant, `Variants` the others.
 template <class Rule, class... Variants>
 static void step_by_rule(const std::vector<StepRow>& rows,
                          const std::vector<StepGroup<StepNumbers>>& groups,

@@ -29,10 +29,6 @@ struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPa
   Stored element[kSize];
 };
 
-/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
-/// its second moves the parameter.
-enum class StepPass { whole, learn, move };
-
 template <class Stored, int kSize>
 __device__ void load_pack(const Stored* from, StepPack<Stored, kSize>& pack) {
   pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
@@ -201,9 +197,8 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
   return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
 }
 
-template <class Table>
-__device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
-                                const StepInputs& inputs) {
+template <class Table, class Slice>
+__device__ StepUse use_of_slice(const Table& table, const Slice& slice, const StepInputs& inputs) {
   const auto& group = table.group_of(slice);
   StepUse use{.copies_half = slice.copies_half != 0,
               .seed = group.seed,
@@ -216,15 +211,16 @@ __device__ StepUse use_of_slice(const Table& table, const StepSlice& slice,
   return use;
 }
 
-template <class Table>
-__device__ auto coefficients_of_slice(const Table& table, const StepSlice& slice,
+template <class Table, class Slice>
+__device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
                                       const StepInputs& inputs, const StepUse& use) {
   const auto& group = table.group_of(slice);
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 
 /// A block's elements have one key: 2^32 is a multiple of their number.
-__device__ inline RandomKey random_key_of_slice(const StepSlice& slice, const StepUse& use) {
+template <class Slice>
+__device__ RandomKey random_key_of_slice(const Slice& slice, const StepUse& use) {
   return random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
 }
 

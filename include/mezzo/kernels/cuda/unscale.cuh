@@ -18,12 +18,12 @@ namespace detail::cuda {
 
 inline constexpr int kUnscaleThreads = 512;
 
-/// What one block walks: eight packs of 16 bytes a thread.
+/// Bytes that one block handles: eight packs of 16 bytes for each thread.
 template <class Element>
 inline constexpr int kElementsPerBlock = kUnscaleThreads * 16 * 8 / int{sizeof(Element)};
 
-/// Calls `visit(Stored&)` on [begin, end) of `data`, shared among the block's threads, in packs
-/// where alignment allows. With kWrites what `visit` leaves is written back.
+/// Calls `visit(Stored&)` on [begin, end) of `data`, divided among the block's threads, in packs if
+/// alignment allows. With kWrites the visited values are written back.
 template <bool kWrites, class Stored, class Visit>
 __device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
   using Vector = GradientPack<Stored>;
@@ -75,7 +75,7 @@ __device__ inline void report(uint32_t nonfinite, float* found_inf) {
   if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
 }
 
-/// `inv_scale` null: check only.
+/// Unscales and checks. A null `inv_scale` means: check only.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
     unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {

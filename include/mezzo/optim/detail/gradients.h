@@ -5,6 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -212,6 +213,7 @@ inline at::Tensor optim::FusedOptimizer::step_with(
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
+  detail::tell_witness(*this, /*scale=*/{});
   apply(plan());
   return loss;
 }

@@ -6,12 +6,16 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/block8_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/UndefinedTensorImpl.h>
@@ -22,6 +26,8 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -212,10 +218,56 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
   return wanted;
 }
 
-inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
-  const bool is_float =
-      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
-  return is_float ? at::kFloat : parameter.scalar_type();
+/// Parameters of fewer elements keep float moments: a block's scale would cost much and save
+/// little.
+inline constexpr int64_t kFewestInBlocks = 4096;
+
+/// Returns how the moments of `parameter` are kept where its group's options want 8 bits.
+/// \throws c10::Error for a double parameter
+inline optim::MomentStorage block8_or_float(const at::Tensor& parameter,
+                                            const OptimizerWords& optimizer) {
+  using optim::MomentStorage;
+  TORCH_CHECK(parameter.scalar_type() != at::kDouble, optimizer,
+              ": MomentStorage::block8 takes parameters of float32, bfloat16 or float16, not ",
+              optimizer.parameter(parameter),
+              "; give it a parameter group with MomentStorage::as_weights");
+  return parameter.numel() < kFewestInBlocks ? MomentStorage::float32 : MomentStorage::block8;
+}
+
+/// Returns the dtype of moments that are not in blocks.
+inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage,
+                                   optim::MomentStorage moments) {
+  const bool is_wide = moments != optim::MomentStorage::as_weights ||
+                       storage == optim::WeightStorage::master ||
+                       storage == optim::WeightStorage::split_master;
+  return is_wide ? wide_dtype(parameter) : parameter.scalar_type();
+}
+
+/// A moment in blocks of 8 bits: codes of the parameter's shape and layout, and a scale a block.
+struct Blocks8 {
+  at::Tensor codes;
+  at::Tensor scales;
+};
+
+/// Returns the values of a moment in blocks, as floats of the same shape and layout; by way of the
+/// CPU, and so it waits for another device.
+inline at::Tensor widened(const at::Tensor& codes, const at::Tensor& scales, bool is_signed) {
+  const at::Tensor from = codes.cpu();
+  const at::Tensor by = scales.cpu();
+  const at::Tensor values = at::empty_like(from, from.options().dtype(at::kFloat));
+  widen_block8(is_signed, from.const_data_ptr<uint8_t>(), by.const_data_ptr<float>(),
+               values.mutable_data_ptr<float>(), from.numel());
+  return values.to(codes.device());
+}
+
+/// The reverse, of dense values.
+inline Blocks8 in_blocks(const at::Tensor& values, bool is_signed) {
+  const at::Tensor from = values.to(at::kCPU, at::kFloat);
+  const at::Tensor codes = at::empty_like(from, from.options().dtype(at::kByte));
+  const at::Tensor scales = at::empty({blocks8_of(from.numel())}, from.options());
+  narrow_block8(is_signed, from.const_data_ptr<float>(), codes.mutable_data_ptr<uint8_t>(),
+                scales.mutable_data_ptr<float>(), from.numel());
+  return {codes.to(values.device()), scales.to(values.device())};
 }
 
 /// \throws c10::Error where `kept`, which may come from a file, is of another model
@@ -330,11 +382,38 @@ class ParamSlot : public KeptWeights {
   ParamSlot& operator=(const ParamSlot&) = default;
   virtual ~ParamSlot() = default;
 
-  /// Returns the k-th moment; the last one where there are fewer.
+  /// Returns the k-th moment; the last one where there are fewer. In blocks of 8 bits it is bytes,
+  /// and `scales[k]` has a float for each block.
   virtual at::Tensor& moment(int k) noexcept = 0;
   /// Returns the number of steps applied to the parameter.
   virtual StepCount count() noexcept = 0;
+
+  std::array<at::Tensor, kMaxMoments> scales{};
 };
+
+/// Returns the k-th moment as floats (double for double), in memory of its own.
+inline at::Tensor moment_values(ParamSlot& slot, int k) {
+  const at::Tensor& moment = slot.moment(k);
+  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
+  if (scales.defined()) return widened(moment, scales, /*is_signed=*/k == 0);
+  return moment.defined() ? moment.to(wide_dtype(moment), /*non_blocking=*/false, /*copy=*/true)
+                          : at::Tensor();
+}
+
+/// \throws c10::Error where the k-th moment, which may come from a file, is not what its scales say
+inline void check_blocks(ParamSlot& slot, int k, const at::Tensor& parameter,
+                         const OptimizerWords& optimizer) {
+  const at::Tensor& moment = slot.moment(k);
+  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
+  const bool are_codes = moment.defined() && moment.scalar_type() == at::kByte;
+  const bool fit = scales.defined() && scales.scalar_type() == at::kFloat &&
+                   scales.is_contiguous() && scales.numel() == blocks8_of(parameter.numel()) &&
+                   are_codes && is_dense_memory(moment) && scales.device() == moment.device();
+  TORCH_CHECK(fit || (!scales.defined() && !are_codes), optimizer, ": the state of ",
+              optimizer.parameter(parameter),
+              " has a moment in blocks of 8 bits whose codes and scales do not belong together; it "
+              "is damaged, or was put together by hand: load the optimizer's own file");
+}
 
 /// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
 /// split one.
@@ -385,6 +464,12 @@ class ParamState : public Base, public ParamSlot {
 
   StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
+  /// Returns a copy of the k-th moment in float (double for double), however it is kept; undefined
+  /// before the first step. Moments count in the order of their accessors: exp_avg is 0.
+  at::Tensor moment_values(int k) const {
+    return detail::moment_values(const_cast<ParamState&>(*this), k);
+  }
+
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {
     return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
@@ -427,10 +512,14 @@ class ParamState : public Base, public ParamSlot {
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
 
-  /// Lists the tensors that a file holds: the moments and the master.
+  /// Lists the tensors that a file holds: the moments, the master and the scales of moments.
   template <class Self>
   static auto tensors(Self& self) {
-    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
+    auto& [first, second, third] = self.scales;
+    return std::tuple_cat(
+        MemberTable::of(self),
+        std::tuple{member("master", self.master()), member("moment_0_scales", first),
+                   member("moment_1_scales", second), member("moment_2_scales", third)});
   }
 
   DeviceCount device_count_;

@@ -41,10 +41,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
-  at::Tensor step(LossClosure closure = nullptr) override {
-    tell_witness(*this, /*scale=*/{});
-    return step_with(closure);
-  }
+  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
   MEZZO_INLINE StepPlan plan() override;
   MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
                           const StepOptions& options = {}) override;

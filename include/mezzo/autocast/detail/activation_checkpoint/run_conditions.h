@@ -1,7 +1,7 @@
 /// \file
-/// What a run depends on beside its arguments: the thread's state, taken at the first run and put
-/// in place for the second; and the tensors that it reads, none of which may be modified, or given
-/// other memory, in between.
+/// RunConditions, the thread's state at the first run, which the second run gets again; and
+/// WatchedTensor and ReadTensors, which tell whether a tensor that the run read was modified, or
+/// given other memory, in between.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -126,26 +126,12 @@ inline void watch_leaves(const torch::autograd::edge_list& edges,
   }
 }
 
-/// Notes the tensors that this thread's ops read as long as it exists. Runs nest: an op of the
-/// inner one is one of the outer one too.
-class ReadTensors {
+/// Notes the tensors that this thread's ops read while it exists. Runs nest: an op of the inner run
+/// is an op of the outer run too.
+class ReadTensors : public OpListener<ReadTensors, NoNote> {
  public:
-  ReadTensors() : outer_(std::exchange(innermost(), this)) {
-    if (outer_ != nullptr) return;
-    callback_ = at::addThreadLocalCallback(
-        at::RecordFunctionCallback(&ReadTensors::start, &ReadTensors::end)
-            .needsInputs(true)
-            .needsOutputs(true)
-            .scopes({at::RecordScope::FUNCTION}));
-  }
-  ~ReadTensors() {
-    innermost() = outer_;
-    if (outer_ == nullptr) at::removeCallback(callback_);
-  }
-  ReadTensors(const ReadTensors&) = delete;
-  ReadTensors& operator=(const ReadTensors&) = delete;
-
-  /// Adds those that the run has not modified itself: batch norm's count of batches is not watched.
+  /// Adds the tensors that the run has not modified itself: batch norm's count of batches is not
+  /// watched.
   void watch_unmodified(std::vector<WatchedTensor>& watched) const {
     for (const auto& tensor : read_) {
       if (tensor.is_unmodified()) watched.push_back(tensor);
@@ -153,47 +139,43 @@ class ReadTensors {
   }
 
  private:
-  static ReadTensors*& innermost() {
-    static thread_local ReadTensors* run = nullptr;
-    return run;
-  }
+  friend OpListener;
 
-  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    for (auto* run = innermost(); run != nullptr; run = run->outer_) {
+  NoNote entered(const at::RecordFunction& function) {
+    for (auto* run = this; run != nullptr; run = run->outer()) {
       if (run->open_ops_++ == 0) run->note_inputs(recorded_inputs(function));
     }
-    return nullptr;
+    return {};
   }
 
-  static void end(const at::RecordFunction& function, at::ObserverContext* /*context*/) {
+  void left(const at::RecordFunction& function, NoNote /*note*/) {
     const OpArguments outputs(function.outputs().data(), function.outputs().size());
-    for (auto* run = innermost(); run != nullptr; run = run->outer_) {
+    for (auto* run = this; run != nullptr; run = run->outer()) {
       if (--run->open_ops_ == 0) run->note_outputs(outputs);
     }
   }
 
-  /// Those of the ops that the function calls; an op's own ops work on what no op has returned.
+  /// Notes the inputs of an op that the function calls, not of the ops that this op is made of. A
+  /// tensor that an op is given before any has returned it was there before the run.
   void note_inputs(OpArguments inputs) {
     for_each_tensor(inputs, [this](const at::Tensor& tensor) {
-      if (is_new(tensor)) read_.emplace_back(tensor, role_of(tensor));
+      if (meet(tensor)) read_.emplace_back(tensor, role_of(tensor));
     });
   }
 
   void note_outputs(OpArguments outputs) {
-    for_each_tensor(outputs, [this](const at::Tensor& tensor) { is_new(tensor); });
+    for_each_tensor(outputs, [this](const at::Tensor& tensor) { meet(tensor); });
   }
 
   static const char* role_of(const at::Tensor& tensor) {
     return tensor.is_leaf() && tensor.requires_grad() ? "a parameter" : "a tensor that it reads";
   }
 
-  /// What an op is given before any has returned it was there before the run.
-  bool is_new(const at::Tensor& tensor) {
+  /// Returns whether the run meets the tensor for the first time.
+  bool meet(const at::Tensor& tensor) {
     return tensor.defined() && met_.insert(tensor.unsafeGetTensorImpl()).second;
   }
 
-  ReadTensors* outer_;
-  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
   int open_ops_ = 0;
   std::unordered_set<const c10::TensorImpl*> met_;
   std::vector<WatchedTensor> read_;

@@ -1,5 +1,5 @@
 /// \file
-/// explain, and CastTrace's records as a table.
+/// The members of CastTrace, and explain.
 #pragma once
 
 #include <mezzo/autocast/cast_trace.h>
@@ -16,8 +16,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Which overload a bare name most likely means: one that takes this many tensors, that autocast
-/// knows, and that names no dimension by a string.
+/// Scores how likely a bare name means this overload: one that takes this many tensors, that
+/// autocast knows, and that names no dimension by a string scores highest.
 inline int overload_fit(const c10::OperatorHandle& op, std::size_t tensors,
                         c10::DeviceType device) {
   std::size_t takes = 0;
@@ -46,8 +46,8 @@ inline std::string join_dtypes(const std::vector<at::ScalarType>& dtypes) {
   return text;
 }
 
-/// The listed product that decides for an op that is not listed itself, if there is one. A product
-/// with one factor, or with a number, is none.
+/// Returns the listed product that decides for an op that is not listed itself, if there is one. A
+/// product with one factor, or with a number, does not count.
 inline std::optional<c10::OperatorHandle> product_that_decides(
     const c10::OperatorHandle& op, OpCategory category, const std::vector<at::Tensor>& inputs) {
   const bool has_factors =

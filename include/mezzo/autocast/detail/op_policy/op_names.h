@@ -1,5 +1,5 @@
 /// \file
-/// From the names that a user writes to the dispatcher's operators.
+/// Finds the dispatcher's operators by the names that a user writes.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -23,20 +23,20 @@ namespace detail {
 
 inline std::string full_name(const c10::OperatorName& name) { return c10::toString(name); }
 
-/// "linear" is "aten::linear".
+/// Returns the name with its namespace: "aten::linear" for "linear".
 inline std::string qualified(std::string_view name) {
   const bool has_namespace = name.find("::") != std::string_view::npos;
   return has_namespace ? std::string(name) : "aten::" + std::string(name);
 }
 
-/// The operator of a full name, "aten::mm" or "aten::softmax.int", if it is registered.
+/// Returns the operator of a full name, "aten::mm" or "aten::softmax.int", if it is registered.
 inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
   const auto dot = name.find('.', name.find("::"));
   const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
   return c10::Dispatcher::singleton().findSchema({name.substr(0, dot), overload});
 }
 
-/// In how many letters two names differ: insertions, deletions and replacements.
+/// Returns the Levenshtein distance of two names.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   std::vector<std::size_t> row(b.size() + 1);
   std::iota(row.begin(), row.end(), std::size_t{0});
@@ -51,8 +51,8 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return row.back();
 }
 
-/// The registered names closest to `wanted`, as ", did you mean a, b or c?"; or nothing when none
-/// is close. `wanted` has an overload or not, and so have the suggestions.
+/// Returns the registered names closest to `wanted`, as "; did you mean a or b or c?", or nothing
+/// when none is close. The suggestions have an overload if `wanted` has one.
 inline std::string suggestions(const std::string& wanted) {
   const bool with_overload = wanted.find('.') != std::string::npos;
   const std::size_t farthest = wanted.size() / 3;
@@ -78,13 +78,13 @@ inline std::string suggestions(const std::string& wanted) {
   return text.empty() ? text : text + "?";
 }
 
-/// Whether the op gives its results as new tensors. Autocast leaves ops that write into their
+/// Whether the op returns its results as new tensors. Autocast leaves ops that write into their
 /// arguments alone: a cast argument would be another tensor than the caller's.
 inline bool is_functional(const c10::OperatorHandle& op) { return !op.schema().is_mutable(); }
 
 /// Whether the op's result shares memory with an argument, always or for some arguments. The schema
-/// of a view says so; the ops in the table are composed of views, or hand an argument back, and
-/// their schemas say nothing.
+/// of a view says so. The schemas of the ops in the table do not, although these are composed of
+/// views or hand an argument back.
 inline bool may_alias_argument(const c10::OperatorHandle& op) {
   const auto& returns = op.schema().returns();
   const bool is_annotated = std::any_of(returns.begin(), returns.end(), [](const auto& result) {
@@ -134,7 +134,7 @@ inline bool may_alias_argument(const c10::OperatorHandle& op) {
                                             std::string_view(op.operator_name().name));
 }
 
-/// The overloads of one name that a policy can speak about.
+/// Returns the overloads of one name that a policy can edit.
 inline std::vector<c10::OperatorHandle> functional_overloads(const std::string& name) {
   std::vector<c10::OperatorHandle> found;
   for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
@@ -150,7 +150,8 @@ inline std::vector<c10::OperatorHandle> functional_overloads(const std::string& 
   return found;
 }
 
-/// The operators that a name stands for: one when it has an overload, else all of its overloads.
+/// Returns the operators that a name stands for: one when it has an overload, else all of its
+/// overloads.
 /// \throws c10::Error for a name that nobody registered, naming the nearest, and for an op that
 /// writes into its arguments
 inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {

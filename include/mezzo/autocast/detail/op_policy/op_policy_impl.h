@@ -1,10 +1,9 @@
 /// \file
-/// The members of OpList and OpPolicy; a policy as text, and back.
+/// The members of OpList and OpPolicy, and the text form of a policy.
 #pragma once
 
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/override_kernel.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/op_policy.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -44,7 +43,8 @@ inline void check_category(const c10::OperatorHandle& op, OpCategory category) {
               "the result, or cast it with .to(dtype) where it is read");
 }
 
-/// One edit in the words of the text form: a verb of OpPolicy's or a category's name.
+/// Returns `policy` with one edit in the words of the text form: a verb of OpPolicy's or a
+/// category's name.
 inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view word, std::string_view op) {
   using Verb = OpPolicy (OpPolicy::*)(std::string_view) const;
   static constexpr std::array<std::pair<std::string_view, Verb>, 5> kVerbs = {

@@ -1,6 +1,6 @@
 /// \file
-/// Learns what an autocast kernel does by calling it: libtorch's, whatever its version, and those
-/// that other libraries registered.
+/// Probe: learns what an autocast kernel does by calling it, be it libtorch's, of any version, or
+/// another library's.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -26,7 +26,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// While it exists, this thread's warnings go nowhere.
+/// Silences this thread's warnings while it exists.
 class SilencedWarnings {
  public:
   SilencedWarnings() : guard_(&handler_) {}
@@ -40,9 +40,9 @@ class SilencedWarnings {
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
-// A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
-// they cast or pass on; whoever looks at its shape or memory gets an exception. So no op ever runs
-// on it, and CUDA's lists can be learned on a machine without a GPU.
+/// A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
+/// they cast or pass on; code that looks at its shape or memory gets an exception. So no op ever
+/// runs on it, and CUDA's lists can be learned on a machine without a GPU.
 class OpaqueTensor final : public c10::TensorImpl {
  public:
   OpaqueTensor(c10::DeviceType device, at::ScalarType dtype)
@@ -67,14 +67,14 @@ class OpaqueTensor final : public c10::TensorImpl {
   [[noreturn]] static void refuse() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
 };
 
-// The arguments of a probing call, made from the op's schema alone.
+/// Makes the arguments of a probing call from the op's schema alone.
 class ProbeArguments {
  public:
   /// The first tensor has dtype `first`, the others `rest`.
   ProbeArguments(c10::DeviceType device, at::ScalarType first, at::ScalarType rest)
       : device_(device), next_(first), rest_(rest) {}
 
-  /// Nothing where the schema holds a type that this cannot make.
+  /// Returns the arguments, or none if the schema has a type that this class cannot make.
   std::optional<std::vector<c10::IValue>> make(const c10::FunctionSchema& schema) {
     std::vector<c10::IValue> arguments;
     for (const auto& argument : schema.arguments()) {
@@ -141,7 +141,7 @@ class ProbeArguments {
   at::ScalarType rest_;
 };
 
-// The first op that an autocast kernel called: a cast, or the op itself.
+/// The first op that an autocast kernel called: a cast, or the op itself.
 struct ProbeEvent {
   std::string name;
   std::string overload;
@@ -153,8 +153,8 @@ struct ProbeEvent {
   }
 };
 
-// Keeps the first op that this thread runs while it exists. Nobody else who listens to the thread
-// hears of the probe: not a CastTrace, which asks for probes itself, and not a profiler.
+/// Keeps the first op that this thread runs while it exists. Other listeners of the thread do not
+/// hear the probe: neither a CastTrace, which asks for probes itself, nor a profiler.
 class FirstEvent {
  public:
   FirstEvent() : outer_(std::exchange(listener(), this)) {
@@ -192,7 +192,7 @@ class FirstEvent {
   std::optional<ProbeEvent> event_;
 };
 
-// Probes one op's kernel for one device's autocast key.
+/// Probes one op's kernel for one device's autocast key.
 class Probe {
  public:
   Probe(const c10::OperatorHandle& op, c10::DeviceType device)
@@ -259,7 +259,7 @@ class Probe {
   int threw_ = 0;
 };
 
-/// The category of an op whose autocast kernel, if it has one, is not mezzo's.
+/// Returns the category of an op whose autocast kernel, if it has one, is not mezzo's.
 inline OpCategory registered_category(const c10::OperatorHandle& op, c10::DeviceType device) {
   return op.hasKernelForDispatchKey(autocast_key(device)) ? Probe(op, device).category()
                                                           : OpCategory::fallthrough;

@@ -1,6 +1,6 @@
 /// \file
-/// What autocast and the thread's policy do with a call; and a listener to a thread's ops, which
-/// adds that up.
+/// What autocast and the thread's policy do with a call, and TraceRecorder, which adds it up over a
+/// thread's ops.
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
@@ -8,8 +8,7 @@
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
-#include <mezzo/autocast/detail/op_policy/override_kernel.h>
-#include <mezzo/autocast/detail/op_policy/override_registry.h>
+#include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/version.h>
 
@@ -58,7 +57,7 @@ inline std::vector<at::ScalarType> tensor_dtypes(OpArguments arguments) {
   return dtypes;
 }
 
-/// The device of the first tensor that has one.
+/// Returns the device of the first tensor that has one.
 inline std::optional<c10::DeviceType> first_device(OpArguments arguments) {
   std::optional<c10::DeviceType> device;
   for_each_tensor(arguments, [&](const at::Tensor& tensor) {
@@ -75,7 +74,8 @@ inline bool first_is_eligible(OpArguments arguments, c10::DeviceType device) {
          is_eligible(arguments[0].toTensor(), device);
 }
 
-/// The dtype that the op computes in once its category has been applied; Undefined without tensors.
+/// Returns the dtype that the op computes in once its category has been applied; Undefined without
+/// tensors.
 inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments arguments,
                                         c10::DeviceType device) {
   const bool sets_dtype =
@@ -96,8 +96,8 @@ inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments argumen
   return dtype;
 }
 
-/// The product that an unlisted op is made of, where autocast lowers that product: the op takes its
-/// inputs as they come, and computes in the product's dtype.
+/// Returns the product that an unlisted op is made of, if autocast lowers that product: the op
+/// takes its inputs as they come, and computes in the product's dtype.
 inline std::optional<c10::OperatorHandle> product_within(const c10::OperatorName& op) {
   static constexpr std::array<std::pair<std::string_view, const char*>, 5> kProducts = {
       {{"aten::einsum", "aten::bmm"},
@@ -110,7 +110,7 @@ inline std::optional<c10::OperatorHandle> product_within(const c10::OperatorName
   return found == kProducts.end() ? std::nullopt : find_op(found->second);
 }
 
-/// What calls must share to be one line.
+/// The key of a line in a trace: calls that are equal in all of it are added up.
 struct TracedCall {
   std::string scope;
   std::string op;
@@ -136,7 +136,7 @@ struct TracedCost {
   std::int64_t cache_hits = 0;
 };
 
-/// What the innermost op under way began, for its end.
+/// What the innermost open op began, for its end to close.
 enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
 
 class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
@@ -186,7 +186,8 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
   }
 
-  /// Something for a cast of the innermost open call, and for the op itself behind its casts.
+  /// Handles a cast of the innermost open call, and the op itself behind its casts. Returns none
+  /// for any other op.
   std::optional<OpenedByOp> note_inside_open_call(const c10::OperatorName& name,
                                                   OpArguments inputs) {
     if (open_.empty() || !open_.back().casting) {
@@ -250,7 +251,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     return true;
   }
 
-  /// Gives the unlisted ops under way the dtype of a product that they are made of.
+  /// Gives the open unlisted ops the dtype of a product that they are made of.
   void note_product(at::ScalarType dtype) {
     for (OpenCall& around : open_) {
       if (around.call.decided.category == OpCategory::fallthrough) around.call.runs_in = dtype;
@@ -272,7 +273,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     return !schema.is_mutable() && !returns.empty() && returns[0].alias_info() != nullptr;
   }
 
-  // A dtype that the caller asked for has the last word.
+  // A dtype that the caller asked for wins over the category's.
   static at::ScalarType runs_in(const c10::OperatorHandle& op, OpCategory category,
                                 OpArguments inputs, c10::DeviceType device) {
     const auto dtype = optional_dtype_index(op.schema());

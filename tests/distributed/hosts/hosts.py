@@ -1,0 +1,141 @@
+"""Machines of one job, as network namespaces of this one: each has an address of its own, and a cable to a switch.
+
+    with Hosts(2, megabits=100) as hosts:
+        ranks = hosts.start([program, "argument"], ranks_a_host=2)
+        hosts.unplug(1)
+
+Processes share the file system and the cores. Needs root and iproute2; `why_not` says what is missing.
+"""
+import os
+import socket
+import subprocess
+import threading
+
+
+def run(*words):
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True).stdout
+
+
+def limit(megabits):
+    return ["tbf", "rate", f"{megabits}mbit", "burst", "64kb", "latency", "200ms"]
+
+
+def why_not():
+    """Why this machine can have no such hosts; empty where it can."""
+    name = f"mezzo{os.getpid()}"
+    try:
+        run("ip", "netns", "add", name)
+        run("ip", "-n", name, "link", "add", "switch", "type", "bridge")
+        run("ip", "-n", name, "link", "add", "port", "type", "veth")
+        run("tc", "-n", name, "qdisc", "add", "dev", "port", "root", *limit(1))
+    except FileNotFoundError:
+        return "no `ip` and `tc`; apt-get install iproute2"
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces with limited cables: {' '.join(error.cmd)}: {error.stdout.strip()}"
+    finally:
+        subprocess.run(f"ip netns del {name}", shell=True, stderr=subprocess.DEVNULL, check=False)
+    return ""
+
+
+class Rank:
+    """A process, and what it has printed so far."""
+
+    def __init__(self, command, variables):
+        self.lines = []
+        self._came = threading.Condition()
+        self._process = subprocess.Popen(command, env=os.environ | variables, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, text=True)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        for line in self._process.stdout:
+            with self._came:
+                self.lines.append(line.rstrip("\n"))
+                self._came.notify_all()
+
+    def wait_for(self, begin, seconds):
+        """Returns the first line that begins so."""
+        found = lambda: next((line for line in self.lines if line.startswith(begin)), None)
+        with self._came:
+            if not self._came.wait_for(lambda: found() is not None, seconds):
+                raise TimeoutError(f"no line begins with \"{begin}\" within {seconds} s:\n{self.text()}")
+            return found()
+
+    def end(self, seconds):
+        """Returns the exit status."""
+        status = self._process.wait(seconds)
+        self._reader.join()
+        self._process.stdout.close()
+        return status
+
+    def kill(self):
+        if self._process.poll() is None:
+            self._process.kill()
+            self.end(10)
+
+    def text(self):
+        return "\n".join(self.lines)
+
+
+class Hosts:
+    """`megabits`: of each cable and direction, in 10^6 bits a second; None: as fast as it goes."""
+
+    def __init__(self, count, megabits=None):
+        self._names = [f"mezzo{os.getpid()}h{host}" for host in range(count)]
+        self._switch = f"mezzo{os.getpid()}s"
+        self._megabits = megabits
+        self._ranks = []
+
+    def __enter__(self):
+        try:
+            self._make()
+        except subprocess.CalledProcessError as error:
+            self.__exit__()
+            raise RuntimeError(f"{error}: {error.stdout}") from error
+        return self
+
+    def __exit__(self, *_):
+        for rank in self._ranks:
+            rank.kill()
+        for name in [*self._names, self._switch]:
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+    def _make(self):
+        run("ip", "netns", "add", self._switch)
+        run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        for host, name in enumerate(self._names):
+            run("ip", "netns", "add", name)
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", self._switch, "link", "add", f"port{host}", "type", "veth", "peer", "eth0", "netns", name)
+            run("ip", "-n", self._switch, "link", "set", f"port{host}", "up", "master", "switch")
+            run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
+            if self._megabits is None:
+                continue
+            for place, device in ((name, "eth0"), (self._switch, f"port{host}")):
+                run("tc", "-n", place, "qdisc", "add", "dev", device, "root", *limit(self._megabits))
+
+    @staticmethod
+    def address(host):
+        return f"10.77.0.{host + 1}"
+
+    def start(self, command, ranks_a_host):
+        """Starts the processes of a job, with the variables that torchrun gives its own."""
+        ranks = []
+        with socket.socket() as free:
+            free.bind(("", 0))
+            port = free.getsockname()[1]
+        for number in range(len(self._names) * ranks_a_host):
+            host = number // ranks_a_host
+            ranks.append(Rank(["ip", "netns", "exec", self._names[host], *command],
+                              {"RANK": str(number), "WORLD_SIZE": str(len(self._names) * ranks_a_host),
+                               "LOCAL_RANK": str(number % ranks_a_host), "MASTER_ADDR": self.address(0),
+                               "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}))
+        self._ranks += ranks
+        return ranks
+
+    def unplug(self, host):
+        """Takes the cable out of the switch: other hosts' links stay up, and what they send is lost."""
+        run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")

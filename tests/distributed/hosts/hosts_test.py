@@ -1,0 +1,83 @@
+"""Four ranks on two hosts over Gloo: hosts_test.py KILLED_PROGRAM. Ends with 77 where there can be no such hosts."""
+import sys
+import tempfile
+import time
+import unittest
+
+from hosts import Hosts, why_not
+
+PROGRAM = ""
+HEARTBEAT = 10  # seconds, as in killed_program.cpp
+ENOUGH = 120    # for whatever is expected to happen
+
+
+def job(hosts, way, folder, steps, ranks_a_host=2):
+    return hosts.start([PROGRAM, way, folder, str(steps)], ranks_a_host)
+
+
+def digests(ranks):
+    """Of the weights of each rank, and of what is each rank's own."""
+    for rank in ranks:
+        status = rank.end(ENOUGH)
+        assert status == 0, f"{status}\n{rank.text()}"
+    return [[line for line in rank.lines if line.startswith(("end ", "own "))] for rank in ranks]
+
+
+def undisturbed(way, steps):
+    """All ranks on one host."""
+    with Hosts(1) as host, tempfile.TemporaryDirectory() as folder:
+        return digests(job(host, way, folder, steps, ranks_a_host=4))
+
+
+class TwoHosts(unittest.TestCase):
+    def test_give_the_bits_of_one_host(self):
+        for way in ("ddp", "zero"):
+            expected = undisturbed(way, steps=8)
+            self.assertEqual(len({lines[0] for lines in expected}), 1)
+            with self.subTest(way), Hosts(2) as hosts, tempfile.TemporaryDirectory() as folder:
+                self.assertEqual(digests(job(hosts, way, folder, steps=8)), expected)
+
+    def test_behind_a_slow_cable_are_waited_for(self):
+        expected = undisturbed("ddp", steps=8)
+        with Hosts(2, megabits=50) as hosts, tempfile.TemporaryDirectory() as folder:
+            ranks = job(hosts, "ddp", folder, steps=8)
+            self.assertEqual(digests(ranks), expected)
+            self.assertNotIn("mezzo:", "".join(rank.text() for rank in ranks))
+
+    def test_that_are_cut_off_end_all_ranks_which_name_them_and_one_host_goes_on(self):
+        """Which host it is is a matter of standpoint: the ranks of each lose those of the other."""
+        for way in ("ddp", "zero"):
+            with self.subTest(way), tempfile.TemporaryDirectory() as folder:
+                with Hosts(2) as hosts:
+                    ranks = job(hosts, way, folder, steps=1_000_000)
+                    ranks[0].wait_for("saved 6", ENOUGH)
+                    hosts.unplug(1)
+                    begin = time.monotonic()
+                    statuses = [rank.end(ENOUGH) for rank in ranks]
+                    print(f"{way}: all had ended {time.monotonic() - begin:.1f} s after the cable was out, with signs of "
+                          f"life due for {HEARTBEAT} s")
+                    words = [rank.text() for rank in ranks]
+                    did = max(int(line.split()[1]) for line in ranks[0].lines if line.startswith("did "))
+                self.assertEqual(statuses, [75] * 4, "\n".join(words))
+                for own, text in enumerate(words):
+                    with self.subTest(rank=own):
+                        self.assertIn(f"mezzo: rank {own} of 4 ends: ", text)
+                        if own < 2:
+                            self.assertRegex(text, r"rank [23] has given no sign of life for 10\.\d s")
+                            self.assertNotRegex(text, r"rank [01] has given no sign of life")
+                        else:
+                            self.assertIn("rank 0, which hosts the store, has not answered for 10.", text)
+                expected = undisturbed(way, steps=did + 3)
+                with Hosts(1) as host:
+                    ranks = job(host, way, folder, steps=did + 3, ranks_a_host=4)
+                    self.assertEqual(digests(ranks), expected)
+                    self.assertGreaterEqual(int(ranks[0].wait_for("from ", ENOUGH).split()[1]), 6)
+
+
+if __name__ == "__main__":
+    PROGRAM = sys.argv.pop(1)
+    reason = why_not()
+    if reason:
+        print(reason)
+        sys.exit(77)
+    unittest.main(verbosity=2)

@@ -1,0 +1,222 @@
+// Moments in blocks of 8 bits: the codes that bitsandbytes chooses, on every instruction set.
+
+#include <mezzo/kernels/block8_cpu.h>
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::detail::blocks8_of;
+using mezzo::detail::CpuIsa;
+
+struct Blocks {
+  std::vector<uint8_t> codes;
+  std::vector<float> scales;
+  bool operator==(const Blocks&) const = default;
+};
+
+Blocks narrowed(bool is_signed, const std::vector<float>& values, CpuIsa isa) {
+  Blocks blocks{std::vector<uint8_t>(values.size()),
+                std::vector<float>(
+                    static_cast<std::size_t>(blocks8_of(static_cast<int64_t>(values.size()))))};
+  mezzo::detail::narrow_block8(is_signed, values.data(), blocks.codes.data(), blocks.scales.data(),
+                               static_cast<int64_t>(values.size()), isa);
+  return blocks;
+}
+
+std::vector<float> widened(bool is_signed, const Blocks& blocks, CpuIsa isa) {
+  std::vector<float> values(blocks.codes.size());
+  mezzo::detail::widen_block8(is_signed, blocks.codes.data(), blocks.scales.data(), values.data(),
+                              static_cast<int64_t>(values.size()), isa);
+  return values;
+}
+
+std::vector<CpuIsa> isas_here() {
+  std::vector<CpuIsa> isas;
+  for (const CpuIsa isa : {CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
+    if (mezzo::detail::has_isa(isa)) isas.push_back(isa);
+  }
+  return isas;
+}
+
+/// The map in double, by bitsandbytes' rule: decade i of [0, 1] has 2^i values with a sign, twice
+/// as many without, in the middles of as many equal parts.
+std::vector<double> map_of(bool is_signed) {
+  std::vector<double> map{0.0, 1.0};
+  for (int i = 0; i < 7; ++i) {
+    const int values = is_signed ? 1 << i : 2 << i;
+    for (int j = 0; j < values; ++j) {
+      const double value = std::pow(10.0, i - 6) * (0.1 + 0.9 * (j + 0.5) / values);
+      map.push_back(value);
+      if (is_signed) map.push_back(-value);
+    }
+  }
+  std::sort(map.begin(), map.end());
+  return map;
+}
+
+/// As block8.py makes them.
+std::vector<float> recorded_values(const std::string& kind, uint64_t seed) {
+  if (kind == "zero") return std::vector<float>(256);
+  if (kind == "one") {
+    std::vector<float> values(256);
+    values[100] = 2.5F;
+    return values;
+  }
+  const auto numbers = [](std::size_t count, uint64_t state) {
+    std::vector<int64_t> drawn(count);
+    for (int64_t& number : drawn) {
+      state = state * 6364136223846793005U + 1442695040888963407U;
+      number = static_cast<int64_t>(state >> 40);
+    }
+    return drawn;
+  };
+  const std::size_t size = kind == "short" ? 77 : 256;
+  const std::vector<int64_t> drawn = numbers(4 * size, seed);
+  const std::vector<int64_t> more = numbers(size, seed + 1);
+  std::vector<float> values(size);
+  for (std::size_t i = 0; i < size; ++i) {
+    const int64_t four = drawn[4 * i] + drawn[4 * i + 1] + drawn[4 * i + 2] + drawn[4 * i + 3];
+    const auto sum = static_cast<double>(four / 4 - (1 << 23));
+    const double value = kind == "mixed"      ? std::ldexp(sum, -static_cast<int>(more[i] % 40))
+                         : kind == "negative" ? -std::abs(sum) / 1024
+                         : kind == "tiny"     ? std::ldexp(sum, -120)
+                         : kind == "huge"     ? std::ldexp(sum, 100)
+                                              : sum / 1024;
+    values[i] = static_cast<float>(value);
+  }
+  return values;
+}
+
+TEST(Block8, HasTheCodesAndScalesOfBitsandbytes) {
+  std::ifstream file(std::filesystem::path(__FILE__).parent_path() / "recorded" / "block8.txt");
+  std::string line;
+  int blocks = 0;
+  while (std::getline(file, line)) {
+    if (line.starts_with('#')) continue;
+    std::istringstream words(line);
+    std::string kind, scale, hex;
+    uint64_t seed = 0;
+    bool is_signed = false;
+    words >> kind >> seed >> is_signed >> scale >> hex;
+    std::vector<float> values = recorded_values(kind, seed);
+    if (!is_signed) {
+      for (float& value : values) value = std::abs(value);
+    }
+    ++blocks;
+    ASSERT_EQ(hex.size(), 2 * values.size()) << line;
+    for (const CpuIsa isa : isas_here()) {
+      const Blocks own = narrowed(is_signed, values, isa);
+      EXPECT_EQ(own.scales, std::vector{std::strtof(scale.c_str(), nullptr)}) << kind;
+      if (own.scales[0] == 0.0F) continue;  // all codes mean 0 there
+      for (std::size_t i = 0; i < values.size(); ++i) {
+        const int expected = std::stoi(hex.substr(2 * i, 2), nullptr, 16);
+        ASSERT_EQ(own.codes[i], expected) << kind << " " << seed << ", element " << i;
+      }
+    }
+  }
+  EXPECT_EQ(blocks, 48);
+}
+
+TEST(Block8, EveryCodeHasTheValueOfTheMap) {
+  for (const bool is_signed : {true, false}) {
+    const std::vector<double> map = map_of(is_signed);
+    Blocks all{std::vector<uint8_t>(256), {1.0F}};
+    for (std::size_t i = 0; i < 256; ++i) all.codes[i] = static_cast<uint8_t>(i);
+    for (const CpuIsa isa : isas_here()) {
+      const std::vector<float> values = widened(is_signed, all, isa);
+      for (std::size_t i = 0; i < 256; ++i) {
+        ASSERT_NEAR(values[i], map[i], std::abs(map[i]) * 1e-6) << i;
+      }
+      EXPECT_EQ(values[255], 1.0F);
+      EXPECT_EQ(values[is_signed ? 127 : 0], 0.0F);
+    }
+  }
+}
+
+/// Between any two codes, and just beside their middle.
+TEST(Block8, EveryValueTakesTheNearestCode) {
+  for (const bool is_signed : {true, false}) {
+    const std::vector<double> map = map_of(is_signed);
+    std::vector<float> values;
+    for (std::size_t i = 0; i + 1 < map.size(); ++i) {
+      const double middle = (map[i] + map[i + 1]) / 2;
+      for (const double nearness : {1e-6, 1e-3, 0.1, 0.5, 1.0}) {
+        values.push_back(static_cast<float>(middle + (map[i] - middle) * nearness));
+        values.push_back(static_cast<float>(middle + (map[i + 1] - middle) * nearness));
+      }
+    }
+    for (std::size_t begin = 0; begin < values.size(); begin += 255) {
+      std::vector<float> block{1.0F};  // so that the scale is 1
+      block.insert(
+          block.end(), values.begin() + static_cast<std::ptrdiff_t>(begin),
+          values.begin() + static_cast<std::ptrdiff_t>(std::min(begin + 255, values.size())));
+      for (const CpuIsa isa : isas_here()) {
+        const Blocks own = narrowed(is_signed, block, isa);
+        for (std::size_t i = 0; i < block.size(); ++i) {
+          double least = 2;
+          for (const double value : map) least = std::min(least, std::abs(value - block[i]));
+          const double taken = std::abs(map[own.codes[i]] - block[i]);
+          ASSERT_LE(taken, least + std::abs(block[i]) * 1e-6) << block[i];
+        }
+      }
+    }
+  }
+}
+
+TEST(Block8, IsTheSameOnEveryInstructionSet) {
+  std::mt19937 random(1);
+  std::normal_distribution<float> normal;
+  for (const bool is_signed : {true, false}) {
+    for (int round = 0; round < 200; ++round) {
+      std::vector<float> values(1 + random() % 1500);
+      const float spread = std::pow(10.0F, static_cast<float>(random() % 70) - 40.0F);
+      for (float& value : values) {
+        value = normal(random) * std::exp(-static_cast<float>(random() % 16)) * spread;
+        if (!is_signed) value = std::abs(value);
+      }
+      const Blocks expected = narrowed(is_signed, values, CpuIsa::vector128);
+      const std::vector<float> wide = widened(is_signed, expected, CpuIsa::vector128);
+      for (const CpuIsa isa : isas_here()) {
+        ASSERT_EQ(narrowed(is_signed, values, isa), expected);
+        ASSERT_EQ(widened(is_signed, expected, isa), wide);
+      }
+    }
+  }
+}
+
+TEST(Block8, ANanOrAnInfSpoilsItsBlockAndNoOther) {
+  for (const float bad :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+    for (const CpuIsa isa : isas_here()) {
+      std::vector<float> values(512, 0.5F);
+      values[300] = bad;
+      const std::vector<float> wide = widened(true, narrowed(true, values, isa), isa);
+      for (std::size_t i = 0; i < 256; ++i) ASSERT_EQ(wide[i], 0.5F);
+      EXPECT_FALSE(std::isfinite(wide[300]));
+      EXPECT_FALSE(std::isfinite(wide[301]));
+    }
+  }
+}
+
+TEST(Block8, ABlockBelowNormalFloatsIsZero) {
+  for (const CpuIsa isa : isas_here()) {
+    const Blocks own = narrowed(true, std::vector<float>(20, 1e-40F), isa);
+    EXPECT_EQ(own.scales[0], 0.0F);
+    for (const float value : widened(true, own, isa)) ASSERT_EQ(value, 0.0F);
+  }
+}
+
+}  // namespace
