@@ -284,7 +284,7 @@ Tensor cosine_of_rows(const Tensor& x) {
 
 std::vector<PlantedFault> anomalies() {
   namespace F = nn::functional;
-  const auto half = torch::kHalf, bfloat16 = torch::kBFloat16, single = torch::kFloat;
+  const auto bfloat16 = torch::kBFloat16, single = torch::kFloat;
   return {
       {"LogOfZero",
        "a log of 0 in the forward pass",

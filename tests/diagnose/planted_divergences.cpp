@@ -296,12 +296,12 @@ std::vector<PlantedFault> divergences() {
          return watch_of(*model, optimizer,
                          [&] { return model->forward(inputs).sub(1).square().mean(); });
        }),
-       {"holds inf or NaN", "its update made them"},
+       {"holds inf or NaN", "an update made them"},
        "look at the learning rate, eps"},
       {"EpsOfZero",
        "AdamW with an eps of 0, where a gradient is 0",
        adamw([](bool cured) { return AdamWOptions(1e-3).eps(cured ? 1e-8 : 0); }, true),
-       {"holds inf or NaN", "its update made them"},
+       {"holds inf or NaN", "an update made them"},
        "look at the learning rate, eps"},
       {"EpsOfZeroWithoutAScaler",
        "the same where each step is applied",
@@ -315,7 +315,7 @@ std::vector<PlantedFault> divergences() {
              return AdamWOptions(cured ? 1e-3 : 1e5).weight_storage(WeightStorage::master);
            },
            true, torch::kHalf),
-       {"holds inf or NaN", "its update made them"},
+       {"holds inf or NaN", "an update made them"},
        "look at the learning rate, eps"},
       {"LogOfZeroInTheLoss",
        "a loss of log(0)",

@@ -94,7 +94,7 @@ std::string clipped(bool cured) {
   mezzo::optim::SGD optimizer(weights, 1e-3);
   mezzo::GradScaler scaler;
   mezzo::Telemetry telemetry;
-  scaler.scale(torch::ones({}));
+  static_cast<void>(scaler.scale(torch::ones({})));
   for (int step = 0; step < 20; ++step) {
     weights[0].mutable_grad() = torch::randn({7}) * scaler.get_scale();
     if (cured) scaler.unscale_(optimizer);

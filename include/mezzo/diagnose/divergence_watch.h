@@ -273,8 +273,8 @@ MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const
     divergence.evidence += c10::str("; the gradients of step ", before_->step,
                                     " were not finite, and that step was applied");
   } else if (was_fine) {
-    divergence.evidence += c10::str("; step ", before_->step,
-                                    " was applied with finite gradients: its update made them");
+    divergence.evidence += c10::str("; the gradients of step ", before_->step,
+                                    " were finite: an update made them, or a write by hand");
     divergence.remedy +=
         ", and look at the learning rate, eps, and the range of the weights' dtype";
   }
