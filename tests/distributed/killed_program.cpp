@@ -1,7 +1,7 @@
 // One rank of a run that is killed again and again: killed_program ddp|zero FOLDER STEPS. Started
 // by kills_test.cpp under mpirun (over MPI), by torchrun_kills_test.cpp under torchrun or by
-// hosts_test.py (over Gloo), it goes on from the last checkpoint in FOLDER, and says what it does, a
-// line each, on stdout.
+// hosts_test.py (over Gloo), it goes on from the last checkpoint in FOLDER, and says what it does,
+// a line each, on stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>

@@ -52,10 +52,9 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
     NamedTensors tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world->getRank() == last) tensors = of_the_last;
     EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, world); }),
-                AllOf(HasSubstr("broadcast_parameters on rank " + std::to_string(world->getRank())),
-                      HasSubstr("rank " + std::to_string(last) + " has another model than rank 0"),
-                      HasSubstr("it has \"" + its_words + "\" where rank 0 has \"" +
-                                the_roots_words + "\"")));
+                AllOf(HasSubstr("broadcast_parameters: "),
+                      HasSubstr("rank " + std::to_string(last) + " has \"" + its_words +
+                                "\" where rank 0 has \"" + the_roots_words + "\"")));
     if (!tensors.empty()) {
       EXPECT_EQ(tensors[0].second.flatten()[0].item<float>(), world->getRank() == last ? 1.F : 7.F);
     }
@@ -85,7 +84,8 @@ TEST(BroadcastParameters, UnequalNumbersOfBatchesAreNamedOnAllRanks) {
   const int last = world->getSize() - 1;
   EXPECT_THAT(
       error_of([&] { mezzo::require_equal(world, "batches", world->getRank() == last ? 9 : 10); }),
-      testing::HasSubstr("rank " + std::to_string(last) + " has 9 batches where rank 0 has 10"));
+      testing::HasSubstr("rank " + std::to_string(last) +
+                         " has \"9 batches\" where rank 0 has \"10 batches\""));
 }
 
 }  // namespace

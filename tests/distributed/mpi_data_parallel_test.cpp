@@ -196,7 +196,7 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
     if (world->getRank() == last) change(model);
     return error_of([&] { DataParallel(model, world); });
   };
-  const std::string of_last = "rank " + std::to_string(last) + " has another model than rank 0";
+  const std::string of_last = "rank " + std::to_string(last) + " has ";
   EXPECT_THAT(
       error_with([](Replicated& model) { model->register_parameter("more", torch::ones(1)); }),
       testing::AllOf(HasSubstr(of_last), HasSubstr("more")));

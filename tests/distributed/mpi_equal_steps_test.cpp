@@ -44,7 +44,7 @@ torch::nn::Linear small_model() {
 
 /// What all ranks say where the last one differs.
 auto names_last(const Ranks& ranks, const std::string& theirs, const std::string& firsts) {
-  return AllOf(HasSubstr("rank " + std::to_string(ranks->getSize() - 1) + " steps with"),
+  return AllOf(HasSubstr("rank " + std::to_string(ranks->getSize() - 1) + " has"),
                HasSubstr(theirs), HasSubstr(firsts));
 }
 

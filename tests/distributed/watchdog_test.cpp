@@ -201,7 +201,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
                               .group = 2,
                               .sequence = 9,
                               .collective = "all_gather\nof 3 Float"}};
-  const Heartbeat read = mezzo::detail::decode<Heartbeat>(mezzo::detail::encode(beat));
+  const Heartbeat read = mezzo::detail::decode_heartbeat(mezzo::detail::encode(beat));
   EXPECT_EQ(read.count, beat.count);
   EXPECT_EQ(read.state, beat.state);
   EXPECT_EQ(read.activity.calls, beat.activity.calls);
@@ -211,7 +211,7 @@ TEST(Heartbeat, ReadsWhatItWroteAndRefusesWhatItDidNot) {
   EXPECT_FALSE(read.activity.has_called(2, 10));
   EXPECT_FALSE(read.activity.has_called(3, 1));
   for (const char* const other : {"", "12", "x\n", "1\n2\n"}) {
-    EXPECT_THAT(error_of([&] { mezzo::detail::decode<Heartbeat>(other); }),
+    EXPECT_THAT(error_of([&] { mezzo::detail::decode_heartbeat(other); }),
                 HasSubstr("the store holds something else"));
   }
 }

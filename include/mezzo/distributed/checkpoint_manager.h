@@ -38,30 +38,15 @@ struct LoadAttempt;
 /// \endcode
 ///
 /// All ranks make the same calls, with states of the same names, kinds and shapes in the same
-/// order, and wait for one another. Every call ends alike on all of them: what one rank throws, all
-/// throw, in the same words that name the rank.
+/// order, and wait for one another; what one throws, all throw, in words that name the rank. The
+/// file is the one that a single process would write: what is common is rank 0's, compared by
+/// checksums before anything is written (but for buffers, and objects for which
+/// `differs_by_rank(object)` is true), and a ShardedOptimizer is gathered. What is each rank's own
+/// (`add_per_rank`, `with_random_state`) goes to the same file.
 ///
-/// **What is common** is what rank 0 has: model, optimizer (a ShardedOptimizer is gathered),
-/// scaler, schedule. Checksums (CRC-32C) of numbers, generators, models' parameters, optimizers'
-/// options and states, and of all other objects are compared before anything is written, and a rank
-/// that has other bits is named; not those of buffers, which forward passes change on each rank,
-/// nor of objects for which `differs_by_rank(object)` is true. So the file is the one that a
-/// single process would have written. It loads on any number of ranks, and, with CheckpointManager
-/// and the optimizer that ShardedOptimizer shards, in a process without any.
-///
-/// **What is each rank's own** (`add_per_rank`, `with_random_state`) goes to the same file, and
-/// back to the rank with that number. So the same number of ranks resumes bitwise on the CPU.
-/// Another number of ranks cannot take it over. The default generators are then seeded anew, from
-/// rank 0's in the file, the step and the rank: differently on each rank, and alike each time. All
-/// else, and what the file lacks, stays as it is. A warning names each of these.
-///
-/// **The folder** is one that all ranks see, as of a shared file system. Rank 0 writes, and holds
-/// the lock; all read. While rank 0 writes the others wait: a Watchdog's collective_timeout must
-/// exceed that. Warnings come from rank 0 alone.
-///
-/// A kill of any rank at any moment leaves the last file whole, and beside it at most a temporary
-/// file, which the next `save` removes. After a kill or a failed collective the group cannot
-/// be used again: end the job (Watchdog) and start a new one.
+/// The folder is one that all ranks see. Rank 0 writes while the others wait, and holds the lock. A
+/// kill at any moment leaves the last file whole; the group cannot be used again then.
+/// docs/checkpoints.md ("Many processes") says what another number of ranks can load.
 class DistributedCheckpointManager {
  public:
   /// Touches nothing yet. `group` may take tensors on the CPU or on CUDA devices alone.
@@ -71,9 +56,9 @@ class DistributedCheckpointManager {
                                CheckpointManagerOptions options = {});
 
   /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
-  /// objects send themselves, what is each rank's own to rank 0, in pieces of 4 MiB. Needs memory
-  /// for the own on each rank, and on rank 0 for one tensor of another rank's at a time and for
-  /// what a ShardedOptimizer gathers. Reads each object once more, for its checksum.
+  /// objects send themselves, what is each rank's own to rank 0, tensor by tensor. Needs memory for
+  /// the own on each rank, and for one tensor of another rank's at a time; on rank 0 also for what
+  /// a ShardedOptimizer gathers. Reads each object once more, for its checksum.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
   ///   numbers differ; what was there before is then untouched, and the next `save` may go well
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
@@ -99,7 +84,6 @@ class DistributedCheckpointManager {
   detail::CollectedState collect(const TrainingState& state);
   void add_all(const TrainingState& state, detail::CollectedState& collected,
                detail::CheckpointZip& zip);
-  void send_all(detail::CollectedState& collected);
   std::string write(const TrainingState& state, std::int64_t step,
                     detail::CollectedState& collected);
 

@@ -59,24 +59,12 @@ class Replica;
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
 /// std::shared_ptr to a module; of a torch::jit::Module it is ScriptModule. It is shared, not
-/// copied: `ddp->` is the model, with its own names in its state dict. Under autocast in whatever
-/// thread calls it, also in one that knows nothing of a guard, runs `DataParallel
-/// ddp(mezzo::AutocastModule(model, setting), world)`.
+/// copied: `ddp->` is the model, with its own names in its state dict.
 ///
-/// **One decision.** Ranks end a backward pass with the same bits of the same gradients, so what is
-/// decided from them is decided alike, with nothing more to send: an inf or NaN on one rank is in
-/// the average that all have, every rank skips its step, and the loss scales stay equal.
-///
-/// **Averages.** When `backward()` returns, each parameter's gradient is the average over the
-/// ranks, a plain tensor that still carries the loss scale: read, clip or replace it, and step with
-/// any optimizer.
-///
-/// **Parameters.** Those that require grad when it is made are trained; a frozen one that is to be
-/// trained later wants a new DataParallel. For those that only some ranks use, or none, for passes
-/// that accumulate, and for what errors do see GradAllReduce. Where a module registers or replaces
-/// parameters or buffers later, this does not see them.
-///
-/// Threads: one at a time, whichever; `backward()` may run in any.
+/// When `backward()` returns, each gradient is the average over the ranks and still carries the
+/// loss scale; all ranks have the same bits, so that they skip the same steps. Parameters that
+/// require grad when it is made are trained. See GradAllReduce for those that only some ranks use,
+/// and for errors. One thread at a time; `backward()` may run in any.
 template <detail::ModelHandle M>
 class DataParallel {
  public:

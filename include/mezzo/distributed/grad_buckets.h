@@ -71,17 +71,12 @@ std::shared_ptr<BucketedGradients> shared(const GradBuckets& buckets) noexcept;
 ///   }
 /// \endcode
 ///
-/// Buckets are filled in reverse order of the parameters, which is roughly the order in which
-/// backward makes gradients; rebuild_buckets() takes the order of the last backward pass.
-///
-/// A gradient may be undefined, replaced, or of another floating dtype than its bucket: the next
-/// backward pass or reattach_gradients() copies its values into the buffer, converts them, and
-/// makes
-/// `.grad` the view again. A float gradient of a 16-bit bucket (`unscale_` makes one for a weight
-/// with a master) is rounded only by a backward pass that adds to it; reattach_gradients() throws. A
-/// gradient with a history (`create_graph`) stays until reattach_gradients(), and loses it then. A
-/// sparse gradient stays outside. Where a parameter has no dense gradient, its part of the buffer
-/// is zero.
+/// Buckets are filled in reverse order of the parameters, roughly as backward makes gradients.
+/// Whatever becomes of a gradient meanwhile, the next backward pass or reattach_gradients() copies
+/// it into the buffer, converted, and makes `.grad` the view again; but a float gradient of a
+/// 16-bit bucket is rounded only by a pass that adds to it, and sparse gradients stay outside.
+/// Where a parameter has no dense gradient, its part of the buffer is zero. docs/data-parallel.md
+/// ("Gradient buckets") has the details.
 ///
 /// Each parameter gets a post-accumulate hook, which first calls the hook that was there. Only one
 /// backward pass may reach the parameters at a time. Use it from one thread at a time.

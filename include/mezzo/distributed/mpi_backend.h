@@ -38,11 +38,9 @@ struct CollectiveCall;
 /// \endcode
 ///
 /// Left by an exception it does not finalise MPI, which would wait for ranks that wait for this
-/// one: the exception goes its way, and when the process ends `mpirun` ends the other ranks. Where
-/// the scope ends in peace, and another rank calls a collective of a group that this one has ended
-/// (a rank with fewer batches, or one whose exception somebody caught), all ranks of the group
-/// throw, and the destructor says which collective it is and calls MPI_Abort with status 75. The
-/// same after 30 s in which a collective has not ended.
+/// one. Where the scope ends in peace, and another rank calls a collective of a group that this one
+/// has ended (it has a batch more, say), or a collective has not ended after 30 s, the destructor
+/// names the collective and calls MPI_Abort with status 75.
 class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
@@ -81,24 +79,17 @@ struct MpiBackendOptions {
 /// \endcode
 ///
 /// Every rank makes the same calls in the same order, with tensors of the same dtype and number of
-/// elements, from any thread. A call returns at once: a thread of the backend's own makes MPI's
-/// blocking calls, one collective after another. Until the work has been waited for, its tensors
-/// are neither read nor written; the backend keeps them alive. A rank that waits for the others
-/// sleeps. Tensors are dense, contiguous, and on the CPU. A written tensor's version counter goes
-/// up; autograd sees nothing of it. Every rank ends with the same bits.
+/// elements, from any thread. A call returns at once, and a thread of the backend's own does one
+/// collective after another; until the work has been waited for, its tensors are neither read nor
+/// written. Tensors are dense, contiguous, and on the CPU; version counters of written ones go up.
 ///
 /// Reductions are SUM, AVG (of floating dtypes: the sum, divided, and rounded once), MIN and MAX,
-/// which keep a NaN; of bools MIN and MAX, "and" and "or". bfloat16 and half are added up in float,
-/// in the order of the ranks, and rounded once: by an all-to-all and an all-gather, since MPI's
-/// reduction would round each partial sum. That takes a second copy of their bytes.
+/// which keep a NaN; of bools MIN and MAX. bfloat16 and half are added up in float, in the order of
+/// the ranks, and rounded once, which takes a second copy of their bytes.
 ///
-/// Wrong arguments throw c10::Error at the call, naming the rank. `wait` throws what goes wrong
-/// later, naming the rank and the collective. After an error that MPI reported, the group refuses
-/// further calls with the same words, for its ranks are no longer in step.
-///
-/// The backend communicates on a duplicate of `communicator`, and never meets other messages. It
-/// may outlive the MpiEnvironment, but can do nothing then. Subgroups: MPI_Comm_split, and a
-/// backend of what that makes.
+/// Wrong arguments throw c10::Error at the call; `wait` throws what goes wrong later, naming rank
+/// and collective. After an error of MPI's the group refuses further calls. It communicates on a
+/// duplicate of `communicator`; subgroups are MPI_Comm_split, and a backend of what that makes.
 class MpiBackend final : public c10d::Backend {
  public:
   /// All ranks of `communicator` call this together.

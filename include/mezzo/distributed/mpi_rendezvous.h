@@ -3,9 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/broadcast_parameters.h>
-#include <mezzo/distributed/detail/collectives.h>
-#include <mezzo/distributed/detail/mpi_thread.h>
+#include <mezzo/distributed/detail/rank_agreement.h>
 #include <mezzo/distributed/mpi_backend.h>
 
 #include <c10/core/Device.h>
@@ -17,10 +15,7 @@
 #include <charconv>
 #include <chrono>
 #include <cstddef>
-#include <exception>
-#include <functional>
 #include <string>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -54,46 +49,29 @@ inline std::string address_for(MPI_Comm communicator) {
   return name;
 }
 
-/// Calls `attempt` on this rank; throws on all ranks if it threw on one.
-inline void on_all_ranks(const GroupPtr& ranks, const std::function<void()>& attempt) {
-  std::string words;
-  try {
-    attempt();
-  } catch (const std::exception& error) {
-    words = error.what();
-    words = words.substr(0, words.find('\n'));
-  }
-  const std::vector<std::string> all = gather_texts(words, ranks, at::kCPU);
-  for (std::size_t rank = 0; rank < all.size(); ++rank) {
-    TORCH_CHECK(all[rank].empty(), "mezzo::rendezvous on rank ", ranks->getRank(), " of ",
-                ranks->getSize(), ": rank ", rank, " could not ", rank == 0 ? "serve" : "connect",
-                ": ", all[rank]);
-  }
-}
-
 }  // namespace detail
 
 inline c10::intrusive_ptr<c10d::Store> rendezvous(MPI_Comm communicator,
                                                   std::chrono::milliseconds timeout) {
-  const detail::GroupPtr ranks = c10::make_intrusive<MpiBackend>(communicator);
+  constexpr const char* kCaller = "mezzo::rendezvous";
+  const detail::RankAgreement ranks(c10::make_intrusive<MpiBackend>(communicator));
   const std::string address = detail::address_for(communicator);
   c10::intrusive_ptr<c10d::TCPStore> store;
   c10d::TCPStoreOptions options;
   options.timeout = timeout;
   options.waitWorkers = false;  // the exchange of words below does that
   options.port = 0;
-  options.isServer = ranks->getRank() == 0;
-  detail::on_all_ranks(ranks, [&] {
-    if (options.isServer) store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  options.isServer = ranks.rank() == 0;
+  const std::string at = ranks.from_rank_0(kCaller, [&] {
+    store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    return std::to_string(store->getPort()) + ' ' + address;
   });
-  const std::string port = store ? std::to_string(store->getPort()) : "";
-  const std::string at = detail::gather_texts(port + ' ' + address, ranks, at::kCPU)[0];
-  detail::on_all_ranks(ranks, [&] {
-    if (options.isServer) return;
-    const std::size_t space = at.find(' ');
-    std::from_chars(at.data(), at.data() + space, options.port);
-    store = c10::make_intrusive<c10d::TCPStore>(at.substr(space + 1), options);
-  });
+  ranks.check(kCaller, detail::failure_of([&] {
+                if (options.isServer) return;
+                const std::size_t space = at.find(' ');
+                std::from_chars(at.data(), at.data() + space, options.port);
+                store = c10::make_intrusive<c10d::TCPStore>(at.substr(space + 1), options);
+              }));
   return store;
 }
 

@@ -79,7 +79,7 @@ inline constexpr LauncherVariables kOpenMpi{"Open MPI", "OMPI_COMM_WORLD_RANK",
                                             "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"};
 inline constexpr LauncherVariables kSlurm{"SLURM", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"};
 
-/// Reads variables and names the one that is wrong.
+/// Reads the variables of a launcher, and names the one that is wrong.
 class LaunchReader {
  public:
   using Variables = ProcessGroupEnvironment::Variables;
@@ -93,27 +93,29 @@ class LaunchReader {
   }
 
   bool speaks(const LauncherVariables& launcher) const { return find(launcher.rank).has_value(); }
-  /// The launcher that has set its rank; or else one, but for SLURM, that has only set the number
-  /// of ranks, so that what is missing is named; null where there is none.
-  const LauncherVariables* launcher() const {
+
+  /// Returns the launcher that has set its rank; or else one, but for SLURM, that has only set the
+  /// number of ranks, so that what is missing is named; null where there is none.
+  const LauncherVariables* find_launcher() {
     for (const auto* each : {&kTorchrun, &kOpenMpi, &kSlurm}) {
-      if (speaks(*each)) return each;
+      if (speaks(*each)) return launcher_ = each;
     }
     for (const auto* each : {&kTorchrun, &kOpenMpi}) {
-      if (find(each->world_size)) return each;
+      if (find(each->world_size)) return launcher_ = each;
     }
     return nullptr;
   }
 
-  std::string text(const char* name, const char* launcher) const {
+  std::string text(const char* name) const {
     const std::optional<std::string> value = find(name);
-    TORCH_CHECK(value, "ProcessGroupEnvironment: ", launcher, " started this process, but ", name,
+    TORCH_CHECK(value, "ProcessGroupEnvironment: ", launcher_->launcher,
+                " started this process, but ", name,
                 " is not set; start it with torchrun, mpirun or srun, or set the variable");
     return *value;
   }
 
-  int64_t number(const char* name, const char* launcher, int64_t from, int64_t to) const {
-    const std::string value = text(name, launcher);
+  int64_t number(const char* name, int64_t from, int64_t to) const {
+    const std::string value = text(name);
     int64_t number = 0;
     const char* const end = value.data() + value.size();
     const auto [read_to, error] = std::from_chars(value.data(), end, number);
@@ -127,21 +129,21 @@ class LaunchReader {
   ProcessGroupEnvironment ranks(const LauncherVariables& from, bool local_rank_needed) const {
     constexpr int kMost = std::numeric_limits<int>::max();
     ProcessGroupEnvironment environment;
-    environment.world_size = static_cast<int>(number(from.world_size, from.launcher, 1, kMost));
+    environment.world_size = static_cast<int>(number(from.world_size, 1, kMost));
     const int last = environment.world_size - 1;
-    environment.rank = static_cast<int>(number(from.rank, from.launcher, 0, last));
+    environment.rank = static_cast<int>(number(from.rank, 0, last));
     if (local_rank_needed || find(from.local_rank)) {
-      environment.local_rank = static_cast<int>(number(from.local_rank, from.launcher, 0, last));
+      environment.local_rank = static_cast<int>(number(from.local_rank, 0, last));
     }
     return environment;
   }
 
-  std::uint16_t port(const char* launcher) const {
-    return static_cast<std::uint16_t>(number("MASTER_PORT", launcher, 1, 65535));
-  }
+  std::string address(int world_size) const;
+  std::uint16_t port() const;
 
  private:
   const Variables& variables_;
+  const LauncherVariables* launcher_ = nullptr;
 };
 
 /// The first host of a list as SLURM writes it: "gpu[003-006,9],cpu1" begins with gpu003.
@@ -165,6 +167,35 @@ inline std::string first_host(std::string_view list) {
   return host;
 }
 
+inline std::string LaunchReader::address(int world_size) const {
+  if (launcher_ == &kOpenMpi && !find("MASTER_ADDR")) {
+    const int64_t here = number("OMPI_COMM_WORLD_LOCAL_SIZE", 1, world_size);
+    TORCH_CHECK(here == world_size, "ProcessGroupEnvironment: Open MPI runs ", here, " of ",
+                world_size,
+                " ranks on this machine, so MASTER_ADDR must say where rank 0 is: mpirun -x "
+                "MASTER_ADDR=host ...");
+    return "127.0.0.1";
+  }
+  if (launcher_ == &kSlurm && !find("MASTER_ADDR")) {
+    const bool step = find("SLURM_STEP_NODELIST").has_value();
+    return first_host(text(step ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST"));
+  }
+  return text("MASTER_ADDR");
+}
+
+inline std::uint16_t LaunchReader::port() const {
+  if (launcher_ == &kOpenMpi && !find("MASTER_PORT")) return 29500;
+  if (launcher_ == &kSlurm && !find("MASTER_PORT")) {
+    // Jobs, and steps of a job, that share a machine meet at different ports, below those that
+    // systems give away.
+    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
+    const int64_t job = number("SLURM_JOB_ID", 0, kMost);
+    const int64_t step = find("SLURM_STEP_ID") ? number("SLURM_STEP_ID", 0, kMost) : 0;
+    return static_cast<std::uint16_t>(12000 + (31 * (job % 20000) + step) % 20000);
+  }
+  return static_cast<std::uint16_t>(number("MASTER_PORT", 1, 65535));
+}
+
 /// RANK in a process of mpirun's may be what the shell had set for all of them.
 inline void check_that_launchers_agree(const LaunchReader& reader,
                                        const ProcessGroupEnvironment& environment) {
@@ -177,46 +208,6 @@ inline void check_that_launchers_agree(const LaunchReader& reader,
               "; unset the former, or those of Open MPI if it only started another launcher");
 }
 
-inline void find_master_of_open_mpi(const LaunchReader& reader,
-                                    ProcessGroupEnvironment& environment) {
-  const char* const launcher = kOpenMpi.launcher;
-  if (const auto address = reader.find("MASTER_ADDR")) {
-    environment.master_addr = *address;
-  } else {
-    const int64_t here =
-        reader.number("OMPI_COMM_WORLD_LOCAL_SIZE", launcher, 1, environment.world_size);
-    TORCH_CHECK(here == environment.world_size, "ProcessGroupEnvironment: Open MPI runs ", here,
-                " of ", environment.world_size,
-                " ranks on this machine, so MASTER_ADDR must say where rank 0 is: mpirun -x "
-                "MASTER_ADDR=host ...");
-    environment.master_addr = "127.0.0.1";
-  }
-  environment.master_port = reader.find("MASTER_PORT") ? reader.port(launcher) : 29500;
-}
-
-inline void find_master_of_slurm(const LaunchReader& reader, ProcessGroupEnvironment& environment) {
-  const char* const launcher = kSlurm.launcher;
-  if (const auto address = reader.find("MASTER_ADDR")) {
-    environment.master_addr = *address;
-  } else {
-    const bool step = reader.find("SLURM_STEP_NODELIST").has_value();
-    environment.master_addr =
-        first_host(reader.text(step ? "SLURM_STEP_NODELIST" : "SLURM_JOB_NODELIST", launcher));
-  }
-  if (reader.find("MASTER_PORT")) {
-    environment.master_port = reader.port(launcher);
-  } else {
-    // Jobs, and steps of a job, that share a machine meet at different ports, below those that
-    // systems give away.
-    constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 2;
-    const int64_t job = reader.number("SLURM_JOB_ID", launcher, 0, kMost);
-    const int64_t step =
-        reader.find("SLURM_STEP_ID") ? reader.number("SLURM_STEP_ID", launcher, 0, kMost) : 0;
-    environment.master_port =
-        static_cast<std::uint16_t>(12000 + (31 * (job % 20000) + step) % 20000);
-  }
-}
-
 }  // namespace detail
 
 inline std::optional<std::string> ProcessGroupEnvironment::from_env(const char* name) {
@@ -225,27 +216,23 @@ inline std::optional<std::string> ProcessGroupEnvironment::from_env(const char* 
 }
 
 inline bool ProcessGroupEnvironment::is_launched(const Variables& variables) {
-  const detail::LaunchReader reader(variables);
-  const detail::LauncherVariables* const launcher = reader.launcher();
+  detail::LaunchReader reader(variables);
+  const detail::LauncherVariables* const launcher = reader.find_launcher();
   return launcher != nullptr && reader.speaks(*launcher);
 }
 
 inline ProcessGroupEnvironment ProcessGroupEnvironment::read(const Variables& variables) {
-  const detail::LaunchReader reader(variables);
-  const detail::LauncherVariables* const launcher = reader.launcher();
+  detail::LaunchReader reader(variables);
+  const detail::LauncherVariables* const launcher = reader.find_launcher();
   TORCH_CHECK(launcher != nullptr,
               "ProcessGroupEnvironment: no launcher has started this process; start it with "
               "torchrun, mpirun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and "
               "MASTER_PORT");
   const bool is_torchrun = launcher == &detail::kTorchrun;
   ProcessGroupEnvironment environment = reader.ranks(*launcher, /*local_rank_needed=*/!is_torchrun);
-  if (launcher == &detail::kOpenMpi) {
-    detail::find_master_of_open_mpi(reader, environment);
-  } else if (launcher == &detail::kSlurm) {
-    detail::find_master_of_slurm(reader, environment);
-  } else {
-    environment.master_addr = reader.text("MASTER_ADDR", launcher->launcher);
-    environment.master_port = reader.port(launcher->launcher);
+  environment.master_addr = reader.address(environment.world_size);
+  environment.master_port = reader.port();
+  if (is_torchrun) {
     detail::check_that_launchers_agree(reader, environment);
     environment.has_agent_store = reader.find("TORCHELASTIC_USE_AGENT_STORE") == "True";
   }

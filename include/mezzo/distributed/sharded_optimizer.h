@@ -76,55 +76,15 @@ struct ShellOf {
 ///   }
 /// \endcode
 ///
-/// **A step** gives all ranks the same weights to the bit: those that `OptimizerType` alone makes
-/// of the average of the ranks' gradients, to the bit where the number of ranks is a power of two,
-/// else but for the rounding of 1/N. Backward reduce-scatters each full bucket: a rank keeps the
-/// sum of its part, and the other parts become zero. The step divides by the number of ranks,
-/// updates the rank's slices, and all-gathers the weights in their own dtype.
+/// A step gives all ranks the weights that `OptimizerType` alone makes of the average of their
+/// gradients: to the bit where the number of ranks is a power of two, else but for the rounding of
+/// 1/N. One collective without a host sync tells all whether to skip and by which norm to clip.
+/// Parameters move into flat buffers: views that were made before no longer share their memory.
 ///
-/// **Memory** of a rank with N ranks, in bytes a parameter, with AdamW:
-///
-///     weights               weights  gradients  state  of it 1/N     N = 1    2    4
-///     float                    4         4      moments     8          16   12   10
-///     bfloat16 or half,        2         2      master and
-///       WeightStorage::master                   moments    12          16   10    7
-///     bfloat16, split_master   2         2      rest and
-///                                               moments    10          14    9  6.5
-///     float, block8            4         4      moments     2          10    9  8.5
-///
-/// Each bucket is padded to a multiple of 1,024 * N bytes, and each parameter to 1,024. Gradients
-/// of 16 bits take 4 bytes with accumulate_in_float, which has to be set in the constructor's
-/// options.
-///
-/// **Loss scale and clipping** are `scaler.step(optimizer, {.max_norm = 1.0})`: one collective of
-/// three numbers a rank, without a host sync, tells all ranks alike whether to skip and by which
-/// norm to clip. `scaler.unscale_` and `clip_grad_norm_(scaler, ...)` throw, and libtorch's
-/// clipping clips by the norm of this rank's part. Without a loss scale, use a disabled GradScaler.
-/// A sum that overflows in half where the average would not is found as any inf is. Ranks compare
-/// loss scale, options and number of steps in the same collective, each time on the CPU and each
-/// hundredth time on a GPU; a difference throws on all ranks before anything is written, and names
-/// rank and option. `optimizer.step()` without a loss scale makes a collective of its own for it.
-///
-/// **Micro-batches** before the last run under `no_sync()`. A pass after gradients were summed adds
-/// to the sum.
-///
-/// **Parameters** that require grad are moved into flat buffers, where they look like tensors of
-/// their own and keep dense strides. A view that was made before no longer shares memory with its
-/// parameter: tie weights by using one tensor, and make views later. Parameters may be written and
-/// given other memory (a file of the model is loaded): the next step finds it, if all ranks do the
-/// same. A parameter may be frozen; without a gradient on any rank it is passed over.
-///
-/// **Groups** are libtorch's, with their own lr, weight decay and the like, and `set_lr_factors`.
-/// Steps and files throw if parameters were added or removed. `state()` has, under each parameter,
-/// the state of this rank's slice: tensors of one dimension; none where the rank has no slice.
-///
-/// Not to be combined with a DataParallel or GradAllReduce of the same parameters (the first pass
-/// throws), WeightStorage::stochastic, publish_to, or LAMB.
-///
-/// All ranks make it together, with the same parameters in the same order, and begin with the
-/// values of rank 0. All call `step`, `save` and backward alike. Errors of the group are
-/// thrown by these; after one, and after a backward pass that threw, begin again from a checkpoint.
-/// Neither copied nor moved. One thread at a time.
+/// All ranks make it together, and call `step`, `save` and backward alike. Errors of the group are
+/// thrown by these; after one, begin again from a checkpoint. Neither copied nor moved. One thread
+/// at a time. docs/data-parallel.md has memory, clipping, micro-batches and what it refuses
+/// (ZeRO-1).
 template <class OptimizerType>
 class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   using Shell = typename detail::ShellOf<OptimizerType>::type;

@@ -51,24 +51,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// and what follows C may differ from rank to rank, and N may be 0 where it is not on all. The
 /// output has the input's dtype.
 ///
-/// Statistics, and what is computed from them, are in float (double for double), whatever the
-/// dtypes of input and weights, under autocast too: half loses a mean of many values. One
-/// all-gather of 2 C + 1 numbers in forward, one all-reduce of 2 C in backward; ranks' means and
-/// variances are joined as Chan, Golub and LeVeque do (1979), in the order of the ranks, so that
-/// all ranks get the same bits. Gradients of weight and bias are those of this rank's part, for
-/// DataParallel to average with the others'. In evaluation, with running statistics, it is
-/// BatchNorm and calls nobody.
+/// Statistics are in float (double for double), under autocast too. One all-gather of 2 C + 1
+/// numbers in forward, one all-reduce of 2 C in backward; ranks' means and variances are joined as
+/// Chan, Golub and LeVeque do (1979), in the order of the ranks, so that all get the same bits. In
+/// evaluation, with running statistics, it is BatchNorm and calls nobody.
 ///
-/// All ranks run forward, and backward, of the same SyncBatchNorms in the same order. Give them a
-/// group that nothing else uses (with MPI
-/// `auto statistics = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD)`, beside the group of
-/// DataParallel): backward calls it between the buckets of gradients, which ranks may
-/// fill in different orders. Host syncs: none of its own on a GPU; with `momentum(std::nullopt)`
-/// one in forward, as in torch.
-///
-/// \throws c10::Error for an input of another shape or of a device that the group does not
-/// take; in training, if one rank alone has a single value for a channel; in backward, if its own
-/// gradient is wanted (`create_graph`)
+/// All ranks run the same SyncBatchNorms in the same order, in a group that nothing else uses:
+/// backward calls it between buckets of gradients, which ranks may fill in different orders. Host
+/// syncs: none of its own on a GPU; with `momentum(std::nullopt)` one in forward, as in torch.
+/// \throws c10::Error for an input of another shape or device; in training, if one rank alone has
+///   a single value for a channel; in backward with `create_graph`
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:

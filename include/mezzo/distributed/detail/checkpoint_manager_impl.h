@@ -1,6 +1,8 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
@@ -8,11 +10,18 @@
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/detail/rank_agreement.h>
 
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -34,6 +43,111 @@ struct LoadAttempt {
   LoadedCheckpoint loaded{};
   DecodedParts decoded{};
 };
+
+/// A state on the point of being written.
+struct CollectedState {
+  std::vector<std::vector<PickledValue>> objects{};  ///< by rank and part; common ones on rank 0
+  std::string own{};  ///< on other ranks than 0: the bytes of its storages, part by part
+
+  /// The storages of other ranks than 0, part by part and then rank by rank: whose, and how long.
+  std::vector<std::pair<int, std::uint64_t>> storages{};
+  std::size_t sent = 0;        ///< storages that rank 0 has got
+  std::size_t own_offset = 0;  ///< bytes of `own` that it has got
+
+  bool has_more() const { return sent < storages.size(); }
+
+  /// Sends the next storage to rank 0, which gets its bytes; all ranks call it.
+  at::Tensor next(const RankAgreement& ranks) {
+    const auto [from, size] = storages[sent++];
+    const at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
+    if (ranks.rank() == from) {
+      std::memcpy(bytes.mutable_data_ptr(), own.data() + own_offset, size);
+      own_offset += size;
+    }
+    const at::Tensor on_device = bytes.to(ranks.device());
+    broadcast(ranks.group(), on_device, from).wait();
+    return on_device.cpu();
+  }
+};
+
+/// What other ranks must know of objects whose storages they have not got.
+inline std::string describe_pickled(const std::vector<PickledValue>& objects) {
+  c10::impl::GenericList list(c10::AnyType::get());
+  for (const PickledValue& object : objects) {
+    c10::impl::GenericList types(c10::AnyType::get()), sizes(c10::AnyType::get());
+    for (const std::string& type : object.types) types.push_back(type);
+    for (const auto& storage : object.storages) {
+      sizes.push_back(static_cast<std::int64_t>(storage.size));
+    }
+    list.push_back(
+        c10::ivalue::Tuple::create(std::vector<c10::IValue>{object.instructions, types, sizes}));
+  }
+  return whole_pickle(pickled({c10::IValue(list)}, "").instructions);
+}
+
+inline std::vector<PickledValue> parse_pickled(const std::string& text, int rank) {
+  std::vector<PickledValue> objects;
+  const c10::IValue list = torch::jit::unpickle(text.data(), text.size());
+  for (const c10::IValue& one : list.toListRef()) {
+    const auto& fields = one.toTupleRef().elements();
+    PickledValue& object = objects.emplace_back(PickledValue{fields[0].toStringRef()});
+    for (const c10::IValue& type : fields[1].toListRef())
+      object.types.push_back(type.toStringRef());
+    for (const c10::IValue& size : fields[2].toListRef()) {
+      const std::string key =
+          key_prefix(objects.size() - 1, rank) + std::to_string(object.storages.size());
+      object.storages.push_back({key, static_cast<std::uint64_t>(size.toInt()), nullptr});
+    }
+  }
+  return objects;
+}
+
+/// A line for each thing in which ranks must not differ.
+inline std::string describe(const TrainingState& state, bool with_values) {
+  std::ostringstream lines;
+  for (const auto& [name, part, is_per_rank] : CheckpointAccess::parts(state)) {
+    lines << name << ": " << part->kind() << (is_per_rank ? " of each rank" : "");
+    const std::string layout = part->layout();
+    if (!layout.empty()) {
+      lines << ", names and shapes with the CRC-32C " << crc32c_text(layout.data(), layout.size());
+    }
+    if (with_values && !is_per_rank) {
+      std::string value;
+      const std::string failure = failure_of([&, &of = *part] { value = of.value_in_common(); });
+      TORCH_CHECK(failure.empty(), '"', name, "\": ", failure);
+      c10::ReplaceAll(value, "\n", "\n" + name + ": ");
+      lines << ' ' << value;
+    }
+    lines << '\n';
+  }
+  return lines.str();
+}
+
+/// Calls `f` of each part, also of those behind one that throws, for other ranks may wait for them.
+/// \returns what the first one threw
+template <class F>
+std::string first_failure(const TrainingState& state, const F& f) {
+  std::string failure;
+  for (const NamedPart& part : CheckpointAccess::parts(state)) {
+    const std::string own = failure_of([&] { f(part); });
+    if (failure.empty() && !own.empty()) failure = '"' + part.name + "\": " + own;
+  }
+  return failure;
+}
+
+inline void check_states(const char* caller, RankAgreement& ranks, const TrainingState& state,
+                         const std::string& call, bool with_values) {
+  std::string text;
+  ranks.check(caller, failure_of([&] {
+                TORCH_CHECK(!CheckpointAccess::parts(state).empty(),
+                            "the state is empty; add what training goes on from, as in "
+                            "state.add(\"model\", model)");
+                text = call + '\n' + describe(state, with_values);
+              }));
+  ranks.check_alike(caller, text,
+                    "ranks save and load the same, and what is each rank's own is added with "
+                    "add_per_rank");
+}
 
 struct DistributedCheckpointAccess {
   /// With other system calls, for tests of what happens when they fail.
@@ -85,14 +199,13 @@ inline detail::CollectedState DistributedCheckpointManager::collect(const Traini
   const std::string failure = detail::first_failure(state, [&](const detail::NamedPart& one) {
     const std::size_t number = objects.size();
     detail::PickledValue& object = objects.emplace_back();
-    std::string& own = collected.own.emplace_back();
     const detail::SavedValue saved = one.part->save();
     if (ranks_.rank() != 0 && !one.is_per_rank) return;
     object = detail::pickled(saved, detail::key_prefix(number, ranks_.rank()));
     if (ranks_.rank() == 0) return;
     for (const detail::PickledStorage& storage : object.storages) {
-      storage.read([&own](const void* data, std::size_t size) {
-        own.append(static_cast<const char*>(data), size);
+      storage.read([&](const void* data, std::size_t size) {
+        collected.own.append(static_cast<const char*>(data), size);
       });
     }
   });
@@ -102,9 +215,11 @@ inline detail::CollectedState DistributedCheckpointManager::collect(const Traini
       detail::describe_pickled(is_first ? std::vector<detail::PickledValue>{} : objects));
   for (int rank = 0; rank < ranks_.size(); ++rank) {
     collected.objects.push_back(detail::parse_pickled(texts[static_cast<std::size_t>(rank)], rank));
-    for (const detail::PickledValue& object : collected.objects.back()) {
-      for (const auto& storage : object.storages) {
-        collected.pieces_left += detail::RankAgreement::pieces_of(storage.size);
+  }
+  for (std::size_t i = 0; i < objects.size(); ++i) {
+    for (int rank = 1; rank < ranks_.size(); ++rank) {
+      for (const auto& storage : collected.objects[static_cast<std::size_t>(rank)][i].storages) {
+        collected.storages.emplace_back(rank, storage.size);
       }
     }
   }
@@ -124,13 +239,9 @@ inline void DistributedCheckpointManager::add_all(const TrainingState& state,
       detail::PickledValue& object = collected.objects[static_cast<std::size_t>(rank)][i];
       for (detail::PickledStorage& storage : object.storages) {
         if (rank == 0) break;
-        storage.read = [&, rank](const detail::PickledStorage::Take& take) {
-          std::string bytes;
-          const auto append = [&bytes](const void* data, std::size_t size) {
-            bytes.append(static_cast<const char*>(data), size);
-          };
-          ranks_.send_to_rank_0(rank, nullptr, storage.size, append, collected.pieces_left);
-          take(bytes.data(), bytes.size());
+        storage.read = [&](const detail::PickledStorage::Take& take) {
+          const at::Tensor bytes = collected.next(ranks_);
+          take(bytes.const_data_ptr(), bytes.nbytes());
         };
       }
       zip.add({.name = detail::name_of_rank(name, rank),
@@ -143,24 +254,14 @@ inline void DistributedCheckpointManager::add_all(const TrainingState& state,
   }
 }
 
-/// On the other ranks, in the same order, until rank 0 wants no more.
-inline void DistributedCheckpointManager::send_all(detail::CollectedState& collected) {
-  for (std::size_t i = 0; i < collected.own.size(); ++i) {
-    for (int rank = 1; rank < ranks_.size(); ++rank) {
-      const char* bytes = rank == ranks_.rank() ? collected.own[i].data() : nullptr;
-      for (const auto& storage : collected.objects[static_cast<std::size_t>(rank)][i].storages) {
-        if (!ranks_.send_to_rank_0(rank, bytes, storage.size, {}, collected.pieces_left)) return;
-        if (bytes != nullptr) bytes += storage.size;
-      }
-    }
-  }
-}
-
 /// \returns what was saved, as lines, on all ranks
 inline std::string DistributedCheckpointManager::write(const TrainingState& state,
                                                        std::int64_t step,
                                                        detail::CollectedState& collected) {
-  if (ranks_.rank() != 0) send_all(collected);
+  const auto send_rest = [&] {
+    while (collected.has_more()) collected.next(ranks_);
+  };
+  if (ranks_.rank() != 0) send_rest();
   return ranks_.from_rank_0(detail::kSaveCaller, [&] {
     std::ostringstream lines;
     try {
@@ -168,7 +269,7 @@ inline std::string DistributedCheckpointManager::write(const TrainingState& stat
           files_.write(step, [&](detail::CheckpointZip& zip) { add_all(state, collected, zip); });
       lines << saved.file.filename().string() << '\n' << saved.bytes << ' ' << saved.durable;
     } catch (...) {
-      if (collected.pieces_left > 0) ranks_.asks_for_more(false);
+      send_rest();  // to nobody: the other ranks do not know
       throw;
     }
     return lines.str();

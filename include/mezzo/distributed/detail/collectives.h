@@ -5,6 +5,7 @@
 
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/distributed/detail/collective_log.h>
 
 #include <ATen/core/Tensor.h>
@@ -99,17 +100,12 @@ inline at::Tensor reduce_rows(const at::Tensor& rows, c10d::ReduceOp::RedOpType 
 /// Returns what `f` returns; what `f` throws, as c10::Error with `context` before its words.
 template <class F>
 auto with_context(const std::string& context, F f) {
-  const auto rethrow = [&](const std::string& words) {
-    TORCH_CHECK(false, words.starts_with(context) ? "" : context + ": ", words);
-  };
   try {
     return f();
-  } catch (const c10::Error& error) {
-    rethrow(error.what_without_backtrace());
-  } catch (const std::exception& error) {
-    rethrow(error.what());
+  } catch (...) {
+    const std::string words = message_of_current_exception();
+    TORCH_CHECK(false, words.starts_with(context) ? "" : context + ": ", words);
   }
-  throw;  // not reached
 }
 
 /// One collective under way, with its name for errors and what is left to do when it is done.

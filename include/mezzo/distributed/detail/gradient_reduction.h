@@ -3,8 +3,8 @@
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/detail/rank_agreement.h>
 #include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
@@ -77,15 +77,17 @@ inline Fingerprint fingerprint(const void* data, std::size_t size) {
   return bytes;
 }
 
-/// The fingerprint of which parameters lie in which bucket.
-inline Fingerprint fingerprint(const std::vector<GradBucket>& buckets) {
-  std::vector<int64_t> numbers;
-  for (const GradBucket& bucket : buckets) {
-    numbers.push_back(static_cast<int64_t>(bucket.dtype));
-    numbers.push_back(bucket.flat.numel());
-    numbers.insert(numbers.end(), bucket.parameters.begin(), bucket.parameters.end());
+/// Which parameters lie in which bucket: a line a bucket.
+inline std::string words_of_layout(const std::vector<GradBucket>& buckets) {
+  std::string words;
+  for (std::size_t number = 0; number < buckets.size(); ++number) {
+    const GradBucket& bucket = buckets[number];
+    words += "bucket " + std::to_string(number) + ": " + std::to_string(bucket.flat.numel()) +
+             " elements of " + std::string(dtype_name(bucket.dtype)) + " for parameters";
+    for (const std::size_t parameter : bucket.parameters) words += ' ' + std::to_string(parameter);
+    words += '\n';
   }
-  return fingerprint(numbers.data(), numbers.size() * sizeof(int64_t));
+  return words;
 }
 
 /// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
@@ -170,11 +172,9 @@ class GradientReduction {
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
     has_gradient.push_back(refused.empty() ? 0 : 1);
-    const Fingerprint layout = fingerprint(gradients_.buckets());
-    const std::string steps = gradients_.take_steps();
-    const Fingerprint of_steps = fingerprint(steps.data(), steps.size());
-    has_gradient.insert(has_gradient.end(), layout.begin(), layout.end());
-    has_gradient.insert(has_gradient.end(), of_steps.begin(), of_steps.end());
+    const std::string words = words_of_layout(gradients_.buckets()) + gradients_.take_steps();
+    const Fingerprint own = fingerprint(words.data(), words.size());
+    has_gradient.insert(has_gradient.end(), own.begin(), own.end());
     const at::Tensor anywhere = at::tensor(
         has_gradient, at::TensorOptions().dtype(at::kByte).device(gradients_.buckets()[0].device));
     PendingRequests request;
@@ -182,36 +182,29 @@ class GradientReduction {
     exchange_->finish();
     request.wait();
     TORCH_CHECK(refused.empty(), caller_, " on rank ", group_->getRank(), ": ", refused);
-    check_ranks(anywhere, layout, of_steps, steps);
+    check_ranks(anywhere, own, words);
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
     is_under_way_ = false;
   }
 
-  /// Whether a rank refuses a gradient, whether all have the same buckets, for those of other
-  /// parameters may be as long, and whether all have taken the same steps. Read where that waits
-  /// for nothing, of a layout that is new, and where the steps before were noted; on a device a
-  /// rank that goes on without knowing waits in its next pass, until a Watchdog ends it.
-  void check_ranks(const at::Tensor& anywhere, const Fingerprint& layout,
-                   const Fingerprint& of_steps, const std::string& steps) {
+  /// Whether a rank refuses a gradient, and whether all have the same buckets, for those of other
+  /// parameters may be as long, and have taken the same steps. Read where that waits for nothing,
+  /// of a layout that is new, and where the steps before were noted; on a device a rank that goes
+  /// on without knowing waits in its next pass, until a Watchdog ends it.
+  void check_ranks(const at::Tensor& anywhere, const Fingerprint& own, const std::string& words) {
     const bool noted_steps = gradients_.noted_steps_before(passes_);
-    if (!anywhere.is_cpu() && layout == known_layout_ && !noted_steps) return;
-    constexpr int64_t kBytes = 1 + 2 * kFingerprintBytes;
+    if (!anywhere.is_cpu() && own == known_ && !noted_steps) return;
+    constexpr int64_t kBytes = 1 + kFingerprintBytes;
     const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();
     const std::uint8_t* const bytes = largest.const_data_ptr<std::uint8_t>();
     TORCH_CHECK(bytes[0] == 0, caller_, " on rank ", group_->getRank(),
                 ": another rank refuses a gradient, which is sparse or has a history, and says "
                 "which; begin again from a checkpoint on all ranks");
-    TORCH_CHECK(
-        std::equal(layout.begin(), layout.end(), bytes + 1), caller_, " on rank ",
-        group_->getRank(),
-        ": the ranks' buckets hold other parameters, so that their gradients were mixed up. "
-        "All ranks give the same parameters and bucket_bytes; rebuild_buckets() only where "
-        "backward passes take the same way on all. Begin again from a checkpoint on all ranks");
-    known_layout_ = layout;
-    if (!std::equal(of_steps.begin(), of_steps.end(), bytes + 1 + kFingerprintBytes)) {
-      throw_other_step(caller_, steps, group_, anywhere.device());
+    if (!std::equal(own.begin(), own.end(), bytes + 1)) {
+      RankAgreement(group_, anywhere.device()).check_alike(caller_, words, kStepAlike);
     }
+    if (!noted_steps) known_ = own;
   }
 
   /// What other ranks had a gradient of, this one has too.
@@ -232,7 +225,7 @@ class GradientReduction {
   std::shared_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;  ///< a bucket, in this pass
-  Fingerprint known_layout_{};  ///< the fingerprint that all ranks had last
+  Fingerprint known_{};         ///< the fingerprint that all ranks had last without steps
   std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
   int64_t passes_;              ///< of the buckets' that this has seen: all, if none threw
   bool is_known_alone_ = false;

@@ -66,7 +66,7 @@ inline at::Tensor gather_rows(std::vector<at::Tensor> own, const std::string& wo
   if (!words.empty()) {
     const at::Tensor sums = rows.slice(1, count);
     if (!sums.equal(sums.narrow(0, 0, 1).expand_as(sums))) {
-      throw_other_step("ShardedOptimizer", words, group, like.device());
+      RankAgreement(group, like.device()).check_alike("ShardedOptimizer", words, kStepAlike);
     }
   }
   return rows;

@@ -1,9 +1,11 @@
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/detail/gradient_reduction.h>
+#include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/distributed/reduce_scatter_float.h>
 #include <mezzo/kernels/compress_tensors.h>
@@ -13,10 +15,14 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -194,5 +200,52 @@ class CompressedExchange final : public BucketExchange {
   PendingRequests gathers_;
 };
 
+inline void check_can_be_reduced(const GradBuckets& buckets,
+                                 const c10::intrusive_ptr<c10d::Backend>& group) {
+  for (const GradBucket& bucket : buckets.buckets()) {
+    check_device("GradAllReduce", *group, bucket.device);
+  }
+}
+
+inline void check_options(const GradAllReduceOptions& options) {
+  TORCH_CHECK(!options.compress_dtype || is_low_precision(*options.compress_dtype),
+              "GradAllReduce: `compress_dtype` must be bfloat16 or half, but is ",
+              options.compress_dtype.value_or(at::kFloat));
+  TORCH_CHECK(!options.error_feedback || options.compress_dtype,
+              "GradAllReduce: `error_feedback` carries what rounding to `compress_dtype` loses; "
+              "set compress_dtype too");
+  TORCH_CHECK(!options.loss_scale || options.error_feedback,
+              "GradAllReduce: `loss_scale` is for `error_feedback`, which is off; set "
+              "error_feedback = true, or "
+              "leave loss_scale out");
+}
+
 }  // namespace detail
+
+inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10d::Backend> group,
+                                    const GradAllReduceOptions& options)
+    : gradients_(detail::shared(buckets)) {
+  detail::check_can_be_reduced(buckets, detail::checked(group, "GradAllReduce"));
+  detail::check_options(options);
+  std::shared_ptr<detail::BucketExchange> exchange;
+  if (options.compress_dtype) {
+    exchange = compressed_ = std::make_shared<detail::CompressedExchange>(
+        *gradients_, group, *options.compress_dtype, options.average, options.error_feedback,
+        options.loss_scale);
+  } else {
+    exchange = std::make_shared<detail::AllReduceExchange>(*gradients_, group, options.average);
+  }
+  const int group_size = group->getSize();
+  auto reduction = std::make_shared<detail::GradientReduction>(
+      "GradAllReduce", *gradients_, std::move(group), std::move(exchange));
+  if (group_size > 1) gradients_->begin_noting_steps();
+  callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
+}
+
+inline std::vector<at::Tensor> GradAllReduce::residuals() const {
+  return compressed_ == nullptr ? std::vector<at::Tensor>() : compressed_->residuals();
+}
+
+inline GradAllReduce::~GradAllReduce() { gradients_->end_ready(callback_); }
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

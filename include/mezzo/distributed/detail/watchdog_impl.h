@@ -1,0 +1,954 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/distributed/detail/collective_log.h>
+#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/rendezvous.h>
+#include <mezzo/distributed/watchdog.h>
+#include <mezzo/distributed/watchdog_options.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <future>
+#include <iostream>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A rank's sign of life.
+struct Heartbeat {
+  enum class State : uint8_t {
+    running,
+    terminated,  ///< a signal told it to end
+    failed,
+    finished,  ///< done; its process may be gone
+    ended,     ///< has reported a fault
+  };
+
+  int64_t count = 0;
+  State state = State::running;
+  RankActivity activity = {};
+};
+
+inline std::string names_of(const std::vector<int>& ranks) {
+  std::string names = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) names += i + 1 == ranks.size() ? " and " : ", ";
+    names += std::to_string(ranks[i]);
+  }
+  return names;
+}
+
+// mpirun leaves a rank a second between SIGTERM and SIGKILL. Those that are told to end give signs
+// of life quickly, so that who gives none shows soon.
+inline constexpr std::chrono::milliseconds kIntervalWhenTerminated(50);
+inline constexpr std::chrono::milliseconds kSilenceWhenTerminated(250);
+inline constexpr std::chrono::milliseconds kExplainAfter(350);
+
+/// What one rank makes of the signs of life of the others. It knows no clock: time is what has
+/// passed between two looks at all of them, and of a longer one only so much counts, for then it
+/// was this rank that was stopped.
+class PeerWatch {
+ public:
+  using Time = std::chrono::milliseconds;
+
+  /// `agent_serves`: no rank serves the store, but torchrun's agent.
+  PeerWatch(int rank, int size, const WatchdogOptions& options, bool agent_serves = false)
+      : rank_(rank),
+        options_(options),
+        agent_serves_(agent_serves),
+        peers_(static_cast<std::size_t>(size)) {}
+
+  /// The store has answered. All that is in `heartbeats` (an element a rank, empty: it has not
+  /// come) was there at one time.
+  void look(Time passed, const std::vector<std::optional<Heartbeat>>& heartbeats) {
+    passed = std::min(passed, 2 * options_.interval);
+    store_silence_ = Time(0);
+    for (std::size_t number = 0; number < peers_.size(); ++number) {
+      Peer& peer = peers_[number];
+      if (!heartbeats[number]) continue;
+      const bool alive = !peer.last || peer.last->count != heartbeats[number]->count;
+      peer.silence = alive ? Time(0) : peer.silence + passed;
+      peer.last = heartbeats[number];
+    }
+    wait(passed);
+  }
+
+  /// The store has not answered for so long more. \returns the fault, if it has been too long
+  std::optional<WatchdogFault> look_without_answer(Time passed) {
+    store_silence_ += std::min(passed, 2 * options_.interval);
+    if (store_silence_ <= options_.heartbeat_timeout) return std::nullopt;
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
+    blame_server(fault, "",
+                 " has not answered for " + in_seconds(store_silence_) + " (stopped or cut off)");
+    return fault;
+  }
+
+  /// The connection to the store broke, in these words of c10d's.
+  WatchdogFault connection_broke(const std::string& words) const {
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
+    blame_server(fault, "the connection to ", " broke (killed, or ended without a word): " + words);
+    return fault;
+  }
+
+  /// Peers that may still answer: all that are not known to be dead, done, or through with it.
+  std::vector<int> others_to_report(const WatchdogFault& fault) const {
+    std::vector<int> others;
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      const bool accused = fault.kind == WatchdogFault::Kind::unresponsive &&
+                           std::count(fault.ranks.begin(), fault.ranks.end(), rank) > 0;
+      const bool speaks = peer.last && (peer.last->state == Heartbeat::State::running ||
+                                        peer.last->state == Heartbeat::State::terminated);
+      if (rank != rank_ && speaks && !accused) others.push_back(rank);
+    }
+    return others;
+  }
+
+  bool all_others_finished() const {
+    for (int rank = 0; rank < size(); ++rank) {
+      const auto& last = peers_[static_cast<std::size_t>(rank)].last;
+      if (rank != rank_ && last && last->state != Heartbeat::State::finished) return false;
+    }
+    return true;
+  }
+
+  std::optional<WatchdogFault> judge() const {
+    if (auto fault = find_silent()) return fault;
+    return find_missing();
+  }
+
+  /// A while after SIGTERM: who is not there any more? `store_silence` is by the clock.
+  WatchdogFault explain_end(Time store_silence) const {
+    WatchdogFault fault{WatchdogFault::Kind::terminated, {}, "a signal (SIGTERM) told it to"};
+    if (store_silence >= kSilenceWhenTerminated) {  // and so there is no news of any other rank
+      blame_server(fault, "; ", " has not answered for " + in_seconds(store_silence));
+      return fault;
+    }
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      const bool expected = rank != rank_ && peer.last && !is_done(*peer.last);
+      if (!expected || peer.silence < kSilenceWhenTerminated) continue;
+      fault.ranks.push_back(rank);
+      fault.what += "; rank " + std::to_string(rank) + " has not been heard of for " +
+                    in_seconds(peer.silence) + ", " + peer.last->activity.did();
+    }
+    if (fault.ranks.empty()) fault.what += "; all other ranks are alive";
+    return fault;
+  }
+
+ private:
+  struct Peer {
+    std::optional<Heartbeat> last;
+    Time silence{0};
+  };
+
+  /// Adds to the fault that something happened to whoever serves the store, between `before` and
+  /// `after`: rank 0, and what it did when last seen, or torchrun's agent, and then no rank.
+  void blame_server(WatchdogFault& fault, const char* before, const std::string& after) const {
+    fault.what += before + std::string(agent_serves_ ? "torchrun's agent" : "rank 0") +
+                  ", which hosts the store," + after;
+    if (agent_serves_) return;
+    fault.ranks = {0};
+    if (const auto& last = peers_[0].last) fault.what += "; " + last->activity.did();
+  }
+
+  int size() const noexcept { return static_cast<int>(peers_.size()); }
+  /// Null until it has given its first sign of life.
+  const RankActivity* own() const {
+    const auto& last = peers_[static_cast<std::size_t>(rank_)].last;
+    return last ? &last->activity : nullptr;
+  }
+  static bool is_done(const Heartbeat& heartbeat) {
+    return heartbeat.state == Heartbeat::State::finished ||
+           heartbeat.state == Heartbeat::State::ended ||
+           heartbeat.state == Heartbeat::State::failed;
+  }
+
+  /// For how long this rank has been waiting, of which only seen time counts too.
+  void wait(Time passed) {
+    if (!own() || !own()->waits) {
+      waited_ = Time(0);
+      return;
+    }
+    const std::pair place(own()->group, own()->sequence);
+    waited_ = place == waits_for_ ? std::min(waited_ + passed, Time(own()->waited_ms)) : Time(0);
+    waits_for_ = place;
+  }
+
+  /// Of those that have been silent for too long all, the one that has been so longest first.
+  std::optional<WatchdogFault> find_silent() const {
+    WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
+    for (int rank = 0; rank < size(); ++rank) {
+      const Peer& peer = peers_[static_cast<std::size_t>(rank)];
+      const bool silent = rank != rank_ && peer.last && !is_done(*peer.last) &&
+                          peer.silence > options_.heartbeat_timeout;
+      if (!silent) continue;
+      fault.what += (fault.ranks.empty() ? "" : "; ") + names_of({rank}) +
+                    " has given no sign of life for " + in_seconds(peer.silence) +
+                    " (killed, stopped or cut off), " + peer.last->activity.did();
+      fault.ranks.push_back(rank);
+    }
+    if (fault.ranks.empty()) return std::nullopt;
+    return fault;
+  }
+
+  std::optional<WatchdogFault> find_missing() const {
+    if (!own() || !own()->waits) return std::nullopt;
+    const bool too_long = waited_ > options_.collective_timeout;
+    WatchdogFault fault{WatchdogFault::Kind::missing, {}, ""};
+    bool finished = false;
+    std::string each;
+    for (int rank = 0; rank < size(); ++rank) {
+      const auto& last = peers_[static_cast<std::size_t>(rank)].last;
+      if (rank == rank_ || (last && last->activity.has_called(own()->group, own()->sequence))) {
+        continue;
+      }
+      finished = finished || (last && last->state == Heartbeat::State::finished);
+      fault.ranks.push_back(rank);
+      each += "; " + names_of({rank}) + ' ' + whereabouts(last);
+    }
+    // Who is done will not come.
+    if (!too_long && !(finished && waited_ > options_.heartbeat_timeout)) return std::nullopt;
+    if (fault.ranks.empty()) {
+      fault.kind = WatchdogFault::Kind::stuck;
+      fault.what = "all ranks have called " + own()->place() + ", for which " + names_of({rank_}) +
+                   " has been waiting for " + in_seconds(waited_) + ", but it does not end";
+    } else {
+      fault.what = names_of(fault.ranks) + (fault.ranks.size() == 1 ? " has" : " have") +
+                   " not called " + own()->place() + ", for which " + names_of({rank_}) +
+                   " has been waiting for " + in_seconds(waited_) + each;
+    }
+    return fault;
+  }
+
+  static std::string whereabouts(const std::optional<Heartbeat>& last) {
+    if (!last) return "has never given a sign of life";
+    if (last->state == Heartbeat::State::finished) return "is done, and " + last->activity.doing();
+    return "is alive, and " + last->activity.doing();
+  }
+
+  int rank_;
+  WatchdogOptions options_;
+  bool agent_serves_;
+  std::vector<Peer> peers_;
+  Time store_silence_{0};
+  std::pair<int64_t, int64_t> waits_for_{-1, -1};
+  Time waited_{0};
+};
+
+/// A line, so that words from elsewhere do not look like another field: control characters become
+/// blanks, and backtraces are cut off.
+inline std::string one_line(std::string_view words) {
+  constexpr std::size_t kMost = 1000;
+  const std::size_t backtrace = words.find("\nException raised from ");
+  std::string line(words.substr(0, std::min(backtrace, kMost)));
+  std::replace_if(
+      line.begin(), line.end(), [](char c) { return static_cast<unsigned char>(c) < 0x20; }, ' ');
+  return line;
+}
+
+/// A sign of life or a fault as the store holds it: numbers, and a line of words.
+struct StoredMessage {
+  std::vector<int64_t> numbers{};
+  std::string words{};
+
+  std::string text() const {
+    std::string text;
+    for (const int64_t number : numbers) text += std::to_string(number) + ' ';
+    return text + '\n' + one_line(words);
+  }
+  /// \throws c10::Error where that is no message, or has fewer than `least` numbers
+  static StoredMessage read(const std::string& text, std::size_t least) {
+    StoredMessage message;
+    const std::size_t end = text.find('\n');
+    std::istringstream numbers(text.substr(0, end));
+    for (int64_t number = 0; numbers >> number;) message.numbers.push_back(number);
+    TORCH_CHECK(end != std::string::npos && message.numbers.size() >= least,
+                "Watchdog: the store holds something else under a key of the watchdog's; give it a "
+                "store of its own, as mezzo::rendezvous makes");
+    message.words = text.substr(end + 1);
+    return message;
+  }
+};
+
+inline std::string encode(const WatchdogFault& fault) {
+  StoredMessage message{{static_cast<int64_t>(fault.kind)}, fault.what};
+  message.numbers.insert(message.numbers.end(), fault.ranks.begin(), fault.ranks.end());
+  return message.text();
+}
+inline std::string encode(const Heartbeat& own) {
+  const RankActivity& of = own.activity;
+  StoredMessage message{{own.count, static_cast<int64_t>(own.state), int64_t{of.waits},
+                         of.waited_ms, of.group, of.sequence},
+                        of.collective};
+  message.numbers.insert(message.numbers.end(), of.calls.begin(), of.calls.end());
+  return message.text();
+}
+
+inline WatchdogFault decode_fault(const std::string& text) {
+  const auto [numbers, words] = StoredMessage::read(text, 1);
+  WatchdogFault fault{static_cast<WatchdogFault::Kind>(numbers[0]), {}, words};
+  for (std::size_t i = 1; i < numbers.size(); ++i) {
+    fault.ranks.push_back(static_cast<int>(numbers[i]));
+  }
+  return fault;
+}
+inline Heartbeat decode_heartbeat(const std::string& text) {
+  const auto [numbers, words] = StoredMessage::read(text, 6);
+  return {.count = numbers[0],
+          .state = static_cast<Heartbeat::State>(numbers[1]),
+          .activity = {.calls = {numbers.begin() + 6, numbers.end()},
+                       .waits = numbers[2] != 0,
+                       .waited_ms = numbers[3],
+                       .group = numbers[4],
+                       .sequence = numbers[5],
+                       .collective = words}};
+}
+
+/// What the ranks' watchdogs tell each other through the store. One thread's at a time.
+class WatchdogStore {
+ public:
+  /// Several watchdogs may use one store in turn: each has keys of its own.
+  WatchdogStore(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
+      : store_(std::move(store)), rank_(rank), has_come_(static_cast<std::size_t>(size), false) {
+    const std::string all = "mezzo/watchdog/";
+    const int64_t number = store_->add(all + "starts/" + std::to_string(rank_), 1);
+    prefix_ = all + std::to_string(number) + '/';
+    store_->compareSet(fault_key(), "", kNoFault);
+    agent_serves_ = store_->check({kAgentServes});
+  }
+
+  /// Is it torchrun's agent that serves the store, and not rank 0?
+  bool agent_serves() const noexcept { return agent_serves_; }
+
+  /// Gives a sign of life.
+  void put(const Heartbeat& own) { store_->set(key_of(rank_), encode(own)); }
+
+  struct News {
+    std::vector<std::optional<Heartbeat>> heartbeats;  ///< an element a rank, empty: not yet come
+    std::optional<WatchdogFault> fault;                ///< that one of them has found
+  };
+
+  /// `own` is this rank's sign of life, which need not be fetched.
+  News read(const Heartbeat& own) {
+    find_who_has_come();
+    std::vector<std::string> keys = {fault_key()};
+    for (std::size_t rank = 0; rank < has_come_.size(); ++rank) {
+      if (has_come_[rank]) keys.push_back(key_of(static_cast<int>(rank)));
+    }
+    const std::vector<std::vector<uint8_t>> values = store_->multiGet(keys);
+    const auto text = [&](std::size_t i) {
+      return std::string(values[i].begin(), values[i].end());
+    };
+    News news;
+    news.heartbeats.resize(has_come_.size());
+    for (std::size_t rank = 0, i = 1; rank < has_come_.size(); ++rank) {
+      if (has_come_[rank]) news.heartbeats[rank] = decode_heartbeat(text(i++));
+    }
+    news.heartbeats[static_cast<std::size_t>(rank_)] = own;
+    if (text(0) != kNoFault) news.fault = decode_fault(text(0));
+    return news;
+  }
+
+  /// \returns the fault that was published first, by whichever rank.
+  WatchdogFault publish(const WatchdogFault& fault) {
+    return decode_fault(store_->compareSet(fault_key(), kNoFault, encode(fault)));
+  }
+
+ private:
+  static constexpr const char* kNoFault = "none";
+
+  std::string key_of(int rank) const { return prefix_ + std::to_string(rank); }
+  std::string fault_key() const { return prefix_ + "fault"; }
+
+  void find_who_has_come() {
+    for (int rank = 0; rank < static_cast<int>(has_come_.size()); ++rank) {
+      const auto number = static_cast<std::size_t>(rank);
+      if (rank != rank_ && !has_come_[number]) has_come_[number] = store_->check({key_of(rank)});
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  bool agent_serves_ = false;
+  std::string prefix_;
+  std::vector<bool> has_come_;
+};
+
+/// What there is one of a process: whether SIGTERM came, and who asked for it to be noticed.
+struct TerminationState {
+  std::atomic<bool> received{false};
+  std::mutex mutex;
+  int users = 0;
+  void (*installed)(int) = nullptr;  // the handler that notes it, of whichever library came first
+};
+
+__attribute__((visibility("default"))) inline TerminationState& termination_state() {
+  static TerminationState state;
+  return state;
+}
+
+inline void note_termination(int /*signal*/) {
+  termination_state().received.store(true);  // made before the handler was installed
+}
+
+/// While one lives SIGTERM is noticed and does nothing else, unless the program has a handler of
+/// its own, or ignores it.
+class TerminationSignal {
+ public:
+  explicit TerminationSignal(bool wanted) : wanted_(wanted) {
+    if (!wanted_) return;
+    TerminationState& state = termination_state();
+    const std::lock_guard lock(state.mutex);
+    if (state.users++ > 0) return;
+    struct sigaction present {};
+    sigaction(SIGTERM, nullptr, &present);
+    if ((present.sa_flags & SA_SIGINFO) != 0 || present.sa_handler != SIG_DFL) return;
+    struct sigaction noting {};
+    noting.sa_handler = note_termination;
+    noting.sa_flags = SA_RESTART;
+    sigemptyset(&noting.sa_mask);
+    if (sigaction(SIGTERM, &noting, nullptr) == 0) state.installed = note_termination;
+  }
+  ~TerminationSignal() {
+    if (!wanted_) return;
+    TerminationState& state = termination_state();
+    const std::lock_guard lock(state.mutex);
+    if (--state.users == 0) restore(state);
+  }
+  TerminationSignal(const TerminationSignal&) = delete;
+  TerminationSignal& operator=(const TerminationSignal&) = delete;
+
+  bool received() const { return wanted_ && termination_state().received.load(); }
+
+  /// As if nobody had noticed it.
+  static void obey() {
+    TerminationState& state = termination_state();
+    {
+      const std::lock_guard lock(state.mutex);
+      restore(state);
+    }
+    raise(SIGTERM);
+  }
+
+ private:
+  /// The program may have put a handler of its own there meanwhile: that stays.
+  static void restore(TerminationState& state) {
+    struct sigaction present {};
+    sigaction(SIGTERM, nullptr, &present);
+    if (state.installed != nullptr && present.sa_handler == state.installed) {
+      signal(SIGTERM, SIG_DFL);
+    }
+    state.installed = nullptr;
+  }
+
+  bool wanted_;
+};
+
+/// What a program has printed so far, unless a thread that is stuck holds stdio.
+inline void try_to_flush() {
+  const auto flushed = std::make_shared<std::promise<void>>();
+  std::thread([flushed] {
+    std::fflush(nullptr);
+    flushed->set_value();
+  }).detach();
+  flushed->get_future().wait_for(std::chrono::milliseconds(200));
+}
+
+/// The last line of a rank: why it ends, and what it was `doing`.
+inline void report_end(const WatchdogOptions& options, const WatchdogFault& fault, int rank,
+                       int size, const std::string& doing) {
+  const std::string line = "mezzo: rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                           " ends: " + fault.what + ". This rank " + doing + '\n';
+  if (options.report) {
+    options.report(fault, line);
+  } else {
+    std::cerr << line << std::flush;
+  }
+}
+
+/// Returns only if `options.end` does.
+inline void end_process(const WatchdogOptions& options, const WatchdogFault& fault) {
+  if (options.end) return options.end(fault);
+  try_to_flush();
+  std::_Exit(kWatchdogExitStatus);
+}
+
+/// The threads of a watchdog, and what they share.
+///
+/// One exchanges signs of life, and may be stuck in the store for as long as rank 0 is stopped. The
+/// other never touches the store: it watches the first, and SIGTERM. Whoever is first to know of a
+/// fault reports it and ends the process.
+class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  WatchdogThreads(c10::intrusive_ptr<c10d::Store> store, int rank, int size,
+                  const WatchdogOptions& options, std::shared_ptr<CollectiveLog> log)
+      : rank_(rank),
+        size_(size),
+        options_(options),
+        log_(std::move(log)),
+        termination_(options.explain_sigterm),
+        store_(std::move(store), rank, size),
+        peers_(rank, size, options, store_.agent_serves()) {
+    store_.put(sign_of_life());
+  }
+
+  void start() {
+    exchanging_ = std::thread([self = shared_from_this()] {
+      self->exchange_until_over();
+      const std::lock_guard lock(self->mutex_);
+      self->has_stopped_exchanging_ = true;
+      self->changed_.notify_all();
+    });
+    looking_ = std::thread([self = shared_from_this()] { self->look_until_over(); });
+  }
+
+  /// Of this rank: it is done. Returns when the others know, and on rank 0 when they are done too.
+  void finish() {
+    std::unique_lock lock(mutex_);
+    if (!is_settled_) state_ = Heartbeat::State::finished;
+    wait_for_end(lock);
+  }
+
+  /// Returns when the others have read it, or after four intervals; where there is another fault it
+  /// may end the process.
+  void fail(const std::string& what) {
+    std::unique_lock lock(mutex_);
+    if (!is_settled_) failure_ = what;
+    wait_for_end(lock);
+  }
+
+  /// After one of them. A thread that never comes back from the store keeps what it needs.
+  void join() {
+    looking_.join();
+    std::unique_lock lock(mutex_);
+    const bool stopped =
+        changed_.wait_for(lock, 2 * options_.interval, [&] { return has_stopped_exchanging_; });
+    lock.unlock();
+    if (stopped) {
+      exchanging_.join();
+    } else {
+      exchanging_.detach();
+    }
+  }
+
+ private:
+  void wake() {
+    is_woken_ = true;
+    changed_.notify_all();
+  }
+
+  void wait_for_end(std::unique_lock<std::mutex>& lock) {
+    wake();
+    changed_.wait(lock, [&] { return is_over_; });
+  }
+
+  void over() {
+    const std::lock_guard lock(mutex_);
+    is_over_ = true;
+    changed_.notify_all();
+  }
+
+  static std::chrono::milliseconds since(Clock::time_point then) {
+    return std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - then);
+  }
+
+  Heartbeat sign_of_life() {
+    RankActivity activity = log_->activity();
+    const std::lock_guard lock(mutex_);
+    return {.count = ++count_, .state = state_, .activity = std::move(activity)};
+  }
+
+  void exchange_until_over() {
+    try {
+      exchange_until_done();
+    } catch (const std::exception& error) {
+      std::unique_lock lock(mutex_);
+      const WatchdogFault fault = peers_.connection_broke(one_line(error.what()));
+      // Rank 0 goes when all are done.
+      const bool expected = state_ == Heartbeat::State::finished || failure_;
+      lock.unlock();
+      expected ? over() : settle(fault, false);
+    }
+  }
+
+  void exchange_until_done() {
+    for (;;) {
+      const std::optional<WatchdogFault> fault = exchange();
+      std::unique_lock lock(mutex_);
+      if (is_over_) return;
+      // This rank has said so, and on rank 0 all others have too.
+      const bool is_done = state_ == Heartbeat::State::finished && !is_woken_ &&
+                           (rank_ != 0 || peers_.all_others_finished());
+      if (failure_ || fault || is_done) {
+        const std::optional<std::string> failure = failure_;
+        lock.unlock();
+        if (failure) return publish_failure(*failure);
+        return fault ? settle(*fault, true) : over();
+      }
+      const bool terminated = state_ == Heartbeat::State::terminated;
+      changed_.wait_for(lock, terminated ? kIntervalWhenTerminated : options_.interval,
+                        [&] { return is_woken_; });
+      is_woken_ = false;
+    }
+  }
+
+  /// Gives a sign of life, and reads those of the others.
+  /// \returns the fault, the same on all ranks, where this rank or another has found one
+  std::optional<WatchdogFault> exchange() {
+    const Heartbeat own = sign_of_life();
+    store_.put(own);
+    // Rank 0 may take this for the last rank's end, and its store with it.
+    if (own.state == Heartbeat::State::finished && rank_ != 0) return std::nullopt;
+    const WatchdogStore::News news = store_.read(own);
+    std::unique_lock lock(mutex_);
+    const auto passed = since(last_answer_);
+    last_answer_ += passed;
+    peers_.look(passed, news.heartbeats);
+    if (is_settled_ || failure_) return std::nullopt;
+    if (news.fault) return news.fault;
+    const std::optional<WatchdogFault> found = peers_.judge();
+    lock.unlock();
+    return found ? std::optional(store_.publish(*found)) : std::nullopt;
+  }
+
+  void publish_failure(const std::string& words) {
+    const WatchdogFault fault = store_.publish({WatchdogFault::Kind::failed,
+                                                {rank_},
+                                                names_of({rank_}) + " failed: " + one_line(words) +
+                                                    "; it " + sign_of_life().activity.doing()});
+    if (!claim(Heartbeat::State::failed, std::nullopt)) return;
+    linger(fault, true);
+    over();
+  }
+
+  /// Only one thread deals with the end, and once. `to_end`: for which the process is to be ended.
+  bool claim(Heartbeat::State state, const std::optional<WatchdogFault>& to_end) {
+    const std::lock_guard lock(mutex_);
+    if (is_settled_) return false;
+    is_settled_ = true;
+    settled_at_ = Clock::now();
+    state_ = state;
+    to_end_ = to_end;
+    return true;
+  }
+
+  void look_until_over() {
+    const auto tick = std::min(options_.interval / 4, std::chrono::milliseconds(50));
+    auto last = Clock::now();
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      if (changed_.wait_for(lock, tick, [&] { return is_over_; })) return;
+      const auto passed = since(last);
+      last += passed;
+      if (look(passed, lock)) return;
+    }
+  }
+
+  /// \returns whether there is nothing more to be seen.
+  bool look(std::chrono::milliseconds passed, std::unique_lock<std::mutex>& lock) {
+    if (termination_.received() && state_ == Heartbeat::State::running) {
+      state_ = Heartbeat::State::terminated;
+      wake();
+      explain_termination(lock);
+      return true;
+    }
+    if (is_settled_) {
+      // The thread that settles it may be stuck in a store that has stopped since.
+      if (Clock::now() < settled_at_ + 6 * options_.interval) return false;
+      lock.unlock();
+      conclude();
+      return true;
+    }
+    const auto fault = peers_.look_without_answer(passed);
+    if (!fault) return false;
+    lock.unlock();
+    settle(*fault, false);
+    return true;
+  }
+
+  void explain_termination(std::unique_lock<std::mutex>& lock) {
+    changed_.wait_for(lock, kExplainAfter, [&] { return is_over_; });
+    const bool mine = !std::exchange(is_settled_, true);
+    settled_at_ = Clock::now();
+    const WatchdogFault fault = peers_.explain_end(since(last_answer_));
+    lock.unlock();
+    if (mine) report(fault);
+    TerminationSignal::obey();
+  }
+
+  void settle(const WatchdogFault& fault, bool store_answers) {
+    if (!claim(Heartbeat::State::ended, fault)) return;
+    report(fault);
+    linger(fault, store_answers);
+    conclude();
+  }
+
+  void conclude() {
+    std::unique_lock lock(mutex_);
+    const std::optional<WatchdogFault> fault = std::exchange(to_end_, std::nullopt);
+    lock.unlock();
+    if (fault) end_process(options_, *fault);
+    over();
+  }
+
+  /// A launcher ends the ranks that are left when the first one goes: all have spoken before that.
+  void linger(const WatchdogFault& fault, bool store_answers) {
+    const auto until = Clock::now() + 3 * options_.interval;
+    const auto pause = std::clamp(options_.interval / 4, std::chrono::milliseconds(5),
+                                  std::chrono::milliseconds(250));
+    try {
+      while (store_answers && Clock::now() < until) {
+        exchange();
+        {
+          const std::lock_guard lock(mutex_);
+          if (peers_.others_to_report(fault).empty()) return;
+        }
+        std::this_thread::sleep_for(pause);
+      }
+      if (store_answers) return;
+    } catch (const std::exception&) {  // rank 0 has gone: so has the store, and with it all news
+    }
+    // Each rank sees for itself that the store is gone, within an interval.
+    std::this_thread::sleep_for(options_.interval * 3 / 2);
+  }
+
+  void report(const WatchdogFault& fault) {
+    report_end(options_, fault, rank_, size_, sign_of_life().activity.doing());
+  }
+
+  const int rank_;
+  const int size_;
+  const WatchdogOptions options_;
+  const std::shared_ptr<CollectiveLog> log_;
+  TerminationSignal termination_;
+
+  WatchdogStore store_;  // of the thread that exchanges
+
+  std::mutex mutex_;   // what follows
+  int64_t count_ = 0;  ///< signs of life
+  std::condition_variable changed_;
+  PeerWatch peers_;
+  Clock::time_point last_answer_ = Clock::now();  ///< of the store
+  Heartbeat::State state_ = Heartbeat::State::running;
+  std::optional<std::string> failure_;  ///< what `fail` was told
+  bool is_woken_ = false;               ///< the thread that exchanges is to do so at once
+  bool is_settled_ = false;             ///< one of the threads reports, or has
+  Clock::time_point settled_at_;
+  std::optional<WatchdogFault> to_end_;  ///< for which the process is still to be ended
+  bool is_over_ = false;                 ///< nothing is watched any more
+  bool has_stopped_exchanging_ = false;
+
+  std::thread exchanging_;
+  std::thread looking_;
+};
+
+/// A collective whose waiting is logged.
+class WatchedWork final : public c10d::Work {
+ public:
+  WatchedWork(WorkPtr under, std::shared_ptr<CollectiveLog> log, const CollectiveLog::Entry& entry)
+      : Work(-1, entry.call.collective),
+        under_(std::move(under)),
+        log_(std::move(log)),
+        entry_(entry) {}
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
+    const CollectiveLog::Waiting waiting(*log_, entry_);
+    return under_->wait(timeout);
+  }
+  bool isCompleted() override { return under_->isCompleted(); }
+  bool isSuccess() const override { return under_->isSuccess(); }
+  std::exception_ptr exception() const override { return under_->exception(); }
+  std::vector<at::Tensor> result() override { return under_->result(); }
+  void synchronize() override { under_->synchronize(); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return under_->getFuture(); }
+
+ private:
+  WorkPtr under_;
+  std::shared_ptr<CollectiveLog> log_;
+  CollectiveLog::Entry entry_;
+};
+
+/// Passes every collective on, and logs the calls and the waiting. (c10d's ProcessGroupWrapper is
+/// such a backend too.)
+class WatchedBackend final : public c10d::Backend {
+ public:
+  WatchedBackend(GroupPtr under, std::shared_ptr<CollectiveLog> log)
+      : Backend(under->getRank(), under->getSize()),
+        under_(std::move(under)),
+        log_(std::move(log)),
+        number_(log_->add_group()) {}
+
+  const std::string getBackendName() const override { return under_->getBackendName(); }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return under_->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override { under_->setTimeout(timeout); }
+  void abort() override { under_->abort(); }
+  void shutdown() override { under_->shutdown(); }
+
+  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
+                    const c10d::AllreduceOptions& options = {}) override {
+    return launch(c10d::OpType::ALLREDUCE, tensors, options.reduceOp, 0,
+                  [&] { return under_->allreduce(tensors, options); });
+  }
+  WorkPtr broadcast(std::vector<at::Tensor>& tensors,
+                    const c10d::BroadcastOptions& options = {}) override {
+    return launch(c10d::OpType::BROADCAST, tensors, c10d::ReduceOp::SUM, options.rootRank,
+                  [&] { return under_->broadcast(tensors, options); });
+  }
+  WorkPtr reduce(std::vector<at::Tensor>& tensors,
+                 const c10d::ReduceOptions& options = {}) override {
+    return launch(c10d::OpType::REDUCE, tensors, options.reduceOp, options.rootRank,
+                  [&] { return under_->reduce(tensors, options); });
+  }
+  WorkPtr allgather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                    const c10d::AllgatherOptions& options = {}) override {
+    return launch(c10d::OpType::ALLGATHER, inputs, c10d::ReduceOp::SUM, 0,
+                  [&] { return under_->allgather(outputs, inputs, options); });
+  }
+  WorkPtr gather(std::vector<std::vector<at::Tensor>>& outputs, std::vector<at::Tensor>& inputs,
+                 const c10d::GatherOptions& options = {}) override {
+    return launch(c10d::OpType::GATHER, inputs, c10d::ReduceOp::SUM, options.rootRank,
+                  [&] { return under_->gather(outputs, inputs, options); });
+  }
+  WorkPtr scatter(std::vector<at::Tensor>& outputs, std::vector<std::vector<at::Tensor>>& inputs,
+                  const c10d::ScatterOptions& options = {}) override {
+    return launch(c10d::OpType::SCATTER, outputs, c10d::ReduceOp::SUM, options.rootRank,
+                  [&] { return under_->scatter(outputs, inputs, options); });
+  }
+  WorkPtr reduce_scatter(std::vector<at::Tensor>& outputs,
+                         std::vector<std::vector<at::Tensor>>& inputs,
+                         const c10d::ReduceScatterOptions& options = {}) override {
+    return launch(c10d::OpType::REDUCE_SCATTER, outputs, options.reduceOp, 0,
+                  [&] { return under_->reduce_scatter(outputs, inputs, options); });
+  }
+  WorkPtr alltoall(std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                   const c10d::AllToAllOptions& options = {}) override {
+    return launch(c10d::OpType::ALLTOALL, inputs, c10d::ReduceOp::SUM, 0,
+                  [&] { return under_->alltoall(outputs, inputs, options); });
+  }
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& /*options*/ = {}) override {
+    return launch(c10d::OpType::_ALLGATHER_BASE, {input}, c10d::ReduceOp::SUM, 0,
+                  [&] { return detail::all_gather_single(*under_, output, input); });
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options = {}) override {
+    return launch(c10d::OpType::_REDUCE_SCATTER_BASE, {input}, options.reduceOp, 0,
+                  [&] { return under_->_reduce_scatter_base(output, input, options); });
+  }
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes,
+                        const c10d::AllToAllOptions& options = {}) override {
+    return launch(c10d::OpType::ALLTOALL_BASE, {input}, c10d::ReduceOp::SUM, 0, [&] {
+      return under_->alltoall_base(output, input, output_sizes, input_sizes, options);
+    });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& options = {}) override {
+    return launch(c10d::OpType::BARRIER, {}, c10d::ReduceOp::SUM, 0,
+                  [&] { return under_->barrier(options); });
+  }
+
+ private:
+  template <class Start>
+  WorkPtr launch(c10d::OpType collective, const std::vector<at::Tensor>& inputs,
+                 c10d::ReduceOp::RedOpType op, int64_t root, const Start& start) {
+    CollectiveCall call(collective);
+    call.reduction = op;
+    call.root = static_cast<int>(root);
+    for (const at::Tensor& input : inputs) {
+      if (!input.defined()) continue;  // the backend refuses it
+      call.dtype = input.scalar_type();
+      call.numel += input.numel();
+    }
+    const CollectiveLog::Entry entry = log_->called(number_, call);
+    try {
+      // Starting one may itself wait for other ranks, as NCCL's first does.
+      const CollectiveLog::Waiting waiting(*log_, entry);
+      return c10::make_intrusive<WatchedWork>(start(), log_, entry);
+    } catch (...) {
+      log_->refused(entry);
+      throw;
+    }
+  }
+
+  GroupPtr under_;
+  std::shared_ptr<CollectiveLog> log_;
+  int64_t number_;  ///< in the log
+};
+
+inline void check_watchdog_arguments(int rank, int size, const WatchdogOptions& options) {
+  using std::chrono::milliseconds;
+  TORCH_CHECK(size >= 1 && rank >= 0 && rank < size, "Watchdog: `rank` must be 0 to size - 1, but ",
+              "is ", rank, " of ", size);
+  TORCH_CHECK(options.interval >= milliseconds(4),
+              "Watchdog: `interval` must be 4 ms or more, but ", "is ", options.interval.count(),
+              " ms");
+  TORCH_CHECK(options.heartbeat_timeout >= 3 * options.interval,
+              "Watchdog: `heartbeat_timeout` must be three intervals or more, so that one sign of "
+              "life may be late, but is ",
+              options.heartbeat_timeout.count(), " ms where `interval` is ",
+              options.interval.count(), " ms");
+  TORCH_CHECK(options.collective_timeout > milliseconds(0),
+              "Watchdog: `collective_timeout` must be positive, but is ",
+              options.collective_timeout.count(), " ms");
+}
+
+}  // namespace detail
+
+inline Watchdog::Watchdog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                          const WatchdogOptions& options)
+    : store_(store),
+      log_(std::make_shared<detail::CollectiveLog>()),
+      exceptions_(std::uncaught_exceptions()) {
+  TORCH_CHECK(store, "Watchdog: `store` is null; mezzo::rendezvous makes one");
+  detail::check_watchdog_arguments(rank, size, options);
+  threads_ = std::make_shared<detail::WatchdogThreads>(store->clone(), rank, size, options, log_);
+  threads_->start();
+}
+
+inline Watchdog::~Watchdog() {
+  if (std::uncaught_exceptions() > exceptions_) {
+    threads_->fail("an exception left the scope of its Watchdog (Watchdog::run quotes it)");
+  } else {
+    threads_->finish();
+  }
+  threads_->join();
+}
+
+inline c10::intrusive_ptr<c10d::Backend> Watchdog::watch(c10::intrusive_ptr<c10d::Backend> group) {
+  return c10::make_intrusive<detail::WatchedBackend>(
+      detail::checked(std::move(group), "Watchdog::watch"), log_);
+}
+
+inline void Watchdog::fail(const std::string& what) noexcept { threads_->fail(what); }
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
