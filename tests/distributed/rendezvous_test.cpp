@@ -90,6 +90,18 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
   again[0]->set("key", std::string("new"));
   EXPECT_EQ(again[1]->get_to_str("key"), "new");
   EXPECT_EQ(early->get_to_str("key"), "new");
+  // A rank that is slow does not miss a meeting that the next one follows at once.
+  std::vector<StorePtr> second(ranks.size());
+  std::vector<std::thread> threads;
+  for (std::size_t i = 0; i < ranks.size(); ++i) {
+    threads.emplace_back([&, i] {
+      for (int call = 0; call < 20; ++call) second[i] = mezzo::rendezvous(ranks[i], 20s);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  second[0]->set("key", std::string("last"));
+  EXPECT_EQ(second[1]->get_to_str("key"), "last");
+  EXPECT_EQ(second[2]->get_to_str("key"), "last");
 }
 
 }  // namespace

@@ -41,14 +41,15 @@ namespace detail {
 inline constexpr const char* kAgentServes = "mezzo/agent serves";
 
 /// Returns a prefix for the keys of the processes that are here now, when all of them have come; on
-/// the server, when all of them know. `store` may hold what earlier processes have written.
+/// rank 0, when all of them know, so that its next meeting is not taken for this one. `store` may
+/// hold what earlier processes have written.
 ///
 ///     rank 0:  set "rank 0" to a name that no process has had (the meeting)
 ///              wait for "meeting/r" of all ranks r, and set "meeting/all" to their values
 ///     rank r:  read the meeting, and set "meeting/r" to a name that no process has had
 ///              begin again unless "meeting/all" has that name: an earlier rank 0 may have left both
 inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& environment,
-                        bool is_server, std::chrono::steady_clock::time_point deadline) {
+                        std::chrono::steady_clock::time_point deadline) {
   using std::chrono::milliseconds;
   std::random_device random;
   const std::string own = c10::str(random(), '-', random());
@@ -104,7 +105,7 @@ inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& envir
     std::this_thread::sleep_for(pause);
   }
   store.set(meeting + "knows/" + std::to_string(environment.rank), std::string("1"));
-  if (is_server) wait_for_all("knows/");
+  if (is_first) wait_for_all("knows/");
   return meeting;
 }
 
@@ -125,8 +126,8 @@ inline c10::intrusive_ptr<c10d::Store> rendezvous(const ProcessGroupEnvironment&
   return detail::with_context(context, [&]() -> c10::intrusive_ptr<c10d::Store> {
     const auto served = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
     const auto all = c10::make_intrusive<c10d::PrefixStore>("mezzo", served);
-    auto store = c10::make_intrusive<c10d::PrefixStore>(
-        detail::meet(*all, environment, options.isServer, deadline), all);
+    auto store =
+        c10::make_intrusive<c10d::PrefixStore>(detail::meet(*all, environment, deadline), all);
     if (environment.has_agent_store) store->set(detail::kAgentServes, std::string("1"));
     return store;
   });
