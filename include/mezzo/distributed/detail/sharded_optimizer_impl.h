@@ -198,22 +198,28 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
   }
 }
 
+/// \throws c10::Error where `whole`, a parameter's slot, is another model's, or damaged
+inline void check_whole(ParamSlot& whole, const at::Tensor& parameter,
+                        const OptimizerWords& words) {
+  const auto kept = kept_tensors(whole);
+  for (std::size_t kind = 0; kind <= kMaxMoments; ++kind) {
+    if (kept[kind] == nullptr || !kept[kind]->defined()) continue;
+    check_shape_of(*kept[kind], kind == 0 ? "a master" : "a moment", parameter, words);
+    if (kind > 0) check_blocks(whole, static_cast<int>(kind) - 1, parameter, words);
+  }
+}
+
 /// Copies to `part` what `whole`, a parameter's slot, has of a slice.
-/// \throws c10::Error where `whole` is another parameter's, or damaged
 inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
-                     const ShardedWeights& weights, const OptimizerWords& words) {
+                     const ShardedWeights& weights) {
   part.count().set(whole.count().value());
   const at::Tensor& place = weights.place(slice.parameter);
-  const at::Tensor& parameter = weights.parameters()[slice.parameter];
   const auto from = kept_tensors(whole);
   const auto to = kept_tensors(part);
   for (std::size_t kind = 0; kind <= kMaxMoments; ++kind) {
     if (from[kind] == nullptr || !from[kind]->defined()) continue;
-    check_shape_of(*from[kind], kind == 0 ? "a master" : "a moment", parameter, words);
     at::Tensor own = *from[kind];
     if (kind > 0) {
-      const auto k = static_cast<int>(kind) - 1;
-      check_blocks(whole, k, parameter, words);
       const at::Tensor& scales = *from[kind + kMaxMoments];
       if (scales.defined() && same_layout(place, own)) {
         const int64_t blocks = blocks8_of(slice.weights.numel());
@@ -221,7 +227,7 @@ inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
                                       .to(place.device(), at::kFloat, /*non_blocking=*/false,
                                           /*copy=*/true);
       } else if (scales.defined()) {  // blocks of another order
-        own = moment_values(whole, k);
+        own = moment_values(whole, static_cast<int>(kind) - 1);
       }
     }
     const at::Tensor laid_out = in_layout_of(place, own);
@@ -551,13 +557,18 @@ void ShardedOptimizer<OptimizerType>::take_whole(detail::FiledOptimizer& read) c
     const auto& options = static_cast<const Options&>(read.param_groups()[group].options());
     check_storage(options.weight_storage());
   }
+  for (const at::Tensor& parameter : weights_.parameters()) {  // alike on all ranks
+    const auto found = read.state().find(parameter.unsafeGetTensorImpl());
+    if (found == read.state().end()) continue;
+    detail::check_whole(static_cast<State&>(*found->second), parameter, this->words());
+  }
   detail::FiledOptimizer parts;
   for (const detail::ShardSlice& slice : weights_.slices()) {
     const at::Tensor& parameter = weights_.parameters()[slice.parameter];
     const auto found = read.state().find(parameter.unsafeGetTensorImpl());
     if (found == read.state().end()) continue;
     auto part = std::make_unique<State>();
-    detail::cut_slot(static_cast<State&>(*found->second), *part, slice, weights_, this->words());
+    detail::cut_slot(static_cast<State&>(*found->second), *part, slice, weights_);
     parts.state()[found->first] = std::move(part);
   }
   for (const at::Tensor& parameter : weights_.parameters()) {
