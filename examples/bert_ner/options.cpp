@@ -23,6 +23,7 @@ constexpr std::array kPrecisions = {Precision::fp32,
                                     Precision::amp,
                                     Precision::bf16_split_master,
                                     Precision::bf16_stochastic,
+                                    Precision::bf16_stochastic_8bit,
                                     Precision::fp16};
 
 const Name& name_of(Precision precision) {
@@ -32,6 +33,7 @@ const Name& name_of(Precision precision) {
        {"amp", "amp dynamic scale"},
        {"bf16-split-master", "bf16 + split master"},
        {"bf16-stochastic", "bf16 + stochastic rounding"},
+       {"bf16-stochastic-8bit", "bf16 + stochastic, 8-bit moments"},
        {"fp16", "fp16 dynamic scale"}}};
   return names.at(static_cast<std::size_t>(precision));
 }
@@ -218,7 +220,7 @@ bool scales_loss(Precision precision) {
 }
 
 bool stores_bfloat16(Precision precision) {
-  return precision == Precision::bf16_split_master || precision == Precision::bf16_stochastic;
+  return Precision::bf16_split_master <= precision && precision <= Precision::bf16_stochastic_8bit;
 }
 
 void to_json(nlohmann::json& json, Precision precision) { json = flag_of(precision); }

@@ -13,7 +13,7 @@ namespace {
 mezzo::optim::WeightStorage weight_storage_of(Precision precision) {
   using mezzo::optim::WeightStorage;
   if (precision == Precision::bf16_split_master) return WeightStorage::split_master;
-  if (precision == Precision::bf16_stochastic) return WeightStorage::stochastic;
+  if (stores_bfloat16(precision)) return WeightStorage::stochastic;
   return WeightStorage::plain;
 }
 
@@ -22,22 +22,28 @@ BertForTokenClassification stored_as(Precision precision, BertForTokenClassifica
   return model;
 }
 
-/// Weights are decayed, biases and layer norms are not.
+/// Weights are decayed, biases and layer norms are not. Embeddings are a group of their own, for a
+/// rare word's moments would be lost beside a frequent word's in 8 bits.
 mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
                                    const TrainingOptions& options) {
-  std::vector<torch::Tensor> decayed, others;
-  for (const auto& parameter : model->parameters()) {
-    (parameter.dim() > 1 ? decayed : others).push_back(parameter);
+  using enum mezzo::optim::MomentStorage;
+  std::vector<torch::Tensor> decayed, embeddings, others;
+  for (const auto& item : model->named_parameters()) {
+    const bool is_embedding = item.key().find("_embeddings.") != std::string::npos;
+    (item.value().dim() < 2 ? others : is_embedding ? embeddings : decayed).push_back(item.value());
   }
-  const auto group = [&](std::vector<torch::Tensor> parameters, double weight_decay) {
+  const bool in_8_bits = options.precision == Precision::bf16_stochastic_8bit;
+  const auto group = [&](const auto& parameters, double weight_decay, auto moments) {
     auto adamw = std::make_unique<mezzo::optim::AdamWOptions>(options.learning_rate);
     adamw->weight_decay(weight_decay)
         .weight_storage(weight_storage_of(options.precision))
+        .moment_storage(in_8_bits ? moments : as_weights)
         .seed(options.seed);
-    return torch::optim::OptimizerParamGroup(std::move(parameters), std::move(adamw));
+    return torch::optim::OptimizerParamGroup(parameters, std::move(adamw));
   };
   return mezzo::optim::AdamW(
-      {group(std::move(decayed), options.weight_decay), group(std::move(others), 0)},
+      {group(embeddings, options.weight_decay, float32),
+       group(decayed, options.weight_decay, block8), group(others, 0, block8)},
       options.learning_rate);
 }
 
@@ -63,9 +69,8 @@ double label_weight_of(std::span<const Example> examples, std::span<const std::s
                        const std::vector<double>& class_weights) {
   double sum = 0;
   for (const auto position : positions) {
-    for (const auto label : examples[position].labels) {
+    for (const auto label : examples[position].labels)
       sum += class_weights[static_cast<std::size_t>(label)];
-    }
   }
   return sum;
 }
@@ -107,8 +112,8 @@ double Trainer::bytes_a_parameter() const {
     const auto found = states.find(parameter.unsafeGetTensorImpl());
     if (found == states.end()) continue;
     auto& state = static_cast<mezzo::optim::AdamWParamState&>(*found->second);
-    for (const auto& tensor : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()})
-      add(tensor);
+    for (const auto& kept : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()}) add(kept);
+    for (const auto& tensor : state.scales) add(tensor);
   }
   return bytes / parameters;
 }

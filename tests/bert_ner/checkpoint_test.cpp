@@ -141,7 +141,8 @@ TEST_F(Checkpoint, ARunResumesFromTheEndOfAnEpochToo) {
 }
 
 TEST_F(Checkpoint, KeepsWhatOptimizersKeepBesideWeightsOfBfloat16) {
-  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic}) {
+  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic,
+                               Precision::bf16_stochastic_8bit}) {
     const auto run = options(precision);
     auto in_one_go = run;
     in_one_go.save = folder(std::string(flag_of(precision)) + " straight").string();

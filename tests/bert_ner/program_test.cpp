@@ -66,6 +66,7 @@ TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
                            "\\| amp dynamic scale +\\| +0\\.01 \\| [^\n]* 65536 \\|\n"
                            "\\| bf16 . split master +\\| [^\n]* +14\\.0 \\| [^\n]*\n"
                            "\\| bf16 . stochastic rounding +\\| [^\n]* +8\\.0 \\| [^\n]*\n"
+                           "\\| bf16 . stochastic, 8-bit moments +\\| [^\n]*\n"
                            "(\\| fp16 dynamic scale +\\| [^\n]*\n)?"));
   const auto results = read_json(json);
   ASSERT_GE(results.at("rows").size(), 5U);

@@ -85,7 +85,8 @@ TEST(Training, LearnsInEveryPrecision) {
 }
 
 TEST(Training, LearnsWithParametersOfBfloat16) {
-  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic}) {
+  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic,
+                               Precision::bf16_stochastic_8bit}) {
     TinyTraining run(tiny_options(precision));
     EXPECT_EQ(run.trainer->model->classifier->weight.scalar_type(), torch::kBFloat16);
     const auto losses = run.train();
