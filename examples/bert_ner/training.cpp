@@ -42,7 +42,7 @@ mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
     return torch::optim::OptimizerParamGroup(parameters, std::move(adamw));
   };
   return mezzo::optim::AdamW(
-      {group(embeddings, options.weight_decay, float32),
+      {group(embeddings, options.weight_decay, as_weights),
        group(decayed, options.weight_decay, block8), group(others, 0, block8)},
       options.learning_rate);
 }

@@ -43,7 +43,8 @@ struct GradAllReduceOptions {
   bool error_feedback = false;
 
   /// With `error_feedback` and a loss scale that changes: a function that gives the scale which the
-  /// gradients carry, as a positive tensor of one element. Called once a pass, on autograd's thread:
+  /// gradients carry, as a positive tensor of one element. Called once a pass, on autograd's
+  /// thread:
   /// `.loss_scale = [&] { return scaler.scale(torch::ones({}, device)); }`
   std::function<at::Tensor()> loss_scale = nullptr;
 };
