@@ -639,6 +639,40 @@ TEST(Doctor, HoldsThreadsAgainstCores) {
                                                     "cpu", "1 thread and this process 2 cores"));
 }
 
+TEST(Doctor, SaysHowCublasAddsUpAndWhetherItRepeats) {
+  using mezzo::detail::blas_findings;
+  const c10::Device gpu(torch::kCUDA, 0);
+  const auto about = [&](const char* reason, FindingSeverity severity = FindingSeverity::note) {
+    return testing::ElementsAre(finding(severity, FindingTopic::blas, "cuda:0", reason));
+  };
+  EXPECT_TRUE(blas_findings({}, torch::kHalf, gpu).empty());
+  EXPECT_THAT(blas_findings({.is_deterministic = true}, torch::kHalf, gpu),
+              about("CUBLAS_WORKSPACE_CONFIG is not set", FindingSeverity::error));
+  EXPECT_THAT(blas_findings({.workspace = ":8:8", .is_deterministic = true}, torch::kHalf, gpu),
+              about("is \":8:8\"", FindingSeverity::error));
+  EXPECT_TRUE(
+      blas_findings({.workspace = ":16:8", .is_deterministic = true}, torch::kHalf, gpu).empty());
+  EXPECT_THAT(blas_findings({.workspace = ":4096:8"}, torch::kHalf, gpu),
+              about("products repeat to the bit"));
+  EXPECT_THAT(blas_findings({.adds_in_half = true, .adds_in_bfloat16 = true}, torch::kHalf, gpu),
+              about("in half: a sum above 65504"));
+  EXPECT_THAT(
+      blas_findings({.adds_in_half = true, .adds_in_bfloat16 = true}, torch::kBFloat16, gpu),
+      about("8 binary digits"));
+  EXPECT_THAT(blas_findings({.backend = at::BlasBackend::Cublaslt}, torch::kHalf, gpu),
+              about("Cublaslt"));
+}
+
+TEST(Doctor, ReadsWhatTheProcessTellsCublas) {
+  const auto adds_in_half = [] { return mezzo::detail::BlasSettings::of_process().adds_in_half; };
+  at::Context& context = at::globalContext();
+  const bool before = adds_in_half();
+  context.setAllowFP16ReductionCuBLAS(!before);
+  EXPECT_EQ(adds_in_half(), !before);
+  context.setAllowFP16ReductionCuBLAS(before);
+  EXPECT_EQ(adds_in_half(), before);
+}
+
 TEST(Doctor, HoldsTheMeasuredSpeedAgainstFloat32s) {
   Diagnosis diagnosis{.dtype = torch::kBFloat16};
   const auto measured = [&](bool native, double gflops) {

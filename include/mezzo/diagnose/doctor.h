@@ -52,6 +52,7 @@ enum class FindingTopic : std::uint8_t {
   accumulation,  ///< gradients of many micro-batches that are added up in 16 bits
   output,        ///< a result of 16 bits, which a loss outside of the region would be computed from
   updates,  ///< weights of 16 bits that an update of the learning rate's size leaves as they are
+  blas,     ///< on CUDA: how cuBLAS adds up in 16 bits, and whether its products repeat to the bit
 };
 
 /// "forward", "range", ...: the enumerator's own name.

@@ -120,9 +120,9 @@ inline std::string_view to_string(FindingSeverity severity) {
 }
 
 inline std::string_view to_string(FindingTopic topic) {
-  constexpr std::array<std::string_view, 10> names = {
-      "forward",    "range",   "hardware",     "weight_casts", "float32_ops",
-      "dimensions", "threads", "accumulation", "output",       "updates"};
+  constexpr std::array<std::string_view, 11> names = {
+      "forward", "range",        "hardware", "weight_casts", "float32_ops", "dimensions",
+      "threads", "accumulation", "output",   "updates",      "blas"};
   return names.at(static_cast<std::size_t>(topic));
 }
 

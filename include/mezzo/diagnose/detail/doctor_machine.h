@@ -9,12 +9,16 @@
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/doctor.h>
 
+#include <ATen/BlasBackend.h>
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdlib>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <thread>
@@ -108,8 +112,78 @@ inline std::optional<DoctorFinding> thread_finding(int threads, int cores) {
   return finding;
 }
 
-/// Times the hardware, where it is to be, and looks at threads.
+/// What libtorch tells cuBLAS, and what the environment does.
+struct BlasSettings {
+  std::string workspace{};  ///< CUBLAS_WORKSPACE_CONFIG; empty where it is not set
+  bool is_deterministic = false;
+  bool adds_in_half = false;  ///< partial sums of half products are added in half
+  bool adds_in_bfloat16 = false;
+  at::BlasBackend backend = at::BlasBackend::Default;
+
+  static BlasSettings of_process() {
+    at::Context& context = at::globalContext();
+    const char* const workspace = std::getenv("CUBLAS_WORKSPACE_CONFIG");
+    const auto reduces = [](auto option) {
+      return option == at::CuBLASReductionOption::AllowReducedPrecisionWithSplitK;
+    };
+    return {.workspace = workspace != nullptr ? workspace : "",
+            .is_deterministic = context.deterministicAlgorithms(),
+            .adds_in_half = reduces(context.allowFP16ReductionCuBLAS()),
+            .adds_in_bfloat16 = reduces(context.allowBF16ReductionCuBLAS()),
+            .backend = context.blasPreferredBackend()};
+  }
+};
+
+/// How cuBLAS computes the products of a run in `dtype` on `device`.
+inline std::vector<DoctorFinding> blas_findings(const BlasSettings& settings, at::ScalarType dtype,
+                                                c10::Device device) {
+  std::vector<DoctorFinding> findings;
+  const auto add = [&](FindingSeverity severity, std::string reason, std::string remedy) {
+    findings.push_back({.severity = severity,
+                        .topic = FindingTopic::blas,
+                        .where = c10::str(device),
+                        .reason = std::move(reason),
+                        .remedy = std::move(remedy)});
+  };
+  const bool repeats = settings.workspace == ":4096:8" || settings.workspace == ":16:8";
+  if (settings.is_deterministic && !repeats) {
+    add(FindingSeverity::error,
+        c10::str("deterministic algorithms are on, and CUBLAS_WORKSPACE_CONFIG is ",
+                 settings.workspace.empty() ? "not set" : "\"" + settings.workspace + "\"",
+                 ": libtorch refuses products whose bits may differ from run to run"),
+        "CUBLAS_WORKSPACE_CONFIG=:4096:8  // in the environment, before the program starts");
+  } else if (repeats && !settings.is_deterministic) {
+    add(FindingSeverity::note,
+        c10::str("CUBLAS_WORKSPACE_CONFIG is ", settings.workspace,
+                 ": products repeat to the bit, and other ops may not"),
+        "at::globalContext().setDeterministicAlgorithms(true, /*warn_only=*/false);");
+  }
+  if (dtype == at::kHalf && settings.adds_in_half) {
+    add(FindingSeverity::note,
+        "cuBLAS may add partial sums of half products in half: a sum above 65504 on the way is inf",
+        "at::globalContext().setAllowFP16ReductionCuBLAS(false);");
+  }
+  if (dtype == at::kBFloat16 && settings.adds_in_bfloat16) {
+    add(FindingSeverity::note,
+        "cuBLAS may add partial sums of bfloat16 products in bfloat16, which has 8 binary digits",
+        "at::globalContext().setAllowBF16ReductionCuBLAS(false);");
+  }
+  if (settings.backend != at::BlasBackend::Default) {
+    add(FindingSeverity::note,
+        c10::str("products go to ", at::BlasBackendToString(settings.backend),
+                 ", which the program or TORCH_BLAS_PREFER_CUBLASLT chose: speed and last bits are "
+                 "that library's"),
+        "");
+  }
+  return findings;
+}
+
+/// Times the hardware, where it is to be, and looks at threads, or at cuBLAS.
 inline void examine_machine(Diagnosis& diagnosis, bool measure) {
+  if (diagnosis.device.is_cuda()) {
+    auto findings = blas_findings(BlasSettings::of_process(), diagnosis.dtype, diagnosis.device);
+    std::move(findings.begin(), findings.end(), std::back_inserter(diagnosis.findings));
+  }
   if (!measure) return;
   diagnosis.speeds = measured_speeds(diagnosis.device);
   diagnosis.findings.push_back(hardware_finding(diagnosis));
