@@ -181,6 +181,7 @@ TEST(WeightCacheMemory, MayBeClearedWhileACastRuns) {
     what_linear_reads(weight);
     EXPECT_TRUE(cache.holds(weight, kBFloat16));
   }
+  to_clear = nullptr;
 }
 
 TEST(WeightCacheMemory, LeavesAStaleCopyToTheGraphThatReadsIt) {
