@@ -286,7 +286,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   __syncthreads();
   const BodyOfBlock<Body> step = of_block;
   streams.visit_blocks([&](int64_t at, int size) {
-    typename Streams::Packs packs{.size = size};
+    typename Streams::Packs packs;
+    packs.size = size;
     streams.template load<StepPass::whole>(at, packs);
     typename Streams::Scalar parameters[kStagedPack];
     MEZZO_UNROLL
@@ -329,7 +330,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   const BodyOfBlock<Body> step = of_block;
   LambNorms norms;
   streams.visit_blocks([&](int64_t at, int size) {
-    typename Streams::Packs packs{.size = size};
+    typename Streams::Packs packs;
+    packs.size = size;
     streams.template load<StepPass::learn>(at, packs);
     typename Streams::Scalar parameters[kStagedPack] = {};
     MEZZO_UNROLL
@@ -371,7 +373,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   __syncthreads();
   const BodyOfBlock<Body> step = of_block;
   streams.visit_blocks([&](int64_t at, int size) {
-    typename Streams::Packs packs{.size = size};
+    typename Streams::Packs packs;
+    packs.size = size;
     streams.template load<StepPass::move>(at, packs);
     typename Streams::Scalar parameters[kStagedPack];
     MEZZO_UNROLL
