@@ -216,11 +216,11 @@ TEST(Training, RatesRiseAndThenFallToZero) {
     run.trainer->schedule.set_applied_steps(applied_steps);
     return run.trainer->schedule.lrs();
   };
-  EXPECT_THAT(rate(0), ElementsAre(0.25, 0.25));  // 12 steps, 3 of them a warm-up
-  EXPECT_THAT(rate(2), ElementsAre(0.75, 0.75));
-  EXPECT_THAT(rate(3), ElementsAre(1, 1));
+  EXPECT_THAT(rate(0), ElementsAre(0.25, 0.25, 0.25));  // 12 steps, 3 of them a warm-up
+  EXPECT_THAT(rate(2), Each(0.75));
+  EXPECT_THAT(rate(3), Each(1));
   EXPECT_THAT(rate(6), Each(testing::DoubleEq(2.0 / 3)));
-  EXPECT_THAT(rate(12), ElementsAre(0, 0));
+  EXPECT_THAT(rate(12), Each(0));
 }
 
 }  // namespace

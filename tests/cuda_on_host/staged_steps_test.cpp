@@ -144,8 +144,8 @@ void step_on_cpu(std::vector<Member>& members, const Format& format, const StepC
     task.parameter_dtype = format.parameter;
     task.is_staged = true;
     task.parameter = !is_bare                                      ? StagedParameter::none
-                  : format.weights == WeightStorage::stochastic ? StagedParameter::stochastic
-                                                                : StagedParameter::nearest;
+                     : format.weights == WeightStorage::stochastic ? StagedParameter::stochastic
+                                                                   : StagedParameter::nearest;
     for (unsigned k = 0; k < kMaxMoments; ++k) task.scales[k] = scales_of<Rule>(member, k);
     task.use = {.factor = step.scale == 0 ? 1.0 : static_cast<double>(step.scale),
                 .copies_half = step.copies_half,

@@ -185,7 +185,7 @@ TEST(ComparePrecisions, CandidatesOfTheDeviceAllRun) {
   auto model = classifier();
   const auto comparison = mezzo::compare_precisions(
       model, kCrossEntropy, batches_of(4), {}, {.max_gradient_error = 1, .rank_causes = false});
-  ASSERT_EQ(comparison.rows.size(), 5);
+  ASSERT_EQ(comparison.rows.size(), 6);
   for (const PrecisionRow& row : comparison.rows) {
     EXPECT_EQ(row.failure, "") << row.setting.name;
     EXPECT_LT(row.gradient_error, 0.1) << row.setting.name;

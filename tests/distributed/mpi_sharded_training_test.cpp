@@ -600,8 +600,8 @@ TEST(ShardedTraining, ARankKeepsItsPartOfTheState) {
     const Counted counted = count_bytes(one.dtype, one.storage);
     EXPECT_EQ(counted.bytes.weights, one.weight_bytes * counted.elements) << one.name;
     EXPECT_EQ(counted.bytes.gradients, one.weight_bytes * counted.elements) << one.name;
-    // A bucket's end is padded to 64 bytes a rank, and each of the three to 64.
-    EXPECT_LE((counted.elements - kParameters) * one.weight_bytes, 64 * (ranks->getSize() + 3));
+    // A bucket's end is padded to 1,024 bytes a rank, and each of the three to 1,024.
+    EXPECT_LE((counted.elements - kParameters) * one.weight_bytes, 1024 * (ranks->getSize() + 3));
     const at::Tensor state = at::tensor({counted.bytes.state});
     all_reduce(ranks, state, ReduceOp::SUM);
     EXPECT_EQ(state.item<int64_t>(), one.state_bytes * kParameters)

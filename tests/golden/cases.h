@@ -422,7 +422,7 @@ void take_step(const std::vector<Tensor>& parameters, mezzo::GradScaler& scaler,
     scaler.update();
   }
   of.after_step(step);
-  if (norm.defined()) hashes.results.add(norm);
+  // `norm` is libtorch's, whose last bit depends on the processor.
   if (result.has_value()) {
     add_result(*result, hashes.results);
     hashes.scales.add(scaler.get_scale());
