@@ -24,7 +24,8 @@ install(FILES "${PROJECT_SOURCE_DIR}/LICENSE" DESTINATION "${CMAKE_INSTALL_DATAD
 if(PROJECT_IS_TOP_LEVEL)
   set(CPACK_GENERATOR DEB)
   set(CPACK_PACKAGING_INSTALL_PREFIX /usr)
-  set(CPACK_PACKAGE_CONTACT "The authors of mezzo <OWNER@users.noreply.github.com>")  # a placeholder, as the address
+  string(REGEX REPLACE "^https://([^/]+)/([^/]+)/.*$" "\\2@users.noreply.\\1" mezzo_mail "${PROJECT_HOMEPAGE_URL}")
+  set(CPACK_PACKAGE_CONTACT "The authors of mezzo <${mezzo_mail}>")
   set(CPACK_DEBIAN_PACKAGE_HOMEPAGE "${PROJECT_HOMEPAGE_URL}")
   set(CPACK_DEBIAN_PACKAGE_DEPENDS "g++ (>= 4:12) | clang (>= 1:14)")
   set(CPACK_PACKAGE_DESCRIPTION_SUMMARY "${PROJECT_DESCRIPTION}")

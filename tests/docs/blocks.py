@@ -3,8 +3,8 @@
 
     blocks.py OUTPUT_FOLDER ROOT PAGE...
 
-Each ```cpp block becomes a function that is compiled and never called; a block that begins with a class, a template or a
-function becomes a namespace. What a page leaves out, such as `model` and `loader`, is declared in prelude.h beside this
+Each ```cpp block, and the new side of each ```diff block, becomes a function that is compiled and never called; a block that
+begins with a class, a template or a function becomes a namespace. What a page leaves out, such as `model` and `loader`, is declared in prelude.h beside this
 script, and a line of three dots is dropped. `#line` makes the compiler name page and line. Blocks that need MPI go to
 blocks_mpi.cpp; the others are spread over blocks_1.cpp and blocks_2.cpp, page by page, about evenly.
 """
@@ -22,14 +22,16 @@ UNITS = 2
 
 
 def blocks_of(page):
-    """(number of its first line, lines) of each C++ block."""
+    """(number of its first line, lines) of each C++ block; lines that a diff removes are empty."""
     found, language, first, lines = [], None, 0, []
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         fence = FENCE.match(line)
         if language is None and fence:
             language, first, lines = fence[1], number + 1, []
         elif language is not None and line.startswith("```"):
-            if language == "cpp":
+            if language == "diff":
+                lines = ["" if line.startswith("-") else line[1:] for line in lines]
+            if language in ("cpp", "diff"):
                 found.append((first, lines))
             language = None
         elif language is not None:

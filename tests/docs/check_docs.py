@@ -2,8 +2,8 @@
 """Checks that the documentation keeps what it promises.
 
     check_docs.py links ROOT       every link inside the repository leads somewhere, headings included
-    check_docs.py readme ROOT      the README has at most 120 lines and begins with code, the guide's; the citation has the
-                                   present version
+    check_docs.py readme ROOT      the README has at most 120 lines and begins with code; it and docs/install.md clone from the
+                                   address in CMakeLists.txt, and the citation has the present version
     check_docs.py status ROOT      the README's table of what works where has the rows of tests/compat/results.md, and
                                    docs/install.md begins with the versions of libtorch in it
     check_docs.py errors ROOT      docs/errors.md has every message that a header can throw
@@ -60,13 +60,13 @@ def check_readme(root):
     lines = text.count("\n")
     if lines > MOST_LINES:
         faults.append(f"README.md has {lines} lines; it has at most {MOST_LINES}: move what is over to docs/")
-    guide = (root / "docs/guide.md").read_text(encoding="utf-8")
-    first = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
-    if not first or text[:first.start()].count("\n") > 6:
+    if "```diff\n" not in text or text[:text.index("```diff\n")].count("\n") > 6:
         faults.append("README.md: its first screen has no code")
-    elif [line.split("  //")[0] for line in first[1].splitlines()] != re.search(r"```diff\n(.*?)```", guide,
-                                                                          re.DOTALL)[1].splitlines():
-        faults.append("README.md: its first lines of code are not those of docs/guide.md")
+    address = re.search(r'HOMEPAGE_URL "(.+?)"', (root / "CMakeLists.txt").read_text(encoding="utf-8"))[1]
+    for name in ("README.md", "docs/install.md"):
+        cloned = set(re.findall(r"(?:git clone|GIT_REPOSITORY) (\S+)", (root / name).read_text(encoding="utf-8")))
+        if cloned != {address}:
+            faults.append(f"{name} clones from {sorted(cloned)}; CMakeLists.txt has {address}")
     version = re.findall(r"define MEZZO_VERSION_[A-Z]+ (\d+)", (root / "include/mezzo/base/version.h").read_text())
     if f"version: {'.'.join(version)}\n" not in (root / "CITATION.cff").read_text(encoding="utf-8"):
         faults.append(f"CITATION.cff: its version is not {'.'.join(version)}")
