@@ -254,7 +254,7 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
   }
   EXPECT_EQ(first[10],
             "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32.0 (step 11 "
-            "in a row that was skipped; of further ones every 1000th is told): no loss scale cures "
+            "in a row that was skipped; from here on one in 1000 is printed): no loss scale cures "
             "an inf or NaN in the data, the loss or the weights; mezzo::DivergenceWatch "
             "(mezzo/diagnose.h) tells which it is");
   scaler.update(65536.0);

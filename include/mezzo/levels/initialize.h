@@ -271,7 +271,7 @@ requires(!std::convertible_to<Models, ModelList> ||
 
 /// Saves `state_dict` to an archive: `torch::save(amp, path)`.
 template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
+requires(std::same_as<Archive, torch::serialize::OutputArchive>) Archive& operator<<(
     Archive& archive, const Amp& amp) {
   for (const auto& [key, entry] : amp.state_dict()) {
     Archive nested(archive.compilation_unit());

@@ -3,7 +3,7 @@
 /// and how many the group has.
 ///
 ///     for (auto& batch : mezzo::accumulate(*loader, 4)) {
-///       auto loss = mezzo::autocast([&] { return criterion(model->forward(batch.data), batch.target); });
+///       auto loss = mezzo::autocast(setting, [&] { return criterion(net(batch.data), batch.target); });
 ///       scaler.scale(batch.divide(loss)).backward();
 ///       if (!batch.is_last()) continue;
 ///       scaler.step(optimizer);
@@ -138,9 +138,9 @@ class Accumulation {
 /// batch of the loader's with `is_last()` and `divide(loss)` beside its own members. The last group
 /// of an epoch may have fewer, and its losses are divided by as many as it has.
 ///
-/// A group is read at once: it takes the memory of its batches, where the loader made them. So save
-/// the place in the data (a checkpoint) after a step, when all that was read has been trained on.
-/// Micro-batches count alike, whatever their size: of a smaller last one each sample weighs more.
+/// A group is read at once: it takes the memory of its batches, where the loader made them. Save
+/// the position in the data (a checkpoint) after a step, when all batches that were read have been
+/// trained on. All micro-batches have the same weight, so the samples of a smaller one weigh more.
 ///
 /// \param loader  a torch::data loader, or a range of batches; it must outlive the loop
 /// \throws c10::Error unless micro_batches is positive

@@ -41,7 +41,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// gradients and one of the accumulated, and memory for both.
 ///
 /// Where ranks reduce gradients, call it for the micro-batches before the last, under `no_sync()`,
-/// and call `backward()` of the last one as ever.
+/// and call `backward()` of the last one as usual.
 ///
 /// \param parameters  every parameter that `backward` may reach
 /// \param backward  computes the loss of the micro-batch and runs its backward pass

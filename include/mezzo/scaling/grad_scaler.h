@@ -69,7 +69,7 @@ class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
   using StateDict = std::map<std::string, double>;
-  /// A function that is told of a skipped step: see `on_skip`.
+  /// The function that `on_skip` takes; it is called after each skipped step.
   using SkipCallback = std::function<void(const SkippedStep&)>;
 
   /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled

@@ -156,14 +156,14 @@ class FolderLock {
  public:
   enum class Outcome { held, taken_by_another, not_offered };
 
-  /// Takes the lock, unless this object holds it: before each save, for in the meantime the folder
-  /// or its lock may have been removed, and a forked child has its parent's lock only by name. The
-  /// lock goes when the object does, also by a kill.
+  /// Takes the lock, unless this object holds it. Call it before each save: in the meantime the
+  /// folder or its lock may have been removed, and a forked child does not hold its parent's lock.
+  /// The destructor, or the end of the process, releases the lock.
   Outcome hold(const FileCalls& calls, const std::filesystem::path& folder) {
     const auto path = folder / ".lock";
     if (is_held() && process_ == ::getpid() && is_of(path)) return Outcome::held;
     do {
-      file_ = OpenFile();  // closed first: of a child's two descriptors the old one has the lock
+      file_ = OpenFile();  // closed before the next open: a child's old descriptor has the lock
       file_ = OpenFile(calls, path, O_RDWR | O_CREAT);
       TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
       if (::flock(file_.descriptor(), LOCK_EX | LOCK_NB) != 0) {

@@ -187,7 +187,7 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
       continue;
     } catch (const c10::Error&) {
       if (detail::is_there(name.path)) throw;
-      return load_newest(state, options);  // who saves has removed it: there is a newer one
+      return load_newest(state, options);  // the writer removed it: there is a newer one
     }
     detail::apply_parts(name.path.string(), std::move(decoded.pending));
     for (const std::string& note : decoded.notes) warn(name.path.string() + ": " + note);

@@ -112,9 +112,7 @@ class OptimizerPart final : public ArchivePart {
     optimizer_.save(archive);
   }
   void take(torch::serialize::InputArchive& archive) const override {
-    optimizer_.optimizer()
-        .state()
-        .clear();  // of what the file has no state there is none; load would keep it
+    optimizer_.optimizer().state().clear();  // otherwise load keeps states that the file lacks
     optimizer_.load(archive);
   }
 

@@ -99,13 +99,13 @@ inline void tell_of_skip(const SkippedStep& skipped) {
   if (times > each && times % kRarely != 0) return;
   std::string line = skipped.message();
   if (is_at_floor) {
-    line += ", below which it does not fall (step " + std::to_string(times) +
-            " in a row that was skipped there; of further ones every " + std::to_string(kRarely) +
-            "th is told): look for an inf or NaN in the data, the loss or the weights";
+    line += ", the lowest allowed (step " + std::to_string(times) +
+            " in a row that was skipped there; from here on one in " + std::to_string(kRarely) +
+            " is printed): look for an inf or NaN in the data, the loss or the weights";
   } else if (times > kAsAStart) {
-    line += " (step " + std::to_string(times) +
-            " in a row that was skipped; of further ones every " + std::to_string(kRarely) +
-            "th is told): no loss scale cures an inf or NaN in the data, the loss or the weights; "
+    line += " (step " + std::to_string(times) + " in a row that was skipped; from here on one in " +
+            std::to_string(kRarely) +
+            " is printed): no loss scale cures an inf or NaN in the data, the loss or the weights; "
             "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is";
   }
   std::cerr << line + "\n";
@@ -219,7 +219,7 @@ MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, f
   if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
 }
 
-/// Notes a skip that only the device knows of: `on_skip` is told once the letter arrives.
+/// Notes a skip that only the device knows of: `on_skip` is called once the letter has arrived.
 MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
   const at::Tensor& scale = scale_.original();
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());

@@ -79,8 +79,8 @@ class SetAside {
   }
 
  private:
-  /// Returns `gradient`, or a copy of it where others share its memory, as of a view into a bucket:
-  /// the next backward pass writes there.
+  /// Returns `gradient`, or a copy of it if other tensors share its memory: the next backward pass
+  /// writes into the memory of a bucket.
   static at::Tensor kept(const at::Tensor& gradient) {
     const bool shares_memory = gradient.defined() && gradient.layout() == at::kStrided &&
                                gradient.has_storage() && gradient.storage().use_count() > 1;

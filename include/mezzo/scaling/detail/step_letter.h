@@ -253,7 +253,7 @@ class LetterPool {
   std::vector<std::shared_ptr<StepLetter>> letters_;
 };
 
-/// Iterations whose letters are under way, in order: what `on_skip` is still to be told.
+/// Iterations whose letters are under way, in order; `on_skip` has yet to be called for them.
 class PendingLines {
  public:
   /// Adds the letters of one iteration; the last also carries the next scale.
