@@ -118,7 +118,8 @@ void load_weights(nn::Module& model, const std::filesystem::path& path) {
   const std::string file = read_file(path);
   uint64_t length = 0;
   if (file.size() >= 8) std::memcpy(&length, file.data(), 8);
-  TORCH_CHECK(length > 0 && length < file.size() - 8, path, " is no safetensors file, or cut off");
+  TORCH_CHECK(length > 0 && length < file.size() - 8, path,
+              " is not a safetensors file, or is cut off");
   const json header = json::parse(file.substr(8, length));
   const std::string_view data = std::string_view(file).substr(8 + length);
   for (auto& parameter : model.named_parameters()) {

@@ -36,8 +36,9 @@ void check(const Row& row, const std::string& where) {
                      "; write \"word<TAB>tag\", or leave the line blank between sentences");
   }
   if (!is_bio(row.tag)) {
-    throw InputError(where + ": \"" + std::string(row.tag) +
-                     "\" is no BIO tag; write O, B-TYPE or I-TYPE (convert other schemes first)");
+    throw InputError(
+        where + ": \"" + std::string(row.tag) +
+        "\" is not a BIO tag; write O, B-TYPE or I-TYPE (convert other schemes first)");
   }
 }
 

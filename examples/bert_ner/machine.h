@@ -21,8 +21,8 @@ torch::Device find_device(const std::string& name);
 void set_threads(int threads, int processes = 1);
 
 /// Sets ONEDNN_PRIMITIVE_CACHE_CAPACITY, GOMP_SPINCOUNT and malloc's thresholds, unless the user
-/// has set them (README.md, "Peak memory"). Call it before the first op and before other threads
-/// run. libgomp reads its variable when it is loaded, so it holds in the rows of the table.
+/// has set them (benchmarks/results/bert_ner.md). Call it before the first op and before other
+/// threads run. libgomp reads its variable when it is loaded, so it holds in the rows of the table.
 void set_library_defaults();
 
 /// Whether this device has instructions for float16 products.

@@ -119,7 +119,7 @@ Json config_with_labels(Json config, const Labels& labels) {
 ModelFiles read_model_files(const fs::path& folder) {
   if (!fs::is_directory(folder)) {
     throw InputError(folder.string() +
-                     ": is no folder; point to one with config.json, vocab.txt and "
+                     ": is not a folder; point to one with config.json, vocab.txt and "
                      "model.safetensors");
   }
   ModelFiles files{folder, read_json(folder / "config.json"), {}};

@@ -18,13 +18,9 @@ struct Name {
   std::string flag, title;
 };
 
-constexpr std::array kPrecisions = {Precision::fp32,
-                                    Precision::amp_no_scale,
-                                    Precision::amp,
-                                    Precision::bf16_split_master,
-                                    Precision::bf16_stochastic,
-                                    Precision::bf16_stochastic_8bit,
-                                    Precision::fp16};
+using enum Precision;
+constexpr std::array kPrecisions = {
+    fp32, amp_no_scale, amp, bf16_split_master, bf16_stochastic, bf16_stochastic_8bit, fp16};
 
 const Name& name_of(Precision precision) {
   static const std::array<Name, kPrecisions.size()> names{
@@ -215,12 +211,10 @@ std::span<const Precision> all_precisions() { return kPrecisions; }
 const std::string& flag_of(Precision precision) { return name_of(precision).flag; }
 const std::string& title_of(Precision precision) { return name_of(precision).title; }
 
-bool scales_loss(Precision precision) {
-  return precision == Precision::amp || precision == Precision::fp16;
-}
+bool scales_loss(Precision precision) { return precision == amp || precision == fp16; }
 
 bool stores_bfloat16(Precision precision) {
-  return Precision::bf16_split_master <= precision && precision <= Precision::bf16_stochastic_8bit;
+  return bf16_split_master <= precision && precision <= bf16_stochastic_8bit;
 }
 
 void to_json(nlohmann::json& json, Precision precision) { json = flag_of(precision); }

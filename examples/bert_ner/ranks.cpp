@@ -83,8 +83,7 @@ Ranks::Job Ranks::join_with_nccl() {
   throw InputError(
       "--distributed: torchrun's processes talk through NCCL, which this program was built "
       "without; install its headers beside a CUDA libtorch, configure and build again, or use "
-      "mpirun and "
-      "--device cpu");
+      "mpirun and --device cpu");
 }
 
 #endif

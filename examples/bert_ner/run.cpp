@@ -27,7 +27,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Lengths of batches are rounded up to a multiple of it (README.md, "Peak memory").
+/// Lengths of batches are rounded up to a multiple of this (benchmarks/results/bert_ner.md).
 constexpr int64_t kLengthMultiple = 8;
 
 /// The start of a run: a model, or a checkpoint.

@@ -51,7 +51,8 @@ template <class Fail>
 std::string_view header_of(std::string_view file, const Fail& fail) {
   if (file.size() <= kLengthBytes || file[kLengthBytes] != '{') {
     fail(
-        "is too short, or has no JSON object in its place, so it is no safetensors file; convert a "
+        "is too short, or has no JSON object in its place, so it is not a safetensors file; "
+        "convert a "
         "PyTorch pickle with safetensors.torch.save_file(torch.load(FILE, weights_only=True), "
         "\"model.safetensors\"), and fetch what a Git LFS pointer stands for with `git lfs pull`");
   }
@@ -142,7 +143,7 @@ std::vector<Entry> read_header(const std::string& origin, std::string_view file,
 torch::Tensor map_file(const std::filesystem::path& path) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error)) {
-    throw InputError(path.string() + ": is no regular file; give the path of a file");
+    throw InputError(path.string() + ": is not a regular file; give the path of a file");
   }
   const auto size = static_cast<std::int64_t>(std::filesystem::file_size(path));
   if (size == 0) return torch::empty({0}, torch::kUInt8);

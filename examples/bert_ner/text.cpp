@@ -103,7 +103,7 @@ std::string read_file(const fs::path& path) {
   std::error_code error;
   const auto status = fs::status(path, error);
   if (fs::exists(status) && !fs::is_regular_file(status)) {
-    throw InputError(path.string() + ": is no regular file; give the path of a file");
+    throw InputError(path.string() + ": is not a regular file; give the path of a file");
   }
   std::ifstream file(path, std::ios::binary);
   if (file) return {std::istreambuf_iterator<char>(file), {}};
@@ -161,7 +161,7 @@ nlohmann::json parse_json(std::string_view text, const std::string& origin) {
   } catch (const nlohmann::json::exception& error) {  // "[json.exception.ID] what and where"
     constexpr std::size_t kShown = 160;
     const std::string_view what = error.what();
-    throw InputError(origin + ": is no valid JSON (" +
+    throw InputError(origin + ": is not valid JSON (" +
                      std::string(what.substr(what.find(' ') + 1, kShown)) +
                      "); correct it or fetch the file again");
   }

@@ -41,11 +41,11 @@ std::string to_utf8(std::u32string_view text);
 /// "FILE:LINE", the opening of an error message.
 std::string place(const std::filesystem::path& path, std::size_t line);
 
-/// A whole file. \throws InputError if it cannot be opened or is no regular file
+/// A whole file. \throws InputError if it cannot be opened or is not a regular file
 std::string read_file(const std::filesystem::path& path);
 
 /// Calls `take(line, number)` for each line of a UTF-8 file, numbered from 1, without "\n" or
-/// "\r\n" and without a byte order mark. \throws InputError, with the line where it is no UTF-8
+/// "\r\n" and without a byte order mark. \throws InputError, with the line where it is not UTF-8
 void for_each_line(const std::filesystem::path& path,
                    const std::function<void(std::string_view, std::size_t)>& take);
 

@@ -25,10 +25,10 @@ inline c10::IValue read_python_file(const std::string& path) {
 
 /// Returns the value under `key` of a Python dict. \throws c10::Error if there is none
 inline c10::IValue python_item(const c10::IValue& dict, const c10::IValue& key) {
-  TORCH_CHECK(dict.isGenericDict(), "this is no dict, and should have ", key);
+  TORCH_CHECK(dict.isGenericDict(), "this is not a dict, and should have ", key);
   const auto items = dict.toGenericDict();
   const auto found = items.find(key);
-  TORCH_CHECK(found != items.end(), "this is no AdamW's state_dict: it lacks ", key);
+  TORCH_CHECK(found != items.end(), "this is not an AdamW's state_dict: it lacks ", key);
   return found->value();
 }
 

@@ -75,7 +75,7 @@ TEST_F(ConllFile, IsRefusedWithTheLineThatLacksAColumn) {
 TEST_F(ConllFile, IsRefusedWithTheLineOfATagThatIsNotBio) {
   for (const std::string tag : {"S-LOC", "E-LOC", "B", "B-", "I-", "o", "LOC", "0", "b-LOC"}) {
     EXPECT_TRUE(error_of("a\tO\nRio\t" + tag + "\n")
-                    .starts_with("text.conll:2: \"" + tag + "\" is no BIO tag; write O, "))
+                    .starts_with("text.conll:2: \"" + tag + "\" is not a BIO tag; write O, "))
         << error_of("a\tO\nRio\t" + tag + "\n");
   }
 }

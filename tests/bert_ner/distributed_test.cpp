@@ -183,7 +183,7 @@ TEST_F(Distributed, SaysOnceWhatAllRanksFindWrong) {
                    {"bert_ner: rank 0: The", "--no-such-flag"});
   expect_one_error(run_ranks(2, {"--model", (scratch_ / "nowhere").string(), "--data", corpus_,
                                  "--precision", "amp"}),
-                   1, {"nowhere: is no folder"});
+                   1, {"nowhere: is not a folder"});
 }
 
 TEST_F(Distributed, EndsAllRanksWithTheErrorOfTheOneThatFails) {

@@ -189,12 +189,13 @@ TEST(ModelFiles, RefusesWhatIsNoFileInTheVocabularysPlace) {
   std::filesystem::remove(folder / "vocab.txt");
   ASSERT_EQ(mkfifo((folder / "vocab.txt").c_str(), 0600), 0);  // nobody will write to it
   EXPECT_THAT(error_of([&] { read_model_files(folder); }),
-              HasSubstr("vocab.txt: is no regular file"));
+              HasSubstr("vocab.txt: is not a regular file"));
 }
 
 TEST(ModelFiles, SaysWhatIsMissing) {
   const ScratchFolder scratch;
-  EXPECT_THAT(error_of([&] { read_model_files(scratch / "nowhere"); }), HasSubstr("is no folder"));
+  EXPECT_THAT(error_of([&] { read_model_files(scratch / "nowhere"); }),
+              HasSubstr("is not a folder"));
   const auto folder = copy_tiny_bert(scratch);
   std::filesystem::remove(folder / "model.safetensors");
   EXPECT_THAT(load_error(folder),

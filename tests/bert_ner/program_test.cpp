@@ -223,7 +223,7 @@ TEST_F(Program, SaysWhatIsWrongWithAModel) {
   const auto with_model = [&](const fs::path& model) {
     return Arguments{"--model", model.string(), "--data", corpus_.string(), "--precision", "amp"};
   };
-  expect_failure(run(with_model(scratch_ / "nowhere")), 1, {"nowhere", "is no folder"});
+  expect_failure(run(with_model(scratch_ / "nowhere")), 1, {"nowhere", "is not a folder"});
 
   const auto truncated = test::copy_tiny_bert(scratch_, "truncated");
   fs::resize_file(truncated / "model.safetensors", 5000);
@@ -263,7 +263,7 @@ TEST_F(Program, FailsWhenItsOutputIsLost) {
 
 TEST_F(Program, SaysOnceWhatStoppedItsRows) {
   expect_failure(run({"--model", (scratch_ / "nowhere").string(), "--data", corpus_.string()}), 1,
-                 {"nowhere: is no folder"});
+                 {"nowhere: is not a folder"});
 }
 
 TEST_F(Program, PrintsItsResultsForProgramsToo) {

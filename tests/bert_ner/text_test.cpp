@@ -37,9 +37,9 @@ TEST(JsonFile, IsRefusedIfAKeyStandsTwiceInOneObject) {
 
 TEST(JsonFile, IsRefusedWithTheLineOfAMistake) {
   EXPECT_TRUE(error_of("{\n\"a\": 1,\n\"b\" 2}")
-                  .starts_with("config.json: is no valid JSON (parse error at line 3, column 5"))
+                  .starts_with("config.json: is not valid JSON (parse error at line 3, column 5"))
       << error_of("{\n\"a\": 1,\n\"b\" 2}");
-  EXPECT_TRUE(error_of("").starts_with("config.json: is no valid JSON (parse error at line 1"));
+  EXPECT_TRUE(error_of("").starts_with("config.json: is not valid JSON (parse error at line 1"));
   EXPECT_TRUE(error_of("{\n\"\xC3\x28\"}").find("line 2, column 3") != std::string::npos);
   EXPECT_TRUE(error_of("{\n\"\xC3\x28\"}").find("ill-formed UTF-8") != std::string::npos);
 }
