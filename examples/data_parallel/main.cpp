@@ -18,66 +18,27 @@
 
 namespace {
 
-constexpr int kEpochs = 8;
-constexpr int64_t kSamples = 1024;
-constexpr int kBatchSize = 64;  // of all ranks together
-
 using Group = c10::intrusive_ptr<c10d::Backend>;
 
-/// Waits until `tensor` is the reduction of all ranks' tensors.
-void all_reduce(const Group& world, const torch::Tensor& tensor, c10d::ReduceOp::RedOpType op) {
-  std::vector<torch::Tensor> tensors = {tensor};
+struct Samples : torch::data::Dataset<Samples> {
+  Samples(torch::Tensor of_inputs, torch::Tensor of_targets)
+      : inputs(std::move(of_inputs)), targets(std::move(of_targets)) {}
+  torch::data::Example<> get(std::size_t i) override {
+    const auto row = static_cast<int64_t>(i);
+    return {inputs[row], targets[row]};
+  }
+  torch::optional<std::size_t> size() const override { return inputs.size(0); }
+  torch::Tensor inputs, targets;
+};
+
+/// Returns the sum or the maximum of all ranks' tensors. All ranks have to call it.
+torch::Tensor reduced(const torch::Tensor& tensor, const Group& world,
+                      c10d::ReduceOp::RedOpType op) {
+  std::vector<torch::Tensor> tensors = {tensor.detach().clone()};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
   world->allreduce(tensors, options)->wait();
-}
-
-struct Batch {
-  torch::Tensor input, target;
-};
-
-/// The data. In each epoch each rank gets another part of the same size, as from Python's
-/// DistributedSampler.
-class RankedData {
- public:
-  RankedData(Batch all, const Group& world)
-      : all_(std::move(all)),
-        batch_size_(static_cast<std::size_t>(kBatchSize / world->getSize())),
-        sampler_(static_cast<std::size_t>(all_.input.size(0)),
-                 static_cast<std::size_t>(world->getSize()),
-                 static_cast<std::size_t>(world->getRank())) {}
-
-  void begin_epoch(int epoch) {
-    sampler_.set_epoch(static_cast<std::size_t>(epoch));  // a new division, the same on all ranks
-    sampler_.reset();
-  }
-  /// Returns the next batch; none at the end of the epoch, which comes after the same number of
-  /// batches on all ranks.
-  std::optional<Batch> next() {
-    const auto chosen = sampler_.next(batch_size_);
-    if (!chosen) return std::nullopt;
-    const auto indices = torch::tensor(std::vector<int64_t>(chosen->begin(), chosen->end()));
-    return Batch{all_.input.index_select(0, indices), all_.target.index_select(0, indices)};
-  }
-
- private:
-  Batch all_;
-  std::size_t batch_size_;
-  torch::data::samplers::DistributedRandomSampler sampler_;
-};
-
-double mean_over_ranks(const torch::Tensor& loss, const Group& world) {
-  const auto sum = loss.detach().clone();
-  all_reduce(world, sum, c10d::ReduceOp::SUM);
-  return sum.item<double>() / world->getSize();
-}
-
-bool is_alike_on_all_ranks(const torch::Tensor& tensor, const Group& world) {
-  const auto largest = tensor.detach().clone();
-  all_reduce(world, largest, c10d::ReduceOp::MAX);
-  const auto differs = torch::tensor(torch::equal(largest, tensor) ? 0 : 1);
-  all_reduce(world, differs, c10d::ReduceOp::MAX);
-  return differs.item<int>() == 0;
+  return tensors[0];
 }
 
 }  // namespace
@@ -85,11 +46,14 @@ bool is_alike_on_all_ranks(const torch::Tensor& tensor, const Group& world) {
 int main() {
   const mezzo::MpiEnvironment mpi;
   const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+  const auto ranks = static_cast<std::size_t>(world->getSize());
 
   torch::manual_seed(0);  // all ranks have the same data, and each takes a part of it
   const auto teacher = torch::randn({16, 4});  // which class each input belongs to
-  const auto inputs = torch::randn({kSamples, 16});
-  RankedData data({inputs, inputs.mm(teacher).argmax(1)}, world);
+  const auto inputs = torch::randn({1024, 16});
+  const Samples samples(inputs, inputs.mm(teacher).argmax(1));
+  torch::data::samplers::DistributedRandomSampler sampler(
+      1024, ranks, static_cast<std::size_t>(world->getRank()));
   torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
                               torch::nn::Linear(64, 4));
 
@@ -97,41 +61,35 @@ int main() {
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   mezzo::GradScaler scaler;
 
-  const auto backward = [&](const Batch& batch) {
+  double first = 0, last = 0;
+  for (std::size_t epoch = 0; epoch < 8; ++epoch) {
+    sampler.set_epoch(epoch);  // a new division, the same on all ranks
+    auto data = samples;
+    auto loader = torch::data::make_data_loader(data.map(torch::data::transforms::Stack<>()),
+                                                sampler, 64 / ranks);
     torch::Tensor loss;
-    {
-      mezzo::Autocast<torch::kCPU> autocast;
-      loss = torch::nn::functional::cross_entropy(ddp(batch.input), batch.target);
-    }
-    scaler.scale(loss / 2).backward();  // two micro-batches a step
-    return loss;
-  };
-
-  torch::Tensor first_loss, loss;  // of this rank
-  for (int epoch = 0; epoch < kEpochs; ++epoch) {
-    data.begin_epoch(epoch);
-    while (const auto first = data.next()) {
-      const auto second = data.next();
-      if (!second) break;
-      optimizer.zero_grad();
-      {
-        const auto no_sync = ddp.no_sync();  // all micro-batches but the last only accumulate
-        backward(*first);
-      }
-      loss = backward(*second);                   // and this one sums over the ranks
+    for (auto& batch : mezzo::accumulate(*loader, 2)) {
+      std::optional<mezzo::GradBuckets::NoSync> no_sync;
+      if (!batch.is_last()) no_sync.emplace(ddp.no_sync());  // the last one adds the ranks up
+      loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+        return torch::nn::functional::cross_entropy(ddp(batch.data), batch.target);
+      });
+      scaler.scale(batch.divide(loss)).backward();
+      if (!batch.is_last()) continue;
       scaler.step(optimizer, {.max_norm = 1.0});  // or skips, on all ranks alike
       scaler.update();
-      if (!first_loss.defined()) first_loss = loss.detach();
+      optimizer.zero_grad();
     }
-    const double mean = mean_over_ranks(loss, world);  // all ranks call it: it is a collective
+    last = reduced(loss, world, c10d::ReduceOp::SUM).item<double>() / static_cast<double>(ranks);
+    if (epoch == 0) first = last;
     if (world->getRank() == 0) {
-      std::printf("epoch %d  loss %.3f  scale %g\n", epoch + 1, mean, scaler.get_scale());
+      std::printf("epoch %zu  loss %.3f  scale %g\n", epoch + 1, last, scaler.get_scale());
     }
   }
-  bool is_alike = true;
-  for (const auto& parameter : model->parameters()) {
-    is_alike = is_alike_on_all_ranks(parameter, world) && is_alike;
+  auto differs = torch::tensor(0);
+  for (const auto& weight : model->parameters()) {
+    if (!weight.equal(reduced(weight, world, c10d::ReduceOp::MAX))) differs.fill_(1);
   }
-  const bool fell = mean_over_ranks(loss, world) < mean_over_ranks(first_loss, world) / 2;
-  return is_alike && fell ? 0 : 1;
+  differs = reduced(differs, world, c10d::ReduceOp::MAX);
+  return differs.item<int>() == 0 && last < first / 2 ? 0 : 1;
 }
