@@ -252,11 +252,11 @@ Request parse_command_line(const std::vector<std::string>& arguments) {
     app.parse(reversed);
   } catch (const CLI::CallForHelp&) {
     return HelpRequest{(predict_command->parsed() ? predict_command : &app)->help()};
-  } catch (const CLI::ValidationError& error) {  // "--flag: value: what to write"
-    const std::string text = error.what();
-    throw UsageError(text.substr(0, text.find(':')) + text.substr(text.find(':') + 1));
   } catch (const CLI::ParseError& error) {
-    throw UsageError(error.what());
+    const std::string text = error.what(), flag = text.substr(0, text.find(':'));
+    if (error.get_name() == "ArgumentMismatch") throw UsageError(flag + ": give a value");
+    if (error.get_name() != "ValidationError") throw UsageError(text);
+    throw UsageError(flag + text.substr(flag.size() + 1));  // "--flag: value: what to write"
   }
   if (predict_command->parsed()) {
     require(predict.text.empty() != predict.file.empty(),

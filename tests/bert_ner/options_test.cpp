@@ -105,6 +105,7 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {with_files({"--batch-size", "0"}),
        "--batch-size 0: give a whole number from 1 to 1000000000"},
       {with_files({"--batch-size", "1.5"}), "--batch-size 1.5: give a whole number"},
+      {with_files({"--batch-size"}), "--batch-size: give a value"},
       {with_files({"--batch-size", "99999999999999999999"}), "--batch-size"},
       {with_files({"--epochs", "-1"}), "--epochs"},
       {with_files({"--accumulate", "0"}), "--accumulate"},

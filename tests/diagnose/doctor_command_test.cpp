@@ -98,7 +98,7 @@ TEST_F(DoctorCommand, SaysWhatItCannotUse) {
   test_support::put_bytes(scratch_.path() / "text.pt", "no TorchScript");
   const Said text = run((scratch_.path() / "text.pt").string());
   EXPECT_EQ(text.status, 3);
-  EXPECT_THAT(text.err, HasSubstr("mezzo-doctor: "));
+  EXPECT_THAT(text.err, HasSubstr("text.pt: cannot be read; write it in Python with torch.jit"));
   const Said sizes = run(path + " --input 8x16");
   EXPECT_EQ(sizes.status, 3);
   EXPECT_THAT(sizes.err, HasSubstr("--input 8x16: give sizes like 8,128"));
@@ -107,6 +107,7 @@ TEST_F(DoctorCommand, SaysWhatItCannotUse) {
   EXPECT_THAT(run(path + " --dtype bf17").err, HasSubstr("--dtype bf17: choose bf16 or fp16"));
   EXPECT_THAT(run(path + " --threads 0").err,
               HasSubstr("--threads 0: give a whole number from 1 to 4096"));
+  EXPECT_THAT(run(path + " --threads").err, HasSubstr("mezzo-doctor: --threads: give a value ("));
   EXPECT_EQ(run("--help").status, 0);
 }
 

@@ -76,6 +76,17 @@ torch::Tensor input_of(const std::string& spec, torch::Device device) {
   return torch::randn(sizes).to(device, *dtype);
 }
 
+/// Returns what `load` reads. libtorch's errors tell of its zip reader, so they are replaced.
+template <class Load>
+auto read(const std::string& flag, const std::string& path, const std::string& writer, Load load) {
+  try {
+    return load();
+  } catch (const c10::Error&) {
+    throw std::invalid_argument(flag + " " + path + ": cannot be read; write it in Python with " +
+                                writer);
+  }
+}
+
 c10::IValue moved(const c10::IValue& value, torch::Device device) {
   return value.isTensor() ? c10::IValue(value.toTensor().to(device)) : value;
 }
@@ -88,7 +99,8 @@ std::vector<c10::IValue> sample_of(const Request& request, torch::Device device)
   if (request.sample.empty()) return sample;
   std::ifstream file(request.sample, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
-  const c10::IValue value = torch::pickle_load(bytes);
+  const auto value = read("--sample", request.sample, "torch.save(batch, path)",
+                          [&] { return torch::pickle_load(bytes); });
   if (!value.isTuple()) return {moved(value, device)};
   for (const c10::IValue& element : value.toTupleRef().elements()) {
     sample.push_back(moved(element, device));
@@ -130,7 +142,8 @@ int examine(const Request& request) {
   }
   if (request.threads > 0) at::set_num_threads(request.threads);
   torch::manual_seed(0);  // the same inputs each time
-  const torch::jit::Module model = torch::jit::load(request.model, device);
+  const auto model = read("MODEL", request.model, "torch.jit.script(model).save(path)",
+                          [&] { return torch::jit::load(request.model, device); });
   mezzo::DoctorOptions options{.measure = !request.quick, .micro_batches = request.micro_batches};
   if (request.learning_rate > 0) options.learning_rate = request.learning_rate;
   if (!request.dtype.empty()) {
@@ -230,6 +243,8 @@ int main(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     std::string text = error.what();  // of a value: "--flag: VALUE: ADVICE"
     if (error.get_name() == "ValidationError") text.erase(text.find(':'), 1);
+    if (error.get_name() == "ArgumentMismatch")
+      text.replace(text.find(':'), text.npos, ": give a value");
     std::cerr << "mezzo-doctor: " << text << " (mezzo-doctor --help lists the flags)" << std::endl;
   } catch (const c10::Error& error) {
     std::cerr << "mezzo-doctor: " << error.what_without_backtrace() << std::endl;
