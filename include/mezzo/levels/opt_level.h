@@ -63,7 +63,6 @@ struct OptLevelOverrides {
 ///
 ///     auto level = mezzo::OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0});
 ///     auto level = mezzo::OptLevel::parse(flags.opt_level, {.loss_scale = flags.loss_scale});
-///     std::cout << level;
 ///
 /// |                       | O0      | O1      | O2      | O3   |
 /// |-----------------------|---------|---------|---------|------|
@@ -84,8 +83,7 @@ struct OptLevelOverrides {
 /// - patch_torch_functions = true with any level but O1. As in Apex.
 /// - O0 or TF32 with a low-precision cast_model_type, a bf16 level with half, and master_weights
 ///   for a model in float32. Apex accepts these silently.
-/// A dynamic loss scale for a model without half is accepted, as in Apex: the scale is a power of
-/// two and changes no digit, and an inf still skips a step.
+/// A dynamic loss scale for a model without half is accepted, as in Apex.
 class OptLevel {
  public:
   /// float32; changes nothing.

@@ -26,28 +26,23 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// `.grad`. If one of its gradients is inf or NaN, the micro-batch is dropped and what was
 /// accumulated stays.
 ///
-/// \code
-///   optimizer.zero_grad();
-///   for (auto& micro_batch : batch) {
-///     mezzo::accumulate_if_finite(model->parameters(),
-///                                 [&] { scaler.scale(loss(model, micro_batch)).backward(); });
-///   }
-///   scaler.step(optimizer);
-/// \endcode
+///     optimizer.zero_grad();
+///     for (auto& micro_batch : batch) {
+///       mezzo::accumulate_if_finite(model->parameters(),
+///                                   [&] { scaler.scale(loss(model, micro_batch)).backward(); });
+///     }
+///     scaler.step(optimizer);
 ///
-/// If all micro-batches of a step are bad, the gradients of the last one stay, so that the step's
-/// own check finds them: accumulated gradients that are inf or NaN are replaced. Gradients of zero
-/// count as accumulated, so begin with `zero_grad()`, which leaves none. Costs one read of the new
-/// gradients and one of the accumulated, and memory for both.
-///
-/// Where ranks reduce gradients, call it for the micro-batches before the last, under `no_sync()`,
-/// and call `backward()` of the last one as usual.
-///
+/// If all micro-batches of a step are bad, the gradients of the last one stay, and the step's own
+/// check finds them. Gradients of zero count as accumulated, so begin with `zero_grad()`, which
+/// leaves none. Costs one read of the new gradients and one of the accumulated, and memory for
+/// both. If ranks reduce gradients, call it for the micro-batches before the last, under
+/// `no_sync()`, and call `backward()` of the last one as usual.
 /// \param parameters  every parameter that `backward` may reach
 /// \param backward  computes the loss of the micro-batch and runs its backward pass
 /// \return a bool of one element: whether the micro-batch was dropped. On the CPU if all parameters
-///   are there; otherwise on the first parameter's device, without a host sync. (A parameter that
-///   only dropped micro-batches reached then has a gradient of zeros.)
+///   are there; otherwise on the first parameter's device, without a host sync: a parameter that
+///   only dropped micro-batches reached then has a gradient of zeros
 /// \throws whatever `backward` throws, and c10::Error for an undefined parameter, a gradient that
 ///   cannot be added, or a sparse gradient where a parameter is on a device other than the CPU.
 ///   Gradients are then what they were before the call.

@@ -32,34 +32,22 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Scales the gradients of `optimizer`, taken as one vector, down to at most `max_norm`, in place,
 /// and returns the norm that they had. Calls `scaler.unscale_(optimizer)` first, unless that has
-/// been done in this iteration:
+/// been done in this iteration. Call `scaler.step(optimizer)` afterwards. The call
+/// `scaler.step(optimizer, {.max_norm = 1.0})` does both in fewer passes.
 ///
-/// \code
-///   scaler.scale(loss).backward();
-///   auto norm = mezzo::clip_grad_norm_(scaler, optimizer, /*max_norm=*/1.0);
-///   scaler.step(optimizer);
-///   scaler.update();
-/// \endcode
-///
-/// In fewer passes, without a norm before the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-///
+/// Gradients may lie on several devices and have several dtypes. Undefined gradients are left out,
+/// sparse ones coalesced (`.grad` is replaced), and those of weights with a float master clipped in
+/// float (see `unscale_`). A disabled scaler clips the gradients as they are. The coefficient is
+/// min(1, max_norm / (norm + 1e-6)), as in torch.nn.utils.clip_grad_norm_, but is not rounded to
+/// half, and sums are in double (on CUDA of up to 32 squares added in float, a relative error below
+/// 1e-6).
 /// \param max_norm   at least 0; infinity only measures
 /// \param norm_type  the p of the p-norm, positive; infinity is the largest magnitude
-/// \param error_if_nonfinite  throws before clipping where the norm is inf or NaN, as in every
-///   iteration whose loss overflowed, and waits for the device to know. `false`: no host sync
-///   (except to coalesce sparse gradients); a norm that is inf or NaN makes gradients of 0 and NaN,
-///   which `scaler.step` skips
-/// \return a tensor without dimensions on the device of the first gradient: of double where a
-///   gradient is double, else of float; 0 on the CPU where there is no gradient
-///
-/// The gradient of a weight with a float master (MasterWeights, WeightStorage::master) is clipped
-/// in float; see `unscale_`.
-///
-/// Gradients may lie on several devices and have several dtypes; undefined ones are left out and
-/// sparse ones coalesced (`.grad` is replaced). Unlike torch's, sums are in double (on CUDA of up
-/// to 32 squares added in float, a relative error below 1e-6), and the coefficient is not rounded
-/// to half. With a disabled scaler gradients are clipped as they are. Source:
-/// torch.nn.utils.clip_grad_norm_; the coefficient is min(1, max_norm / (norm + 1e-6)).
+/// \param error_if_nonfinite  throws before clipping if the norm is inf or NaN, as it is whenever
+///   the loss overflowed, and waits for the device. `false`: no host sync (except to coalesce
+///   sparse gradients); an inf or NaN norm makes gradients of 0 and NaN, which `scaler.step` skips
+/// \return a tensor without dimensions on the device of the first gradient: double if a gradient is
+///   double, otherwise float; 0 on the CPU if there is no gradient
 /// \throws c10::Error as `unscale_` does, after `step`, or if max_norm or norm_type is out of range
 at::Tensor clip_grad_norm_(GradScaler& scaler, AnyOptimizer optimizer, double max_norm,
                            double norm_type = 2.0, bool error_if_nonfinite = false);
