@@ -1,4 +1,4 @@
-// The right-hand column of examples/from_python/README.md: what it shows has to compile and run.
+// The right-hand column of docs/porting.md: what it shows has to compile and run.
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
@@ -118,7 +118,7 @@ TEST_F(FromPython, OpListsDoWhatTheTableSays) {
   }
 }
 
-// What README.md says of it: libtorch's layers are not made of aten::linear.
+// As docs/porting.md says, libtorch's layers do not call aten::linear.
 TEST_F(FromPython, LinearLayersOfLibtorchDoNotCallTheOpLinear) {
   mezzo::Autocast<torch::kCPU> autocast(
       {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::linear"))});
@@ -207,7 +207,7 @@ TEST_F(FromPython, ApexsOlderAndRarerCallsAreWrittenAsTheTableSays) {
   scaler.update();
 }
 
-// The code under "A gradient penalty", as it stands there.
+// A gradient penalty: the gradient in it is unscaled out of place, in float32.
 TEST_F(FromPython, AGradientPenaltyIsWrittenAsTheTextSays) {
   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O1_bf16({.loss_scale = 128.0}),
                                {.verbosity = 0});
