@@ -24,7 +24,9 @@
 #include <source_location>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 namespace host_device {
 
@@ -64,10 +66,15 @@ struct Index {
 };
 
 // For what is below: the stream of a device that work goes to now, a launch on one of host_gpu.h's
-// with the bytes of its arguments, and the capture of the stream. The CPU has one stream.
+// with the bytes of its arguments and the pointers among them, and the capture of the stream. The
+// CPU has one stream.
 c10::Stream current_stream(c10::Device device);
-void put_launch(const c10::Stream& stream, std::size_t bytes, std::function<void()> run);
+void put_launch(const c10::Stream& stream, std::size_t bytes, std::vector<const void*> pointers,
+                std::function<void()> run);
 uint64_t capture_on(c10::Device device);
+
+/// How many things allow this thread what a capture forbids.
+inline thread_local int allowances_in_captures = 0;
 int64_t& register_kernel(const char* name);
 void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
 int wait_for_block(int flag, const std::source_location& where);
@@ -183,6 +190,15 @@ struct Stream {
 inline Stream current_stream() { return {host_device::current_stream(current_device())}; }
 inline uint64_t capture_id() { return host_device::capture_on(current_device()); }
 
+struct InCaptureToo {
+  InCaptureToo() { ++host_device::allowances_in_captures; }
+  ~InCaptureToo() { --host_device::allowances_in_captures; }
+  InCaptureToo(const InCaptureToo&) = delete;
+  InCaptureToo& operator=(const InCaptureToo&) = delete;
+};
+
+inline void* address_on_device(void* pinned) { return pinned; }
+
 template <auto kKernel, class... Args>
 void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
   constexpr std::size_t kBytes = host_device::bytes_of_parameters(kKernel);
@@ -192,7 +208,12 @@ void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
     host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
     return;
   }
-  host_device::put_launch(stream.stream, kBytes, [blocks, threads, args...] {
+  std::vector<const void*> pointers;
+  [[maybe_unused]] const auto add = [&]<class Arg>(const Arg& arg) {
+    if constexpr (std::is_pointer_v<Arg>) pointers.push_back(arg);
+  };
+  (add(args), ...);
+  host_device::put_launch(stream.stream, kBytes, pointers, [blocks, threads, args...] {
     host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
   });
 }

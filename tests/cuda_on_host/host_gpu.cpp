@@ -22,9 +22,21 @@ namespace host_gpu {
 
 using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
+/// What the device wrote into pinned memory, and the host does not see yet.
+struct HiddenWrite {
+  char* memory;
+  std::vector<std::pair<std::size_t, char>> changed;
+
+  void show() const {
+    for (const auto& [at, value] : changed) memory[at] = value;
+  }
+};
+using HiddenWrites = std::set<std::shared_ptr<HiddenWrite>>;
+
 /// One record of an event.
 struct Marker {
   bool is_done = false;
+  HiddenWrites behind;  // of what ran before it
   uint64_t capture = 0;
   std::set<std::size_t> nodes;  // of the capture, that it stands behind
 };
@@ -59,6 +71,9 @@ struct Machine {
   uint64_t captures = 0;
   c10::StreamId streams = 0;
   Counts counts;
+  std::vector<std::shared_ptr<HiddenWrite>> hidden;  // in the order in which they ran
+  std::map<Key, HiddenWrites> behind;                // what a stream has behind it
+  Key running{};                                     // the stream that runs
 
   static Machine& the() {
     static auto* const machine = new Machine;  // tensors that are static outlive everything else
@@ -74,19 +89,71 @@ struct Machine {
 
   /// Runs the first work of a stream that may go on, if there is one.
   bool run_one() {
-    std::vector<std::deque<Work>*> runnable;
+    std::vector<Key> runnable;
     for (auto& [key, queue] : queues) {
       const bool may_run = !queue.empty() &&
                            (queue.front().waits_for == nullptr || queue.front().waits_for->is_done);
-      if (may_run) runnable.push_back(&queue);
+      if (may_run) runnable.push_back(key);
     }
     if (runnable.empty()) return false;
-    std::deque<Work>& queue = *runnable[random() % runnable.size()];
+    running = runnable[random() % runnable.size()];
+    std::deque<Work>& queue = queues[running];
     const Work work = std::move(queue.front());
     queue.pop_front();
+    HiddenWrites& own = behind[running];
+    if (work.waits_for != nullptr) {
+      own.insert(work.waits_for->behind.begin(), work.waits_for->behind.end());
+    }
     if (work.run) work.run();
-    if (work.marks != nullptr) work.marks->is_done = true;
+    if (work.marks != nullptr) {
+      work.marks->is_done = true;
+      work.marks->behind = own;
+    }
     return true;
+  }
+
+  /// Runs what writes pinned memory as the device sees it, and leaves the host what it saw before.
+  void run_hidden(const std::function<void()>& run, const std::vector<const void*>& pinned) {
+    std::vector<std::pair<char*, std::vector<char>>> seen;  // by the host
+    std::vector<std::vector<char>> before;                  // as the device sees it
+    for (const void* const memory : pinned) {
+      const auto [begin, bytes] = pinned_block(memory);
+      if (begin == nullptr) throw Fault("a kernel writes pinned memory that was freed");
+      seen.emplace_back(begin, std::vector<char>(begin, begin + bytes));
+    }
+    for (const auto& [begin, bytes] : seen) {
+      for (const auto& write : hidden) {
+        if (write->memory == begin) write->show();
+      }
+      before.emplace_back(begin, begin + bytes.size());
+    }
+    run();
+    for (std::size_t i = 0; i < seen.size(); ++i) {
+      const auto write = std::make_shared<HiddenWrite>(HiddenWrite{seen[i].first, {}});
+      for (std::size_t at = 0; at < before[i].size(); ++at) {
+        if (write->memory[at] != before[i][at]) write->changed.emplace_back(at, write->memory[at]);
+      }
+      hidden.push_back(write);
+      behind[running].insert(write);
+    }
+    for (const auto& [begin, bytes] : seen) std::copy(bytes.begin(), bytes.end(), begin);
+  }
+
+  /// The host knows that the device is done with `known`; with all that a device has.
+  void show(const HiddenWrites known) {
+    std::erase_if(hidden, [&](const auto& write) {
+      if (known.count(write) == 0) return false;
+      write->show();
+      return true;
+    });
+    for (auto& [key, writes] : behind) {
+      std::erase_if(writes, [&](const auto& write) { return known.count(write) != 0; });
+    }
+  }
+  void show(c10::DeviceIndex device) {
+    for (const auto& [key, writes] : std::map(behind)) {
+      if (key.first == device) show(writes);
+    }
   }
 
   template <class IsDone>
@@ -198,7 +265,9 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     if (event == nullptr || marker_of(event) == nullptr) return true;
     check_asked(*marker_of(event));
     machine.run_some();
-    return marker_of(event)->is_done;
+    const Marker& marker = *marker_of(event);
+    if (marker.is_done) machine.show(marker.behind);
+    return marker.is_done;
   }
   void synchronizeEvent(void* event) const override {
     Machine& machine = Machine::the();
@@ -207,6 +276,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     check_asked(*marker_of(event));
     ++machine.counts.waits;
     machine.run_until([&] { return marker_of(event)->is_done; });
+    machine.show(marker_of(event)->behind);
   }
   void destroyEvent(void* event, c10::DeviceIndex /*index*/) const noexcept override {
     delete static_cast<std::shared_ptr<Marker>*>(event);
@@ -217,7 +287,9 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     const std::lock_guard lock(machine.mutex);
     machine.forbid_during_capture("a stream is asked");
     machine.run_some();
-    return machine.queues[key_of(stream)].empty();
+    const bool is_idle = machine.queues[key_of(stream)].empty();
+    if (is_idle) machine.show(machine.behind[key_of(stream)]);
+    return is_idle;
   }
   void synchronizeStream(const c10::Stream& stream) const override { wait_for(stream); }
   void synchronizeDevice(c10::DeviceIndex index) const override {
@@ -230,6 +302,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
         return queue.first.first != index || queue.second.empty();
       });
     });
+    machine.show(index);
   }
   void recordDataPtrOnStream(const c10::DataPtr& memory, const c10::Stream& stream) const override {
     record_use(memory, stream);
@@ -269,6 +342,7 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   static const c10::impl::DeviceGuardImplRegistrar guard(c10::kPrivateUse1, new GuardImpl);
   at::RegisterPrivateUse1HooksInterface(new Hooks);
   c10::SetAllocator(c10::kPrivateUse1, device_memory());
+  at::setHostAllocator(c10::kPrivateUse1, pinned_memory());
   return true;
 }();
 
@@ -287,6 +361,9 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
   if (kind == Kind::copy_from_host) ++machine.counts.copies_from_host;
   if (kind == Kind::copy_to_host) ++machine.counts.copies_to_host;
   const Key key = key_of(stream);
+  if (!pinned.empty() && (kind == Kind::launch || kind == Kind::copy_to_host)) {
+    run = [&machine, run = std::move(run), pinned] { machine.run_hidden(run, pinned); };
+  }
   if (auto* const recording = machine.recording_of(key)) {
     machine.add_node(*recording, key, {std::move(run), {}, kind, std::move(pinned)});
     return;
@@ -295,12 +372,17 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
   machine.run_some();
 }
 
+void forbid_in_capture(const char* what) {
+  if (host_device::allowances_in_captures == 0) Machine::the().forbid_during_capture(what);
+}
+
 void wait_for(const c10::Stream& stream) {
   Machine& machine = Machine::the();
   const std::lock_guard lock(machine.mutex);
   machine.forbid_during_capture("the host waits for a stream");
   ++machine.counts.waits;
   machine.run_until([&] { return machine.queues[key_of(stream)].empty(); });
+  machine.show(machine.behind[key_of(stream)]);
 }
 
 uint64_t capture_of(const c10::Stream& stream) {
@@ -342,6 +424,7 @@ void run_all() {
     return std::all_of(machine.queues.begin(), machine.queues.end(),
                        [](const auto& queue) { return queue.second.empty(); });
   });
+  for (int i = 0; i < kDevices; ++i) machine.show(static_cast<c10::DeviceIndex>(i));
   check_ends_of_memory();
 }
 
@@ -357,7 +440,7 @@ Held::Held(const c10::Stream& stream) : gate_(std::make_shared<Marker>()) {
   machine.queues[key_of(stream)].push_back({nullptr, gate_, nullptr});
 }
 
-Held::~Held() { gate_->is_done = true; }
+void Held::end() { gate_->is_done = true; }
 
 Counts counts() { return Machine::the().counts; }
 
@@ -368,11 +451,12 @@ c10::Stream host_device::current_stream(c10::Device device) {
   return host_gpu::current_stream(device);
 }
 void host_device::put_launch(const c10::Stream& stream, std::size_t bytes,
-                             std::function<void()> run) {
+                             std::vector<const void*> pointers, std::function<void()> run) {
   host_gpu::Machine& machine = host_gpu::Machine::the();
   const std::lock_guard lock(machine.mutex);
   machine.counts.argument_bytes += static_cast<int64_t>(bytes);
-  host_gpu::enqueue(stream, std::move(run), host_gpu::Kind::launch);
+  std::erase_if(pointers, [](const void* pointer) { return !host_gpu::is_pinned(pointer); });
+  host_gpu::enqueue(stream, std::move(run), host_gpu::Kind::launch, std::move(pointers));
 }
 uint64_t host_device::capture_on(c10::Device device) {
   return device.is_cpu() ? 0 : host_gpu::capture_of(host_gpu::current_stream(device));

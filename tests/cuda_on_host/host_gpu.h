@@ -41,7 +41,8 @@ c10::Stream new_stream(int device_index = 0);
 class Held {
  public:
   explicit Held(const c10::Stream& stream);
-  ~Held();
+  ~Held() { end(); }
+  void end();
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
 

@@ -1,6 +1,7 @@
 // The devices' memory and pinned memory, none of which is ever given back to the system: what is
 // used too late is seen, and harms nobody else.
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
@@ -128,47 +129,79 @@ class DeviceMemory final : public c10::Allocator {
   std::vector<Block*> late_;
 };
 
-class PinnedMemory final : public c10::Allocator {
+class PinnedMemory final : public at::HostAllocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const std::lock_guard lock(mutex());
+    forbid_in_capture("memory is pinned");
     auto* const memory = static_cast<char*>(std::malloc(bytes + 1));
-    living_[memory] = bytes + 1;
+    all_[memory] = {bytes + 1, false, {}, {}};
     return {memory, memory, &PinnedMemory::free, c10::kCPU};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &PinnedMemory::free; }
   void copy_data(void* to, const void* from, std::size_t bytes) const override {
     std::memcpy(to, from, bytes);
   }
+  bool record_event(void* memory, void* /*context*/, c10::Stream stream) override {
+    const std::lock_guard lock(mutex());
+    const auto found = all_.find(static_cast<char*>(memory));
+    if (found == all_.end()) return false;
+    found->second.users.insert({stream.device_index(), stream.id()});
+    return true;
+  }
+  void empty_cache() override {}
+  at::HostStats get_stats() override { return {}; }
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
+
   static PinnedMemory& the() {
     static auto* const memory = new PinnedMemory;
     return *memory;
   }
-  bool has(const void* memory) const {
-    auto at = living_.upper_bound(static_cast<const char*>(memory));
-    if (at == living_.begin()) return false;
+  /// Begin and bytes of the allocation around `memory`, if it still is one: nobody freed it, or it
+  /// was freed while a stream that was recorded used it.
+  std::pair<char*, std::size_t> block_of(const void* memory) const {
+    auto at = all_.upper_bound(const_cast<char*>(static_cast<const char*>(memory)));
+    if (at == all_.begin()) return {nullptr, 0};
     --at;
-    return static_cast<const char*>(memory) < at->first + at->second;
+    const Allocation& allocation = at->second;
+    const bool is_around = static_cast<const char*>(memory) < at->first + allocation.bytes;
+    const bool is_used = std::any_of(allocation.are_done.begin(), allocation.are_done.end(),
+                                     [](const auto& is_done) { return !is_done(); });
+    const bool is_there = is_around && (!allocation.is_freed || is_used);
+    return is_there ? std::pair(at->first, allocation.bytes) : std::pair<char*, std::size_t>();
   }
 
  private:
+  struct Allocation {
+    std::size_t bytes;
+    bool is_freed;
+    std::set<std::pair<c10::DeviceIndex, c10::StreamId>> users;
+    std::vector<std::function<bool()>> are_done;  // once it is freed
+  };
+
   static void free(void* memory) {
     const std::lock_guard lock(mutex());
-    the().living_.erase(static_cast<const char*>(memory));
+    Allocation& allocation = the().all_.at(static_cast<char*>(memory));
+    allocation.is_freed = true;
+    for (const auto& [index, id] : allocation.users) {
+      allocation.are_done.push_back(when_done(c10::Stream(c10::Stream::UNSAFE, device(index), id)));
+    }
   }
 
-  std::map<const char*, std::size_t> living_;
+  std::map<char*, Allocation> all_;
 };
 
 }  // namespace
 
 c10::Allocator* device_memory() { return &DeviceMemory::the(); }
-c10::Allocator* pinned_memory() { return &PinnedMemory::the(); }
+at::HostAllocator* pinned_memory() { return &PinnedMemory::the(); }
 
-bool is_pinned(const void* memory) {
+std::pair<char*, std::size_t> pinned_block(const void* memory) {
   const std::lock_guard lock(mutex());
-  return PinnedMemory::the().has(memory);
+  return PinnedMemory::the().block_of(memory);
 }
+bool is_pinned(const void* memory) { return pinned_block(memory).first != nullptr; }
 
 void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
   const std::lock_guard lock(mutex());

@@ -183,8 +183,10 @@ void copy_to_host(const at::Tensor& from, const at::Tensor& to, bool non_blockin
   const c10::Stream stream = current_stream(from.device());
   const bool is_late = non_blocking && is_pinned(to.const_data_ptr());
   if (!is_late && capture_of(stream) != 0) throw Fault("a copy to pageable memory in a capture");
-  enqueue(stream, [source = alias_of(from), target = alias_of(to)] { copy_now(target, source); },
-          Kind::copy_to_host, {to.const_data_ptr()});
+  const auto copy = [source = alias_of(from), target = alias_of(to)] { copy_now(target, source); };
+  std::vector<const void*> pinned;
+  if (is_late) pinned.push_back(to.const_data_ptr());
+  enqueue(stream, copy, Kind::copy_to_host, pinned);
   if (!is_late) wait_for(stream);
 }
 

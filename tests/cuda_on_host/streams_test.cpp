@@ -3,6 +3,8 @@
 // buckets.
 
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/base/detail/capture.h>
+#include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/table_memory.h>
 
 #include <ATen/ATen.h>
@@ -13,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <set>
 #include <utility>
@@ -81,6 +84,89 @@ TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
     seen.insert(x.item<float>());
   }
   EXPECT_EQ(seen, (std::set<float>{1, 2}));
+}
+
+void write_kernel(float* place) { *place = 2.0F; }
+
+void launch_write(at::Tensor& place) {
+  const mezzo::detail::cuda::DeviceGuard guard(host_gpu::device());
+  mezzo::detail::cuda::launch<write_kernel>(1, 1, mezzo::detail::cuda::current_stream(),
+                                            place.mutable_data_ptr<float>());
+}
+
+/// Each way in which a device writes 2 into pinned memory.
+const std::vector<std::function<void(at::Tensor&)>> kWrites{
+    launch_write, [](at::Tensor& place) { place.copy_(on_gpu(2), /*non_blocking=*/true); }};
+
+c10::Stream current_stream() {
+  return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(host_gpu::device());
+}
+
+// Also where the device is done with it long since: CUDA promises no more.
+TEST_P(Streams, TheHostSeesPinnedMemoryBehindAnEventThatHasCome) {
+  for (const auto& write : kWrites) {
+    at::Tensor place = pinned(1);
+    c10::Event before(c10::kPrivateUse1);
+    c10::Event behind(c10::kPrivateUse1);
+    before.record(current_stream());
+    write(place);
+    behind.record(current_stream());
+    {
+      const c10::StreamGuard other(host_gpu::new_stream());
+      for (int i = 0; i < 10; ++i) EXPECT_EQ(on_gpu(3).item<float>(), 3);
+    }
+    before.synchronize();
+    EXPECT_EQ(place.item<float>(), 1);
+    behind.synchronize();
+    EXPECT_EQ(place.item<float>(), 2);
+  }
+}
+
+TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
+  for (const auto& write : kWrites) {
+    at::Tensor place = pinned(1);
+    write(place);
+    current_stream().synchronize();
+    EXPECT_EQ(place.item<float>(), 2);
+    at::Tensor again = pinned(1);
+    write(again);
+    const c10::Stream other = host_gpu::new_stream();
+    c10::Event written(c10::kPrivateUse1);
+    written.record(current_stream());
+    written.block(other);
+    c10::Event behind(c10::kPrivateUse1);
+    behind.record(other);
+    while (!behind.query()) EXPECT_EQ(again.item<float>(), 1);
+    EXPECT_EQ(again.item<float>(), 2);
+  }
+}
+
+TEST_P(Streams, AKernelThatWritesFreedPinnedMemoryIsAFault) {
+  host_gpu::Held held(current_stream());
+  {
+    at::Tensor place = pinned(1);
+    launch_write(place);
+  }
+  held.end();
+  EXPECT_THROW(host_gpu::run_all(), Fault);
+}
+
+TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
+  const at::Tensor number = on_gpu(1);
+  {
+    const at::Tensor letter = mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device());
+    mezzo::detail::cuda::write_letter_(number, number, {}, {}, letter);
+  }
+  EXPECT_NO_THROW(host_gpu::run_all());
+}
+
+TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
+  const c10::StreamGuard guard(host_gpu::new_stream());
+  Graph graph;
+  host_gpu::capture(graph, [] {
+    EXPECT_THROW((void)pinned(1), Fault);
+    EXPECT_TRUE(mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device()).is_pinned());
+  });
 }
 
 TEST_P(Streams, AStreamWaitsForAnEvent) {

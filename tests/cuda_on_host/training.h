@@ -23,6 +23,7 @@ struct TrainingOptions {
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   double max_norm = 5.0;
   bool unscales = false;  ///< calls unscale_ before the step
+  bool tells = false;     ///< of skipped steps, to a callback
 };
 
 /// Parameters whose gradients are an input, scaled; and what steps them: on the CPU, or on a GPU
@@ -36,6 +37,7 @@ class Training {
         optimizer_(parameters_, options.adamw),
         scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
+    if (options.tells) scaler_.on_skip([](const mezzo::SkippedStep&) {});
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
     host_gpu::run_all();  // tests go on on streams of their own
   }

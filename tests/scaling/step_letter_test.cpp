@@ -27,6 +27,11 @@ void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
               /*was_unscaled=*/true);
 }
 
+void send_next_scale(StepLetter& letter, float scale) {
+  letter.next_scale_place().fill_(scale);
+  letter.next_scale_sent();
+}
+
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
   const auto letter = std::make_shared<StepLetter>(torch::kCPU);
   const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
@@ -82,15 +87,15 @@ TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
   poll();
   EXPECT_TRUE(told.empty());
   answer(*letters[2], 4.0F, 1.0, true);
-  letters[2]->send_next_scale(torch::full({}, 2.0F));
+  send_next_scale(*letters[2], 2.0F);
   poll();
   EXPECT_TRUE(told.empty()) << "the first is not known yet";
   answer(*letters[0], 8.0F, 1.0, true);
   poll();
   EXPECT_TRUE(told.empty()) << "its next scale is not known yet";
-  letters[0]->send_next_scale(torch::full({}, 4.0F));
+  send_next_scale(*letters[0], 4.0F);
   answer(*letters[1], 4.0F, 1.0, false);
-  letters[1]->send_next_scale(torch::full({}, 4.0F));
+  send_next_scale(*letters[1], 4.0F);
   poll();
   const std::vector<std::pair<float, float>> expected{{8.0F, 4.0F}, {4.0F, 2.0F}};
   EXPECT_EQ(told, expected);
@@ -107,7 +112,7 @@ TEST(PendingLines, TellOfAnIterationOnceThoughSeveralOptimizersSkipped) {
     letters.push_back(std::make_shared<StepLetter>(torch::kCPU));
     answer(*letters.back(), 8.0F, 1.0, found_inf);
   }
-  letters.back()->send_next_scale(torch::full({}, 4.0F));
+  send_next_scale(*letters.back(), 4.0F);
   lines.add(letters);
   int told = 0;
   int rows_ended = 0;

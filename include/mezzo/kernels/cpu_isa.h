@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-// One body, compiled for each instruction set and chosen at run time.
+// Kernels have one body, which is compiled for each instruction set and chosen at run time.
 //
 // A kernel is a class template over the dtypes of its memory (or any types) and, last, its lanes:
 //

@@ -57,7 +57,8 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                     TableMemory* memory);
 
-/// LossScale::next on the device, in one launch; found_inf is a float of one element there.
+/// LossScale::next on the device, in one launch; found_inf is a float of one element there. The
+/// launch also writes the next scale to `tensors.told`, if that is defined.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
@@ -70,11 +71,12 @@ MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vect
                                const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs, TableMemory& memory);
 
-/// Copies four tensors of one element, floats and doubles, into `letter`, four doubles on their
-/// device, in one launch.
-MEZZO_CUDA_LAUNCHER void pack_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
-                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
-                                      const at::Tensor& letter);
+/// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one launch.
+/// `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is written.
+/// The host may read `letter` once an event that is recorded after this call has come.
+MEZZO_CUDA_LAUNCHER void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
+                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                                       const at::Tensor& letter);
 
 /// Call this before the launches of a step. Frees memory that the last step did not use.
 MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);

@@ -14,7 +14,7 @@
 #include <cuda_fp16.h>
 #endif
 
-// How each dtype is stored, and how it is computed with, for one lane or many: `Bits` is an
+// Storage and arithmetic of each dtype, for one lane or many: `Bits` is an
 // unsigned integer and `Value` a float of the same width, or vectors of them. Vectors are passed by
 // reference, since the ABI of a 64-byte vector passed by value depends on the translation unit's
 // target.
@@ -36,7 +36,7 @@ template <class ValueT, class BitsT, BitsT kExponentBits>
 struct NativeFormat {
   using Value = ValueT;
   using Bits = BitsT;
-  using Stored = BitsT;  ///< what lies in memory, the bits of one element
+  using Stored = BitsT;                             ///< one element in memory, as its bits
   static constexpr Bits kExponent = kExponentBits;  ///< all set: inf or NaN
 
   template <class BitLanes, class ValueLanes>
@@ -138,9 +138,9 @@ struct FloatFormat<c10::Half> {
   }
 };
 
-/// One element at a time: for the device's threads, the tail of a loop, compilers without vector
-/// types, and the tests' reference. Like VectorLanes it moves memory to lanes and back, and has the
-/// arithmetic without operators.
+/// A single lane: for the device's threads, the tail of a loop, compilers without vector types, and
+/// the tests' reference. Like VectorLanes it moves memory to lanes and back, and has the arithmetic
+/// for which there are no operators.
 ///
 /// Each operation rounds once, as IEEE 754 demands, and so gives the same bits on every machine and
 /// instruction set. Write a product that is added to something as `fma`: whether a compiler
@@ -158,8 +158,8 @@ struct ScalarLanes {
   template <class Other>
   using Like = ScalarLanes<Other>;
 
-  // By memcpy, as the vectors do: the memory holds floats, perhaps at an odd address. (Not on a
-  // device, which has no odd addresses, and whose compiler would copy byte by byte.)
+  // The host copies by memcpy, as vectors do: the memory holds floats, perhaps at an odd address. A
+  // device has no odd addresses, and its compiler would copy byte by byte.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
 #ifdef __CUDA_ARCH__
     bits = *from;
@@ -187,11 +187,11 @@ struct ScalarLanes {
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
     to = static_cast<Value>(from);
   }
-  /// From a whole number below 2^31, rounded to nearest.
+  /// Converts a whole number below 2^31, rounded to nearest.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = static_cast<Value>(static_cast<int32_t>(count));
   }
-  /// The whole part of a value of 0 or more, below 2^31.
+  /// Returns the whole part of a value of 0 or more, below 2^31.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
     count = static_cast<Bits>(static_cast<int32_t>(value));
   }

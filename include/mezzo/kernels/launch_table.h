@@ -35,7 +35,7 @@ struct TableSlice : Row {
   int64_t begin;
   int64_t end;
   int64_t own_block;  ///< number of this block among the row's blocks
-  int row;            ///< of the table
+  int row;            ///< index of the row in the table
 };
 
 /// The rows of one kernel launch, cut into blocks. A row is a tensor, or a parameter with its

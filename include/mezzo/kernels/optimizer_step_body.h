@@ -21,9 +21,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// What lies at one place of a parameter's streams: in memory on the CPU, in registers on a device.
-/// What is not kept has no memory, but may have registers: so flags say it, not null pointers,
-/// which would make the device put its registers into memory, to have addresses.
+/// Pointers to one place of a parameter's streams: in memory on the CPU, in registers on a device.
+/// A flag tells whether a stream exists. A null pointer could not: comparing addresses of registers
+/// would make the device's compiler put them into memory.
 template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
 struct StepPlace {
   static constexpr unsigned kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
@@ -36,10 +36,10 @@ struct StepPlace {
   bool has_low_half_or_copy;
 };
 
-/// A step at one place: reads what is there, computes, and writes it back.
+/// A step at one place: reads its values, computes, and writes them back. This is the body of every
+/// optimizer whose update looks at one element at a time.
 ///
-/// The body of every optimizer whose update looks at one element at a time. A Rule
-/// (adam_element.h) has
+/// A Rule (adam_element.h) has
 ///   Constants and Coefficients, the numbers of a group and of one step of one parameter;
 ///   kMoments, and Element<Lanes>, made of Coefficients and called with the values.
 /// Weights (weight_formats.h) say how parameter and moments are stored.
@@ -55,7 +55,7 @@ class StepBody {
   /// Whether moments are rounded stochastically too.
   static constexpr bool kDrawsMoments =
       kIsStochastic && std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
-  /// The low-precision copy of a parameter of floats.
+  /// Whether a parameter may have a copy of 16 bits: one of floats may.
   static constexpr bool kMayCopy = !kIsSplit && std::is_same_v<Parameter, float>;
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
@@ -64,7 +64,7 @@ class StepBody {
     Lanes::broadcast(static_cast<Scalar>(use.factor), factor_);
   }
 
-  /// `numbers` are those of the elements, of which only stochastic rounding takes note.
+  /// Takes the step. `numbers` are the elements' numbers in the parameter, for stochastic rounding.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const Place& place, const Bits& numbers,
                                                     const RandomKey& key) const {
     Value parameter;
@@ -74,10 +74,10 @@ class StepBody {
     write_beside(place, parameter);
   }
 
-  // The same in parts, for a device: its conversions come in pairs where those of several elements
-  // follow each other, and it asks once a pack what is kept beside the parameter.
+  // The parts of the step. A device calls them one by one: it converts the values of several
+  // elements in pairs, and asks once for a pack whether the parameter has a copy.
 
-  /// The new values, before they are rounded to be stored.
+  /// Computes the new values, before they are rounded to be stored.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Place& place, Value& parameter,
                                                  Value (&moments)[Place::kMomentSlots]) const {
     Value gradient;
@@ -106,7 +106,7 @@ class StepBody {
     }
   }
 
-  /// What is kept of a new parameter beside it.
+  /// Writes the copy of a new parameter, if it has one.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write_beside(const Place& place,
                                                       const Value& parameter) const {
     if constexpr (kMayCopy) {
@@ -187,8 +187,8 @@ class StepBody {
     }
   }
 
-  /// Sixteen random bits for each of up to four streams: of these 32 the parameter has the lower
-  /// half and the first moment the upper one.
+  /// Draws 32 random bits for each element: the lower 16 are the parameter's, and the upper 16 the
+  /// first moment's.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void draw(const Bits& numbers, const RandomKey& key,
                                                      Bits& noise) {
     noise = numbers ^ key.first;

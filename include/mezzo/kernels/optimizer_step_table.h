@@ -19,36 +19,36 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// One parameter's part of a step on a device.
+/// A step of one parameter on a device.
 struct StepRow {
   StepSpan span;
-  float* count;      ///< how many steps were applied so far, on the device; null: none are counted
-  int group;         ///< whose constants hold
-  int number;        ///< the parameter's, in the optimizer
-  bool variant;      ///< amsgrad, momentum: which of an optimizer's two loops
-  bool copies_half;  ///< the dtype of the copy, where there is one
+  float* count;      ///< number of steps applied so far, on the device; null: steps are not counted
+  int group;         ///< number of the parameter's group
+  int number;        ///< number of the parameter in the optimizer
+  bool variant;      ///< selects the second loop of a rule that has two (amsgrad, momentum)
+  bool copies_half;  ///< a copy of the parameter is half, not bfloat16
   optim::WeightStorage storage;
-  at::ScalarType parameter_dtype;  ///< of what is trained: float where it is a master
+  at::ScalarType parameter_dtype;  ///< dtype of the trained values: float for a master
   at::ScalarType gradient_dtype;
-  /// Of moments in blocks of 8 bits (block8.h); otherwise null.
+  /// Scales of moments in blocks of 8 bits (block8.h); otherwise null.
   float* scales[kMaxMoments] = {};
   /// Moments have another format than the weights': blocks, or floats beside weights of 16 bits.
   bool is_staged = false;
 };
 
-/// Where the device finds what the host does not know. Null: no scale, no check, no clipping, no
-/// schedule.
+/// Device addresses of the numbers of a step that the host does not know, and the host's own. A
+/// null address means: no scale, no check, no clipping, no schedule.
 struct StepInputs {
   const float* inv_scale = nullptr;
   const float* found_inf = nullptr;
   const double* sum_of_squares = nullptr;
   double max_norm = 0;
   bool clear = false;
-  const float* applied = nullptr;  ///< how many steps the optimizer has applied
+  const float* applied = nullptr;  ///< number of steps that the optimizer has applied
   const double* lr_factors = nullptr;
   int64_t lr_factor_count = 0;
 
-  /// Of the step that comes after those applied.
+  /// Returns the schedule's factor of the learning rate for this step.
   C10_HOST_DEVICE double lr_factor() const {
     if (lr_factors == nullptr) return 1.0;
     const auto number = static_cast<int64_t>(*applied);
@@ -56,12 +56,13 @@ struct StepInputs {
   }
 };
 
-/// A StepRow as a launch takes it, whose dtypes, variant and storage its kernel knows.
+/// The part of a StepRow that a launch takes. The kernel itself stands for dtypes, variant and
+/// storage.
 struct StepTableRow {
   StepSpan span;
   const float* count;
   int number;
-  int16_t group;        ///< of the table
+  int16_t group;        ///< index of the group in the table
   int16_t copies_half;  ///< 0 or 1: a bool would leave a gap
 
   static StepTableRow of(const StepRow& row, int16_t group) {
@@ -73,7 +74,7 @@ struct StepTableRow {
 
 using StepSlice = TableSlice<StepTableRow>;
 
-/// The same of a row that is staged.
+/// The part of a staged StepRow that a launch takes.
 struct StagedTableRow {
   StepSpan span;
   const float* count;
@@ -81,8 +82,8 @@ struct StagedTableRow {
   int16_t group;
   int16_t copies_half;
   float* scales[kMaxMoments];
-  int32_t gradient_bytes;    ///< of an element
-  int32_t gradient_is_half;  ///< 0 or 1, of 2 bytes
+  int32_t gradient_bytes;    ///< size of one element
+  int32_t gradient_is_half;  ///< 1 for half, 0 for bfloat16 and float
 
   static StagedTableRow of(const StepRow& row, int16_t group) {
     return {row.span,
@@ -100,7 +101,7 @@ struct StagedTableRow {
 
 using StagedSlice = TableSlice<StagedTableRow>;
 
-/// The numbers of a parameter group.
+/// Numbers of a parameter group.
 template <class Constants>
 struct StepGroup {
   Constants constants;
@@ -108,7 +109,7 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// Parameters of one kernel launch, of one pair of dtypes, and the groups that they are of.
+/// Parameters of one kernel launch, with one pair of dtypes, and their groups.
 template <class Row, class Constants, int kRows>
 class StepTable : public LaunchTable<Row, kRows> {
   using Base = LaunchTable<Row, kRows>;
@@ -118,7 +119,7 @@ class StepTable : public LaunchTable<Row, kRows> {
 
   using Base::Base;
 
-  /// False if there is no room for the row and its group; it belongs to the next page.
+  /// Adds a row and, if it is new, its group. Returns false if there is no room for both.
   bool push_back(const StepRow& row, const StepGroup<Constants>& group) {
     const bool is_new = Base::empty() || row.group != last_group_;
     if (Base::full() || (is_new && groups_ == kGroups)) return false;
@@ -146,21 +147,21 @@ class StepTable : public LaunchTable<Row, kRows> {
   int last_group_ = -1;
 };
 
-/// As many rows as the 32,764 bytes hold that CUDA 12.1 allows from sm_70 on.
+/// The capacities fill the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
 using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
 template <class Constants>
 using StagedStepTable = StepTable<StagedTableRow, Constants, 232>;
 
-/// The counters of the launch that counts a step: by value in the 4 KB that every launch can carry
-/// cheaply, or where in the device's memory there are more of them.
+/// Addresses of the counters that one launch increases: by value, up to the 4 KB that every launch
+/// carries cheaply, or as an address of more of them in the device's memory.
 class CounterTable {
  public:
   static constexpr std::size_t kCapacity = 480;
 
   static bool holds(const std::vector<float*>& counters) { return counters.size() <= kCapacity; }
 
-  /// `memory` has what `bytes_of` returned, unless the table holds them.
+  /// \param memory  holds `bytes_of(counters)` on the device; null if the table holds them
   explicit CounterTable(const std::vector<float*>& counters, const void* memory = nullptr)
       : there_(static_cast<float* const*>(memory)), size_(static_cast<int64_t>(counters.size())) {
     if (memory == nullptr) std::copy(counters.begin(), counters.end(), counter_);
@@ -184,7 +185,8 @@ class CounterTable {
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
-/// The kernel's arguments, with two pointers and the maps of staged ones.
+/// Whether a step kernel's arguments fit: table, inputs, two pointers and, for staged moments,
+/// maps.
 template <class Table>
 inline constexpr bool kStepArgumentsFit =
     sizeof(PagedTable<Table>) + sizeof(StepInputs) + 2 * sizeof(void*) +

@@ -43,18 +43,18 @@ class StepNumbers {
 struct StepSpan {
   void* parameter;
   void* gradient;
-  void* moments[kMaxMoments];  ///< null where there are fewer
+  void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
   int64_t count;
   void* low_half_or_copy =
       nullptr;        ///< SplitWeights: their lower halves. Floats: where to write a copy
   int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
 
-/// Which of its streams a pass reads and writes: one does all, LAMB's first learns the moments, and
-/// its second moves the parameter.
+/// The streams that a pass reads and writes: `whole` all of them; LAMB's first pass, `learn`,
+/// writes moments, and its second, `move`, the parameter.
 enum class StepPass { whole, learn, move };
 
-/// How a parameter is rounded whose loop takes a float in its place.
+/// The rounding of a parameter that a loop steps as a float; `none` if the loop takes it as it is.
 enum class StagedParameter : std::uint8_t { none, nearest, stochastic };
 
 /// Options of a step that are not part of the update rule.

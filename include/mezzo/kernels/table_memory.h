@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -70,8 +71,7 @@ class TableMemory {
     }
     const at::Device device = stream.device();
     const auto size = static_cast<int64_t>(bytes.size());
-    const auto on_host = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
-    at::Tensor staged = at::empty({size}, on_host.pinned_memory(!device.is_cpu()));
+    at::Tensor staged = empty_on_host({size}, at::kByte, device);
     std::memcpy(staged.mutable_data_ptr(), bytes.data(), bytes.size());
     at::Tensor there = at::empty({size}, at::TensorOptions().dtype(at::kByte).device(device));
     there.copy_(staged, /*non_blocking=*/true);

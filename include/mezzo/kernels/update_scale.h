@@ -22,6 +22,7 @@ struct ScaleTensors {
   at::Tensor inverse;          ///< float: inverse_scale(scale), always written with it
   at::Tensor growth_tracker;   ///< int32
   at::Tensor hysteresis_left;  ///< int32
+  at::Tensor told{};  ///< float in pinned memory: gets the next scale too; may be undefined
 };
 
 /// Returns 1 / scale, correctly rounded: the bits of torch.amp and at::reciprocal. Computed in
@@ -65,21 +66,23 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 }
 
 /// LossScale::next on a device: updates the state in place. `found_inf` is a float, not 0 if an inf
-/// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
+/// was found. All tensors have one element and, except for `told`, are on one device. One launch
+/// with mezzo's kernel.
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
-  if (rule.kind() != LossScaleKind::dynamic) return;
-  if (has_cpu_loops(tensors.scale.device())) {
-    update_scale_on_host_(rule, tensors, found_inf);
-    return;
-  }
+  const bool is_dynamic = rule.kind() == LossScaleKind::dynamic;
 #ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(tensors.scale.device())) {
+  if (is_dynamic && has_cuda_kernels(tensors.scale.device())) {
     detail::cuda::update_scale_(rule, tensors, found_inf);
     return;
   }
 #endif
-  update_scale_with_aten_(rule, tensors, found_inf);
+  if (is_dynamic && has_cpu_loops(tensors.scale.device())) {
+    update_scale_on_host_(rule, tensors, found_inf);
+  } else if (is_dynamic) {
+    update_scale_with_aten_(rule, tensors, found_inf);
+  }
+  if (tensors.told.defined()) tensors.told.copy_(tensors.scale, /*non_blocking=*/true);
 }
 
 }  // namespace detail

@@ -219,6 +219,7 @@ class GradScaler {
   void require_scale(const char* call) const;
   const at::Tensor& scale_on(at::Device device);
   LossScaleState read_state() const;
+  at::Tensor next_scale_place() const;
   void finish_iteration();
   template <class Number>
   void change_rule(const char* name, Number LossScaleOptions::*option, Number value);

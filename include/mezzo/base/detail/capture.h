@@ -2,6 +2,8 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -26,9 +28,11 @@ namespace detail {
 
 #ifdef MEZZO_WITH_CUDA
 
+// Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
 namespace cuda {
-/// Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
 __attribute__((visibility("hidden"))) uint64_t capture_on(at::Device device);
+__attribute__((visibility("hidden"))) at::Tensor empty_pinned(at::IntArrayRef sizes,
+                                                              at::ScalarType dtype);
 }  // namespace cuda
 
 #else
@@ -83,6 +87,17 @@ inline uint64_t capture_on(at::Device device) {
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   return capture_by_driver(native_handle(stream));
 #endif
+}
+
+/// Returns an uninitialised tensor on the host, pinned if `device` is not the CPU: `device` then
+/// reads and writes it without a wait of the host. May be called in a capture: the driver forbids
+/// allocations there, and libtorch 2.10 does not ask it for an exception, as mezzo::cuda does and
+/// libtorch 2.11 too.
+inline at::Tensor empty_on_host(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+#ifdef MEZZO_WITH_CUDA
+  if (!device.is_cpu()) return cuda::empty_pinned(sizes, dtype);
+#endif
+  return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(!device.is_cpu()));
 }
 
 /// Called before `what`, which must survive from step to step, is created: a captured creation

@@ -15,6 +15,7 @@
 #include <c10/core/Device.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
@@ -54,6 +55,19 @@ inline uint64_t capture_id() {
   unsigned long long id = 0;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(current_stream(), &status, &id));
   return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+/// Lets this thread call what a capture forbids by default, such as allocations.
+struct InCaptureToo {
+  c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
+};
+
+/// Returns the address that kernels use for pinned memory of the host.
+inline void* address_on_device(void* pinned) {
+  const InCaptureToo allowed;
+  void* address = nullptr;
+  C10_CUDA_CHECK(cudaHostGetDevicePointer(&address, pinned, 0));
+  return address;
 }
 
 /// Launches `blocks` blocks of `threads` threads of a kernel on `stream`. Does not wait.

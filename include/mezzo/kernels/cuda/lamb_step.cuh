@@ -89,25 +89,16 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     if (inputs.clear) streams.clear_gradients(count);
     return;
   }
-  MEZZO_SHARED(typename Streams::Body, body_of_block);
-  MEZZO_SHARED(RandomKey, key_of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    body_of_block = typename Streams::Body(coefficients_of_slice(table, slice, inputs, use), use);
-    key_of_block = random_key_of_slice(slice, use);
-  }
-  __syncthreads();
-  const typename Streams::Body body = body_of_block;
-  const RandomKey key = key_of_block;
+  const auto own = block_step<typename Streams::Body>(table, slice, inputs);
   LambNorms norms;
   const auto number = static_cast<uint32_t>(slice.begin);
   visit_slice(
       streams, count,
       [&](const Streams& here, int at) {
-        here.learn_pack(body, number + static_cast<uint32_t>(at), key, norms);
+        here.learn_pack(own.body, number + static_cast<uint32_t>(at), own.key, norms);
       },
       [&](int at) {
-        streams.learn_element(at, body, number + static_cast<uint32_t>(at), key, norms);
+        streams.learn_element(at, own.body, number + static_cast<uint32_t>(at), own.key, norms);
       });
   if (inputs.clear) streams.clear_gradients(count);
   norms = merge_block<LambNorms, kStepThreads>(norms);
@@ -139,26 +130,19 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   using Streams = LambStreams<Parameter, Parameter, Weights>;
   StepSlice slice = table.slice_of(blockIdx.x);
   slice.span.gradient = slice.span.parameter;  // not used, and of another dtype
-  MEZZO_SHARED(typename Streams::Body, body_of_block);
-  MEZZO_SHARED(RandomKey, key_of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    LambCoefficients coefficients = coefficients_of_slice(table, slice, inputs, use);
-    coefficients.adapt(of_rows[slice.row]);
-    body_of_block = typename Streams::Body(coefficients, use);
-    key_of_block = random_key_of_slice(slice, use);
-  }
-  __syncthreads();
+  const auto own = block_step<typename Streams::Body>(
+      table, slice, inputs,
+      [&](LambCoefficients& coefficients) { coefficients.adapt(of_rows[slice.row]); });
   const Streams streams(slice);
-  const typename Streams::Body body = body_of_block;
-  const RandomKey key = key_of_block;
   const auto number = static_cast<uint32_t>(slice.begin);
   visit_slice(
       streams, static_cast<int>(slice.end - slice.begin),
       [&](const Streams& here, int at) {
-        here.move_pack(body, number + static_cast<uint32_t>(at), key);
+        here.move_pack(own.body, number + static_cast<uint32_t>(at), own.key);
       },
-      [&](int at) { body.move(streams.place(at), number + static_cast<uint32_t>(at), key); });
+      [&](int at) {
+        own.body.move(streams.place(at), number + static_cast<uint32_t>(at), own.key);
+      });
 }
 
 /// Calls `launch_all(of_blocks, of_rows)` with memory for the norms. It launches on the current

@@ -22,7 +22,9 @@
 #include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/update_scale.h>
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -178,35 +180,57 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                      max_abs.mutable_data_ptr<double>()});
 }
 
+/// Returns the device's address of pinned memory, for a kernel that writes it and is launched next
+/// on the current stream; null for an undefined tensor. Tells the memory's allocator of the stream:
+/// memory that is freed before the kernel is done is given to nobody until then.
+template <class Number>
+static Number* pinned_place(const at::Tensor& pinned) {
+  if (!pinned.defined()) return nullptr;
+  const c10::Device device = current_device();
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  auto* const place = pinned.mutable_data_ptr<Number>();
+  at::getHostAllocator(device.type())
+      ->record_event(place, pinned.storage().data_ptr().get_context(), stream);
+  return static_cast<Number*>(address_on_device(place));
+}
+
+__attribute__((weak)) at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
+  const InCaptureToo allowed;
+  return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(true));
+}
+
 __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                          const at::Tensor& found_inf) {
   const DeviceGuard guard(tensors.scale.device());
   const Stream stream = current_stream();
-  launch<update_scale_kernel>(
-      1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
-      tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
-      tensors.hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
+  launch<update_scale_kernel>(1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
+                              tensors.inverse.mutable_data_ptr<float>(),
+                              tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+                              tensors.hysteresis_left.mutable_data_ptr<int32_t>(),
+                              found_inf.const_data_ptr<float>(), pinned_place<float>(tensors.told));
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
-static __global__ void pack_letter_kernel(const float* scale, const float* found_inf,
-                                          const double* sum_of_squares, const double* max_abs,
-                                          double* letter) {
+static __global__ void write_letter_kernel(const float* scale, const float* found_inf,
+                                           const double* sum_of_squares, const double* max_abs,
+                                           double* letter) {
   letter[0] = *scale;
   letter[1] = *found_inf;
-  letter[2] = *sum_of_squares;
-  letter[3] = *max_abs;
+  letter[2] = sum_of_squares == nullptr ? 0.0 : *sum_of_squares;
+  letter[3] = max_abs == nullptr ? 0.0 : *max_abs;
 }
 
-__attribute__((weak)) void pack_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
-                                        const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
-                                        const at::Tensor& letter) {
-  const DeviceGuard guard(letter.device());
-  launch<pack_letter_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
-                             found_inf.const_data_ptr<float>(),
-                             sum_of_squares.const_data_ptr<double>(),
-                             max_abs.const_data_ptr<double>(), letter.mutable_data_ptr<double>());
+__attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
+                                         const at::Tensor& sum_of_squares,
+                                         const at::Tensor& max_abs, const at::Tensor& letter) {
+  const DeviceGuard guard(scale.device());
+  const auto number_of = [](const at::Tensor& number) {
+    return number.defined() ? number.const_data_ptr<double>() : nullptr;
+  };
+  launch<write_letter_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
+                              found_inf.const_data_ptr<float>(), number_of(sum_of_squares),
+                              number_of(max_abs), pinned_place<double>(letter));
 }
 
 /// The device, stream and memory of a step.
@@ -256,7 +280,8 @@ static void step_rows(const std::vector<StepRow>& rows,
   });
 }
 
-/// The same for rows whose moments have another format, with gradients of any dtype.
+/// Launches a step over the staged rows with one variant and one weight storage, whose gradients
+/// may be of any dtype.
 template <class Rule, class Weights>
 static void step_staged_rows(const std::vector<StepRow>& rows,
                              const std::vector<StepGroup<typename Rule::Constants>>& groups,

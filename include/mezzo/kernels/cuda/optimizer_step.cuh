@@ -15,12 +15,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
 inline constexpr int kStepThreads = 256;
-/// Blocks that a multiprocessor is to hold, which is enough: without the number nvcc keeps threads
-/// to fewer registers, for more blocks, and puts into memory what they have no room for.
+/// Blocks that a multiprocessor has room for. Without this number nvcc aims at more blocks, gives
+/// threads fewer registers, and spills the rest to memory.
 inline constexpr int kStepBlocks = 2;
 inline constexpr int kStepBlock = kStepThreads * 32;
 
-/// Elements that a thread reads of each stream at once: 16 bytes of a parameter of 16 bits or 32.
+/// Elements that a thread reads of each stream at once: 16 bytes of a float or 16-bit parameter.
 template <class Stored>
 inline constexpr int kStepPack = sizeof(Stored) == 2 ? 8 : 4;
 
@@ -39,18 +39,18 @@ __device__ void store_pack(const StepPack<Stored, kSize>& pack, Stored* to) {
   *reinterpret_cast<StepPack<Stored, kSize>*>(to) = pack;
 }
 
-/// Calls `whole(streams, at)` for each of the thread's packs in a slice of `count` elements, with
-/// the streams from there on, and `single(at)` for each of its elements that are in none: the tail,
-/// or all where not every stream is aligned.
+/// Calls `whole(streams, at)` for each pack of this thread in a slice of `count` elements; the
+/// streams begin at the pack. Calls `single(at)` for each of its elements outside of packs: the
+/// tail, or all elements if a stream is not aligned.
 template <class Streams, class Whole, class Single>
 __device__ void visit_slice(const Streams& streams, int count, const Whole& whole,
                             const Single& single) {
   constexpr int kStride = kStepThreads * Streams::kPack;
   const int packed = streams.is_aligned ? count - count % Streams::kPack : 0;
   const auto thread = static_cast<int>(threadIdx.x);
-  Streams here = streams;  // what moves are pointers: an index costs several instructions a stream
+  Streams here = streams;  // pointers advance: an index would cost instructions for each stream
   here.base = here.place(thread * Streams::kPack);
-  // Not unrolled: a pack is enough work for a turn, and copies of it take time to compile.
+  // Not unrolled: a pack is enough work for one turn, and copies of it compile slowly.
   MEZZO_NO_UNROLL
   for (int at = thread * Streams::kPack; at < packed; at += kStride) {
     whole(here, at);
@@ -101,7 +101,7 @@ struct StepStreams {
     return pointer == nullptr ? nullptr : pointer + by;
   }
 
-  /// The element `at` where it lies.
+  /// Returns the place of element `at` in memory.
   __device__ Place place(int at) const {
     Place result{base.parameter + at,
                  base.gradient + at,
@@ -120,7 +120,7 @@ struct StepStreams {
     StepPack<StoredMoment, kPack> moments[Place::kMomentSlots];
     StepPack<uint16_t, kPack> low_half;
 
-    /// Without what may be there beside it.
+    /// Returns the place of element `i` in these registers, without a copy of the parameter.
     __device__ Place place(int i) {
       Place result{
           &parameter.element[i], &gradient.element[i], {}, &low_half.element[i], Body::kIsSplit};
@@ -151,7 +151,7 @@ struct StepStreams {
     }
   }
 
-  /// Writes the 16-bit copy of the new parameters where one is wanted.
+  /// Writes the 16-bit copy of the new parameters, if the step keeps one.
   template <class AnyBody>
   __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
     if constexpr (Body::kMayCopy) {
@@ -164,7 +164,7 @@ struct StepStreams {
     }
   }
 
-  /// `number` is the first element's.
+  /// Steps the pack at `base`, whose first element has `number` in the parameter.
   __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
     Packs packs;
     load<StepPass::whole>(packs);
@@ -189,9 +189,6 @@ struct StepStreams {
         [&](int at) { base.gradient[at] = StoredGradient{0}; });
   }
 };
-
-// What thread 0 works out for its block, in double and hundreds of cycles. The block's threads get
-// the body that is made of it, whose numbers are rounded to what is computed in.
 
 __device__ inline bool is_skipped(const StepInputs& inputs) {
   return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
@@ -218,10 +215,42 @@ __device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 
-/// A block's elements have one key: 2^32 is a multiple of their number.
+/// Returns the key of a slice's random bits. All its elements have one: 2^32 is a multiple of a
+/// block's elements.
 template <class Slice>
 __device__ RandomKey random_key_of_slice(const Slice& slice, const StepUse& use) {
   return random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
+}
+static_assert((int64_t{1} << 32) % kStepBlock == 0);
+
+/// The numbers that all threads of a block need.
+template <class Body>
+struct BlockStep {
+  Body body;
+  RandomKey key;
+};
+
+/// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
+/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. `adapt` changes the
+/// coefficients first.
+template <class Body, class Table, class Slice, class Adapt>
+__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
+                                      const StepInputs& inputs, const Adapt& adapt) {
+  MEZZO_SHARED(BlockStep<Body>, of_block);
+  if (threadIdx.x == 0) {
+    const StepUse use = use_of_slice(table, slice, inputs);
+    auto coefficients = coefficients_of_slice(table, slice, inputs, use);
+    adapt(coefficients);
+    of_block = {Body(coefficients, use), random_key_of_slice(slice, use)};
+  }
+  __syncthreads();
+  return of_block;  // in registers, which no store can change
+}
+
+template <class Body, class Table, class Slice>
+__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
+                                      const StepInputs& inputs) {
+  return block_step<Body>(table, slice, inputs, [](const auto&) {});
 }
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
@@ -235,29 +264,19 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     if (inputs.clear) streams.clear_gradients(count);
     return;
   }
-  MEZZO_SHARED(typename Streams::Body, step_of_block);
-  MEZZO_SHARED(RandomKey, key_of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    step_of_block = typename Streams::Body(coefficients_of_slice(table, slice, inputs, use), use);
-    key_of_block = random_key_of_slice(slice, use);
-  }
-  __syncthreads();
-  const typename Streams::Body step = step_of_block;  // in registers, which no store can change
-  const RandomKey key = key_of_block;
+  const auto own = block_step<typename Streams::Body>(table, slice, inputs);
   const auto number = static_cast<uint32_t>(slice.begin);
   visit_slice(
       streams, count,
       [&](const Streams& here, int at) {
-        here.step_pack(step, number + static_cast<uint32_t>(at), key);
+        here.step_pack(own.body, number + static_cast<uint32_t>(at), own.key);
       },
-      [&](int at) { step(streams.place(at), number + static_cast<uint32_t>(at), key); });
+      [&](int at) { own.body(streams.place(at), number + static_cast<uint32_t>(at), own.key); });
   if (inputs.clear) streams.clear_gradients(count);
 }
-static_assert((int64_t{1} << 32) % kStepBlock == 0);
 
-/// After the step, which reads the counters in all blocks. Static, as every kernel that is no
-/// template: several objects of one program may hold it.
+/// Counts a step, in a launch after the step, whose blocks all read the counters. Static, as every
+/// kernel that is no template: several objects of one program may hold it.
 static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
                                           const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;

@@ -402,7 +402,7 @@ MEZZO_INLINE void GradScaler::update() {
     const c10::NoGradGuard no_grad;  // not for the callback
     at::Tensor found = checks.front();
     for (std::size_t i = 1; i < checks.size(); ++i) found = found.add(checks[i]);
-    scale_.advance(rule_, found);
+    scale_.advance(rule_, found, next_scale_place());
   }
   finish_iteration();
 }
@@ -413,7 +413,7 @@ MEZZO_INLINE void GradScaler::update(double new_scale) {
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
-  scale_.write_scale(static_cast<float>(new_scale));
+  scale_.write_scale(static_cast<float>(new_scale), next_scale_place());
   finish_iteration();
 }
 
@@ -427,8 +427,16 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
+  scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale(), next_scale_place());
   finish_iteration();
+}
+
+/// Returns where the next scale is written for `on_skip`, in the last letter of the iteration;
+/// undefined if nobody will be told of it.
+MEZZO_INLINE at::Tensor GradScaler::next_scale_place() const {
+  const bool is_told = on_skip_ && !letters_.empty() && !skipped_scale_ &&
+                       detail::capture_on(scale_.original().device()) == 0;
+  return is_told ? letters_.back()->next_scale_place() : at::Tensor();
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
@@ -454,7 +462,7 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
     if (callback) tell(overflowed, scale_.original().item<float>());
   } else if (!letters.empty() && callback) {
-    letters.back()->send_next_scale(scale_.original());
+    letters.back()->next_scale_sent();
     pending_lines_.add(letters);
   } else if (pending_lines_.empty()) {
     end_row();

@@ -7,7 +7,6 @@
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
@@ -43,8 +42,9 @@ inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdic
 }
 
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
-/// magnitude; and later the next scale. From a device the numbers come as one copy into pinned
-/// memory, followed by an event that tells when they have arrived.
+/// magnitude; and later the next scale. A device writes them into pinned memory: mezzo's kernels
+/// do it themselves, other devices copy. The event behind the write tells when they have arrived;
+/// before it the host does not look.
 ///
 /// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
 /// Replays do not notify the host: a captured letter never becomes ready, and reading it
@@ -58,9 +58,8 @@ class StepLetter {
         numbers_sent_(device),
         next_scale_sent_(device) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
-    const auto pinned = at::TensorOptions().device(at::kCPU).pinned_memory(!device.is_cpu());
-    numbers_ = at::empty({kNumbers}, pinned.dtype(at::kDouble));
-    next_scale_ = at::empty({}, pinned.dtype(at::kFloat));
+    numbers_ = empty_on_host({kNumbers}, at::kDouble, device);
+    next_scale_ = empty_on_host({}, at::kFloat, device);
     numbers_.mutable_data_ptr<double>()[1] = kNoReplay;
   }
 
@@ -91,11 +90,11 @@ class StepLetter {
     write(scale, verdict, was_unscaled, /*non_blocking=*/false);
     numbers_sent_.has_arrived = true;
   }
-  /// Sends the scale after `update`, a float of one element. No host sync.
-  void send_next_scale(const at::Tensor& scale) {
-    next_scale_.copy_(scale, /*non_blocking=*/true);
-    mark(next_scale_sent_);
-  }
+  /// Returns where the scale after `update` goes, a float of one element on the host. Whoever
+  /// writes it calls `next_scale_sent` behind the write.
+  const at::Tensor& next_scale_place() const noexcept { return next_scale_; }
+  /// The current stream of the device has the write of the next scale by now. No host sync.
+  void next_scale_sent() { mark(next_scale_sent_); }
 
   /// Returns whether `outcome` has the numbers that were sent. Never waits.
   bool is_there() { return has_arrived(numbers_sent_); }
@@ -129,7 +128,7 @@ class StepLetter {
   float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
-  /// A copy to the host and the event behind it.
+  /// A write to the host's memory and the event behind it.
   struct Sent {
     explicit Sent(at::Device device) : event(device.type()) {}
     c10::Event event;
@@ -151,40 +150,44 @@ class StepLetter {
     was_unscaled_ = was_unscaled;
     has_norm_ = verdict.sum_of_squares.defined();
     found_inf_ = verdict.found_inf;
-    numbers_.copy_(packed(scale, verdict.on(device_)), non_blocking);
+    const at::Tensor own_scale = on_device(scale, device_);
+    const Verdict own = verdict.on(device_);
+#ifdef MEZZO_WITH_CUDA
+    if (has_cuda_kernels(device_)) {
+      cuda::write_letter_(own_scale, own.found_inf, own.sum_of_squares, own.max_abs, numbers_);
+      if (!non_blocking) current_stream().synchronize();
+      return;
+    }
+#endif
+    numbers_.copy_(packed(own_scale, own), non_blocking);
   }
 
   /// Returns the four numbers as one tensor on `device_`. It may be freed as soon as its copy to
   /// the host is queued: the allocator gives its memory away again in the order of the stream.
   at::Tensor packed(const at::Tensor& scale, const Verdict& verdict) const {
-    const at::Tensor own_scale = on_device(scale, device_);
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
-    const at::Tensor none =
-        has_norm_ ? at::Tensor() : at::zeros({}, own_scale.options().dtype(wide));
+    const at::Tensor none = has_norm_ ? at::Tensor() : at::zeros({}, scale.options().dtype(wide));
     const at::Tensor& sum_of_squares = has_norm_ ? verdict.sum_of_squares : none;
     const at::Tensor& max_abs = has_norm_ ? verdict.max_abs : none;
-#ifdef MEZZO_WITH_CUDA
-    if (has_cuda_kernels(device_)) {
-      at::Tensor letter = at::empty({kNumbers}, sum_of_squares.options());
-      cuda::pack_letter_(own_scale, verdict.found_inf, sum_of_squares, max_abs, letter);
-      return letter;
-    }
-#endif
     std::vector<at::Tensor> all;
-    for (const at::Tensor& number : {own_scale, verdict.found_inf, sum_of_squares, max_abs}) {
+    for (const at::Tensor& number : {scale, verdict.found_inf, sum_of_squares, max_abs}) {
       all.push_back(number.to(wide).reshape({}));
     }
     return at::stack(all);
+  }
+
+  c10::Stream current_stream() const {
+    return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
   }
 
   void mark(Sent& sent) {
     sent.has_arrived = device_.is_cpu();  // at once
     sent.is_under_way = !device_.is_cpu() && !is_captured_;
     if (!sent.is_under_way) return;
-    sent.event.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
+    sent.event.record(current_stream());
   }
 
-  /// Returns whether the copy has arrived; an event may not be queried during a capture.
+  /// Returns whether the write has arrived; an event may not be queried during a capture.
   bool has_arrived(Sent& sent) {
     if (sent.is_under_way && !sent.has_arrived && capture_on(device_) == 0) {
       sent.has_arrived = sent.event.query();
