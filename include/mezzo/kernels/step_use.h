@@ -54,9 +54,6 @@ struct StepSpan {
 /// its second moves the parameter.
 enum class StepPass { whole, learn, move };
 
-/// How a parameter is rounded whose loop takes a float in its place.
-enum class StagedParameter : std::uint8_t { none, nearest, stochastic };
-
 /// Options of a step that are not part of the update rule.
 struct StepUse {
   double factor = 1.0;       ///< gradients are multiplied by it before use
