@@ -26,7 +26,6 @@ namespace {
 using namespace cuda_on_host;
 using mezzo::detail::CpuIsa;
 using mezzo::detail::kMaxMoments;
-using mezzo::detail::StagedParameter;
 using mezzo::detail::StepTask;
 
 struct Format {
@@ -141,11 +140,9 @@ void step_on_cpu(std::vector<Member>& members, const Format& format, const StepC
     task.gradient_dtype = format.gradient;
     task.widens = format.gradient != at::kFloat;
     task.clears = step.clear;
-    task.parameter_dtype = format.parameter;
     task.is_staged = true;
-    task.parameter = !is_bare                                      ? StagedParameter::none
-                     : format.weights == WeightStorage::stochastic ? StagedParameter::stochastic
-                                                                   : StagedParameter::nearest;
+    if (is_bare) task.parameter_dtype = format.parameter;
+    task.is_stochastic = format.weights == WeightStorage::stochastic;
     for (unsigned k = 0; k < kMaxMoments; ++k) task.scales[k] = scales_of<Rule>(member, k);
     task.use = {.factor = step.scale == 0 ? 1.0 : static_cast<double>(step.scale),
                 .copies_half = step.copies_half,

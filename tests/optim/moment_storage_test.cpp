@@ -113,7 +113,7 @@ TEST(MomentStorage, CombinesWithEveryWeightStorage) {
 }
 
 /// bitsandbytes 0.50.2's AdamW8bit on the CPU, beside torch.optim.AdamW 2.11, ends 0.06346 of the
-/// way from float's result in these steps.
+/// way from float's result in these steps (recorded/adamw8bit.py).
 TEST(MomentStorage, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
   constexpr int64_t kSize = 8192;
   const at::Tensor start = numbers(kSize, 1);
@@ -133,6 +133,74 @@ TEST(MomentStorage, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
   const double apart = norm_of(reached(MomentStorage::block8) - wide) / norm_of(wide - start);
   EXPECT_LE(apart, 0.0635);
   EXPECT_GT(apart, 0.01) << "these are no moments of 8 bits";
+}
+
+bool same_bits(const at::Tensor& left, const at::Tensor& right) {
+  const auto bytes = [](const at::Tensor& tensor) {
+    return tensor.detach().contiguous().view(-1).view(at::kByte);
+  };
+  return left.defined() == right.defined() && left.sizes() == right.sizes() &&
+         (!left.defined() || bytes(left).equal(bytes(right)));
+}
+
+/// Steps with moments in blocks, and with float moments that are given the values of the codes
+/// before each step and are rounded to codes after it.
+template <class Optimizer, class Options>
+void expect_float_steps_between_roundings(Options options, at::ScalarType dtype,
+                                          WeightStorage weights, int moments) {
+  options.weight_storage(weights).seed(3);
+  for (const at::Tensor& start : {numbers(5003, 1), numbers(6300, 2).view({70, 90}).t(),
+                                  numbers(40000, 3).view({8, 50, 10, 10})}) {
+    const at::Tensor left = start.to(dtype).clone().requires_grad_();
+    const at::Tensor right = start.to(dtype).clone().requires_grad_();
+    Optimizer narrow({left}, Options(options).moment_storage(MomentStorage::block8));
+    Optimizer wide({right}, Options(options).moment_storage(MomentStorage::float32));
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor gradient = numbers(start.numel(), 10 + static_cast<uint64_t>(step));
+      gradient.narrow(0, 0, 300).zero_();  // more than a block
+      for (const at::Tensor& parameter : {left, right}) {
+        parameter.mutable_grad() = gradient.view_as(start).mul(std::pow(10, -step)).to(dtype);
+      }
+      narrow.step();
+      wide.step();
+      auto& codes =
+          dynamic_cast<mezzo::detail::ParamSlot&>(*narrow.state().at(left.unsafeGetTensorImpl()));
+      auto& floats =
+          dynamic_cast<mezzo::detail::ParamSlot&>(*wide.state().at(right.unsafeGetTensorImpl()));
+      ASSERT_TRUE(same_bits(left, right));
+      ASSERT_TRUE(same_bits(codes.master, floats.master));
+      ASSERT_TRUE(same_bits(codes.lower_half, floats.lower_half));
+      for (int k = 0; k < moments; ++k) {
+        const auto own = static_cast<std::size_t>(k);
+        const auto rounded = mezzo::detail::in_blocks(floats.moment(k), /*is_signed=*/k == 0);
+        ASSERT_TRUE(same_bits(codes.moment(k), rounded.codes)) << k;
+        ASSERT_TRUE(same_bits(codes.scales[own], rounded.scales)) << k;
+        floats.moment(k).copy_(mezzo::detail::moment_values(codes, k));
+      }
+    }
+  }
+}
+
+template <class Optimizer, class Options>
+void expect_float_steps_between_roundings(const Options& options, int moments) {
+  const auto expect = [&](at::ScalarType dtype, WeightStorage weights) {
+    expect_float_steps_between_roundings<Optimizer>(options, dtype, weights, moments);
+  };
+  expect(at::kFloat, WeightStorage::plain);
+  expect(at::kHalf, WeightStorage::plain);
+  expect(at::kHalf, WeightStorage::master);
+  for (const WeightStorage weights : {WeightStorage::plain, WeightStorage::master,
+                                      WeightStorage::split_master, WeightStorage::stochastic}) {
+    expect(at::kBFloat16, weights);
+  }
+}
+
+TEST(MomentStorage, AStepIsThatOfFloatsBetweenRoundings) {
+  expect_float_steps_between_roundings<AdamW>(AdamWOptions(1e-2), 2);
+  expect_float_steps_between_roundings<AdamW>(AdamWOptions(1e-2).amsgrad(true), 3);
+  expect_float_steps_between_roundings<mezzo::optim::SGD>(
+      mezzo::optim::SGDOptions(1e-2).momentum(0.9).dampening(0.3), 1);
+  expect_float_steps_between_roundings<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3), 1);
 }
 
 TEST(MomentStorage, HasCodesAndScalesAndShowsValues) {
@@ -175,6 +243,25 @@ TEST(MomentStorage, IsNothingToSgdWithoutMomentum) {
   }
   EXPECT_TRUE(reached[1].equal(reached[0]));
   EXPECT_TRUE(reached[2].equal(reached[0]));
+}
+
+/// Where ATen's kernels take the step, as on CUDA without mezzo's.
+TEST(MomentStorage, IsRefusedByAtenOnlyWhereItMakesADifference) {
+  for (const int64_t size : {4095, 4096}) {
+    for (const MomentStorage moments : {MomentStorage::float32, MomentStorage::block8}) {
+      Descent run(at::kFloat, {size});
+      run.parameter.mutable_grad() = at::ones({size});
+      AdamW optimizer({run.parameter}, AdamWOptions(1e-2).moment_storage(moments));
+      const auto step = [&] { optimizer.apply_with_aten(optimizer.plan()); };
+      if (size == 4096 && moments == MomentStorage::block8) {
+        EXPECT_THAT(step, ThrowsMessage<c10::Error>(HasSubstr("use MomentStorage::as_weights")));
+        EXPECT_TRUE(optimizer.state().empty());
+      } else {
+        step();
+        EXPECT_EQ(state_of(optimizer, run.parameter).exp_avg().scalar_type(), at::kFloat);
+      }
+    }
+  }
 }
 
 TEST(MomentStorage, RefusesDoubles) {

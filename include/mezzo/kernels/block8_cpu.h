@@ -17,12 +17,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Of many lanes, or of the one that takes what they leave: each begins at element i, and returns
+/// the first that it has not taken.
 template <class Lanes, bool kIsSigned>
 struct Block8Loops {
   using Codes = typename Lanes::template Like<Block8Code>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
-  static constexpr Block8Map kMap = Block8Map::make(kIsSigned);
 
   C10_ALWAYS_INLINE static int64_t widen(const uint8_t* codes, float scale, float* to, int64_t i,
                                          int64_t count) {
@@ -32,7 +33,7 @@ struct Block8Loops {
       Bits code;
       Codes::load(codes + i, code);
       Value value;
-      widen_block8<kIsSigned, Lanes>(kMap, code, scales, value);
+      widen_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, code, scales, value);
       __builtin_memcpy(to + i, &value, sizeof(value));
     }
     return i;
@@ -46,7 +47,7 @@ struct Block8Loops {
       Value value;
       __builtin_memcpy(&value, from + i, sizeof(value));
       Bits code;
-      narrow_block8<kIsSigned, Lanes>(kMap, value, inverses, code);
+      narrow_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, value, inverses, code);
       Codes::store(code, codes + i);
     }
     return i;
@@ -88,19 +89,22 @@ struct WidenBlock8Kernel {
 /// Floats to codes in blocks.
 template <class Element, class IsSigned, class Lanes>
 struct NarrowBlock8Kernel {
+  using Many = Block8Loops<Lanes, IsSigned::value>;
+  using One = Block8Loops<ScalarLanes<Element>, IsSigned::value>;
+
   C10_ALWAYS_INLINE static void run(const float* from, uint8_t* codes, float* scales,
                                     int64_t count) {
-    using Many = Block8Loops<Lanes, IsSigned::value>;
-    using One = Block8Loops<ScalarLanes<Element>, IsSigned::value>;
+    // All scales first: a loop over a block is too long for a processor to look beyond it.
     for (int64_t begin = 0; begin < count; begin += kBlock8) {
       const int64_t own = std::min(kBlock8, count - begin);
       uint32_t bits = 0;
       const int64_t seen = Many::find_largest(from + begin, 0, own, bits);
       One::find_largest(from + begin, seen, own, bits);
-      float scale;
-      reinterpret_bits(bits, scale);
-      const float inverse = inverse_of_scale(scale);
-      scales[begin / kBlock8] = scale;
+      reinterpret_bits(bits, scales[begin / kBlock8]);
+    }
+    for (int64_t begin = 0; begin < count; begin += kBlock8) {
+      const int64_t own = std::min(kBlock8, count - begin);
+      const float inverse = inverse_of_scale(scales[begin / kBlock8]);
       const int64_t rest = Many::narrow(from + begin, inverse, codes + begin, 0, own);
       One::narrow(from + begin, inverse, codes + begin, rest, own);
     }

@@ -166,18 +166,18 @@ struct VectorLanes {
   C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
     Memory memory;
     __builtin_memcpy(&memory, from, sizeof(Memory));
-    if constexpr (sizeof(Stored) == 1) {  // by way of 16 bits, or GCC takes element by element
-      bits = __builtin_convertvector(__builtin_convertvector(memory, Halves), Bits);
+    if constexpr (sizeof(Stored) == 1) {
+      widen_bytes(memory, bits);
     } else {
       bits = __builtin_convertvector(memory, Bits);
     }
   }
   C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
     Memory memory;
-    if constexpr (sizeof(Stored) == 1) {
-      memory = __builtin_convertvector(__builtin_convertvector(bits, Halves), Memory);
+    if constexpr (sizeof(Stored) < sizeof(typename Format::Bits)) {
+      keep_low(bits, memory);
     } else {
-      memory = __builtin_convertvector(bits, Memory);
+      memory = bits;
     }
     __builtin_memcpy(to, &memory, sizeof(Memory));
   }
@@ -206,6 +206,10 @@ struct VectorLanes {
     reinterpret_bits(whole, count);
   }
   C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+    if constexpr (kWidth == 16) {
+      count = flags ? count + 1U : count;
+      return;
+    }
     Bits ones;
     reinterpret_bits(flags, ones);  // all bits set for yes
     count -= ones;
@@ -226,6 +230,49 @@ struct VectorLanes {
     vector_fma(a, b, c, result);
   }
   C10_ALWAYS_INLINE static void sqrt(const Value& x, Value& result) { vector_sqrt(x, result); }
+
+ private:
+  // For GCC, which takes bytes element by element, or makes five to nine instructions of one.
+  C10_ALWAYS_INLINE static void widen_bytes(const Memory& memory, Bits& bits) {
+#if defined(__x86_64__) && !defined(__clang__)
+    if constexpr (sizeof(Bits) >= 32) {
+      asm("vpmovzxbd {%1, %0|%0, %1}" : "=v"(bits) : "v"(memory));
+      return;
+    }
+#endif
+    bits = __builtin_convertvector(__builtin_convertvector(memory, Halves), Bits);
+  }
+
+  /// Takes the lowest bits of each lane.
+  C10_ALWAYS_INLINE static void keep_low(const Bits& bits, Memory& memory) {
+    constexpr bool kTakesBytes = sizeof(Stored) == 1;
+#if defined(__x86_64__) && !defined(__clang__)
+    if constexpr (sizeof(Bits) == 64 && kTakesBytes) {
+      asm("vpmovdb {%1, %0|%0, %1}" : "=v"(memory) : "v"(bits));
+      return;
+    } else if constexpr (sizeof(Bits) == 64) {
+      asm("vpmovdw {%1, %0|%0, %1}" : "=v"(memory) : "v"(bits));
+      return;
+    } else if constexpr (sizeof(Bits) == 32 && kTakesBytes) {
+      typedef uint8_t Bytes __attribute__((vector_size(32)));
+      Bytes bytes;
+      reinterpret_bits(bits, bytes);
+      bytes = __builtin_shuffle(
+          bytes, Bytes{0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12,
+                       16, 20, 24, 28, 16, 20, 24, 28, 16, 20, 24, 28, 16, 20, 24, 28});
+      Bits words;
+      reinterpret_bits(bytes, words);
+      words = __builtin_shuffle(words, Bits{0, 4, 0, 4, 0, 4, 0, 4});
+      __builtin_memcpy(&memory, &words, sizeof(memory));
+      return;
+    }
+#endif
+    if constexpr (kTakesBytes) {
+      memory = __builtin_convertvector(__builtin_convertvector(bits, Halves), Memory);
+    } else {
+      memory = __builtin_convertvector(bits, Memory);
+    }
+  }
 };
 
 #endif

@@ -151,7 +151,7 @@ struct ScalarLanes {
   using Stored = typename Format::Stored;
   using Value = typename Format::Value;
   using Bits = typename Format::Bits;
-  using Flags = uint32_t;
+  using Flags = int32_t;
   static constexpr int64_t kWidth = 1;
 
   /// Lanes of another dtype, in the same number.
@@ -197,7 +197,7 @@ struct ScalarLanes {
   }
   /// Adds 1 where a flag is set.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
-    count += flags;
+    count += static_cast<Bits>(flags);
   }
   /// table[index % 8], of a table that holds eight values twice.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void look_up(const Value (&table)[16], const Bits& index,

@@ -190,9 +190,11 @@ struct StepTask {
   StepUse use;
   /// Of moments in blocks of 8 bits (block8.h), whose codes are in `span`; otherwise null.
   float* scales[kMaxMoments] = {};
-  StagedParameter parameter = StagedParameter::none;
-  at::ScalarType parameter_dtype = at::kFloat;  ///< where it is staged
-  bool is_staged = false;                       ///< for_staged calls the loop
+  bool is_staged = false;  ///< moments are not kept as the weights are: for_staged calls the loop
+  /// Of 16 bits where a staged loop takes a float in the parameter's place, and how that is
+  /// rounded.
+  at::ScalarType parameter_dtype = at::kFloat;
+  bool is_stochastic = false;
 };
 
 /// Elements that are staged at a time: four blocks, whose streams share a first-level cache.
@@ -285,7 +287,7 @@ struct NarrowToNearestKernel {
 };
 
 inline void narrow_parameters(const StepTask& task, const float* from, const StepSpan& to) {
-  if (task.parameter == StagedParameter::stochastic) {
+  if (task.is_stochastic) {
     cpu_kernel<NarrowStochasticallyKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count,
                                                                       to.first, task.use);
   } else if (task.parameter_dtype == at::kBFloat16) {
@@ -299,6 +301,7 @@ inline void narrow_parameters(const StepTask& task, const float* from, const Ste
 /// what is kept in other formats. `begin` is that of a block.
 template <StepPass kPass, class Work>
 void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
+  const bool is_widened = task.parameter_dtype != at::kFloat;
   constexpr int64_t kApart = kStagedAtOnce + 32;  // loads are not taken for stores 4 KB before them
   alignas(64) float gradients[kApart];
   alignas(64) float parameters[kApart];
@@ -310,7 +313,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
       widen_gradients(task.gradient_dtype, kept.gradient, gradients, kept.count);
       part.gradient = gradients;
     }
-    if (task.parameter != StagedParameter::none) {
+    if (is_widened) {
       widen_gradients(task.parameter_dtype, kept.parameter, parameters, kept.count);
       part.parameter = parameters;
     }
@@ -320,7 +323,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
       part.moments[k] = moments[k];
     }
     work(part);
-    if (task.parameter != StagedParameter::none && kPass != StepPass::learn) {
+    if (is_widened && kPass != StepPass::learn) {
       narrow_parameters(task, parameters, kept);
     }
     for (int k = 0; k < kMaxMoments && task.scales[k] != nullptr; ++k) {

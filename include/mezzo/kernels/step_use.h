@@ -54,9 +54,6 @@ struct StepSpan {
 /// writes moments, and its second, `move`, the parameter.
 enum class StepPass { whole, learn, move };
 
-/// The rounding of a parameter that a loop steps as a float; `none` if the loop takes it as it is.
-enum class StagedParameter : std::uint8_t { none, nearest, stochastic };
-
 /// Options of a step that are not part of the update rule.
 struct StepUse {
   double factor = 1.0;       ///< gradients are multiplied by it before use

@@ -26,6 +26,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// \cond
 #define MEZZO_COMPILED_STEPS_OF(EXTERN, ...) \
   EXTERN template StepLoop step_loop<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, CpuIsa);
 
@@ -65,6 +66,7 @@ namespace detail {
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, Lion, torch::optim::OptimizerOptions, detail::CountedState<>) \
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, SGD, torch::optim::SGDOptions,                                \
                             detail::CountedState<torch::optim::SGDParamState>)
+/// \endcond
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_ADAM(extern)

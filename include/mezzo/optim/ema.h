@@ -76,7 +76,9 @@ class Ema {
   explicit Ema(const torch::nn::Module& model, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
+  /// Takes the averages over.
   Ema(Ema&&) = default;
+  /// Takes the averages over, and drops its own.
   Ema& operator=(Ema&&) = default;
   ~Ema() = default;
 
@@ -167,6 +169,7 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Ema& ema);
 
+/// Loads averages and the number of updates; see operator<<.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
                                                                                    Ema& ema);

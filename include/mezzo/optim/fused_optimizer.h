@@ -53,26 +53,27 @@ struct StepPlan {
   /// A parameter with a gradient.
   struct Row {
     const at::Tensor* parameter;  ///< in the groups of the optimizer, or a slice of one
-    at::Tensor gradient;
-    std::size_t group;
-    std::uint64_t number;  ///< of the parameter, counted through all groups
+    at::Tensor gradient;          ///< of the parameter, dense
+    std::size_t group;            ///< the number of its group
+    std::uint64_t number;         ///< of the parameter, counted through all groups
 
-    // These are set by mezzo's optimizers.
+    // mezzo's optimizers set the following.
+    /// How the parameter is kept: `plain` for float and double.
     optim::WeightStorage storage = optim::WeightStorage::plain;
+    /// How its moments are kept: `as_weights` where there are none, or no other format.
     optim::MomentStorage moments = optim::MomentStorage::as_weights;
-    detail::StagedParameter staged = detail::StagedParameter::none;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
-    detail::StepLoop loop{};
+    detail::StepLoop loop{};            ///< on the CPU
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
     /// rows of slices, and keeps the state of its slice as the whole parameter's.
     const at::Tensor* owner = nullptr;
   };
 
-  std::vector<Row> rows{};  ///< device by device
-  std::vector<detail::GroupNumbers> groups{};
-  bool has_inference = false;  ///< a parameter is an inference tensor
-  bool has_devices = false;    ///< gradients lie on several devices
-  bool is_checked = false;     ///< gradients are dense, of our dtypes, on their parameters' devices
+  std::vector<Row> rows{};                     ///< device by device
+  std::vector<detail::GroupNumbers> groups{};  ///< what the options of each group say
+  bool has_inference = false;                  ///< a parameter is an inference tensor
+  bool has_devices = false;                    ///< gradients lie on several devices
+  bool is_checked = false;  ///< gradients are dense, of our dtypes, on their parameters' devices
   /// A gradient is of half and its parameter keeps no master: unscaled, it would underflow.
   bool has_bare_half = false;
   /// Other ranks have rows, even if this one has none: all ranks go through the step together.
@@ -181,12 +182,15 @@ class FusedOptimizer : public OptimizerInterface {
   /// are, and returns what the closure returned.
   inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
 
+  /// Returns whether steps write copies of weights.
   bool publishes() const noexcept { return copy_for_ != nullptr; }
+  /// Returns the dtype of copies.
   at::ScalarType published_dtype() const noexcept { return published_dtype_; }
   /// Returns the tensor to write the copy of `weight` to; undefined if no copy is wanted.
   at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
   /// The weights that a step has written, each with its copy.
   using Published = std::vector<std::pair<at::Tensor, at::Tensor>>;
+  /// Makes copies that a step has written current.
   void publish(const Published& published) const { publish_(published); }
 
   /// Memory for the launches of a step on a device.

@@ -83,8 +83,9 @@ inline void accumulate_in_float(const at::Tensor& parameter) {
 
 namespace optim {
 
-/// Options of mezzo's optimizers. `Base` is libtorch's class of the same name, where there is one:
-/// code written for `torch::optim` reads and writes them through a cast to that class.
+/// Options of mezzo's optimizers: `options.lr()` reads one, and `options.lr(1e-3)` sets it and
+/// returns the options. `Base` is libtorch's class of the same name, where there is one: code
+/// written for `torch::optim` reads and writes them through a cast to that class.
 ///
 /// A file holds the values that are added here under keys of their own, if they are not the
 /// defaults. Loading a file without these keys, such as one of libtorch's, leaves the values as
@@ -97,6 +98,7 @@ namespace optim {
 template <class Own, class Base = torch::optim::OptimizerOptions>
 class FusedOptions : public Base, public detail::HoldsExtraOptions {
  public:
+  /// libtorch's class of these options; the common base class where libtorch has none.
   using LibtorchOptions = Base;
 
   /// Returns how 16-bit weights are kept.
@@ -147,6 +149,7 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
            left.adds_the_same(right);
   }
 
+  /// Returns a line for each option: `prefix`, its name and its value.
   std::string words(const std::string& prefix) const override {
     std::string lines;
     const auto add = [&](const char* name, const auto& value) {
@@ -160,9 +163,12 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     return lines;
   }
 
+  /// Returns the learning rate, as libtorch's schedulers read it.
   double get_lr() const override { return own().lr(); }
+  /// Sets the learning rate, as libtorch's schedulers do.
   void set_lr(const double lr) override { own().lr() = lr; }
 
+  /// Reads the options of a file. \throws c10::Error if it lacks one
   void serialize(torch::serialize::InputArchive& archive) override {
     detail::each_member(own(), [&archive](const auto& member) {
       using Value = std::remove_cvref_t<decltype(member.value)>;
@@ -170,6 +176,7 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     });
     read_extras(archive);
   }
+  /// Writes the options, under the names that libtorch gives to those that it knows.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     detail::each_member(own(), [&archive](const auto& member) {
       archive.write(member.key, c10::IValue(member.value));
@@ -179,6 +186,7 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
 
  protected:
   FusedOptions() = default;
+  /// Takes libtorch's options over; the others have their defaults.
   explicit FusedOptions(const Base& options) : Base(options) {}
 
  private:

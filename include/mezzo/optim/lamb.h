@@ -29,6 +29,7 @@ namespace optim {
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public FusedOptions<LAMBOptions> {
+  /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
   /// A template, so that a unit that only sees the class compiles no virtual functions.
@@ -64,10 +65,13 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
 /// LAMB's state of a parameter: `exp_avg()` and `exp_avg_sq()`, of the parameter's shape and dtype,
 /// and `step()`, the number of applied steps, which waits for the parameter's device.
 struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::CountedState<>> {
+  /// The running mean of gradients.
   TORCH_ARG(at::Tensor, exp_avg);
+  /// The running mean of squared gradients.
   TORCH_ARG(at::Tensor, exp_avg_sq);
 
  public:
+  /// Returns exp_avg for 0, otherwise exp_avg_sq.
   at::Tensor& moment(int k) noexcept override { return k == 0 ? exp_avg_ : exp_avg_sq_; }
 
   friend struct detail::MemberTable;

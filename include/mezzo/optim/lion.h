@@ -25,6 +25,7 @@ namespace optim {
 
 /// Lion's options, with the paper's names and defaults.
 struct LionOptions : public FusedOptions<LionOptions> {
+  /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
   /// A template, so that a unit that only sees the class compiles no virtual functions.
@@ -50,9 +51,11 @@ struct LionOptions : public FusedOptions<LionOptions> {
 /// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the
 /// number of applied steps, which waits for the parameter's device.
 struct LionParamState : public detail::ParamState<LionParamState, detail::CountedState<>> {
+  /// The running mean of gradients.
   TORCH_ARG(at::Tensor, exp_avg);
 
  public:
+  /// Returns exp_avg.
   at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
 
   friend struct detail::MemberTable;

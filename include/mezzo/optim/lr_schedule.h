@@ -47,9 +47,9 @@ concept LrCurve = std::copyable<T> && requires(const T& curve, int64_t applied_s
 
 /// f = q: get_linear_schedule_with_warmup. With min_factor = 1 it is a warm-up alone.
 struct LinearCurve {
-  int64_t warmup_steps = 0;
-  int64_t total_steps = 0;
-  double min_factor = 0;
+  int64_t warmup_steps = 0;   ///< w: steps in which the factor rises to 1
+  int64_t total_steps = 0;    ///< T: steps after which the factor is min_factor
+  double min_factor = 0;      ///< the lowest factor, at the end
   double initial_factor = 0;  ///< factor of the first step of a warm-up
 
   /// Returns the factor after `applied_steps` steps.
@@ -60,10 +60,10 @@ struct LinearCurve {
 /// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this
 /// curve stays where it is.
 struct CosineCurve {
-  int64_t warmup_steps = 0;
-  int64_t total_steps = 0;
-  double min_factor = 0;
-  double initial_factor = 0;
+  int64_t warmup_steps = 0;   ///< w: steps in which the factor rises to 1
+  int64_t total_steps = 0;    ///< T: steps after which the factor stays
+  double min_factor = 0;      ///< the lowest factor
+  double initial_factor = 0;  ///< factor of the first step of a warm-up
   double cycles = 0.5;  ///< waves from w to T: half a wave falls from 1 to 0. Positive, finite.
 
   /// Returns the factor after `applied_steps` steps.
@@ -72,11 +72,11 @@ struct CosineCurve {
 
 /// f = q^power: get_polynomial_decay_schedule_with_warmup; its lr_end is min_factor times lr.
 struct PolynomialCurve {
-  int64_t warmup_steps = 0;
-  int64_t total_steps = 0;
-  double min_factor = 0;
-  double initial_factor = 0;
-  double power = 1;  ///< positive and finite
+  int64_t warmup_steps = 0;   ///< w: steps in which the factor rises to 1
+  int64_t total_steps = 0;    ///< T: steps after which the factor is min_factor
+  double min_factor = 0;      ///< the lowest factor, at the end
+  double initial_factor = 0;  ///< factor of the first step of a warm-up
+  double power = 1;           ///< positive and finite
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const;
@@ -115,7 +115,9 @@ class LrSchedule {
   /// \throws c10::Error if the curve refuses its numbers; with an optimizer of mezzo's also if the
   ///   curve is longer than 2^24 - 1 steps, beyond which no device counts
   LrSchedule(AnyOptimizer optimizer, Curve curve);
+  /// Takes a schedule over; only the new object moves the rates.
   LrSchedule(LrSchedule&&) noexcept = default;
+  /// Takes a schedule over, and ends its own.
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
   LrSchedule(const LrSchedule&) = delete;  // a copy would move the same rates
   LrSchedule& operator=(const LrSchedule&) = delete;
@@ -183,6 +185,7 @@ template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LrSchedule<Curve>& schedule);
 
+/// Loads a schedule; see operator<<.
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, LrSchedule<Curve>& schedule);

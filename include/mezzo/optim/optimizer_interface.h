@@ -100,7 +100,9 @@ namespace optim {
 class OptimizerInterface {
  public:
   OptimizerInterface() = default;
+  /// Copies the counts and the table of factors.
   OptimizerInterface(const OptimizerInterface&) = default;
+  /// Copies the counts and the table of factors.
   OptimizerInterface& operator=(const OptimizerInterface&) = default;
   virtual ~OptimizerInterface() = default;
 
@@ -254,6 +256,7 @@ class OptimizerInterface {
   /// Returns the rate that a schedule's factor multiplies in a group whose option says `lr`.
   double base_lr(std::size_t group, double lr) const noexcept { return base_lrs_.of(group, lr); }
 
+  /// Returns the number of applied steps, wherever it is counted.
   detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
   /// Returns the device's float that counts applied steps; undefined where the host counts.
   const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
@@ -306,8 +309,10 @@ concept PointsToOptimizer = requires(const T& pointer) {
 /// torch::optim or your own, one of mezzo's, or a MasterWeights; it must outlive the reference.
 class AnyOptimizer {
  public:
+  /// Refers to any optimizer that is a torch::optim::Optimizer, mezzo's own among them.
   AnyOptimizer(torch::optim::Optimizer& optimizer)
       : optimizer_(&optimizer), mezzos_(dynamic_cast<optim::OptimizerInterface*>(&optimizer)) {}
+  /// Refers to what steps another optimizer: a MasterWeights.
   template <detail::StepsAnother T>
   AnyOptimizer(T& stepper) : optimizer_(&stepper.optimizer()), mezzos_(&stepper) {}
   template <detail::PointsToOptimizer Pointer>
@@ -319,13 +324,17 @@ class AnyOptimizer {
   /// Returns mezzo's view of the optimizer; null for an optimizer that is not mezzo's.
   optim::OptimizerInterface* mezzos() const noexcept { return mezzos_; }
 
+  /// Takes a step with the gradients as they are. `closure`, if given, is called first, and its
+  /// loss returned.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
     return mezzos_ != nullptr ? mezzos_->step(std::move(closure))
                               : optimizer_->step(std::move(closure));
   }
+  /// Writes the optimizer's file.
   void save(torch::serialize::OutputArchive& archive) const {
     mezzos_ != nullptr ? mezzos_->save(archive) : optimizer_->save(archive);
   }
+  /// Reads the optimizer's file. \throws c10::Error as the optimizer's own `load` does
   void load(torch::serialize::InputArchive& archive) const {
     mezzos_ != nullptr ? mezzos_->load(archive) : optimizer_->load(archive);
   }
@@ -345,6 +354,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> &&
   return archive;
 }
 
+/// Loads the file of an optimizer; see operator<<.
 template <class Archive, class T>
 requires std::same_as<Archive, torch::serialize::InputArchive> &&
     (std::same_as<T, AnyOptimizer> || detail::StepsAnother<T>)Archive&

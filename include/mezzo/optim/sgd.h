@@ -50,15 +50,18 @@ struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOpt
 /// that began the buffer), which waits for the parameter's device.
 struct SGDParamState
     : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
+  /// libtorch's class of this state.
   using LibtorchState = torch::optim::SGDParamState;
 
   SGDParamState() = default;
+  /// Takes libtorch's buffer over. A state with a buffer counts as one step.
   template <std::same_as<torch::optim::SGDParamState> Plain>
   explicit SGDParamState(const Plain& state) {
     momentum_buffer(state.momentum_buffer());
     step(step_without_count());
   }
 
+  /// Returns the momentum buffer.
   at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }
 
  private:

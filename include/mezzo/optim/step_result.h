@@ -48,7 +48,9 @@ class StepSlot {
   StepSlot(const StepSlot&) = delete;
   StepSlot& operator=(const StepSlot&) = delete;
   virtual ~StepSlot() = default;
+  /// Returns whether the outcome has arrived. Does not wait.
   virtual bool ready() const noexcept = 0;
+  /// Returns the outcome, and waits for it.
   virtual const StepOutcome& outcome() = 0;
   /// A float of one element on the device that decides the step, 0 where it ran; undefined where
   /// the host knows.

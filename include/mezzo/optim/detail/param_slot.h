@@ -222,16 +222,26 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
 /// little.
 inline constexpr int64_t kFewestInBlocks = 4096;
 
-/// Returns how the moments of `parameter` are kept where its group's options want 8 bits.
-/// \throws c10::Error for a double parameter
-inline optim::MomentStorage block8_or_float(const at::Tensor& parameter,
-                                            const OptimizerWords& optimizer) {
+/// Returns whether a parameter of 16 bits has nothing beside it: its moments have 16 bits too.
+inline bool stands_alone(const at::Tensor& parameter, optim::WeightStorage storage) {
+  using optim::WeightStorage;
+  return is_low_precision(parameter) &&
+         (storage == WeightStorage::plain || storage == WeightStorage::stochastic);
+}
+
+/// Returns how the moments of `parameter` are kept, if not as the weights are: `as_weights` where
+/// `wanted`, the option of its group, makes no difference.
+/// \throws c10::Error where blocks are wanted for a double parameter
+inline optim::MomentStorage moments_of(const at::Tensor& parameter, optim::WeightStorage storage,
+                                       optim::MomentStorage wanted,
+                                       const OptimizerWords& optimizer) {
   using optim::MomentStorage;
-  TORCH_CHECK(parameter.scalar_type() != at::kDouble, optimizer,
+  TORCH_CHECK(wanted != MomentStorage::block8 || parameter.scalar_type() != at::kDouble, optimizer,
               ": MomentStorage::block8 takes parameters of float32, bfloat16 or float16, not ",
               optimizer.parameter(parameter),
               "; give it a parameter group with MomentStorage::as_weights");
-  return parameter.numel() < kFewestInBlocks ? MomentStorage::float32 : MomentStorage::block8;
+  if (wanted == MomentStorage::block8 && parameter.numel() >= kFewestInBlocks) return wanted;
+  return stands_alone(parameter, storage) ? MomentStorage::float32 : MomentStorage::as_weights;
 }
 
 /// Returns the dtype of moments that are not in blocks.

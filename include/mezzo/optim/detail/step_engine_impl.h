@@ -189,17 +189,6 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
-/// Returns how a parameter is staged whose moments have a format of their own: there is no loop for
-/// one of 16 bits that stands alone.
-inline StagedParameter staged_as(at::ScalarType parameter, optim::WeightStorage storage) {
-  using optim::WeightStorage;
-  const bool is_alone = storage == WeightStorage::plain || storage == WeightStorage::stochastic;
-  const bool is_16_bits = parameter == at::kBFloat16 || parameter == at::kHalf;
-  if (!is_alone || !is_16_bits) return StagedParameter::none;
-  return storage == WeightStorage::stochastic ? StagedParameter::stochastic
-                                              : StagedParameter::nearest;
-}
-
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
   StepPlan plan{.is_checked = true};
@@ -231,7 +220,9 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   optim::MomentStorage moments = optim::MomentStorage::as_weights;
   if (numbers.moments > 0) moments = numbers.extras.moment_storage;
-  if (moments == optim::MomentStorage::block8) moments = block8_or_float(parameter, words());
+  if (moments != optim::MomentStorage::as_weights) {
+    moments = moments_of(parameter, storage, moments, words());
+  }
   const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot = has_master || weights.grad().defined() ? find_slot(parameter) : nullptr;
   if (slot != nullptr) slot->shown.follow(weights, slot->master);
@@ -241,12 +232,12 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   check_gradient(weights, gradient, words());
   const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  StagedParameter staged = StagedParameter::none;
-  if (moments != optim::MomentStorage::as_weights) staged = staged_as(own, storage);
-  const bool is_staged = staged != StagedParameter::none;
+  // A parameter that stands alone has no loop with moments of another format: it becomes a float.
+  const bool is_widened =
+      moments != optim::MomentStorage::as_weights && stands_alone(weights, storage);
   const StepLoop loop =
-      rule_->loop(numbers.is_variant, is_staged ? optim::WeightStorage::plain : storage,
-                  has_master || is_staged ? at::kFloat : own, best_isa());
+      rule_->loop(numbers.is_variant, is_widened ? optim::WeightStorage::plain : storage,
+                  has_master || is_widened ? at::kFloat : own, best_isa());
   TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
               words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
@@ -257,7 +248,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
   plan.rows.push_back(
-      {&weights, gradient, group, number, storage, moments, staged, slot, loop, &parameter});
+      {&weights, gradient, group, number, storage, moments, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -448,14 +439,12 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
-/// Sets where the scales of a row's moments are. Returns whether it is staged.
-inline bool set_scales(const StepPlan::Row& row, int moments, float* (&scales)[kMaxMoments]) {
-  if (row.moments == optim::MomentStorage::block8) {
-    for (int k = 0; k < moments; ++k) {
-      scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
-    }
+/// Sets where the scales of a row's moments are, if they lie in blocks.
+inline void set_scales(const StepPlan::Row& row, int moments, float* (&scales)[kMaxMoments]) {
+  if (row.moments != optim::MomentStorage::block8) return;
+  for (int k = 0; k < moments; ++k) {
+    scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
   }
-  return scales[0] != nullptr || row.staged != StagedParameter::none;
 }
 
 /// Returns the bytes of an element of each stream of `row`.
@@ -504,10 +493,12 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
     task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
-    if (row.moments != optim::MomentStorage::as_weights) {
-      task.is_staged = set_scales(row, numbers.moments, task.scales);
-      task.parameter = row.staged;
-      task.parameter_dtype = row.parameter->scalar_type();
+    task.is_staged = row.moments != optim::MomentStorage::as_weights;
+    if (task.is_staged) {
+      set_scales(row, numbers.moments, task.scales);
+      const bool is_widened = stands_alone(*row.parameter, row.storage);
+      if (is_widened) task.parameter_dtype = row.parameter->scalar_type();
+      task.is_stochastic = row.storage == optim::WeightStorage::stochastic;
     }
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
@@ -586,7 +577,8 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
          static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
          has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
     StepRow& step_row = step_rows.back();
-    step_row.is_staged = set_scales(row, numbers.moments, step_row.scales);
+    step_row.is_staged = row.moments != optim::MomentStorage::as_weights;
+    set_scales(row, numbers.moments, step_row.scales);
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;

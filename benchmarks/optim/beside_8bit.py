@@ -1,0 +1,90 @@
+#!/usr/bin/env python3
+"""Puts 8-bit AdamW of Python, bitsandbytes' and torchao's, beside mezzo's, on the same shapes.
+
+    pip install bitsandbytes==0.50.2 torchao
+    beside_8bit.py build/bench/benchmarks/adamw_bench
+
+mezzo's time is that of the whole step: unscale, check, clip, update, gradients cleared. Python's is that of
+`optimizer.step()` alone, in float weights. The programs take turns, for each of them wants all cores; ratios are the
+medians over turns. A package that is not installed is left out. torchao's step is compiled by torch.compile, which
+wants a C++ compiler; its first steps, which compile, are not counted.
+"""
+import re
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from beside_torch_amp import MODELS
+
+TURNS = 3
+ROUNDS = 5  # of each program within a turn, after two that warm up
+
+
+def optimizers():
+    """Name and class of each 8-bit AdamW that can be imported."""
+    try:
+        import bitsandbytes
+
+        yield f"bitsandbytes {bitsandbytes.__version__}", bitsandbytes.optim.AdamW8bit
+    except ImportError:
+        print("bitsandbytes is not installed")
+    try:
+        import torchao
+        from torchao.optim import AdamW8bit
+
+        yield f"torchao {torchao.__version__}", AdamW8bit
+    except ImportError:
+        print("torchao is not installed")
+
+
+class Peer:
+    def __init__(self, make, shapes):
+        torch.manual_seed(1)
+        self.parameters = [torch.randn(shape, requires_grad=True) for shape in shapes]
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer = make(self.parameters, lr=1e-4, weight_decay=0.01)
+
+    def milliseconds(self):
+        start = time.perf_counter()
+        self.optimizer.step()
+        return 1e3 * (time.perf_counter() - start)
+
+
+def mezzo_milliseconds(program):
+    """The medians of the row block8 that adamw_bench prints, by model."""
+    command = [program, str(ROUNDS), "block8"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.findall(r"^(.+?): .* tensors\n +block8 +([0-9.]+) ms", text, re.MULTILINE)
+    return {name: float(time) for name, time in found}
+
+
+def main():
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    kinds = list(optimizers())
+    mezzo = {name: [] for name in MODELS}
+    python = {(kind, name): [] for kind, _ in kinds for name in MODELS}
+    for _ in range(TURNS):
+        for name, median in mezzo_milliseconds(sys.argv[1]).items():
+            mezzo[name].append(median)
+        for kind, make in kinds:
+            for name, shapes in MODELS.items():
+                peer = Peer(make, shapes)
+                times = [peer.milliseconds() for _ in range(2 + ROUNDS)]
+                python[kind, name].append(statistics.median(times[2:]))
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TURNS} turns")
+    for name in MODELS:
+        print(f"{name:22} {'mezzo block8, whole step':32} {statistics.median(mezzo[name]):10.2f} ms")
+        for kind, _ in kinds:
+            ratios = [slow / fast for slow, fast in zip(python[kind, name], mezzo[name])]
+            print(
+                f"{'':22} {kind + ', step alone':32} {statistics.median(python[kind, name]):10.2f} ms"
+                f"   x {statistics.median(ratios):.2f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""How far bitsandbytes' AdamW8bit ends from torch's AdamW: what moment_storage_test.cpp compares mezzo with.
+
+    pip install bitsandbytes==0.50.2 torch==2.11.0
+    python adamw8bit.py
+
+The steps are those of MomentStorage.AThousandStepsEndAsNearToFloatAsBitsandbytes, which makes the same numbers.
+"""
+
+import bitsandbytes
+import torch
+
+SIZE = 8192
+STEPS = 1000
+
+
+def numbers(count, state):
+    """Numbers in [-1, 1) from a linear congruential generator."""
+    drawn = []
+    for _ in range(count):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        drawn.append((state >> 40) / 2**23 - 1)
+    return torch.tensor(drawn, dtype=torch.float32)
+
+
+def reached(make):
+    parameter = numbers(SIZE, 1).requires_grad_()
+    target = numbers(SIZE, 2)
+    noise = numbers(8 * SIZE, 3).view(8, SIZE)
+    optimizer = make([parameter])
+    for i in range(STEPS):
+        parameter.grad = (parameter.detach() - target) + noise[i % 8] * 4.0 ** -(i % 5)
+        optimizer.step()
+    return parameter.detach()
+
+
+def main():
+    options = {"lr": 1e-3, "weight_decay": 0.01}
+    wide = reached(lambda parameters: torch.optim.AdamW(parameters, **options))
+    narrow = reached(lambda parameters: bitsandbytes.optim.AdamW8bit(parameters, **options))
+    apart = (narrow - wide).norm() / (wide - numbers(SIZE, 1)).norm()
+    print(f"bitsandbytes {bitsandbytes.__version__}, torch {torch.__version__}: {STEPS} steps of AdamW8bit end {apart:.5f} of")
+    print("the way apart from torch.optim.AdamW")
+
+
+main()
