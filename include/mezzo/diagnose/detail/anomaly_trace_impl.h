@@ -190,10 +190,10 @@ class AnomalyJudge {
     if (casts_number(op)) return;
     AnomalyFrame frame = frame_of(op, node);
     frame.outputs = value_ranges(outputs);
-    if (const auto scalar = lost_scalar(op, frame.outputs[0].dtype)) {
-      lost_scalars_.note(outputs[0], *scalar);
-    }
     const at::ScalarType dtype = frame.outputs[0].dtype;
+    if (const auto scalar = lost_scalar(op, dtype)) {
+      lost_scalars_.note(outputs[0], {*scalar, dtype});
+    }
     ran_in_16_bits_ = ran_in_16_bits_ || dtype == at::kHalf || dtype == at::kBFloat16;
     if (all_finite(frame.outputs)) {
       forgive(op);
@@ -291,10 +291,12 @@ class AnomalyJudge {
       return;
     }
     if (reads_scratch(op, read, anomaly.inputs)) return;
+    add_empty(op, anomaly.inputs);
     anomaly.frame = std::move(frame);
     anomaly.after_low_precision = ran_in_16_bits_;
     for (const at::Tensor& tensor : read) {
-      if (const double* const lost = lost_scalars_.find(tensor)) anomaly.lost_scalar = *lost;
+      const auto* const lost = lost_scalars_.find(tensor);
+      if (lost != nullptr) std::tie(anomaly.lost_scalar, anomaly.lost_in) = *lost;
     }
     if (!arrived(read, anomaly)) find_cause(op, anomaly);
     add(std::move(anomaly), outputs);
@@ -343,6 +345,21 @@ class AnomalyJudge {
       });
     }
     return read;
+  }
+
+  /// Adds what has no elements of that which the program gave the op, whose mean is a NaN that some
+  /// op inside writes.
+  static void add_empty(const OpenOp& op, std::vector<ValueRange>& inputs) {
+    const OpenOp* outermost = &op;
+    while (outermost->outer != nullptr) outermost = outermost->outer;
+    for_each_tensor(
+        OpArguments(outermost->inputs.data(), outermost->inputs.size()),
+        [&](const at::Tensor& tensor) {
+          const bool is_empty = tensor.defined() && tensor.is_floating_point() &&
+                                !tensor.is_nested() && tensor.numel() == 0;
+          if (!is_empty) return;
+          inputs.push_back({.dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec()});
+        });
   }
 
   /// Whether what is not finite was in memory that the op around this one made itself: mean in half
@@ -450,7 +467,8 @@ class AnomalyJudge {
   AnomalyTraceOptions options_;
   KnownMemory<Memory> memory_;
   KnownMemory<const c10::StorageImpl*> originals_;
-  KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
+  // What an op read that its dtype does not hold, and that dtype.
+  KnownMemory<std::pair<double, at::ScalarType>> lost_scalars_;
   std::deque<AnomalyFrame> frames_;
   std::vector<Found> found_;
   bool ran_in_16_bits_ = false;
