@@ -27,15 +27,18 @@ struct ValueRange {
   std::string parameter = {};  ///< its name, where the tensor is one, or autocast's copy of one
   /// Undefined of what holds no floating numbers, which is not read.
   at::ScalarType dtype = at::ScalarType::Undefined;
-  std::vector<std::int64_t> sizes = {};
+  std::vector<std::int64_t> sizes = {};  ///< the tensor's shape
   /// Of the values that are finite, with sign (of complex ones the magnitudes); 0 where there are
   /// none.
-  double minimum = 0, maximum = 0;
-  double smallest = 0, largest = 0;  ///< magnitudes of the values that are finite
-  std::int64_t infs = 0;             ///< of either sign
-  std::int64_t negative_infs = 0;
-  std::int64_t nans = 0;
+  double minimum = 0;
+  double maximum = 0;              ///< likewise
+  double smallest = 0;             ///< magnitude of the values that are finite
+  double largest = 0;              ///< likewise
+  std::int64_t infs = 0;           ///< of either sign
+  std::int64_t negative_infs = 0;  ///< how many of `infs` are -inf
+  std::int64_t nans = 0;           ///< how many values are NaN
 
+  /// Whether no value is inf or NaN.
   bool is_finite() const { return infs + nans == 0; }
   /// "encoder.weight float16 [8, 4] -3.1 to 3.2, |x| from 0.001, 1 inf".
   std::string to_string() const;
@@ -52,9 +55,10 @@ struct AnomalyFrame {
   /// the module of the op before it; an op of the backward pass has that of the forward op that
   /// made its node. Empty until a parameter has been read.
   std::string module = {};
-  bool reads_module = false;  ///< whether the op itself reads a parameter of `module`
-  std::vector<ValueRange> outputs = {};
+  bool reads_module = false;             ///< whether the op itself reads a parameter of `module`
+  std::vector<ValueRange> outputs = {};  ///< of what it returned
 
+  /// Whether the op ran in a backward pass.
   bool is_backward() const { return !node.empty(); }
   /// "aten::addmm (in aten::linear), in encoder.fc".
   std::string place() const;
@@ -77,21 +81,21 @@ enum class AnomalyCause : std::uint8_t {
 
 /// An op whose result has an inf or NaN that was not in what it read.
 struct Anomaly {
-  AnomalyFrame frame = {};
-  std::vector<ValueRange> inputs = {};  ///< before the op ran
-  AnomalyCause cause = AnomalyCause::unknown;
+  AnomalyFrame frame = {};                     ///< the op, and what it returned
+  std::vector<ValueRange> inputs = {};         ///< before the op ran
+  AnomalyCause cause = AnomalyCause::unknown;  ///< what made the inf or NaN
   /// The dtype in which the op ran again, float32 or, of an op in float32, float64; and what the
   /// result was then.
   std::optional<at::ScalarType> wide_dtype = std::nullopt;
-  std::vector<ValueRange> wide_outputs = {};
-  double loss_scale = 1;  ///< at that time; 1 in the forward pass
+  std::vector<ValueRange> wide_outputs = {};  ///< of what the op returned in `wide_dtype`
+  double loss_scale = 1;                      ///< at that time; 1 in the forward pass
   /// An eps that was added to an input, or that it was clamped to, and that `lost_in`, the dtype of
   /// that op's result, rounds to 0.
   std::optional<double> lost_scalar = std::nullopt;
-  at::ScalarType lost_in = at::ScalarType::Undefined;
+  at::ScalarType lost_in = at::ScalarType::Undefined;  ///< see `lost_scalar`
   /// Whether a floating op ran in 16 bits before: what this op read may carry its rounding.
   bool after_low_precision = false;
-  std::optional<int> rank = std::nullopt;
+  std::optional<int> rank = std::nullopt;  ///< of AnomalyTraceOptions
 
   /// All of this as one line.
   std::string message() const;

@@ -104,10 +104,10 @@ inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace)
 
 /// When an AnomalyWatch traces, and whom it tells.
 struct AnomalyWatchOptions {
-  std::int64_t skips_in_a_row = 3;  ///< so many wake it
-  AnomalyTraceOptions trace = {};
+  std::int64_t skips_in_a_row = 3;    ///< so many wake it
+  AnomalyTraceOptions trace = {};     ///< of the step that is traced
   std::ostream* stream = &std::cerr;  ///< gets the trace; null: nothing. Lives as long as the watch
-  std::function<void(const AnomalyTrace&)> callback = {};
+  std::function<void(const AnomalyTrace&)> callback = {};  ///< called with the trace of the step
 };
 
 /// A writer for a Telemetry. When steps were skipped in a row it puts an AnomalyTrace round the

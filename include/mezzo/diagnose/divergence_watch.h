@@ -45,12 +45,12 @@ enum class DivergenceCause : std::uint8_t {
 
 /// A run that is lost, or about to be.
 struct Divergence {
-  TelemetryRecord record = {};  ///< of the step that showed it
-  std::int64_t skips = 0;       ///< in a row, that step included
-  std::optional<int> rank = std::nullopt;
-  DivergenceCause cause = DivergenceCause::unknown;
-  std::string evidence = {};  ///< what was seen: names and numbers
-  std::string remedy = {};    ///< what to do, or what to try next where the cause is not known
+  TelemetryRecord record = {};                       ///< of the step that showed it
+  std::int64_t skips = 0;                            ///< in a row, that step included
+  std::optional<int> rank = std::nullopt;            ///< of DivergenceOptions
+  DivergenceCause cause = DivergenceCause::unknown;  ///< what was not finite first
+  std::string evidence = {};                         ///< what was seen: names and numbers
+  std::string remedy = {};  ///< what to do, or what to try next where the cause is not known
 
   /// What happened, the evidence, and what to do, in one line.
   std::string message() const;
@@ -69,7 +69,7 @@ struct DivergenceOptions {
   /// The dtype that autocast lowers to. Unset: float16 in a run that scales its loss or holds
   /// parameters of float16, and otherwise none whose range matters.
   std::optional<at::ScalarType> low_precision = std::nullopt;
-  DivergencePolicy policy = DivergencePolicy::keep_going;
+  DivergencePolicy policy = DivergencePolicy::keep_going;  ///< what follows a diagnosis
   /// Called with the diagnosis, in place of std::cerr, before a `stop`.
   std::function<void(const Divergence&)> callback = {};
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
