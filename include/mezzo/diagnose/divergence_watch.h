@@ -301,8 +301,9 @@ MEZZO_INLINE bool DivergenceWatch::updates_are_large(Divergence& divergence) con
   // weights, by a step that was applied.
   const double now = detail::norm_of_all(detail::norms_of(parameters_));
   const bool is_known = bad_weight().empty();
+  const double risen = is_known ? now : detail::norm_of_all(rise_ended_);
   const bool loss_rose = rises_ >= kRise && *last_loss_ > 10 * std::abs(loss_before_rise_) &&
-                         detail::norm_of_all(rise_ended_) > 3 * detail::norm_of_all(rise_began_);
+                         risen > 3 * detail::norm_of_all(rise_began_);
   const bool loss_fell = first_loss_ && *last_loss_ < *first_loss_;
   const bool is_vast = is_known && now > 10 * first_norm_ && !loss_fell &&
                        now > kLargeWeights * std::sqrt(elements_);
@@ -311,8 +312,7 @@ MEZZO_INLINE bool DivergenceWatch::updates_are_large(Divergence& divergence) con
   divergence.remedy =
       "the updates are too large: load a checkpoint from before, and divide the learning rate by "
       "10 until the loss falls, or lengthen the warmup; if no rate helps, it takes a momentum "
-      "below "
-      "1, less weight decay, or inputs of about 1";
+      "below 1, less weight decay, or inputs of about 1";
   if (is_known) {
     divergence.evidence = c10::str("since the start the norm of all weights went from ",
                                    detail::digits(first_norm_), " to ", detail::digits(now));
