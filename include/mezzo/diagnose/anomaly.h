@@ -194,7 +194,7 @@ struct InputFault {
   }
 };
 
-/// The first that fits. Each follows from the op and the ranges alone.
+/// The faults in the order in which they are tried. Each follows from the op and the ranges alone.
 inline constexpr auto kInputFaults = std::to_array<InputFault>({
     {"*", "*",
      [](const Anomaly& anomaly) {

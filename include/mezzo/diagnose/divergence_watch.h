@@ -1,5 +1,5 @@
 /// \file
-/// DivergenceWatch says when a run is lost, and why. It is a writer for a Telemetry:
+/// DivergenceWatch, a writer for a Telemetry, says when a run is lost, and why:
 ///
 ///     mezzo::Telemetry telemetry;
 ///     telemetry.write_to(mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
@@ -83,7 +83,7 @@ struct DivergenceOptions {
 ///
 /// A record comes after its step. A step that was not skipped has written an inf or NaN of its loss
 /// into the weights by then, so the watch compares with the step before to tell which came first.
-/// It names a cause only where the evidence excludes the others, and otherwise what to try next:
+/// The watch names a cause only where the evidence excludes the others, and otherwise what to try:
 /// most often an AnomalyTrace of the step, which names the op.
 ///
 /// Gradients are read as find_overflow does, and are a later step's where a device decides. In a

@@ -136,7 +136,7 @@ template <DoctorsModel Model, class Sample>
 Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
                    const DoctorOptions& options = {});
 
-/// The same for TorchScript.
+/// Examines a TorchScript model, as the other overload does.
 /// \param sample  the arguments of `forward`; none: nothing is run
 inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,
                           c10::Device device, const DoctorOptions& options = {});

@@ -47,8 +47,8 @@ struct OverflowedParameter {
   std::int64_t nans = 0;                 ///< how many values are NaN
   std::vector<std::int64_t> first = {};  ///< index of the first that is inf or NaN
   double value = 0;                      ///< which it is: inf, -inf or NaN
-  /// It is finite, and not after division by a loss scale below 1. Where `unscale_` has divided
-  /// already, this is not to be seen.
+  /// Whether the gradient is finite, and inf after division by a loss scale below 1. False where
+  /// `unscale_` has divided already.
   bool by_unscaling = false;
 };
 
@@ -110,8 +110,8 @@ class OwnGradients;
 /// steps that are skipped at the same scale again and again it tells the first three and then every
 /// 1000th, so that a run that is lost does not fill a disk.
 ///
-/// It sees what `.grad` holds when the scaler tells of the skip, at `update`. Then `.grad` is as
-/// the skipped step left it, but
+/// A report sees what `.grad` holds when the scaler tells of the skip, at `update`. Then `.grad` is
+/// as the skipped step left it, but
 /// - with StepOptions::zero_grad it is zero, and the report says only that;
 /// - on a device the scaler tells some steps late, because nothing waits, and `.grad` is a later
 ///   step's. To know of the very step, ask before the gradients are cleared:
@@ -123,7 +123,7 @@ class OwnGradients;
 ///   rank's it was, OverflowReportOptions::own_gradients says, and an AnomalyWatch on each rank.
 class OverflowReport {
  public:
-  /// Keeps the parameters, not the model. Those that are registered later are not seen.
+  /// Keeps the parameters, not the model. Parameters that are registered later are not seen.
   explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {});
   /// Keeps the parameters of several models, under the models' names.
   explicit OverflowReport(const std::vector<NamedModel>& models,

@@ -155,7 +155,7 @@ struct TelemetryStep {
 /// The first 64 steps that a Telemetry hands over are checked for gradients that were clipped while
 /// they still carried the loss scale, to a bound that is thousands of times too tight: when their
 /// norm, or their largest magnitude, is a round number eight times in a row while the gradients
-/// change, one warning (TORCH_WARN) says so. It is known from steps that have a
+/// change, one warning (TORCH_WARN) says so. Only steps are checked that have a
 /// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`).
 ///
 /// Several optimizers are recorded under a name each. Steps are numbered, timed and checked for

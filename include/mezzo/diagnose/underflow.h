@@ -69,8 +69,8 @@ struct UnderflowOptions {
 };
 
 /// Counts sampled values by exponent, layer by layer, against the range of a low type. Values may
-/// be of any floating dtype. Those that were in the low type before, as gradients of float32
-/// weights under autocast were, have lost what it does not hold already: they count as zero.
+/// be of any floating dtype. Values that were in the low type before, as gradients of float32
+/// weights under autocast were, have lost what it does not hold already, and count as zero.
 ///
 /// Adding launches some small kernels and does not wait for a device; the questions do. A copy
 /// shares the counts. Any thread may add.
