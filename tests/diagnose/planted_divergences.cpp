@@ -11,6 +11,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <optional>
@@ -252,11 +253,6 @@ std::vector<PlantedFault> divergences() {
        weight("norm.weight", kInf, torch::kFloat),
        {"norm.weight holds inf or NaN", "when the watch was made"},
        "initialise or load it again"},
-      {"NanWeightInBfloat16",
-       "a NaN in head.bias, weights of bfloat16",
-       weight("head.bias", kNan, torch::kBFloat16),
-       {"head.bias holds inf or NaN"},
-       "initialise or load it again"},
       {"MaskOfMinus1e9",
        "a mask of -1e9 that the loss casts to half",
        buffer(-1e9),
@@ -326,7 +322,7 @@ std::vector<PlantedFault> divergences() {
       {"OneBadRank",
        "a loss of log(0) on rank 3 alone, as that rank tells it",
        loss_of([](const Tensor& loss) { return (loss * 0).log(); },
-               [](const Tensor& loss) { return loss; }, 3),
+               [](const Tensor& loss) { return (loss * 0).clamp_min(1e-6).log(); }, 3),
        {"rank 3", finite_weights},
        "a log or a division of 0"},
       {"OneLayerOverflows",
@@ -347,6 +343,11 @@ std::vector<PlantedFault> divergences() {
       {"NanBatchAmongHarderBatches",
        "a NaN batch after ever harder ones, while small weights grew",
        nan_batch({.small = 1e-3, .size = [](int i) { return i < 5 ? 1.0 : std::pow(1.5, i - 5); }}),
+       {finite_weights},
+       "look at this batch"},
+      {"NanBatchInACurriculum",
+       "a NaN batch after ones that double their loss, while small weights grew tenfold",
+       nan_batch({.small = 1e-2, .size = [](int i) { return std::pow(2.0, std::max(i - 4, 0)); }}),
        {finite_weights},
        "look at this batch"},
       {"NanBatchAfterALargeLoss",

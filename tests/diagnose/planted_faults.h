@@ -44,13 +44,14 @@ std::vector<PlantedFault> before_the_run();  // asked of the doctor
 
 /// A run that is well; `said` asks a tool.
 struct HealthyRun {
-  const char* name;
+  std::string name;
   std::function<std::string()> said;
 };
 
-std::vector<HealthyRun> healthy_traces();
-std::vector<HealthyRun> healthy_runs();
-std::vector<HealthyRun> healthy_models();
+std::vector<HealthyRun> healthy_traces();          // what AnomalyTrace passes over
+std::vector<HealthyRun> healthy_runs();            // what DivergenceWatch passes over
+std::vector<HealthyRun> healthy_forward_passes();  // what the doctor passes over
+std::vector<HealthyRun> healthy_models();          // asked of all three, in each dtype
 
 using Op = std::function<Tensor(const Tensor&)>;
 

@@ -150,23 +150,32 @@ class AutocastModuleImpl : public torch::nn::Module,
                         .cache = region_.cache,
                         .policy = region_.policy});
   }
+  /// Sets the mode of the wrapped module, and of this one.
   void train(bool on = true) override {
     torch::nn::Module::train(on);
     module_->train(on);  // last: a module that keeps some children in eval mode has the final word
   }
+  /// Moves and casts the wrapped module.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override {
     module_->to(device, dtype, non_blocking);
   }
+  /// Casts the wrapped module.
   void to(torch::Dtype dtype, bool non_blocking = false) override {
     module_->to(dtype, non_blocking);
   }
+  /// Moves the wrapped module.
   void to(torch::Device device, bool non_blocking = false) override {
     module_->to(device, non_blocking);
   }
+  /// Sets the gradients of the wrapped module to zero, or to none.
   void zero_grad(bool set_to_none = true) override { module_->zero_grad(set_to_none); }
+  /// Saves the wrapped module under its own names.
   void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
+  /// Loads what `save`, of this class or of the wrapped one, wrote.
   void load(torch::serialize::InputArchive& archive) override { module_->load(archive); }
+  /// Returns whether the wrapped module is.
   bool is_serializable() const override { return module_->is_serializable(); }
+  /// Prints "mezzo::AutocastModule(...)" round the wrapped module.
   void pretty_print(std::ostream& stream) const override {
     stream << "mezzo::AutocastModule(";
     module_->pretty_print(stream);
@@ -235,10 +244,13 @@ class AutocastModule
   using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
 
  public:
+  /// Wraps the module of a holder, which stays in use by others.
   AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting)
       : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
+  /// Wraps the module of a pointer.
   AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
+  /// Wraps a script, as its ScriptModule.
   AutocastModule(const torch::jit::Module& script,
                  const AutocastSetting& setting) requires std::same_as<Impl, ScriptModuleImpl>
       : AutocastModule(std::make_shared<ScriptModuleImpl>(script), setting) {}
@@ -254,8 +266,10 @@ class AutocastModule
   }
 };
 
+/// Deduces the class of the module.
 template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
+/// Deduces ScriptModule of a script.
 AutocastModule(torch::jit::Module, AutocastSetting)->AutocastModule<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

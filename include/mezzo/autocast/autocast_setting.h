@@ -192,6 +192,7 @@ inline AutocastSetting recommended(c10::Device device);
 /// this function before other threads use setenv.
 /// \throws c10::Error that lists the values, for any other
 inline AutocastSetting autocast_from_env(c10::Device device);
+/// Returns `when_unset` if the variable is unset or empty, else what the short form returns.
 inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetting& when_unset);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

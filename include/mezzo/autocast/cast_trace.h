@@ -31,15 +31,16 @@ enum class CastDecider : std::uint8_t {
 
 /// An answer of `explain`: autocast's treatment of a call in the calling thread, at this moment.
 struct CastExplanation {
-  std::string op;          ///< with its overload
-  c10::DeviceType device;  ///< of the first tensor
-  CastDecider decider;
+  std::string op;                      ///< with its overload
+  c10::DeviceType device;              ///< of the first tensor
+  CastDecider decider;                 ///< whose list the category is from
   OpCategory category;                 ///< fallthrough where autocast is off
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors
   at::ScalarType runs_in;              ///< the dtype it computes in; Undefined without tensors
   std::string reason;                  ///< all of this as one sentence
 };
 
+/// Prints the reason.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
 
 /// Returns what autocast would do with `op` on these inputs under the state and policy of the
@@ -50,14 +51,14 @@ MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::
 
 /// One line of a trace: the sum of equal calls in one scope.
 struct CastRecord {
-  std::string scope;  ///< names of the RECORD_USER_SCOPEs around the call, joined by '/'
-  std::string op;
-  c10::DeviceType device;
-  CastDecider decider;
-  OpCategory category;
+  std::string scope;       ///< names of the RECORD_USER_SCOPEs around the call, joined by '/'
+  std::string op;          ///< its full name, with its overload
+  c10::DeviceType device;  ///< of the first tensor
+  CastDecider decider;     ///< whose list the category is from
+  OpCategory category;     ///< fallthrough where autocast is off
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
-  at::ScalarType runs_in;
-  std::int64_t calls;
+  at::ScalarType runs_in;   ///< the dtype that the op computes in; Undefined without tensors
+  std::int64_t calls;       ///< how many calls this record adds up
   std::int64_t casts;       ///< made; cache hits are not counted
   std::int64_t bytes;       ///< read and written by the casts
   std::int64_t cache_hits;  ///< casts in whose place a WeightCache gave a copy that it held

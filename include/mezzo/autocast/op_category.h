@@ -39,6 +39,7 @@ constexpr std::string_view to_string(OpCategory category) {
   return detail::kCategoryNames[static_cast<std::size_t>(category)];
 }
 
+/// Prints the name.
 inline std::ostream& operator<<(std::ostream& stream, OpCategory category) {
   return stream << to_string(category);
 }

@@ -29,21 +29,25 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// An op, with its overload where it has one, and its category.
 struct OpEntry {
-  std::string name;
-  OpCategory category;
+  std::string name;     ///< "aten::softmax.int"
+  OpCategory category;  ///< what autocast does with the op
 
+  /// Whether name and category are equal.
   bool operator==(const OpEntry&) const = default;
 };
 
 /// One device's op lists, sorted by name. Printing it gives a table.
 class OpList {
  public:
+  /// Holds `entries`, which are sorted by name.
   OpList(c10::DeviceType device, std::vector<OpEntry> entries)
       : device_(device), entries_(std::move(entries)) {}
 
   /// Returns the device that the list is for.
   c10::DeviceType device() const { return device_; }
+  /// Returns all ops, sorted by name.
   const std::vector<OpEntry>& entries() const& { return entries_; }
+  /// Returns all ops of a temporary list.
   std::vector<OpEntry> entries() && { return std::move(entries_); }
 
   /// Returns the number of ops of this category.
@@ -58,6 +62,7 @@ class OpList {
   std::vector<OpEntry> entries_;
 };
 
+/// Prints a table: an op a line, with its category.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpList& list);
 
 /// Returns every op that autocast knows on `device`, with its category, as the installed libtorch
@@ -166,6 +171,7 @@ class OpPolicy {
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
 
+/// Prints `to_string`.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
 /// Lets regions use `policy`, and every policy that gives the same ops the same categories: puts a

@@ -69,9 +69,10 @@ class WeightCache {
 
   /// Keeps copies of `weights` across regions and threads, until `unpin`: your word that every
   /// write to them shows in their version. Writes of optimizers under NoGradGuard, copy_, set_data,
-  /// `to` and torch::load show; the next use casts again. A step of torch::optim::SGD, a write by
-  /// hand through `data()`, and one to a flat buffer that set_data gave to a weight do not: call
-  /// `forget` or `clear` after them. Casts nothing itself. Weights of no floating dtype are left
+  /// `to` and torch::load show, and so does torch::optim::SGD under a GradScaler; the next use
+  /// casts again. A step of torch::optim::SGD alone, a write by hand through `data()`, and one to a
+  /// flat buffer that set_data gave to a weight do not: call `forget` or `clear` after them. Casts
+  /// nothing itself. Weights of no floating dtype are left
   /// out, and a dead weight's pin ends. A copy takes 2 bytes an element.
   /// \throws c10::Error, before anything is pinned, for a weight that is undefined, is no dense
   ///   leaf, or was made in inference mode, where tensors have no version

@@ -9,10 +9,10 @@
 ///
 ///     telemetry.write_to(mezzo::AnomalyWatch(*model, {.skips_in_a_row = 3}));
 ///
-/// It names the op that made the first inf or NaN, with the ranges of what the op read, its module
-/// and its autograd node; says whether a wider type would have held the result, and whether the
-/// loss scale alone is to blame; and prints the ops before it with their ranges, as Hugging Face's
-/// DebugUnderflowOverflow does in Python.
+/// The trace names the op that made the first inf or NaN, with the ranges of what the op read, its
+/// module and its autograd node; says whether a wider type would have held the result, and whether
+/// the loss scale alone is to blame; and prints the ops before it with their ranges, as Hugging
+/// Face's DebugUnderflowOverflow does in Python.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
@@ -49,7 +49,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random
 /// numbers stay what they were. Nothing is installed before and after: then it costs nothing.
 ///
-/// It sees ops that go through libtorch's dispatcher. What a kernel of another library or a
+/// The trace sees ops that go through libtorch's dispatcher. What a kernel of another library or a
 /// collective writes shows when the next op reads it, as `arrived`. Modules are known by their
 /// parameters' memory: an op of a module without parameters goes by the name of the module before
 /// it, and copies that a WeightCache made before the trace are not recognised. Ask it, and destroy
@@ -104,10 +104,10 @@ inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace)
 
 /// When an AnomalyWatch traces, and whom it tells.
 struct AnomalyWatchOptions {
-  std::int64_t skips_in_a_row = 3;  ///< so many wake it
-  AnomalyTraceOptions trace = {};
+  std::int64_t skips_in_a_row = 3;    ///< so many wake it
+  AnomalyTraceOptions trace = {};     ///< of the step that is traced
   std::ostream* stream = &std::cerr;  ///< gets the trace; null: nothing. Lives as long as the watch
-  std::function<void(const AnomalyTrace&)> callback = {};
+  std::function<void(const AnomalyTrace&)> callback = {};  ///< called with the trace of the step
 };
 
 /// A writer for a Telemetry. When steps were skipped in a row it puts an AnomalyTrace round the

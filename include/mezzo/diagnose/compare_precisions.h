@@ -33,7 +33,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// One way to train: everything about precision that a training program chooses.
 struct PrecisionSetting {
-  std::string name;
+  std::string name;  ///< its row is called so
   /// What autocast lowers to: half or bfloat16. Unset: no autocast.
   std::optional<at::ScalarType> autocast = std::nullopt;
   OpPolicy policy = {};  ///< edits to autocast's op lists
@@ -47,7 +47,7 @@ struct PrecisionSetting {
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
   /// How the optimizer keeps its moments.
   optim::MomentStorage moment_storage = optim::MomentStorage::as_weights;
-  LossScale loss_scale = LossScale::none();
+  LossScale loss_scale = LossScale::none();  ///< the GradScaler's scale
 };
 
 /// What is tried unless the caller says otherwise: TF32 (on CUDA), autocast to bfloat16, autocast
@@ -71,19 +71,19 @@ struct ComparisonOptions {
 
 /// How far the gradient of one parameter is from float32's.
 struct ParameterError {
-  std::string name;
+  std::string name;  ///< of the parameter, in the model
   /// |g - g32| / |g32|. Of a parameter whose true gradient is zero, as the bias of attention's keys
   /// has it, this is large and means nothing: see `share`.
   double relative_error = 0;
-  double cosine = 1;
-  double share = 0;  ///< its part of the squared error of all parameters, 0 to 1
+  double cosine = 1;  ///< of the angle between g and g32
+  double share = 0;   ///< its part of the squared error of all parameters, 0 to 1
 };
 
 /// An op, or a module by its name in the model, and the gradient error that is left when it alone
 /// runs in float32.
 struct PrecisionCause {
-  std::string name;
-  double error_without = 0;
+  std::string name;          ///< "aten::bmm", or "encoder.0"
+  double error_without = 0;  ///< relative to the norm of the float32 gradient
   /// Calls of ops on no list of autocast's that then run in float32 too, because they read its
   /// result: what they cost in low precision is gone as well, and the cause may be theirs.
   std::int64_t others = 0;
@@ -91,7 +91,7 @@ struct PrecisionCause {
 
 /// What one setting came to.
 struct PrecisionRow {
-  PrecisionSetting setting;
+  PrecisionSetting setting;  ///< that was run
   /// |g - g32| / |g32| of all gradients as one vector, at the model's weights. Infinity: there is
   /// an inf or NaN in them, at every loss scale.
   double gradient_error = 0;
@@ -107,15 +107,15 @@ struct PrecisionRow {
   /// Whether a matrix product runs in another precision than float32's; if not it cannot be faster.
   bool lowers_products = true;
   double single_batch_error = 0;  ///< gradient_error of the first batch: what the causes are of
-  std::vector<PrecisionCause> ops = {};  ///< where autocast is on: the costliest first
-  std::vector<PrecisionCause> modules = {};
+  std::vector<PrecisionCause> ops = {};      ///< where autocast is on: the costliest first
+  std::vector<PrecisionCause> modules = {};  ///< likewise, by module
   std::string failure = {};  ///< what the model threw under this setting; empty if it ran
 };
 
 /// All settings side by side. Printing it gives a table.
 struct PrecisionComparison {
-  c10::Device device = c10::Device(c10::DeviceType::CPU);
-  double max_gradient_error = 0;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< where all settings ran
+  double max_gradient_error = 0;                           ///< the options' bound
   /// float32 first, then the settings in their order, each followed by its repair where there is
   /// one: the same setting with a policy that keeps the costliest ops in float32.
   std::vector<PrecisionRow> rows;
@@ -126,6 +126,7 @@ struct PrecisionComparison {
   const PrecisionRow& proposal() const;
 };
 
+/// Prints a table of the rows, the proposal, and the costliest ops and modules of each row.
 inline std::ostream& operator<<(std::ostream& stream, const PrecisionComparison& comparison);
 
 namespace detail {

@@ -1,5 +1,5 @@
 /// \file
-/// DivergenceWatch says when a run is lost, and why. It is a writer for a Telemetry:
+/// DivergenceWatch, a writer for a Telemetry, says when a run is lost, and why:
 ///
 ///     mezzo::Telemetry telemetry;
 ///     telemetry.write_to(mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
@@ -45,12 +45,12 @@ enum class DivergenceCause : std::uint8_t {
 
 /// A run that is lost, or about to be.
 struct Divergence {
-  TelemetryRecord record = {};  ///< of the step that showed it
-  std::int64_t skips = 0;       ///< in a row, that step included
-  std::optional<int> rank = std::nullopt;
-  DivergenceCause cause = DivergenceCause::unknown;
-  std::string evidence = {};  ///< what was seen: names and numbers
-  std::string remedy = {};    ///< what to do, or what to try next where the cause is not known
+  TelemetryRecord record = {};                       ///< of the step that showed it
+  std::int64_t skips = 0;                            ///< in a row, that step included
+  std::optional<int> rank = std::nullopt;            ///< of DivergenceOptions
+  DivergenceCause cause = DivergenceCause::unknown;  ///< what was not finite first
+  std::string evidence = {};                         ///< what was seen: names and numbers
+  std::string remedy = {};  ///< what to do, or what to try next where the cause is not known
 
   /// What happened, the evidence, and what to do, in one line.
   std::string message() const;
@@ -69,7 +69,7 @@ struct DivergenceOptions {
   /// The dtype that autocast lowers to. Unset: float16 in a run that scales its loss or holds
   /// parameters of float16, and otherwise none whose range matters.
   std::optional<at::ScalarType> low_precision = std::nullopt;
-  DivergencePolicy policy = DivergencePolicy::keep_going;
+  DivergencePolicy policy = DivergencePolicy::keep_going;  ///< what follows a diagnosis
   /// Called with the diagnosis, in place of std::cerr, before a `stop`.
   std::function<void(const Divergence&)> callback = {};
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
@@ -77,12 +77,13 @@ struct DivergenceOptions {
 
 /// Watches for skips in a row, for a skip at a scale of `min_scale` or less, and for a loss that is
 /// inf or NaN. After such a sign it reads weights, buffers and gradients, which waits for the
-/// device, and reports what it found, at most once in 1000 steps. Other steps cost a few
-/// comparisons on the host.
+/// device, and reports what it found, at most once in 1000 steps. A step whose loss is above all
+/// before costs a norm of the weights, for which nothing waits; other steps cost a few comparisons
+/// on the host.
 ///
 /// A record comes after its step. A step that was not skipped has written an inf or NaN of its loss
 /// into the weights by then, so the watch compares with the step before to tell which came first.
-/// It names a cause only where the evidence excludes the others, and otherwise what to try next:
+/// The watch names a cause only where the evidence excludes the others, and otherwise what to try:
 /// most often an AnomalyTrace of the step, which names the op.
 ///
 /// Gradients are read as find_overflow does, and are a later step's where a device decides. In a
@@ -116,8 +117,9 @@ class DivergenceWatch {
   std::optional<double> first_loss_, last_loss_;  // that were finite
   double highest_loss_ = 0;                       // of all that were finite
   double loss_before_rise_ = 0;                   // the highest before the rise that goes on now
-  std::int64_t rises_ = 0;    // finite losses in a row that are each above all before
-  bool scales_loss_ = false;  // whether a loss scale other than 1 was seen
+  std::int64_t rises_ = 0;  // finite losses in a row that are each above all before
+  std::vector<at::Tensor> rise_began_, rise_ended_;  // norms of the weights at two of these
+  bool scales_loss_ = false;                         // whether a loss scale other than 1 was seen
   std::int64_t skips_ = 0;
   std::int64_t quiet_until_ = 0;  // a step
 };
@@ -125,10 +127,16 @@ class DivergenceWatch {
 #if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
 namespace detail {
 
-/// The 2-norm of all as one vector.
-inline double norm_of_all(const NamedTensors& tensors) {
+/// The 2-norms, each on its device.
+inline std::vector<at::Tensor> norms_of(const NamedTensors& tensors) {
+  const at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms;
-  for (const auto& [name, tensor] : tensors) norms.push_back(norm_of(tensor.detach()));
+  for (const auto& [name, tensor] : tensors) norms.push_back(norm_of(tensor));
+  return norms;
+}
+
+/// The 2-norm of all tensors of these norms, as one vector.
+inline double norm_of_all(std::vector<at::Tensor> norms) {
   return norms.empty() ? 0 : stacked_on_host(std::move(norms)).norm().item<double>();
 }
 
@@ -160,7 +168,7 @@ MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
     : options_(std::move(options)),
       parameters_(name_parameters(model)),
       buffers_(detail::NamedOnce().floating(model.named_buffers())),
-      first_norm_(detail::norm_of_all(parameters_)) {
+      first_norm_(detail::norm_of_all(detail::norms_of(parameters_))) {
   const at::NoGradGuard no_grad;
   for (const auto& [name, parameter] : parameters_) {
     elements_ += static_cast<double>(parameter.numel());
@@ -180,7 +188,8 @@ MEZZO_INLINE void DivergenceWatch::note_loss(double loss) {
     highest_loss_ = loss_before_rise_ = loss;
   } else if (loss > highest_loss_) {
     highest_loss_ = loss;
-    ++rises_;
+    rise_ended_ = detail::norms_of(parameters_);
+    if (++rises_ == 1) rise_began_ = rise_ended_;
   } else if (loss < highest_loss_) {  // an equal one is that of a skipped step, repeated
     loss_before_rise_ = highest_loss_;
     rises_ = 0;
@@ -260,8 +269,7 @@ MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const
         "load a checkpoint from before, and step through a GradScaler, which skips a step whose "
         "gradients are inf or NaN (in bfloat16 with an init_scale of 1): if the weights stay "
         "finite, look at this batch, and for a log or a division of 0; if not, look at the "
-        "learning "
-        "rate and eps";
+        "learning rate and eps";
     return true;
   }
   divergence.cause = DivergenceCause::weights_not_finite;
@@ -282,27 +290,29 @@ MEZZO_INLINE bool DivergenceWatch::weights_are_bad(Divergence& divergence) const
 }
 
 /// Growth of the loss alone may come from the batches, and growth of the weights alone from a small
-/// initialisation. Both together, or weights of a size that no training wants, show updates that
-/// are too large. What makes them so (mostly the learning rate) the numbers do not show.
+/// initialisation. Weights that grew threefold, the root of the loss's rise, meanwhile, or weights
+/// of a size that no training wants, show updates that are too large. What makes them so (mostly
+/// the learning rate) the numbers do not show.
 MEZZO_INLINE bool DivergenceWatch::updates_are_large(Divergence& divergence) const {
-  constexpr std::int64_t kRise = 3;     // losses in a row, each above all before
+  constexpr std::int64_t kRise = 3;     // losses in a row, each above all before; tenfold in all
   constexpr double kLargeWeights = 10;  // root mean square
   if (detail::nonfinite_bits(first_norm_)) return false;
-  const double now = detail::norm_of_all(parameters_);  // inf where float cannot hold it
-  const bool is_known = bad_weight().empty();  // if not, a step that was applied overwrote them
-  const double factor = is_known ? 10 : 100;   // what the loss has to rise by: batches differ too
-  const bool loss_rose = rises_ >= kRise && *last_loss_ > factor * std::abs(loss_before_rise_);
+  // Inf where float cannot hold it; of no use where an inf or NaN of the loss has reached the
+  // weights, by a step that was applied.
+  const double now = detail::norm_of_all(detail::norms_of(parameters_));
+  const bool is_known = bad_weight().empty();
+  const double risen = is_known ? now : detail::norm_of_all(rise_ended_);
+  const bool loss_rose = rises_ >= kRise && *last_loss_ > 10 * std::abs(loss_before_rise_) &&
+                         risen > 3 * detail::norm_of_all(rise_began_);
   const bool loss_fell = first_loss_ && *last_loss_ < *first_loss_;
   const bool is_vast = is_known && now > 10 * first_norm_ && !loss_fell &&
                        now > kLargeWeights * std::sqrt(elements_);
-  if (!is_vast && !(loss_rose && (!is_known || now > 2 * first_norm_))) return false;
+  if (!is_vast && !loss_rose) return false;
   divergence.cause = DivergenceCause::updates_too_large;
   divergence.remedy =
       "the updates are too large: load a checkpoint from before, and divide the learning rate by "
-      "10 "
-      "until the loss falls, or lengthen the warmup; if no rate helps, it takes a momentum below "
-      "1, "
-      "less weight decay, or inputs of about 1";
+      "10 until the loss falls, or lengthen the warmup; if no rate helps, it takes a momentum "
+      "below 1, less weight decay, or inputs of about 1";
   if (is_known) {
     divergence.evidence = c10::str("since the start the norm of all weights went from ",
                                    detail::digits(first_norm_), " to ", detail::digits(now));

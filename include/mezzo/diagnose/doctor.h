@@ -60,8 +60,8 @@ std::string_view to_string(FindingTopic topic);
 
 /// One thing that was found, and what to do about it.
 struct DoctorFinding {
-  FindingSeverity severity = FindingSeverity::note;
-  FindingTopic topic = FindingTopic::forward;
+  FindingSeverity severity = FindingSeverity::note;  ///< how bad it is
+  FindingTopic topic = FindingTopic::forward;        ///< what it is about
   /// The module, parameter, buffer or op, by its name in the model; "after encoder.0" for an op
   /// without parameters behind that module.
   std::string where = {};
@@ -78,18 +78,18 @@ struct DtypeSpeed {
 
 /// What one way to keep the weights costs, with AdamW.
 struct PolicyMemory {
-  std::string name;
+  std::string name;              ///< "O1: autocast bf16"
   double bytes_a_parameter = 0;  ///< weight, gradient, optimizer state, copies that autocast reads
   std::int64_t bytes = 0;        ///< of all parameters
 };
 
 /// All that was found.
 struct Diagnosis {
-  c10::Device device = c10::Device(c10::DeviceType::CPU);
-  at::ScalarType dtype = at::kBFloat16;  ///< that the model was looked at for
-  std::int64_t parameters = 0;           ///< elements of all parameters
-  std::vector<DtypeSpeed> speeds = {};   ///< float32 first; empty with `measure = false`
-  std::vector<PolicyMemory> memory = {};
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that was asked for
+  at::ScalarType dtype = at::kBFloat16;                    ///< that the model was looked at for
+  std::int64_t parameters = 0;                             ///< elements of all parameters
+  std::vector<DtypeSpeed> speeds = {};       ///< float32 first; empty with `measure = false`
+  std::vector<PolicyMemory> memory = {};     ///< a row for each way to keep the weights
   std::vector<DoctorFinding> findings = {};  ///< the worst first
 
   /// 0: nothing but notes. 1: a warning. 2: an error.
@@ -136,7 +136,7 @@ template <DoctorsModel Model, class Sample>
 Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
                    const DoctorOptions& options = {});
 
-/// The same for TorchScript.
+/// Examines a TorchScript model, as the other overload does.
 /// \param sample  the arguments of `forward`; none: nothing is run
 inline Diagnosis diagnose(torch::jit::Module model, std::vector<c10::IValue> sample,
                           c10::Device device, const DoctorOptions& options = {});

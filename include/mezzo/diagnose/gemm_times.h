@@ -26,10 +26,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// A product of `batch` pairs of matrices, m by k with k by n.
 struct GemmShape {
-  int64_t batch = 1;
-  int64_t m = 0;
-  int64_t n = 0;
-  int64_t k = 0;
+  int64_t batch = 1;          ///< pairs of matrices
+  int64_t m = 0;              ///< rows of the left matrix and of the product
+  int64_t n = 0;              ///< columns of the right matrix and of the product
+  int64_t k = 0;              ///< columns of the left matrix, rows of the right one
   bool a_transposed = false;  ///< whether the left matrix lies in memory column by column
   bool b_transposed = false;  ///< the right one, as the weight of a linear layer does
 
@@ -40,6 +40,7 @@ struct GemmShape {
   /// "32 x (128 x 64 . 64 x 128)"; a T follows what is transposed.
   std::string to_string() const;
 
+  /// Orders shapes by batch, m, n, k.
   // clang-tidy 14 takes the 0 that a defaulted comparison compares with for a pointer.
   auto operator<=>(const GemmShape&) const = default;  // NOLINT(modernize-use-nullptr)
 };
@@ -48,22 +49,22 @@ struct GemmShape {
 struct GemmMicroseconds {
   double float32 = 0;                         ///< in float32, without TF32
   std::optional<double> tf32 = std::nullopt;  ///< on CUDA; a GPU without it computes in float32
-  double float16 = 0;
-  double bfloat16 = 0;
+  double float16 = 0;                         ///< in float16
+  double bfloat16 = 0;                        ///< in bfloat16
 };
 
 /// Equal products of a model.
 struct GemmRow {
-  GemmShape shape;
-  int64_t calls = 0;  ///< how often the model does it
-  GemmMicroseconds as_is;
+  GemmShape shape;                         ///< the sizes of each product
+  int64_t calls = 0;                       ///< how often the model does it
+  GemmMicroseconds as_is;                  ///< the time of one product of this shape
   std::optional<GemmMicroseconds> padded;  ///< none where m, n and k are multiples of 8
 };
 
 /// All products of a model, the costliest in float32 first.
 struct GemmTimes {
-  c10::Device device = c10::Device(c10::DeviceType::CPU);
-  std::vector<GemmRow> rows;
+  c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that was timed
+  std::vector<GemmRow> rows;                               ///< a row for each shape
   int64_t convolutions = 0;  ///< how many the model ran, which are not timed
 };
 

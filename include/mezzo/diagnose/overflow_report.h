@@ -32,8 +32,8 @@ NamedTensors name_parameters(const torch::nn::Module& model);
 
 /// A model with a name of its own among several.
 struct NamedModel {
-  std::string name;
-  std::reference_wrapper<const torch::nn::Module> model;
+  std::string name;  ///< in front of the names of its parameters
+  std::reference_wrapper<const torch::nn::Module> model;  ///< outlives what it is given to
 };
 
 /// All parameters of a floating dtype of `models`, each once: "generator.0.weight".
@@ -41,27 +41,27 @@ NamedTensors name_parameters(const std::vector<NamedModel>& models);
 
 /// One parameter whose gradient is not finite.
 struct OverflowedParameter {
-  std::string name;
-  std::int64_t elements = 0;  ///< of the gradient; of a sparse one those that it has
-  std::int64_t infs = 0;
-  std::int64_t nans = 0;
+  std::string name;                      ///< in the model
+  std::int64_t elements = 0;             ///< of the gradient; of a sparse one those that it has
+  std::int64_t infs = 0;                 ///< how many values are inf or -inf
+  std::int64_t nans = 0;                 ///< how many values are NaN
   std::vector<std::int64_t> first = {};  ///< index of the first that is inf or NaN
   double value = 0;                      ///< which it is: inf, -inf or NaN
-  /// It is finite, and not after division by a loss scale below 1. Where `unscale_` has divided
-  /// already, this is not to be seen.
+  /// Whether the gradient is finite, and inf after division by a loss scale below 1. False where
+  /// `unscale_` has divided already.
   bool by_unscaling = false;
 };
 
 /// The 2-norm of the gradients of a layer (a module with parameters of its own), inf and NaN left
 /// out. As `.grad` holds them: they carry the loss scale, unless `unscale_` took it off.
 struct LayerNorm {
-  std::string layer;
-  double norm = 0;
+  std::string layer;  ///< its name in the model
+  double norm = 0;    ///< 0 of a layer whose gradients are all inf or NaN
 };
 
 /// What the gradients of a skipped step look like.
 struct Overflow {
-  SkippedStep step = {};
+  SkippedStep step = {};                   ///< what the GradScaler told of the step
   std::optional<int> rank = std::nullopt;  ///< of the process, where it was told
   /// The parameters whose gradient was inf or NaN on this rank, before ranks were averaged, at any
   /// time since the last report. Unset unless OverflowReportOptions::own_gradients asks for it.
@@ -86,7 +86,7 @@ Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
 /// What an OverflowReport reads, and whom it tells.
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
-  std::function<void(const Overflow&)> callback = {};
+  std::function<void(const Overflow&)> callback = {};  ///< called with each skip that is told
   /// Of this process in a job of several: lines are written on rank 0 alone, and name it; the
   /// callback hears on all.
   std::optional<int> rank = std::nullopt;
@@ -110,8 +110,8 @@ class OwnGradients;
 /// steps that are skipped at the same scale again and again it tells the first three and then every
 /// 1000th, so that a run that is lost does not fill a disk.
 ///
-/// It sees what `.grad` holds when the scaler tells of the skip, at `update`. Then `.grad` is as
-/// the skipped step left it, but
+/// A report sees what `.grad` holds when the scaler tells of the skip, at `update`. Then `.grad` is
+/// as the skipped step left it, but
 /// - with StepOptions::zero_grad it is zero, and the report says only that;
 /// - on a device the scaler tells some steps late, because nothing waits, and `.grad` is a later
 ///   step's. To know of the very step, ask before the gradients are cleared:
@@ -123,8 +123,9 @@ class OwnGradients;
 ///   rank's it was, OverflowReportOptions::own_gradients says, and an AnomalyWatch on each rank.
 class OverflowReport {
  public:
-  /// Keeps the parameters, not the model. Those that are registered later are not seen.
+  /// Keeps the parameters, not the model. Parameters that are registered later are not seen.
   explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {});
+  /// Keeps the parameters of several models, under the models' names.
   explicit OverflowReport(const std::vector<NamedModel>& models,
                           OverflowReportOptions options = {});
 

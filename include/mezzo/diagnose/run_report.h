@@ -376,6 +376,7 @@ MEZZO_INLINE void RunReport::save(const std::string& path) const {
 // Scores, facts and options are of the run that is told them.
 //
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+/// Writes the RunReport into a checkpoint.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const RunReport& report) {
@@ -405,6 +406,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+/// Reads what `operator<<` wrote. \throws c10::Error for another archive
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, RunReport& report) {

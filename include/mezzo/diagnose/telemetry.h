@@ -109,15 +109,15 @@ struct TelemetryRecord {
   std::string name = {};  ///< of several optimizers' steps, as it was given to `record`
   std::int64_t step = 0;  ///< of this name
   double wall_time = 0;   ///< when `record` was called, in seconds since 1970
-  std::optional<double> loss = std::nullopt;
-  double scale = 1;      ///< the loss scale that the gradients carried
+  std::optional<double> loss = std::nullopt;  ///< as given to `record`
+  double scale = 1;                           ///< the loss scale that the gradients carried
   bool skipped = false;  ///< whether an inf or NaN in a gradient skipped the step
   std::optional<double> grad_norm = std::nullopt;   ///< unscaled, before clipping
   std::optional<double> clip_ratio = std::nullopt;  ///< what clipping multiplied gradients by
   std::optional<double> underflow = std::nullopt;   ///< share of gradient values that are lost
-  std::optional<double> tokens_per_second = std::nullopt;
+  std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before of this name
   double seconds = 0;  ///< since the record before of this name; 0: not known
-  std::optional<double> learning_rate = std::nullopt;
+  std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
   /// Most bytes so far that libtorch's allocator had in use on the loss's device; of a loss on the
   /// CPU what the process has resident now (Linux).
   std::optional<double> memory_bytes = std::nullopt;
@@ -155,7 +155,7 @@ struct TelemetryStep {
 /// The first 64 steps that a Telemetry hands over are checked for gradients that were clipped while
 /// they still carried the loss scale, to a bound that is thousands of times too tight: when their
 /// norm, or their largest magnitude, is a round number eight times in a row while the gradients
-/// change, one warning (TORCH_WARN) says so. It is known from steps that have a
+/// change, one warning (TORCH_WARN) says so. Only steps are checked that have a
 /// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`).
 ///
 /// Several optimizers are recorded under a name each. Steps are numbered, timed and checked for
@@ -374,6 +374,7 @@ MEZZO_INLINE TelemetryRecord Telemetry::finished(Pending& pending) {
 #endif
 
 // Templates for the reason that GradScaler's are: the archives' headers take long to compile.
+/// Writes the Telemetry into a checkpoint.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Telemetry& telemetry) {
@@ -389,6 +390,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+/// Reads what `operator<<` wrote. \throws c10::Error for another archive
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, Telemetry& telemetry) {

@@ -141,6 +141,7 @@ struct CsvFileOptions {
 /// the options say `append`.
 class CsvFile {
  public:
+  /// Opens the file, and writes the line of names into an empty one.
   explicit CsvFile(const std::string& path, CsvFileOptions options = {})
       : file_(path, options.append ? std::ios::app : std::ios::trunc) {
     if (options.append && !file_.is_empty()) return;
@@ -168,6 +169,7 @@ class CsvFile {
 /// "nan", "inf" and "-inf", which Python's `float` reads.
 class JsonLinesFile {
  public:
+  /// Opens the file, whose lines before it keeps.
   explicit JsonLinesFile(const std::string& path) : file_(path, std::ios::app) {}
 
   /// Writes a line.
@@ -191,6 +193,7 @@ class JsonLinesFile {
 /// with a name. In float, as TensorBoard's scalars are.
 class TensorBoardFile {
  public:
+  /// Opens a new event file in `folder`.
   explicit TensorBoardFile(const std::string& folder)
       : file_(new_path(folder), std::ios::trunc | std::ios::binary) {
     file_.write(detail::event_file_header(seconds_since_1970()));

@@ -45,19 +45,20 @@ struct LayerExponents {
   /// The exponent of the first bin of the histogram, which also holds all below it.
   static constexpr int kFirst = -127;
 
-  std::string layer;
-  std::int64_t sampled = 0;
-  double zero = 0;        ///< zero already
-  double lost = 0;        ///< not zero, but nearer to zero than to the smallest subnormal number
-  double subnormal = 0;   ///< held with fewer bits than others
-  double overflow = 0;    ///< finite, but inf in the type
-  double non_finite = 0;  ///< inf or NaN already
+  std::string layer;         ///< its name, as given to `add`
+  std::int64_t sampled = 0;  ///< how many values were counted
+  double zero = 0;           ///< zero already
+  double lost = 0;           ///< not zero, but nearer to zero than to the smallest subnormal number
+  double subnormal = 0;      ///< held with fewer bits than others
+  double overflow = 0;       ///< finite, but inf in the type
+  double non_finite = 0;     ///< inf or NaN already
   /// Bin i counts values with 2^e <= |value| < 2^(e + 1), where e = i + kFirst.
   std::array<std::int64_t, 255> histogram{};
 
   /// The exponent of the smallest and of the largest finite value that is not zero, if there is
   /// one.
   std::optional<int> smallest() const;
+  /// Likewise.
   std::optional<int> largest() const;
 };
 
@@ -68,8 +69,8 @@ struct UnderflowOptions {
 };
 
 /// Counts sampled values by exponent, layer by layer, against the range of a low type. Values may
-/// be of any floating dtype. Those that were in the low type before, as gradients of float32
-/// weights under autocast were, have lost what it does not hold already: they count as zero.
+/// be of any floating dtype. Values that were in the low type before, as gradients of float32
+/// weights under autocast were, have lost what it does not hold already, and count as zero.
 ///
 /// Adding launches some small kernels and does not wait for a device; the questions do. A copy
 /// shares the counts. Any thread may add.
@@ -101,6 +102,7 @@ class UnderflowReport {
 
   /// Returns the dtype that the report is about.
   at::ScalarType dtype() const noexcept { return dtype_; }
+  /// Returns what that dtype holds.
   ExponentRange range() const { return ExponentRange::of(dtype_); }
   /// Returns the options that the report was made with.
   const UnderflowOptions& options() const noexcept { return options_; }

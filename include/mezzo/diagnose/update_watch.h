@@ -1,6 +1,6 @@
 /// \file
-/// UpdateWatch says which share of a training step's updates 16-bit weights round to nothing. It is
-/// a writer for a Telemetry:
+/// UpdateWatch, a writer for a Telemetry, says which share of a training step's updates 16-bit
+/// weights round to nothing:
 ///
 ///     telemetry.write_to(mezzo::UpdateWatch(*model, optimizer));
 ///     ...
@@ -59,7 +59,7 @@ struct UpdateWatchOptions {
   std::function<void(const UpdateSample&)> callback = {};
 };
 
-/// Compares 16-bit weights before and after a step, every `every` steps. It looks at parameters of
+/// Compares 16-bit weights before and after a step, every `every` steps: the parameters of
 /// bfloat16 and half that the optimizer rounds after each step (WeightStorage::plain, and
 /// libtorch's optimizers); masters and stochastic rounding keep small updates. An element counts
 /// where its gradient is not 0. Nothing is said of a step that was skipped, whose learning rate is

@@ -336,7 +336,11 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
   };
   const bool has_closure = (detail::is_closure(args) || ...);
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
-  if (!enabled_) return StepResult(StepOutcome{.ran = true, .value = call_step()});
+  if (!enabled_) {
+    StepResult result(StepOutcome{.ran = true, .value = call_step()});
+    detail::note_step_without_version(AnyOptimizer(optimizer).optimizer());
+    return result;
+  }
   TORCH_CHECK(
       !has_closure,
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "

@@ -2,6 +2,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
@@ -89,6 +90,30 @@ TEST(PinnedWeights, AreCastAgainAfterAWriteThatShowsInTheirVersion) {
     }
     optimizer.step();
     EXPECT_EQ(cache.statistics().casts, step) << "once a step";
+  }
+}
+
+// torch::optim::SGD leaves no version, but the scaler that runs it knows.
+TEST(PinnedWeights, AreCastAgainAfterAScalersStepOfTorchsSgd) {
+  for (const bool enabled : {true, false}) {
+    const auto cache = installed_cache();
+    const auto weight = unpinned_weight().requires_grad_();
+    torch::optim::SGD optimizer({weight}, 0.5);
+    mezzo::GradScaler scaler({.enabled = enabled});
+    cache.pin({weight});
+    for (int step = 1; step < 5; ++step) {
+      const auto read = read_in_a_region(cache, weight);
+      EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16))) << "step " << step;
+      optimizer.zero_grad();
+      scaler.scale(read.to(kFloat).pow(2).sum()).backward();
+      if (step % 2 == 0) {
+        scaler.step(optimizer);
+      } else {
+        scaler.step(optimizer, {.max_norm = 1.0});
+      }
+      scaler.update();
+      EXPECT_EQ(cache.statistics().casts, step) << "once a step";
+    }
   }
 }
 

@@ -6,8 +6,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/macros/Export.h>
 #include <c10/util/intrusive_ptr.h>
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 
@@ -17,6 +19,14 @@ namespace detail {
 /// Returns the number of in-place modifications; 0 for an inference tensor, which has no version.
 inline uint32_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
+
+/// Counts, in this process, the steps that wrote weights and left no version, as
+/// torch::optim::SGD's do through `data()`: GradScaler notes those that it runs. The symbol is
+/// exported, so that shared libraries agree on it.
+C10_EXPORT inline std::atomic<uint64_t>& steps_without_version() {
+  static constinit std::atomic<uint64_t> steps = 0;
+  return steps;
 }
 
 /// Version and memory of a tensor at one moment. A write changes the version, set_data the memory.

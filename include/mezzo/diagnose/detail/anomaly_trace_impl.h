@@ -78,25 +78,26 @@ struct OpenNode final : at::ObserverContext {
   bool reads_module = false;
 };
 
-/// Copies: what they are made of would be named in their place.
+/// Whether the op is a copy, in whose place the ops that it is made of would be named.
 inline bool is_copy(const OpenOp& op) {
   return op.name() == "aten::_to_copy" || op.name() == "aten::clone";
 }
 
-/// A cast of a number that the program wrote beside a tensor (x * 1e6). Kernels read the number
-/// itself, so that a cast of it to inf reaches no result.
+/// Whether the op casts a number that the program wrote beside a tensor (x * 1e6). Kernels read the
+/// number itself, so that a cast of it to inf reaches no result.
 inline bool casts_number(const OpenOp& op) {
   return op.name() == "aten::_to_copy" &&
          op.inputs[0].toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
-/// Ops that read the shape of a tensor, not its values: ones_like, new_zeros.
+/// Whether the op reads the shape of a tensor and not its values, as ones_like and new_zeros do.
 inline bool reads_shape_alone(const OpenOp& op) {
   const std::string_view name = op.name();
   return name.ends_with("_like") || name.starts_with("aten::new_");
 }
 
-/// Ops whose result is somebody else's: a view, uninitialised memory, or that of ops inside.
+/// Whether the op computes its result: not a view, uninitialised memory, or the result of an op
+/// inside of it.
 inline bool computes(const c10::OperatorHandle& op) {
   const c10::FunctionSchema& schema = op.schema();
   const std::string_view name = schema.name();
@@ -112,8 +113,8 @@ inline bool computes(const c10::OperatorHandle& op) {
   return !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
-/// Whether the op's first output alone is its result. The others are for its backward pass and may
-/// hold -inf by design: log_alpha of paths that CTC rules out, logsumexp of rows that are masked.
+/// Whether the op's first output alone is its result. The other outputs are for the backward pass
+/// and may hold -inf by design: log_alpha of paths that CTC rules out, logsumexp of masked rows.
 inline bool results_in_first(const OpenOp& op) {
   const std::string_view name = op.name();
   constexpr std::array<std::string_view, 5> kOps = {
@@ -123,8 +124,7 @@ inline bool results_in_first(const OpenOp& op) {
   return name.starts_with("aten::_scaled_dot_product_") && !name.ends_with("_backward");
 }
 
-/// An eps that was added, or clamped to, and that a dtype of 16 bits rounds to 0: float32 would
-/// hold it.
+/// Returns an eps that the op adds, or clamps to, and that `dtype`, of 16 bits, rounds to 0.
 inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype) {
   if (dtype != at::kHalf && dtype != at::kBFloat16) return std::nullopt;
   constexpr std::array<std::string_view, 8> kOps = {
@@ -137,10 +137,11 @@ inline std::optional<double> lost_scalar(const OpenOp& op, at::ScalarType dtype)
   return std::nullopt;
 }
 
-/// Takes what ops and nodes return, in their order.
+/// Judges the results of ops and nodes in their order.
 ///
-/// What an op made is found at once. It counts while some memory carries it that no op has read
-/// and made finite: 1 / (1 + exp(100)) is 0, and nothing is wrong.
+/// An inf or NaN is noted when an op makes it. The note counts while some memory carries the value
+/// and no op has read it and returned finite numbers: 1 / (1 + exp(100)) is 0, and nothing is
+/// wrong.
 class AnomalyJudge {
  public:
   static constexpr std::size_t kMostTold = 4;
@@ -171,7 +172,7 @@ class AnomalyJudge {
   }
   const ParameterNames& parameters() const { return parameters_; }
 
-  /// A copy of which all is known that is known of the original.
+  /// Returns a copy, and notes of it what is known of the original.
   at::Tensor copied(const at::Tensor& tensor) {
     at::Tensor copy = tensor.clone();
     if (const Memory* const known = memory_.find(tensor)) memory_.note(copy, *known);
@@ -180,7 +181,7 @@ class AnomalyJudge {
     return copy;
   }
 
-  /// What `op` returned, in this node.
+  /// Takes what `op` returned, in this node.
   void take(const OpenOp& op, const OpenNode* node, std::vector<at::Tensor> outputs) {
     if (results_in_first(op) && outputs.size() > 1) outputs.resize(1);
     if (is_copy(op) && outputs.size() == 1) {
@@ -190,10 +191,10 @@ class AnomalyJudge {
     if (casts_number(op)) return;
     AnomalyFrame frame = frame_of(op, node);
     frame.outputs = value_ranges(outputs);
-    if (const auto scalar = lost_scalar(op, frame.outputs[0].dtype)) {
-      lost_scalars_.note(outputs[0], *scalar);
-    }
     const at::ScalarType dtype = frame.outputs[0].dtype;
+    if (const auto scalar = lost_scalar(op, dtype)) {
+      lost_scalars_.note(outputs[0], {*scalar, dtype});
+    }
     ran_in_16_bits_ = ran_in_16_bits_ || dtype == at::kHalf || dtype == at::kBFloat16;
     if (all_finite(frame.outputs)) {
       forgive(op);
@@ -205,7 +206,7 @@ class AnomalyJudge {
     }
   }
 
-  /// What came into a node.
+  /// Takes the gradients that came into a node.
   void take(const OpenNode& node, const std::vector<at::Tensor>& gradients) {
     const std::vector<ValueRange> ranges = value_ranges(gradients);
     bool is_new = false;
@@ -245,7 +246,7 @@ class AnomalyJudge {
             .reads_module = op.reads_module};
   }
 
-  /// What the step before left in `.grad` is no anomaly of this one.
+  /// Notes gradients that are not finite already: a step before left them in `.grad`.
   void note_old_gradients(const NamedTensors& parameters) {
     std::vector<at::Tensor> gradients;
     for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
@@ -255,7 +256,7 @@ class AnomalyJudge {
     }
   }
 
-  /// Not of ops inside one that computes: they are how it does so.
+  /// Keeps the frame, unless the op is a part of one that computes.
   void keep(const OpenOp& op, AnomalyFrame frame) {
     if (options_.frames == 0) return;
     for (const OpenOp* outer = op.outer; outer != nullptr; outer = outer->outer) {
@@ -265,7 +266,7 @@ class AnomalyJudge {
     frames_.push_back(std::move(frame));
   }
 
-  /// Whether what is not finite began here.
+  /// Decides whether the inf or NaN began in this op.
   void judge(const OpenOp& op, AnomalyFrame& frame, const std::vector<at::Tensor>& outputs) {
     const std::vector<at::Tensor> read = tensors_read(op);
     const auto bad = [this](const at::Tensor& tensor) { return is_bad(tensor); };
@@ -291,10 +292,12 @@ class AnomalyJudge {
       return;
     }
     if (reads_scratch(op, read, anomaly.inputs)) return;
+    add_empty(op, anomaly.inputs);
     anomaly.frame = std::move(frame);
     anomaly.after_low_precision = ran_in_16_bits_;
     for (const at::Tensor& tensor : read) {
-      if (const double* const lost = lost_scalars_.find(tensor)) anomaly.lost_scalar = *lost;
+      const auto* const lost = lost_scalars_.find(tensor);
+      if (lost != nullptr) std::tie(anomaly.lost_scalar, anomaly.lost_in) = *lost;
     }
     if (!arrived(read, anomaly)) find_cause(op, anomaly);
     add(std::move(anomaly), outputs);
@@ -323,8 +326,8 @@ class AnomalyJudge {
     }
   }
 
-  /// The op's result is finite, or a mask: what it read is no anomaly on that account, and what ops
-  /// inside of it made is none.
+  /// Forgives what led to a result that is finite, or a mask: the inf and NaN that the op read, and
+  /// those that ops inside of it made.
   void forgive(const OpenOp& op) {
     for (std::size_t i = op.found_before; i < found_.size(); ++i) found_[i].carriers.clear();
     if (op.found_before == 0 || reads_shape_alone(op)) return;
@@ -345,8 +348,23 @@ class AnomalyJudge {
     return read;
   }
 
-  /// Whether what is not finite was in memory that the op around this one made itself: mean in half
-  /// copies its result before it is written, for one.
+  /// Adds the empty tensors that the program gave the outermost op: their mean is a NaN that an op
+  /// inside writes.
+  static void add_empty(const OpenOp& op, std::vector<ValueRange>& inputs) {
+    const OpenOp* outermost = &op;
+    while (outermost->outer != nullptr) outermost = outermost->outer;
+    for_each_tensor(
+        OpArguments(outermost->inputs.data(), outermost->inputs.size()),
+        [&](const at::Tensor& tensor) {
+          const bool is_empty = tensor.defined() && tensor.is_floating_point() &&
+                                !tensor.is_nested() && tensor.numel() == 0;
+          if (!is_empty) return;
+          inputs.push_back({.dtype = tensor.scalar_type(), .sizes = tensor.sizes().vec()});
+        });
+  }
+
+  /// Whether the op read an inf or NaN of memory that the op around it made and has not written
+  /// yet, as mean in half copies its result before it is written.
   bool reads_scratch(const OpenOp& op, const std::vector<at::Tensor>& read,
                      const std::vector<ValueRange>& ranges) const {
     const OpenOp* around = nullptr;  // not autocast's own kernel of the same op
@@ -384,8 +402,8 @@ class AnomalyJudge {
     return anomaly.cause == AnomalyCause::arrived;
   }
 
-  /// Whether each inf of the result came as a scalar or is carried on. Of memory that no op wrote
-  /// -inf alone is taken for a mask.
+  /// Whether each inf of the result came as a scalar, or from an inf that did. In memory that no op
+  /// wrote, -inf alone is taken for a mask.
   bool is_asked_for(const OpenOp& op, const std::vector<ValueRange>& outputs,
                     const std::vector<at::Tensor>& read,
                     const std::vector<ValueRange>& inputs) const {
@@ -450,7 +468,8 @@ class AnomalyJudge {
   AnomalyTraceOptions options_;
   KnownMemory<Memory> memory_;
   KnownMemory<const c10::StorageImpl*> originals_;
-  KnownMemory<double> lost_scalars_;  // what an op read that its dtype does not hold
+  // What an op read that its dtype does not hold, and that dtype.
+  KnownMemory<std::pair<double, at::ScalarType>> lost_scalars_;
   std::deque<AnomalyFrame> frames_;
   std::vector<Found> found_;
   bool ran_in_16_bits_ = false;
@@ -463,8 +482,8 @@ struct WatchedThread {
   OpenNode* node = nullptr;
   OpenNode last_node = {};
 
-  /// The node that ops belong to. Between two nodes autograd itself runs some: it sums a gradient
-  /// to its shape, or adds two.
+  /// Returns the node that an op belongs to. Between two nodes autograd itself runs ops: it sums a
+  /// gradient to its shape, or adds two.
   const OpenNode* node_of_ops() const {
     if (node != nullptr) return node;
     const bool is_backward = torch::autograd::get_current_graph_task_id() >= 0;

@@ -114,7 +114,7 @@ class BorrowedModel {
     }
   }
 
-  /// They would take the copies' gradients for the model's.
+  /// Hooks would take the copies' gradients for the model's.
   static void refuse_hooks(const std::string& name, const at::Tensor& tensor) {
     const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(tensor);
     TORCH_CHECK(torch::autograd::impl::post_acc_grad_hooks(tensor) == nullptr &&

@@ -211,7 +211,7 @@ class PrecisionBench {
     return sorted(std::move(causes));
   }
 
-  /// The same with each module.
+  /// The error of the first batch's gradients with each module in float32.
   std::vector<PrecisionCause> rank_modules(const PrecisionSetting& setting) {
     std::vector<PrecisionCause> causes;
     const std::int64_t before = followers(low_precision_calls(setting));
@@ -397,8 +397,8 @@ class RowMaker {
     return row;
   }
 
-  /// The same setting with the costliest ops in float32, as few as bring the error under the bound;
-  /// none where that leaves no product in low precision.
+  /// Returns the setting's row with the costliest ops in float32, as few as bring the error under
+  /// the bound; none where no product stays in low precision.
   std::optional<PrecisionRow> repair(const PrecisionRow& row) {
     if (!row.failure.empty() || row.gradient_error <= options_.max_gradient_error) return {};
     PrecisionSetting repaired = row.setting;

@@ -256,8 +256,8 @@ inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>
   diagnosis.findings.push_back(std::move(finding));
 }
 
-/// Whether an op that autocast does not list computes in the wider dtype of its inputs. Those that
-/// write into their first input stay in its dtype, and norms take weights of another.
+/// Whether an op that autocast does not list computes in the wider dtype of its inputs. In-place
+/// ops stay in the dtype of their first input, and norms take weights of another dtype.
 inline bool promotes(const std::string& op) {
   constexpr std::array<std::string_view, 10> names = {
       "add", "sub", "rsub", "mul", "div", "where", "maximum", "minimum", "addcmul", "lerp"};

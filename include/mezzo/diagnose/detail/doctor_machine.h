@@ -61,7 +61,7 @@ inline std::vector<DtypeSpeed> measured_speeds(c10::Device device) {
   NativeDtypes native = NativeDtypes::of(device);
   const double giga_operations = 2e-9 * static_cast<double>(size * size * size);
   const auto speed = [&](const char* name, bool is_native, double microseconds) {
-    // Who cannot read the instruction set goes by the clock.
+    // Where the instruction set cannot be read, the clock decides.
     const bool is_fast = microseconds < times.float32 / 1.2;
     return DtypeSpeed{.name = name,
                       .native = native.known ? is_native : is_fast,

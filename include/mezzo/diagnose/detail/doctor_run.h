@@ -190,9 +190,9 @@ class Doctor {
   }
 
   /// A line that was tried and lets the pass end with float32's result: the op that threw in
-  /// float32, else one of the ops whose low-precision result it read; else no autocast, which was
+  /// float32, else one of the ops that ran in low precision before; else no autocast, which was
   /// tried first.
-  std::string remedy_of_throw(const DoctorTrace& ops) {
+  std::string tried_remedy(const DoctorTrace& ops) {
     std::vector<std::string> candidates = ops.lowered_ops();
     if (ops.last_op_threw()) candidates.insert(candidates.begin(), full_name(ops.last_op()));
     constexpr std::size_t kMostTried = 8;
@@ -239,12 +239,24 @@ class Doctor {
     }
   }
 
-  /// If it throws, tells where, and notes the constants before that.
+  /// If it throws, tells where, and notes the constants before that. If its result is finite and
+  /// far from float32's, tells how far: a number that overflowed may have been divided by.
   Outcome first_run(std::optional<at::ScalarType> low) {
     DoctorTrace ops(case_.parameters);
     Outcome outcome = run(low, {.keeps_outputs = true});
-    if (outcome.thrown.empty()) return outcome;
     ops.stop();
+    if (outcome.thrown.empty()) {
+      const double error = low && !ops.draws_random() ? error_of(outcome) : 0;
+      if (std::isfinite(error) && error > kSmallError) {
+        tell_forward(c10::str("the result under autocast to ", dtype_name(*low), " differs from ",
+                              "float32's by ", digits(100 * error, 2),
+                              " % of it: which op loses it is not known, compare_precisions ranks "
+                              "them by their gradients' error"),
+                     tried_remedy(ops));
+        found_.findings.back().severity = FindingSeverity::warning;
+      }
+      return outcome;
+    }
     const std::string when =
         low ? c10::str("under autocast to ", dtype_name(*low)) : "in float32 already";
     const char* const in =
@@ -252,7 +264,7 @@ class Doctor {
     // Without autocast the model throws too: there is nothing to compare a remedy with.
     tell_forward(c10::str("the forward pass throws ", when, in, full_name(ops.last_op()), ": ",
                           outcome.thrown),
-                 low ? remedy_of_throw(ops) : "", ops.place());
+                 low ? tried_remedy(ops) : "", ops.place());
     note_constants(ops.constants());
     return outcome;
   }

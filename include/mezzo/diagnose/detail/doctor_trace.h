@@ -14,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/DeviceType.h>
@@ -117,6 +118,9 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   /// libtorch's modules that has a loop over types of its own.
   bool last_op_threw() const { return op_threw_; }
 
+  /// Whether an op drew random numbers, which are others in another dtype.
+  bool draws_random() const { return draws_random_; }
+
   /// The ops that autocast ran in low precision, by their full names, the last first.
   std::vector<std::string> lowered_ops() const { return {lowered_.rbegin(), lowered_.rend()}; }
   std::string place() const {
@@ -149,6 +153,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
     if (name.name == "aten::copy_" && inputs.size() > 1) note_cast(inputs[1]);
     note_product(name.name, inputs);
     if (const auto op = c10::Dispatcher::singleton().findSchema(name)) {
+      draws_random_ = draws_random_ || op->hasTag(at::Tag::nondeterministic_seeded);
       note_constants(*op, inputs);
       note_lowered(*op, inputs);
     }
@@ -292,6 +297,7 @@ class DoctorTrace : public OpListener<DoctorTrace, int> {
   std::vector<std::string> lowered_;
   c10::OperatorName op_{"", ""};
   bool op_threw_ = false;
+  bool draws_random_ = false;
   const int exceptions_ = std::uncaught_exceptions();  // that are under way around this trace
   int depth_ = 0;                                      // of ops that have begun and not returned
   int cast_depth_ = 0;                                 // of the cast under way; 0: none

@@ -26,7 +26,7 @@ inline std::string number_text(double value) {
   return number == "-nan" ? "nan" : number;
 }
 
-/// The same as JSON, which has no number for what is not finite.
+/// `value` as JSON, which has no number for inf and NaN: they are strings.
 inline std::string json_number(double value) {
   return nonfinite_bits(value) ? "\"" + number_text(value) + "\"" : number_text(value);
 }
@@ -56,14 +56,14 @@ inline std::string digits(double value, int significant = 3) {
   return std::string_view(text.data()) == "-nan" ? "nan" : text.data();
 }
 
-/// Of a parameter's name: the module that it belongs to, "(model)" for the model itself.
+/// Returns the name of the module that a parameter belongs to; "(model)" for the model itself.
 inline std::string layer_name(const std::string& parameter) {
   const std::size_t dot = parameter.rfind('.');
   return dot == std::string::npos ? "(model)" : parameter.substr(0, dot);
 }
 
-/// A line of a table on a terminal: cells as wide as `widths` says, aligned right, or left where
-/// the width is negative. One that is too long moves those behind it.
+/// Returns a line of a table on a terminal. Each cell is as wide as `widths` says, aligned right,
+/// or left where the width is negative; a longer cell moves the cells behind it.
 inline std::string table_line(const std::vector<int>& widths,
                               const std::vector<std::string>& cells) {
   std::string line;

@@ -93,7 +93,7 @@ inline OverflowedParameter count_overflow(SeenGradient& seen, double factor) {
           .value = number[3]};
 }
 
-/// Those of which a gradient times `factor` is not finite.
+/// Returns the parameters whose gradient times `factor` is not finite, the last first.
 inline std::vector<OverflowedParameter> overflowed(std::vector<SeenGradient>& all, double factor) {
   std::vector<OverflowedParameter> found;
   for (SeenGradient& seen : all) {

@@ -46,8 +46,7 @@ inline std::vector<at::Tensor> tensors_in(OpArguments values) {
   return tensors;
 }
 
-/// The values, in a type that has the functions below and holds them; of complex ones the
-/// magnitudes.
+/// Returns the values in a type that has the functions below; magnitudes of complex numbers.
 inline at::Tensor ordered_values(const at::Tensor& tensor) {
   const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor;
   if (values.is_complex()) return values.abs();
@@ -64,7 +63,7 @@ inline void set_ends(ValueRange& range, double minimum, double maximum, double s
   range.largest = std::max(std::abs(minimum), std::abs(maximum));
 }
 
-/// Counts what is not finite, and takes the range of the rest. A second read, of few tensors.
+/// Counts inf and NaN, and takes the range of the finite values, by a second read of the tensor.
 inline void count_non_finite(const at::Tensor& tensor, ValueRange& range) {
   const at::Tensor values = ordered_values(tensor);
   const at::Tensor is_finite = values.isfinite();
@@ -82,8 +81,8 @@ inline void count_non_finite(const at::Tensor& tensor, ValueRange& range) {
   if (!nonfinite_bits(number[3])) set_ends(range, number[3], number[4], number[5]);
 }
 
-/// One range a tensor; those that are not readable have no sizes. Waits for the device once, and
-/// once more for each that is not finite.
+/// Returns the range of each tensor; of one that is not readable an empty range. Waits for the
+/// device once, and once more for each tensor that holds inf or NaN.
 inline std::vector<ValueRange> value_ranges(const std::vector<at::Tensor>& tensors) {
   std::vector<ValueRange> ranges(tensors.size());
   std::vector<at::Tensor> ends;
@@ -126,8 +125,8 @@ inline at::ScalarType wider_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// What rounds to inf and to 0: magnitudes from half a step beyond a dtype's largest number on, and
-/// up to half of its smallest. (c10's own conversions are inlined, and wrong under -ffast-math.)
+/// The magnitudes that a dtype rounds to inf, from half a step beyond its largest number on, and to
+/// 0, up to half of its smallest. (c10's own conversions are inlined, and wrong under -ffast-math.)
 struct RoundingEnds {
   double overflow = std::numeric_limits<double>::infinity();
   double underflow = 0;
@@ -148,7 +147,7 @@ inline bool vanishes(double value, at::ScalarType dtype) {
   return value != 0 && !nonfinite_bits(value) && std::abs(value) <= rounding_ends(dtype).underflow;
 }
 
-/// An argument with its tensors copied in `wide`, and a dtype that it asks for widened.
+/// Returns an argument with its tensors copied in `wide`; an argument that is a dtype becomes it.
 inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argument,
                            at::ScalarType wide) {
   const auto copy = [wide](const at::Tensor& tensor) {
@@ -169,8 +168,8 @@ inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argume
   return value;
 }
 
-/// What the op returns when it runs in `wide`, none where that cannot be tried. Random numbers are
-/// other ones, and those of the program stay as they were.
+/// Returns the ranges of the op's results when it runs in `wide`; none where that cannot be tried.
+/// The op draws other random numbers then, and the program's generators stay as they were.
 inline std::optional<std::vector<ValueRange>> run_again(const c10::OperatorHandle& op,
                                                         const std::vector<c10::IValue>& inputs,
                                                         at::ScalarType wide) {

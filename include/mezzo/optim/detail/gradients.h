@@ -2,6 +2,7 @@
 
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
@@ -13,8 +14,10 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_set>
@@ -151,6 +154,13 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
     }
   } while (row != plan.rows.end());
   return all;
+}
+
+/// Call this after a step: torch::optim::SGD writes weights through `data()`, which no version
+/// tells.
+inline void note_step_without_version(const torch::optim::Optimizer& optimizer) {
+  if (dynamic_cast<const torch::optim::SGD*>(&optimizer) == nullptr) return;
+  steps_without_version().fetch_add(1, std::memory_order_relaxed);
 }
 
 /// Multiplies the gradients of an optimizer by `factor` for the time of its step, for optimizers

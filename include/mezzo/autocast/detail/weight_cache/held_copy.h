@@ -99,6 +99,7 @@ class WeightIdentity {
   explicit WeightIdentity(const at::Tensor& weight)
       : tensor_(weight.getIntrusivePtr()),
         written_(WriteStamp::of(weight)),
+        steps_(steps_without_version().load(std::memory_order_relaxed)),
         dtype_(weight.scalar_type()),
         sizes_(weight.sizes()),
         strides_(weight.strides()) {}
@@ -107,6 +108,7 @@ class WeightIdentity {
   /// its version and memory tell.
   bool is_current(const at::Tensor& weight) const {
     return written_.is_current(weight) && weight.scalar_type() == dtype_ &&
+           steps_ == steps_without_version().load(std::memory_order_relaxed) &&
            weight.sizes() == c10::IntArrayRef(sizes_) &&
            weight.strides() == c10::IntArrayRef(strides_);
   }
@@ -116,6 +118,7 @@ class WeightIdentity {
  private:
   WeakTensor tensor_;
   WriteStamp written_;
+  std::uint64_t steps_;  // that left no version, of any weight
   at::ScalarType dtype_;
   c10::DimVector sizes_;
   c10::DimVector strides_;
