@@ -5,6 +5,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -235,6 +236,35 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
   step();
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 16.0);
+}
+
+TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
+  const auto parameter = torch::ones({kWeights}, torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD optimizer({parameter},
+                              mezzo::optim::SGDOptions(0.5).weight_storage(WeightStorage::master));
+  mezzo::GradScaler scaler({.init_scale = 4.F});
+  scaler.scale(parameter.sum()).backward();
+  {
+    const c10::InferenceMode inference;
+    scaler.unscale_(optimizer);
+  }
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_EQ(parameter[0].item<float>(), 0.5F);
+  optimizer.zero_grad(/*set_to_none=*/false);
+  EXPECT_FALSE(parameter.grad().any().item<bool>());
+}
+
+TEST(MasterWeightsUnderInference, AreFollowedByStepsOutsideOfIt) {
+  const auto parameter = torch::ones({kWeights}, torch::kBFloat16).requires_grad_();
+  torch::optim::SGD optimizer({parameter}, 0.25);
+  mezzo::MasterWeights masters(optimizer);
+  for (const bool mode : {true, false, true, false}) {
+    parameter.mutable_grad() = torch::ones_like(parameter.detach());
+    const c10::InferenceMode inference(mode);
+    (void)mezzo::master_params(masters);
+    masters.step();
+  }
+  EXPECT_EQ(parameter[0].item<float>(), 0.0F);
 }
 
 }  // namespace

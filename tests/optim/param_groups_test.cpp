@@ -107,4 +107,23 @@ TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
   EXPECT_EQ(&mezzo::AnyOptimizer(optimizer).optimizer(), &optimizer);
 }
 
+// libtorch finds a state by the address of its parameter, which a later tensor can get.
+TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
+  using Options = typename TypeParam::Options;
+  typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
+  torch::Tensor& place = optimizer.param_groups()[0].params()[0];
+  torch::Tensor first_step;
+  for (int i = 0; i < 8; ++i) {
+    place = torch::Tensor();
+    place = this->parameter();
+    place.mutable_grad() = torch::ones({2});
+    optimizer.step();
+    if (i == 0) first_step = place.detach().clone();
+    EXPECT_TRUE(place.equal(first_step)) << "of parameter " << i;
+    EXPECT_LE(optimizer.state().size(), 2U);
+    place.mutable_grad() = torch::full({2}, 64.0);  // moments that the next parameter would feel
+    optimizer.step();
+  }
+}
+
 }  // namespace

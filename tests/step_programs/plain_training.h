@@ -52,6 +52,7 @@ class Random {
 // --- Numbers -----------------------------------------------------------------------------------
 
 inline double rounded(double value, torch::ScalarType dtype) {
+  if (dtype == torch::kDouble) return value;
   const auto single = static_cast<float>(value);
   if (dtype == torch::kBFloat16) return static_cast<float>(c10::BFloat16(single));
   if (dtype == torch::kHalf) return static_cast<float>(c10::Half(single));
@@ -71,6 +72,11 @@ inline Vector values_of(const Tensor& tensor) {
 
 inline Tensor tensor_of(const Vector& values, torch::ScalarType dtype) {
   return torch::tensor(values, torch::kDouble).to(dtype);
+}
+
+/// Of a shape: [n], or none at all.
+inline Tensor tensor_of(const Vector& values, torch::ScalarType dtype, at::IntArrayRef shape) {
+  return tensor_of(values, dtype).reshape(shape).clone();  // no view
 }
 
 inline bool all_finite(const Vector& values) {
@@ -116,6 +122,9 @@ struct PlainWeight {
   bool has_master = false;   ///< a float tensor of its own, which unscale_ makes the gradient float
   bool trains_float = true;  ///< in place of the 16 bits of the model's weight
   torch::ScalarType new_gradients = torch::kFloat;
+  std::vector<int64_t> shape{};
+  double hook = 1;  ///< what a hook multiplies each incoming gradient with
+  bool begins_group = false;
 
   Vector value;
   Vector error;  ///< how far the true value may be from that
@@ -152,7 +161,7 @@ struct PlainWeight {
     if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
     for (std::size_t i = 0; i < incoming.size(); ++i) {
       double& own = gradient->values[i];
-      own = rounded(own + rounded(incoming[i], dtype), gradient->dtype);
+      own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
     }
   }
   void multiply_gradient(double factor) {
@@ -197,7 +206,9 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
         const double direction = kBeta1 * m + (1 - kBeta1) * g;
         m = kBeta2 * m + (1 - kBeta2) * g;
         change[i] = direction > 0 ? 1 : direction < 0 ? -1 : 0;
-        const bool is_unclear = std::abs(direction) <= relative * noise[i];
+        // In half a moment may become 0.
+        const double underflow = is_rough && weight.dtype == torch::kHalf ? 0x1p-20 : 0;
+        const bool is_unclear = std::abs(direction) <= relative * noise[i] + underflow;
         noise[i] = is_unclear && noise[i] > 0 ? 2 / relative : 0;
         break;
       }
@@ -244,6 +255,8 @@ struct Recipe {
   bool accumulates_in_float = false;
   bool last_is_float = false;  ///< the last weight, as a batch norm's at O2
   std::size_t weights = 2;
+  bool has_odd_shapes = false;  ///< empty weights and such without dimensions
+  bool has_hooks = false;
 
   std::string text() const {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
@@ -255,6 +268,7 @@ struct Recipe {
     text << ", " << weights << " weights of " << c10::toString(dtype);
     if (last_is_float) text << ", the last of float";
     if (accumulates_in_float) text << ", accumulate_in_float";
+    if (has_hooks) text << ", with hooks";
     return text.str();
   }
 };
@@ -400,23 +414,43 @@ struct PlainSide {
   }
 };
 
+/// The numbers of a new weight.
+inline Vector random_weight_values(Random& random, std::size_t size) {
+  Vector values;
+  for (std::size_t i = 0; i < size; ++i) {
+    values.push_back(static_cast<double>(random.below(33) - 16) / 4);
+  }
+  return values;
+}
+
+inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
+                                     Random& random) {
+  PlainWeight weight;
+  weight.dtype = dtype;
+  const bool is_low = is_16_bit(dtype);
+  weight.has_master =
+      is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::master);
+  weight.trains_float =
+      !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
+  weight.new_gradients = is_low && recipe.accumulates_in_float ? torch::kFloat : dtype;
+  auto size = static_cast<std::size_t>(1 + random.below(3));
+  weight.shape = {static_cast<int64_t>(size)};
+  if (recipe.has_odd_shapes && random.one_in(4)) {
+    size = random.one_in(2) ? 0 : 1;
+    weight.shape = size == 0 ? std::vector<int64_t>{0, 2} : std::vector<int64_t>{};
+  }
+  if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
+  weight.value = random_weight_values(random, size);
+  weight.error.assign(size, 0.0);
+  return weight;
+}
+
 inline PlainSide make_plain(const Recipe& recipe, Random& random) {
   PlainSide side{recipe};
   for (std::size_t i = 0; i < recipe.weights; ++i) {
-    PlainWeight& weight = side.weights.emplace_back();
     const bool is_float = recipe.last_is_float && i + 1 == recipe.weights;
-    weight.dtype = is_float ? torch::kFloat : recipe.dtype;
-    const bool is_low = is_16_bit(weight.dtype);
-    weight.has_master =
-        is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::master);
-    weight.trains_float =
-        !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
-    weight.new_gradients = recipe.accumulates_in_float ? torch::kFloat : weight.dtype;
-    const auto size = static_cast<std::size_t>(1 + random.below(3));
-    for (std::size_t j = 0; j < size; ++j) {
-      weight.value.push_back(static_cast<double>(random.below(33) - 16) / 4);
-    }
-    weight.error.assign(size, 0.0);
+    side.weights.push_back(
+        make_plain_weight(recipe, is_float ? torch::kFloat : recipe.dtype, random));
   }
   return side;
 }
@@ -429,7 +463,7 @@ inline Vector random_gradient(Random& random, std::size_t size, bool with_inf) {
   }
   const double inf = std::numeric_limits<double>::infinity();
   const double bad[] = {inf, -inf, std::nan("")};
-  if (with_inf) gradient[0] = bad[random.below(3)];
+  if (with_inf && size > 0) gradient[0] = bad[random.below(3)];
   return gradient;
 }
 
@@ -518,7 +552,7 @@ inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
     report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
                 "; right is ", words(plain.value), ", within ", words(tolerance));
   }
-  if (!plain.trains_float || plain.dtype == torch::kFloat) {
+  if (!plain.trains_float || !is_16_bit(plain.dtype)) {
     plain.value = actual;
     std::fill(plain.error.begin(), plain.error.end(), 0.0);
   } else if (const auto kept = kept_value(optimizer, parameter); kept && !plain.is_written) {

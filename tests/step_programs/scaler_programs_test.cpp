@@ -1,6 +1,7 @@
 // Random programs of a GradScaler's calls, libtorch's and mezzo's, in any order, beside plain loops
 // over doubles that do what the documentation says.
 
+#include <mezzo/optim/ema.h>
 #include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -70,7 +71,11 @@ class Program {
   Program(uint64_t seed, Counts& counts) : random_(seed), counts_(counts) {
     const auto sides = static_cast<std::size_t>(1 + (random_.one_in(3) ? 1 : 0));
     for (std::size_t i = 0; i < sides; ++i) {
-      plain_.push_back(make_plain(random_recipe(random_), random_));
+      Recipe recipe = random_recipe(random_);
+      if (recipe.dtype == torch::kFloat && random_.one_in(3)) recipe.dtype = torch::kDouble;
+      recipe.has_odd_shapes = random_.one_in(3);
+      recipe.has_hooks = random_.one_in(3);
+      plain_.push_back(make_plain(recipe, random_));
       report_.line("optimizer ", i, ": ", plain_[i].recipe.text());
     }
     scaler_.records.resize(sides);
@@ -95,7 +100,7 @@ class Program {
   }
 
   bool run() {
-    const int64_t calls = 12 + random_.below(30);
+    const int64_t calls = 16 + random_.below(36);
     for (int64_t i = 0; i < calls && !report_.failed(); ++i) {
       call();
       compare();
@@ -115,6 +120,7 @@ class Program {
   struct Side {
     std::vector<Tensor> parameters;
     OwnedOptimizer owned;
+    std::optional<mezzo::Ema> averages{};
     AnyOptimizer any() const { return owned.any(); }
     torch::optim::Optimizer& optimizer() const { return owned.any().optimizer(); }
   };
@@ -134,14 +140,37 @@ class Program {
     return scaler_.records[i];
   }
 
+  static Tensor make_parameter(const PlainWeight& one) {
+    Tensor parameter = tensor_of(one.value, one.dtype, one.shape).requires_grad_();
+    if (one.hook != 1) {
+      parameter.register_hook(
+          [hook = one.hook](const Tensor& gradient) { return gradient * hook; });
+    }
+    return parameter;
+  }
+
+  /// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
+  /// at the next step only.
+  static Tensor make_late_parameter(const PlainWeight& one) {
+    Tensor parameter = make_parameter(one);
+    if (one.new_gradients != one.dtype) parameter.set_grad_dtype(one.new_gradients);
+    return parameter;
+  }
+
   void make_library() {
     sides_.clear();
     for (const PlainSide& plain : plain_) {
       std::vector<Tensor> parameters;
+      std::unique_ptr<torch::optim::Optimizer> optimizer;
       for (const PlainWeight& one : plain.weights) {
-        parameters.push_back(tensor_of(one.value, one.dtype).requires_grad_());
+        if (one.begins_group && optimizer == nullptr) {
+          optimizer = make_optimizer(plain.recipe, parameters);
+        }
+        parameters.push_back(one.begins_group ? make_late_parameter(one) : make_parameter(one));
+        if (!one.begins_group) continue;
+        optimizer->add_param_group(torch::optim::OptimizerParamGroup({parameters.back()}));
       }
-      auto optimizer = make_optimizer(plain.recipe, parameters);
+      if (optimizer == nullptr) optimizer = make_optimizer(plain.recipe, parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
     library_.emplace(LossScaleOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
@@ -197,7 +226,7 @@ class Program {
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
     const Stage stage = scaler_.records[i].stage;
-    switch (random_.below(26)) {
+    switch (random_.below(31)) {
       case 0:
       case 1:
       case 2:
@@ -236,6 +265,16 @@ class Program {
         return update();
       case 24:
         return update_to();
+      case 25:
+        return look_at_averages(i);
+      case 26:
+        return replace_weight(i);
+      case 27:
+        return add_weight(i);
+      case 28:
+        return meet_bad_gradient(i);
+      case 29:
+        return step(i);
       default:
         return save_or_load();
     }
@@ -248,7 +287,7 @@ class Program {
     }
     // Scaled gradients on top of true ones: what is trained is their sum. In half it may overflow.
     if (may_be_misuse && (has_rough_half_ || !random_.one_in(4))) return;
-    const bool with_inf = scaler_.is_enabled && scaler_.rechecks && random_.one_in(8);
+    const bool with_inf = scaler_.is_enabled && scaler_.rechecks && random_.one_in(6);
     Tensor loss = torch::zeros({});
     report_.line("backward");
     count(may_be_misuse ? "backward after unscale_" : "backward");
@@ -257,11 +296,11 @@ class Program {
       for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
         if (random_.one_in(4)) continue;
         PlainWeight& weight = plain_[i].weights[j];
-        const bool is_bad = std::exchange(is_first, false) && with_inf;
+        const bool is_bad = !weight.value.empty() && std::exchange(is_first, false) && with_inf;
         Vector gradient = random_gradient(random_, weight.value.size(), is_bad);
         report_.line("    optimizer ", i, " weight ", j, ": ", words(gradient));
         if (is_bad) count("inf");
-        const Tensor factor = tensor_of(gradient, torch::kFloat);
+        const Tensor factor = tensor_of(gradient, torch::kFloat, weight.shape);
         loss = loss + (sides_[i].parameters[j].to(torch::kFloat) * factor).sum();
         for (double& g : gradient) g *= scaler_.scale;
         weight.accumulate(gradient);
@@ -428,7 +467,7 @@ class Program {
     }
     expect(false, [&] {
       const Tensor master = mezzo::master_params(sides_[i].any())[j];
-      master.mutable_grad() = drops ? Tensor() : tensor_of(other, torch::kFloat);
+      master.mutable_grad() = drops ? Tensor() : tensor_of(other, torch::kFloat, weight.shape);
     });
   }
 
@@ -473,7 +512,104 @@ class Program {
     report_.line("parameter ", j, " of optimizer ", i, " is set to ", words(weight.value));
     count("weight written");
     const torch::NoGradGuard no_grad;
-    sides_[i].parameters[j].copy_(tensor_of(weight.value, torch::kFloat));
+    sides_[i].parameters[j].copy_(tensor_of(weight.value, torch::kFloat, weight.shape));
+  }
+
+  // --- Other parameters, averages, gradients that no step can take -------------------------------
+
+  /// What an optimizer's groups have in the place of a weight.
+  Tensor& place_of(std::size_t i, std::size_t j) {
+    for (auto& group : sides_[i].optimizer().param_groups()) {
+      for (Tensor& parameter : group.params()) {
+        if (parameter.is_same(sides_[i].parameters[j])) return parameter;
+      }
+    }
+    throw std::logic_error("the optimizer has lost a parameter");
+  }
+
+  /// A weight gives way to a new one, as the head of a model does for another task.
+  void replace_weight(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (scaler_.records[i].is_known) return;
+    const std::size_t j = random_weight(side);
+    PlainWeight& weight = side.weights[j];
+    const PlainWeight old =
+        std::exchange(weight, make_plain_weight(side.recipe, weight.dtype, random_));
+    weight.begins_group = old.begins_group;
+    report_.line("parameter ", j, " of optimizer ", i, " is replaced by a new one, ",
+                 words(weight.value));
+    count("weight replaced");
+    saved_.reset();
+    sides_[i].averages.reset();
+    Tensor& place = place_of(i, j);
+    const bool is_left_to_mezzo = side.recipe.of_mezzo || old.has_master;
+    if (!is_left_to_mezzo) sides_[i].optimizer().state().erase(place.unsafeGetTensorImpl());
+    place = Tensor();  // the new parameter may get the address of the old one
+    sides_[i].parameters[j] = Tensor();
+    place = sides_[i].parameters[j] = make_late_parameter(weight);
+  }
+
+  void add_weight(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (side.weights.size() > 4) return;
+    const bool in_new_group = side.weights.back().begins_group || random_.one_in(2);
+    side.weights.push_back(make_plain_weight(side.recipe, side.recipe.dtype, random_));
+    side.weights.back().begins_group = in_new_group;
+    report_.line("a new parameter of optimizer ", i, in_new_group ? ", in a new group" : "");
+    count("weight added");
+    saved_.reset();
+    sides_[i].averages.reset();
+    const Tensor parameter = make_late_parameter(side.weights.back());
+    sides_[i].parameters.push_back(parameter);
+    auto& optimizer = sides_[i].optimizer();
+    expect(false, [&] {
+      if (in_new_group) {
+        optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter}));
+      } else {
+        optimizer.param_groups()[0].params().push_back(parameter);
+      }
+    });
+  }
+
+  /// Averages take the place of the weights for a moment.
+  void look_at_averages(std::size_t i) {
+    Side& side = sides_[i];
+    report_.line("EmaScope of optimizer ", i);
+    count("averages");
+    if (!side.averages) side.averages.emplace(side.parameters, mezzo::EmaOptions{.decay = 0.5});
+    side.averages->update();
+    const mezzo::EmaScope scope(*side.averages);
+  }
+
+  /// A gradient that no step can take changes nothing, and is given up afterwards.
+  void meet_bad_gradient(std::size_t i) {
+    PlainSide& side = plain_[i];
+    const Stage stage = scaler_.records[i].stage;
+    const bool is_checked = scaler_.is_enabled && scaler_.has_scaled && stage == Stage::ready;
+    if (!side.recipe.of_mezzo && !is_checked) return;
+    for (const PlainWeight& one : side.weights) {
+      if (one.at_master) return;
+    }
+    const std::size_t j = random_weight(side);
+    const Tensor& parameter = sides_[i].parameters[j];
+    const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
+    const int64_t call = random_.below(3);
+    report_.line("parameter ", j, " of optimizer ", i, " has a gradient of another ",
+                 has_shape ? "dtype" : "shape", " in ",
+                 call == 0   ? "unscale_"
+                 : call == 1 ? "step"
+                             : "step with max_norm");
+    count("bad gradient");
+    if (scaler_.is_enabled && scaler_.has_scaled) known(i);
+    const Tensor own = std::exchange(parameter.mutable_grad(),
+                                     has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
+                                               : torch::ones({7}, parameter.scalar_type()));
+    expect(true, [&] {
+      if (call == 0) return library_->unscale_(sides_[i].any());
+      AnyOptimizer any = sides_[i].any();
+      call == 1 ? library_->step(any) : library_->step(any, {.max_norm = 1});
+    });
+    parameter.mutable_grad() = own;
   }
 
   // --- Steps -----------------------------------------------------------------------------------
@@ -741,6 +877,10 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "step without the scaler",
                                  "update",
                                  "update to a scale",
+                                 "averages",
+                                 "weight replaced",
+                                 "weight added",
+                                 "bad gradient",
                                  "save",
                                  "load",
                                  "load into new objects"}) {

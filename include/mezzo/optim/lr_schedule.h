@@ -144,7 +144,9 @@ class LrSchedule {
   const Curve& curve() const noexcept { return curve_; }
 
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
-  /// mezzo's this calls its `set_applied_steps`. \throws c10::Error if negative
+  /// mezzo's this calls its `set_applied_steps`. With any other optimizer, rates that its file has
+  /// written to the options since this object showed its own are taken for those of the next step.
+  /// \throws c10::Error if negative
   void set_applied_steps(int64_t applied_steps);
 
  private:

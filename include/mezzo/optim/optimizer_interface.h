@@ -66,14 +66,14 @@ class BaseLrs {
     }
   }
 
-  /// Makes rates that were written to options the base rates of their groups, while no schedule
+  /// Takes rates that were written to options for base rates times `factor`: 1 while no schedule
   /// shows its own there.
-  void take_written(const Groups& groups) {
+  void take_written(const Groups& groups, double factor = 1) {
     std::vector<double> bases;
     for (std::size_t i = 0; i < groups.size(); ++i) {
       const double lr = groups[i].options().get_lr();
       const bool is_as_shown = i < bases_.size() && bases_[i].shown == lr;
-      bases.push_back(is_as_shown ? bases_[i].base : lr);
+      bases.push_back(is_as_shown ? bases_[i].base : factor > 0 ? lr / factor : lr);
     }
     set(groups, bases);
   }

@@ -364,6 +364,30 @@ TEST(EmaScope, RefusesAParameterOfAnotherShapeAndChangesNothing) {
   EXPECT_NO_THROW(ema.update());
 }
 
+TEST(EmaScope, RefusesAStepOfTheWeightsWhosePlaceItTook) {
+  const torch::Tensor parameter = weight({1, 2}, torch::kBFloat16), other = weight({1});
+  mezzo::optim::AdamW split({parameter, other}, mezzo::optim::AdamWOptions(0.5).weight_storage(
+                                                    WeightStorage::split_master));
+  torch::optim::SGD sgd({parameter}, 0.5);
+  mezzo::MasterWeights masters(sgd);
+  const Ema ema({parameter});
+  {
+    const EmaScope averaged(ema);
+    parameter.mutable_grad() = torch::ones_like(parameter.detach());
+    other.mutable_grad() = torch::ones({1});
+    EXPECT_THAT(error_of([&] { split.step(); }), HasSubstr("parameter 0 of group 0"));
+    EXPECT_THAT(error_of([&] { masters.step(); }), HasSubstr("let that scope end before the step"));
+    EXPECT_EQ(other.item<float>(), 1);
+    EXPECT_EQ(split.applied_steps(), 0);
+    parameter.mutable_grad() = torch::Tensor();
+    split.step();  // of weights that hold no averages
+    EXPECT_NE(other.item<float>(), 1);
+  }
+  parameter.mutable_grad() = torch::ones_like(parameter.detach());
+  masters.step();
+  EXPECT_EQ(parameter[0].item<float>(), 0.5F);
+}
+
 TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
   torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
   Ema ema(model->parameters(), {.decay = 0.5});

@@ -269,6 +269,19 @@ TEST(MasterWeightsStep, WhatIsWrittenToAParameterCountsAndTheRestKeepsItsMaster)
   EXPECT_FLOAT_EQ(master[1].item<float>(), 4.9999F);
 }
 
+TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
+  const auto parameter = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  torch::optim::SGD sgd({parameter}, 0.5);
+  mezzo::MasterWeights masters(sgd);
+  for (const int64_t size : {2, 3}) {
+    parameter.mutable_grad() = torch::Tensor();
+    parameter.set_data(torch::ones({size}, torch::kBFloat16));
+    parameter.mutable_grad() = torch::ones({size}, torch::kBFloat16);
+    masters.step();
+    EXPECT_TRUE(parameter.equal(torch::full({size}, 0.5, torch::kBFloat16)));
+  }
+}
+
 TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
   const Model model(torch::kHalf);
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).weight_decay(0.5));

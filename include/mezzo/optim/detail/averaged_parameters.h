@@ -5,14 +5,19 @@
 #include <ATen/core/Tensor.h>
 #include <c10/macros/Export.h>
 
+#include <atomic>
+#include <cstdint>
 #include <mutex>
 #include <unordered_set>
 
 // Records which parameters presently hold averages. A checkpoint saved in that state would present
-// the averages as training weights, and weights loaded in that state would be lost when the guard
-// restores the training weights. Without this record neither mistake would be noticed.
+// the averages as training weights, and weights loaded or trained in that state would be lost when
+// the guard restores the training weights. Without this record no such mistake would be noticed.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// How many parameters hold averages: 0 spares a step the record below.
+C10_EXPORT inline std::atomic<std::int64_t> averaged_parameters_held{0};
 
 class AveragedParameters {
  public:
@@ -23,11 +28,14 @@ class AveragedParameters {
   void add(const at::Tensor& parameter) {
     const std::lock_guard lock(mutex_);
     parameters_.insert(parameter.unsafeGetTensorImpl());
+    ++averaged_parameters_held;
   }
   void remove_one(const at::Tensor& parameter) noexcept {
     const std::lock_guard lock(mutex_);
     const auto found = parameters_.find(parameter.unsafeGetTensorImpl());
-    if (found != parameters_.end()) parameters_.erase(found);
+    if (found == parameters_.end()) return;
+    parameters_.erase(found);
+    --averaged_parameters_held;
   }
 
  private:

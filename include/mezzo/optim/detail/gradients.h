@@ -6,6 +6,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
@@ -161,6 +163,17 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
 inline void note_step_without_version(const torch::optim::Optimizer& optimizer) {
   if (dynamic_cast<const torch::optim::SGD*>(&optimizer) == nullptr) return;
   steps_without_version().fetch_add(1, std::memory_order_relaxed);
+}
+
+/// \throws c10::Error where an EmaScope has put an average in the place of a weight: what a step
+/// changes there is lost with the scope
+inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
+  for (const StepPlan::Row& row : plan.rows) {
+    const at::Tensor& parameter = row.owner != nullptr ? *row.owner : *row.parameter;
+    TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
+                optimizer.parameter(parameter),
+                " holds an average, for an EmaScope is alive; let that scope end before the step");
+  }
 }
 
 /// Multiplies the gradients of an optimizer by `factor` for the time of its step, for optimizers

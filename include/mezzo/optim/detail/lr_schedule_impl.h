@@ -141,7 +141,11 @@ template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (optimizer_.mezzos() != nullptr) optimizer_.mezzos()->set_applied_steps(applied_steps);
+  if (optimizer_.mezzos() != nullptr) {
+    optimizer_.mezzos()->set_applied_steps(applied_steps);
+  } else {
+    base_lrs_.take_written(optimizer_.optimizer().param_groups(), curve_.factor(applied_steps));
+  }
   known_steps_ = applied_steps;
   pending_.clear();
   show_lrs();

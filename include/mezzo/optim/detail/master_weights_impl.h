@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/step_use.h>
@@ -292,13 +293,14 @@ MEZZO_INLINE MasterWeights::Kept* MasterWeights::find_kept(const at::Tensor& par
 /// are compared at each step: an optimizer of libtorch's that steps alone writes through `data()`,
 /// which bumps no version.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
-  const c10::NoGradGuard no_grad;
+  const detail::NoGraphGuard no_graph(parameter.is_inference());
   auto& kept = masters_[parameter.unsafeGetTensorImpl()];
   if (kept == nullptr) kept = std::make_unique<Kept>();
   kept->parameter = parameter;
   detail::KeptWeights& weights = kept->weights;
-  detail::check_shape_of(weights.master, "a master", parameter, words());
   weights.shown.follow(parameter, weights.master);
+  const bool is_resized = weights.master.defined() && weights.master.sizes() != parameter.sizes();
+  if (is_resized) weights.master = at::Tensor();  // all of the parameter was written
   if (weights.master.defined()) {
     detail::follow_writes(parameter, weights);
     weights.stamp = detail::WriteStamp::of(parameter);
@@ -330,6 +332,11 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
     const auto found = masters_.find(parameter.unsafeGetTensorImpl());
     if (found != masters_.end()) left.insert(std::move(*found));
   }
+  for (const auto& [address, kept] : masters_) {
+    const bool is_gone =
+        kept != nullptr && kept->parameter.use_count() == 1;  // its address is free
+    if (is_gone) inner_->state().erase(kept->parameter.unsafeGetTensorImpl());
+  }
   masters_ = std::move(left);
 }
 
@@ -351,6 +358,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
+  if (detail::averaged_parameters_held.load() != 0) detail::refuse_averages(plan, words());
   const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);

@@ -126,6 +126,8 @@ struct KeptWeights {
   at::Tensor master{};
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor lower_half{};
+  /// Whether `lower_half` began anew because the parameter was written.
+  bool has_restarted = false;
   /// Stamp of the parameter when `master` or `lower_half` last agreed with it.
   WriteStamp stamp{};
   ShownGradient shown{};
@@ -344,6 +346,15 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
     kept.lower_half = at::where(is_current, rest, at::zeros_like(rest));
     kept.master = at::Tensor();
   } else if (!is_kept) {
+    const bool was_written = kept.lower_half.defined();
+    if (was_written && std::exchange(kept.has_restarted, true)) {
+      TORCH_WARN_ONCE(
+          "A parameter (", tensor_words(parameter),
+          ") of WeightStorage::split_master has been written between steps more than once. Each "
+          "time the 16 bits below it are lost, as with WeightStorage::plain. Use "
+          "WeightStorage::master for weights that are clamped, swapped or averaged during "
+          "training.");
+    }
     kept.lower_half =
         at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                        at::MemoryFormat::Preserve);

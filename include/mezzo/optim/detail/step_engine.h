@@ -8,13 +8,16 @@
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -71,6 +74,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     if (has_schedule()) numbers.lr = base_lr(group, numbers.lr);
     return numbers;
   }
+  /// Drops the states of parameters that are gone.
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
   /// Adds a row to `plan`, if `weights` have a gradient. `weights` are what is trained of
@@ -152,6 +156,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   const UpdateRule* rule_;
   WalkedTensors seen_;
+  /// All parameters that the groups have had, by address. libtorch finds a state by the address of
+  /// its parameter; a weak reference keeps another tensor from getting that address.
+  std::unordered_map<void*, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>
+      met_;
   WalkedTensors seen_gradients_;
   bool shared_gradients_ = false;  // whether two of seen_gradients_ share memory
 };

@@ -42,6 +42,14 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
   refuse_duplicates(all, words());
+  std::erase_if(met_, [this](const auto& one) {
+    const auto& [address, parameter] = one;
+    if (parameter.expired()) state_.erase(address);
+    return parameter.expired();
+  });
+  for (const at::Tensor& parameter : all) {
+    met_.try_emplace(parameter.unsafeGetTensorImpl(), parameter.getIntrusivePtr());
+  }
 }
 
 MEZZO_INLINE void StepEngine::set_grad_dtypes() const {
@@ -112,6 +120,7 @@ MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weig
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
+  met_.try_emplace(parameter.unsafeGetTensorImpl(), parameter.getIntrusivePtr());
   auto& state = state_[parameter.unsafeGetTensorImpl()];
   if (!state) state = rule_->make_state();
   return checked_slot(state, parameter);
@@ -283,6 +292,7 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
+  if (averaged_parameters_held.load() != 0) refuse_averages(plan, words());
   const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
   const c10::NoGradGuard no_grad;
   bool is_counted = false;

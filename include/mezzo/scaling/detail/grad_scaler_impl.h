@@ -2,6 +2,7 @@
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/unscale.h>
@@ -75,6 +76,7 @@ inline bool clips(const StepOptions& options) { return !is_positive_infinity(opt
 inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
+    const NoGraphGuard no_graph(row.gradient.is_inference());
     row.gradient = row.parameter->grad().to(at::kFloat);
     row.parameter->mutable_grad() = row.gradient;
   }
