@@ -91,35 +91,6 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
               testing::HasSubstr("an earlier backward pass did not end"));
 }
 
-// The others' first bucket begins with another parameter of the same size.
-class OtherOrder : public distributed_test::AlikeBackend {
- public:
-  using AlikeBackend::AlikeBackend;
-  WorkPtr allreduce(std::vector<at::Tensor>& tensors,
-                    const c10d::AllreduceOptions& options) override {
-    if (options.reduceOp != c10d::ReduceOp::MAX) return AlikeBackend::allreduce(tensors, options);
-    const at::NoGradGuard no_grad;
-    const at::Tensor others = tensors[0].clone();
-    others.narrow(0, 3, 8).bitwise_xor_(torch::arange(8).to(at::kByte));
-    at::maximum_out(tensors[0], tensors[0], others);
-    return done();
-  }
-  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& options) override {
-    AlikeBackend::_allgather_base(output, input, options);
-    if (output.scalar_type() == at::kByte) output.view({size_, -1})[1][0].bitwise_xor_(1);
-    return done();
-  }
-};
-
-TEST(HardUse, RanksWhoseBucketsAreLaidOutDifferentlyAreTold) {
-  const at::Tensor first = leaf(1), second = leaf(2);
-  GradBuckets buckets({first, second}, hard_buckets());
-  const GradAllReduce all_reduce(buckets, c10::make_intrusive<OtherOrder>(2));
-  EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
-              testing::HasSubstr("where rank 0 has \"bucket 0: "));
-}
-
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf(1), left = leaf(2), right = leaf(3);
   GradBuckets of_left({left, shared}, hard_buckets()), of_right({right, shared}, hard_buckets());

@@ -118,6 +118,7 @@ TEST(CompressedAllReduce, SendsHalfTheBytesOfFloat) {
               (collective == "sum" || collective == "average" ? 2 : 1);
     };
     Told told(recording_ranks(mpi_world(), count), options, 1024);
+    sent = 0;  // of the comparison of options
     told.pass(at::ones({1024}));
   }
   EXPECT_THAT(bytes, testing::ElementsAre(2 * 4096, 2 * 2048, 2 * 2048));
@@ -295,24 +296,6 @@ TEST(CompressedAllReduce, GradientsOfTwoBytesGoAsTheyAre) {
     EXPECT_TRUE(at::equal(told.pass(gradient), plain.pass(gradient)));
     EXPECT_TRUE(told.all_reduce.residuals().empty());
   }
-}
-
-TEST(CompressedAllReduce, BucketsLaidOutAnewBeginWithNothingLost) {
-  Ranks world = mpi_world();
-  const at::Tensor a = at::zeros({100}).requires_grad_(), b = at::zeros({30}).requires_grad_();
-  GradBuckets buckets({a, b}, buckets_of(1 << 20));
-  const GradAllReduce all_reduce(buckets, world,
-                                 {.compress_dtype = at::kBFloat16, .error_feedback = true});
-  const auto pass = [&] {
-    buckets.zero_grad();
-    ((a * told_gradient(world->getRank(), 100)).sum() + (b * told_gradient(7, 30)).sum())
-        .backward();
-    return at::cat({a.grad(), b.grad()});
-  };
-  const at::Tensor first = pass();
-  EXPECT_FALSE(at::equal(pass(), first));
-  buckets.rebuild_buckets();
-  EXPECT_TRUE(at::equal(pass(), first));
 }
 
 /// A shared layer, one that only rank 0 uses, one that nobody does, and a frozen one.

@@ -101,6 +101,134 @@ TEST(ShardedSteps, RefuseAnotherNumberOfSteps) {
               names_last(ranks, "applied steps: 7", "applied steps: 0"));
 }
 
+TEST(ShardedSteps, RefuseAStepWithoutTheLossScaleOfTheOthers) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+  GradScaler scaler;
+  const at::Tensor before = model->weight.detach().clone();
+  scaler.scale(model(torch::ones({2, 4})).sum()).backward();
+  const bool scales = on_last(ranks, 1, 0) != 0;
+  EXPECT_THAT(error_of([&] { scales ? (void)scaler.step(optimizer) : (void)optimizer.step(); }),
+              names_last(ranks, "group 0 lr: 0.1", "loss scale: 65536"));
+  EXPECT_TRUE(model->weight.equal(before));
+}
+
+// The step in which the norms differ has been taken by then, with weights that are the same.
+TEST(ShardedSteps, RefuseAnotherLargestNormInTheNextStep) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+  GradScaler scaler;
+  const auto step = [&] {
+    optimizer.zero_grad();
+    scaler.scale(model(torch::ones({2, 4})).sum()).backward();
+    scaler.step(optimizer, {.max_norm = on_last(ranks, 1, 0.5)});
+    scaler.update();
+  };
+  step();
+  EXPECT_THAT(error_of(step), names_last(ranks, "max_norm: 0.5", "max_norm: 1"));
+}
+
+TEST(MpiDataParallelSteps, AnotherLargestNormIsToldInTheNextPass) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  for (const bool scales : {false, true}) {
+    for (const bool is_mezzos : {false, true}) {
+      mezzo::DataParallel ddp(small_model(), ranks);
+      AdamW own(ddp->parameters(), AdamWOptions(0.1));
+      torch::optim::SGD libtorchs(ddp->parameters(), 0.1);
+      GradScaler scaler({.enabled = scales});
+      const mezzo::StepOptions options{.max_norm = on_last(ranks, 1, 0.5)};
+      const auto step = [&] {
+        own.zero_grad();
+        scaler.scale(ddp(torch::ones({2, 4})).sum()).backward();
+        is_mezzos ? scaler.step(own, options) : scaler.step(libtorchs, options);
+        scaler.update();
+      };
+      step();
+      EXPECT_THAT(error_of(step), names_last(ranks, "max_norm: 0.5", "max_norm: 1"));
+    }
+  }
+}
+
+TEST(MpiDataParallelOptions, ThatDifferAreToldBeforeAnyIsUsed) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  const bool is_last = on_last(ranks, 0, 1) != 0;
+  using Options = mezzo::DataParallelOptions;
+  const auto compressed = [](bool error_feedback) {
+    return Options{
+        .all_reduce = {.compress_dtype = at::kBFloat16, .error_feedback = error_feedback}};
+  };
+  const auto error = [&](const Options& others, const Options& lasts) {
+    return error_of(
+        [&] { mezzo::DataParallel ddp(small_model(), ranks, is_last ? lasts : others); });
+  };
+  EXPECT_THAT(error({}, {.all_reduce = {.average = false}}),
+              names_last(ranks, "gradients: sums", "gradients: averages"));
+  EXPECT_THAT(error({}, compressed(false)),
+              names_last(ranks, "compress_dtype: BFloat16", "compress_dtype: none"));
+  EXPECT_THAT(error(compressed(false), compressed(true)),
+              names_last(ranks, "error_feedback: on", "error_feedback: off"));
+  EXPECT_THAT(error({}, {.broadcast_buffers = false}),
+              names_last(ranks, "broadcast_buffers: off", "broadcast_buffers: on"));
+  EXPECT_THAT(error({}, {.bucket_bytes = 8}), names_last(ranks, "bucket 0: 2", "bucket 0: 24"));
+  // Each names the first rank that has not the values that it takes for all.
+  EXPECT_THAT(error({}, {.root = 1}), AllOf(HasSubstr("root: 0"), HasSubstr("root: 1")));
+  EXPECT_EQ(error({.all_reduce = {.average = false}}, {.all_reduce = {.average = false}}),
+            error_of([] {}));
+}
+
+TEST(ShardedOptions, ThatDifferAreToldBeforeAnyIsUsed) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  EXPECT_THAT(error_of([&] {
+                ShardedOptimizer<AdamW> optimizer(
+                    model->parameters(), ranks, AdamWOptions(0.1),
+                    {.bucket_bytes = static_cast<int64_t>(on_last(ranks, 1 << 20, 8))});
+              }),
+              names_last(ranks, "for parameters 1\"", "for parameters 1 0\""));
+}
+
+TEST(ShardedSteps, RefuseWeightsThatOneRankAloneHasLoaded) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  auto model = small_model();
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1));
+  {
+    const torch::NoGradGuard no_grad;
+    model->bias.add_(on_last(ranks, 0, 1));
+  }
+  const at::Tensor before = model->weight.detach().clone();
+  EXPECT_THAT(error_of([&] {
+                model(torch::ones({2, 4})).sum().backward();
+              }),
+              names_last(ranks, "parameter 1 (float32 [2] on cpu): bits", "parameter 1"));
+  EXPECT_TRUE(model->weight.equal(before));
+}
+
+TEST(MpiDataParallelSteps, WeightsThatOneRankAloneHasLoadedAreToldInTheFirstPass) {
+  const Ranks ranks = everyone();
+  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
+  for (const auto dtype : {at::kBFloat16, at::kFloat, at::kDouble}) {
+    auto model = small_model();
+    model->to(dtype);
+    mezzo::DataParallel ddp(model, ranks);
+    {
+      const torch::NoGradGuard no_grad;
+      model->weight.add_(on_last(ranks, 0, 1));
+    }
+    EXPECT_THAT(error_of([&] {
+                  ddp(torch::ones({2, 4}, dtype)).sum().backward();
+                }),
+                names_last(ranks, "[2, 4] on cpu): bits", "parameter 0"));
+  }
+}
+
 TEST(MpiDataParallelSteps, AnotherLossScaleIsToldInTheNextPass) {
   const Ranks ranks = everyone();
   if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";

@@ -189,11 +189,18 @@ TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
                 norm->forward(torch::ones({3, kChannels}, at::kMeta));
               }),
               HasSubstr("does not take"));
-  if (world->getSize() > 1) return;
-  EXPECT_THAT(error_of([&] {
-                norm->forward(torch::randn({1, kChannels}));
-              }),
-              HasSubstr("Expected more than 1 value per channel"));
+}
+
+TEST_F(SyncBatchNormTest, RefusesOnAllRanksWhatHasNoVarianceOnAllTogether) {
+  SyncBatchNorm norm(BatchNormOptions(kChannels), world);
+  const int64_t on_first = world->getRank() == 0 ? 1 : 0;
+  for (const int64_t samples : {int64_t{0}, on_first}) {
+    EXPECT_THAT(error_of([&] {
+                  norm->forward(torch::randn({samples, kChannels}));
+                }),
+                HasSubstr("Expected more than 1 value per channel"));
+  }
+  EXPECT_TRUE(norm->running_mean.equal(torch::zeros({kChannels})));
 }
 
 TEST_F(SyncBatchNormTest, RefusesAGradientOfItsGradient) {

@@ -1,7 +1,7 @@
 // A group that tells of the collectives that it passes on.
 #pragma once
 
-#include <mezzo/distributed/detail/collective_log.h>
+#include <mezzo/distributed/detail/collectives.h>
 
 #include <ATen/ATen.h>
 #include <c10/util/intrusive_ptr.h>

@@ -57,6 +57,17 @@ TEST(Rendezvous, RanksThatDoNotComeAreNamedInTime) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, 5s);
 }
 
+TEST(Rendezvous, ARankOfAnotherNumberOfRanksIsTold) {
+  const int port = free_port();
+  std::string others;
+  std::thread other(
+      [&] { others = error_of([&] { mezzo::rendezvous(environment_of(1, 3, port), 20s); }); });
+  EXPECT_THAT(error_of([&] { mezzo::rendezvous(environment_of(0, 2, port), 1s); }),
+              HasSubstr("rank 1 has come with another number of ranks, 3"));
+  other.join();
+  EXPECT_THAT(others, HasSubstr("rank 0 has come with another number of ranks, 2"));
+}
+
 TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes) {
   c10d::TCPStoreOptions options;
   options.isServer = true;

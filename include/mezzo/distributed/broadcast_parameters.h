@@ -19,16 +19,17 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Gives every rank the values of `root`'s tensors, in place, once it has compared what the ranks
-/// have: names, dtypes, shapes and whether gradients are wanted, in their order. All ranks call it.
-/// Waits until the values are there.
+/// Gives every rank the values of `root`'s tensors, in place, after it has compared what the ranks
+/// have: `root`, names, dtypes, shapes and whether gradients are wanted, in their order. All ranks
+/// call it. Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
-/// differs from `root` and the tensor in which it does
+///   differs from `root` and the tensor in which it does
 void broadcast_parameters(const NamedTensors& tensors, c10::intrusive_ptr<c10d::Backend> group,
                           int root = 0);
 
-/// Compares a number that is to be the same on all ranks, such as of an epoch's batches: a rank
-/// with fewer would leave the others waiting, or meet them an epoch further. All ranks call it.
+/// Compares a number that must be the same on all ranks, such as the number of batches of an epoch:
+/// the other ranks would wait for a rank with fewer batches, or meet it in its next epoch. All
+/// ranks call it.
 ///
 ///     mezzo::require_equal(world, "batches", batches_of_this_rank);
 ///
@@ -37,7 +38,7 @@ void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& w
 
 namespace detail {
 
-/// A line a tensor; a name with a line break of its own only makes a line more.
+/// Returns a line for each tensor. A line break in a name only makes one line more.
 inline std::string describe(const NamedTensors& tensors) {
   std::ostringstream lines;
   for (const auto& [name, tensor] : tensors) {
@@ -52,6 +53,25 @@ inline std::string describe(const NamedTensors& tensors) {
   return lines.str();
 }
 
+/// Does what broadcast_parameters does, and compares lines of `options` before.
+inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group, int root,
+                            const std::string& options) {
+  const int rank_here = checked(group, "broadcast_parameters")->getRank();
+  TORCH_CHECK(root >= 0 && root < group->getSize(), "broadcast_parameters on rank ", rank_here,
+              ": `root` must be 0 to ", group->getSize() - 1, ", but is ", root);
+  at::Device device = device_of(*group);
+  if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
+  RankAgreement(group, device)
+      .check_alike("broadcast_parameters",
+                   "root: " + std::to_string(root) + '\n' + options + describe(tensors),
+                   "build the same model on all ranks, and give them the same options", root);
+  PendingRequests requests;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.defined()) requests.add(broadcast(group, tensor, root));
+  }
+  requests.wait();
+}
+
 }  // namespace detail
 
 inline void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::string& what,
@@ -63,19 +83,7 @@ inline void require_equal(c10::intrusive_ptr<c10d::Backend> group, const std::st
 
 inline void broadcast_parameters(const NamedTensors& tensors,
                                  c10::intrusive_ptr<c10d::Backend> group, int root) {
-  const int rank_here = detail::checked(group, "broadcast_parameters")->getRank();
-  TORCH_CHECK(root >= 0 && root < group->getSize(), "broadcast_parameters on rank ", rank_here,
-              ": `root` must be 0 to ", group->getSize() - 1, ", but is ", root);
-  at::Device device = detail::device_of(*group);
-  if (!tensors.empty() && tensors[0].second.defined()) device = tensors[0].second.device();
-  detail::RankAgreement(group, device)
-      .check_alike("broadcast_parameters", detail::describe(tensors),
-                   "build the same model on all ranks", root);
-  detail::PendingRequests requests;
-  for (const auto& [name, tensor] : tensors) {
-    if (tensor.defined()) requests.add(detail::broadcast(group, tensor, root));
-  }
-  requests.wait();
+  detail::broadcast_alike(tensors, group, root, "");
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

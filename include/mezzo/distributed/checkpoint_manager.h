@@ -21,8 +21,8 @@ struct DistributedCheckpointAccess;
 struct LoadAttempt;
 }  // namespace detail
 
-/// Checkpoints of the ranks of a c10d group, as CheckpointManager (mezzo/checkpoint/checkpoint.h)
-/// makes them of one process:
+/// Saves and loads checkpoints of the ranks of a c10d group, as CheckpointManager
+/// (mezzo/checkpoint/checkpoint.h) does for one process:
 ///
 /// \code
 ///   mezzo::TrainingState state;
@@ -38,39 +38,39 @@ struct LoadAttempt;
 /// \endcode
 ///
 /// All ranks make the same calls, with states of the same names, kinds and shapes in the same
-/// order, and wait for one another; what one throws, all throw, in words that name the rank. The
-/// file is the one that a single process would write: what is common is rank 0's, compared by
-/// checksums before anything is written (but for buffers, and objects for which
-/// `differs_by_rank(object)` is true), and a ShardedOptimizer is gathered. What is each rank's own
-/// (`add_per_rank`, `with_random_state`) goes to the same file.
+/// order, and wait for one another. If one rank throws, all throw its message, which names the rank.
+/// The file is the one that a single process would write. Objects that all ranks share are rank
+/// 0's; the ranks compare their checksums before anything is written, except for buffers and
+/// objects for which `differs_by_rank(object)` is true. A ShardedOptimizer is gathered. Objects
+/// that each rank has of its own (`add_per_rank`, `with_random_state`) go to the same file.
 ///
-/// The folder is one that all ranks see. Rank 0 writes while the others wait, and holds the lock. A
-/// kill at any moment leaves the last file whole; the group cannot be used again then.
-/// docs/checkpoints.md ("Many processes") says what another number of ranks can load.
+/// All ranks must see the folder. Rank 0 writes while the others wait, and holds the lock. A kill
+/// at any moment leaves the last file whole; the group cannot be used after it. docs/checkpoints.md
+/// ("Many processes") says what another number of ranks can load.
 class DistributedCheckpointManager {
  public:
-  /// Touches nothing yet. `group` may take tensors on the CPU or on CUDA devices alone.
+  /// Reads and writes nothing yet. `group` may take tensors on the CPU, or on CUDA devices only.
   /// \throws c10::Error if `group` is null, or unless keep is at least 1
   DistributedCheckpointManager(std::filesystem::path folder,
                                c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options = {});
 
-  /// As CheckpointManager::save; all return when the file is in its place. Sends, beside what the
-  /// objects send themselves, what is each rank's own to rank 0, tensor by tensor. Needs memory for
-  /// the own on each rank, and for one tensor of another rank's at a time; on rank 0 also for what
-  /// a ShardedOptimizer gathers. Reads each object once more, for its checksum.
+  /// Does what CheckpointManager::save does. All ranks return when the file is in its place. Sends
+  /// the objects that each rank has of its own to rank 0, tensor by tensor. Each rank needs memory
+  /// for its own objects; rank 0 needs memory for one tensor of another rank, and for what a
+  /// ShardedOptimizer gathers. Reads each object once more, for its checksum.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
-  ///   numbers differ; what was there before is then untouched, and the next `save` may go well
+  ///   numbers differ; earlier files are then untouched, and the next `save` may succeed
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
-  /// As CheckpointManager::load_newest: the newest file that is whole for every rank, on all of
-  /// them. All or nothing: where one rank refuses, all get back what they had.
+  /// Does what CheckpointManager::load_newest does, with the newest file that is whole for every
+  /// rank. All or nothing: where one rank refuses, the objects of all ranks get back their values.
   /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them, and
   ///   where a rank does not see the file that rank 0 sees
   std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
                                               const LoadOptions& options = {});
 
-  /// As this rank sees them; the newest first.
+  /// Returns the files that this rank sees, the newest first.
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:

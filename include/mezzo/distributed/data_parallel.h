@@ -1,7 +1,7 @@
 /// \file
-/// A model that several processes train together, each on its part of the batch: the same weights
-/// to begin with, and gradients averaged as the backward pass makes them. (grad_all_reduce.h stays
-/// without libtorch's modules, which take twelve seconds to compile.)
+/// A model that several processes train together, each on its part of the batch. They begin with
+/// the same weights, and gradients are averaged while the backward pass makes them.
+/// (grad_all_reduce.h does not include libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
 #include <mezzo/base/model_list.h>
@@ -22,15 +22,15 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The same on all ranks.
+/// Options of DataParallel. All ranks have the same; the constructor compares them.
 struct DataParallelOptions {
-  /// Gradients are sent in pieces of so many bytes, each as soon as it is complete; > 0. Smaller
-  /// ones begin earlier, larger ones cost fewer calls.
+  /// The most bytes of a bucket of gradients; > 0. A bucket is sent as soon as it is complete:
+  /// smaller ones are sent earlier, larger ones cost fewer calls.
   int64_t bucket_bytes = kDefaultBucketBytes;
-  /// Before each training forward the ranks get the root's buffers (running statistics, and what
-  /// else the modules registered), so that they stay one model.
+  /// Whether the ranks get the root's buffers (running statistics and other registered buffers)
+  /// before each training forward, so that the models stay equal.
   bool broadcast_buffers = true;
-  /// Whose weights and buffers the others get.
+  /// The rank whose weights and buffers the others get.
   int root = 0;
   /// How gradients are reduced.
   GradAllReduceOptions all_reduce = {};
@@ -58,31 +58,33 @@ class Replica;
 /// \endcode
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
-/// std::shared_ptr to a module; of a torch::jit::Module it is ScriptModule. It is shared, not
-/// copied: `ddp->` is the model, with its own names in its state dict.
+/// std::shared_ptr to a module; for a torch::jit::Module it is ScriptModule. The model is shared,
+/// not copied: `ddp->` is the model, and its state dict has the model's own names.
 ///
 /// When `backward()` returns, each gradient is the average over the ranks and still carries the
-/// loss scale; all ranks have the same bits, so that they skip the same steps. Parameters that
-/// require grad when it is made are trained. See GradAllReduce for those that only some ranks use,
-/// and for errors. One thread at a time; `backward()` may run in any.
+/// loss scale. All ranks have the same bits, so that they skip the same steps. Parameters that
+/// require grad when the DataParallel is made are trained. GradAllReduce documents parameters that
+/// only some ranks use, and errors. Use a DataParallel from one thread at a time; `backward()` may
+/// run in any thread.
 template <detail::ModelHandle M>
 class DataParallel {
  public:
   /// All ranks call it together, with models of the same names, shapes, dtypes and frozen
   /// parameters. Waits until the ranks have `root`'s values.
-  /// \throws c10::Error, on every rank, naming the first rank whose model is another and where; for
-  ///   an empty holder, and for a model without a parameter to train
+  /// \throws c10::Error, on every rank, naming the first rank whose model or options differ and
+  ///   where; for an empty holder, and for a model without a parameter to train
   explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
                         const DataParallelOptions& options = {});
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
 
-  /// The model's own forward: its arguments, default ones included, and its result. In training
-  /// (the module's `is_training()`, gradients enabled, no `no_sync()`) all ranks call it together,
-  /// for buffers are broadcast before; otherwise a rank may call it alone.
-  /// \throws c10::Error if a parameter that was frozen at the start has come to require grad
+  /// Calls the model's forward with its arguments, default ones included, and returns its result.
+  /// In training (the module's `is_training()`, gradients enabled, no `no_sync()`) all ranks call
+  /// it together, for buffers are broadcast before; otherwise a rank may call it alone.
+  /// \throws c10::Error if a parameter that was frozen at the start requires grad now
   template <class... Args>
   decltype(auto) operator()(Args&&... args);
+  /// Does what the call operator does.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     return (*this)(std::forward<Args>(args)...);
@@ -93,10 +95,10 @@ class DataParallel {
   /// Returns the model.
   auto operator->() const { return detail::module_pointer(model_); }
 
-  /// The trained parameters' gradients.
+  /// Returns the buckets of the trained parameters' gradients.
   GradBuckets& buckets() noexcept;
 
-  /// While what it returns lives, backward passes only accumulate on this rank, and buffers are not
+  /// Returns a guard under which backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
   ///
   ///     {
@@ -106,12 +108,12 @@ class DataParallel {
   ///     criterion(ddp(last.data), last.target).backward();
   [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
 
-  /// With error feedback: this rank's part of what rounding lost; as GradAllReduce::residuals.
+  /// Returns GradAllReduce::residuals: with error feedback, this rank's part of what rounding lost.
   std::vector<at::Tensor> residuals() const;
 
-  /// Gives all ranks the root's buffers, as every training forward does; all ranks call it. Before
-  /// an evaluation, that is: the last training forward has changed each rank's on its own. Autograd
-  /// is not told, as it is not of what the modules themselves write there.
+  /// Gives all ranks the root's buffers, as every training forward does. All ranks call it. Call it
+  /// before an evaluation, for the last training forward has changed the buffers of each rank. The
+  /// buffers' version counters do not change, as they do not when modules write their statistics.
   void broadcast_buffers();
 
  private:
@@ -119,11 +121,15 @@ class DataParallel {
   std::unique_ptr<detail::Replica> replica_;
 };
 
+/// `M` is the type of the holder.
 template <class M>
 DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
+/// `M` is the type of the holder.
 template <class M>
 DataParallel(M, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions) -> DataParallel<M>;
+/// A TorchScript module is held by a ScriptModule.
 DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>)->DataParallel<ScriptModule>;
+/// A TorchScript module is held by a ScriptModule.
 DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions)
     ->DataParallel<ScriptModule>;
 

@@ -1,5 +1,5 @@
 /// \file
-/// Gloo for the processes of a job, for tensors on the CPU without MPI. Part of the target
+/// Gloo for the processes of a job: tensors on the CPU, without MPI. Part of the target
 /// mezzo::gloo.
 #pragma once
 
@@ -35,10 +35,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// \endcode
 ///
 /// Gloo listens at the address of this machine's name, or at the network interfaces that
-/// GLOO_SOCKET_IFNAME lists, separated by commas (both as in PyTorch): set it for ranks on several
-/// machines, for many a machine's name means its loopback to itself. Sums of bfloat16 and half are
-/// rounded at each rank; averages are divided before they are added. Ranks that call different
-/// collectives are not compared. \param timeout of a collective
+/// GLOO_SOCKET_IFNAME lists, separated by commas (both as in PyTorch). Set this variable for ranks
+/// on several machines: on many machines the own name stands for the loopback. Sums of bfloat16 and
+/// half are rounded at each rank; averages are divided before they are added. Gloo does not compare
+/// which collectives the ranks call. \param timeout of a collective
 /// \throws c10::Error if the others do not come within the store's time-out, cannot be reached, or
 ///   there is no such interface
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(

@@ -35,6 +35,7 @@ struct GradBucketsOptions {
 /// Parameters whose gradients lie in one buffer. They share a device, a dtype, and a dtype of their
 /// gradients.
 struct GradBucket {
+  /// The device of the parameters and of the buffer.
   at::Device device;
   /// The gradients' dtype: `parameter.grad_dtype()`, which is the parameter's own dtype unless
   /// somebody has called `set_grad_dtype`.
@@ -89,13 +90,12 @@ class GradBuckets {
                        const GradBucketsOptions& options = {});
   /// Removes the hooks. Gradients stay where they are.
   ~GradBuckets();
+  /// Takes the buckets; the hooks stay, and the moved-from object is empty.
   GradBuckets(GradBuckets&&) noexcept = default;
+  /// Removes the hooks of its own parameters, and takes the other's buckets.
   GradBuckets& operator=(GradBuckets&& other) noexcept;
   GradBuckets(const GradBuckets&) = delete;
   GradBuckets& operator=(const GradBuckets&) = delete;
-
-  /// Adds parameters, in buckets of their own. Existing buckets keep their addresses.
-  void add_parameters(const std::vector<at::Tensor>& parameters);
 
   /// Returns the parameters, in the order in which they were given.
   const std::vector<at::Tensor>& parameters() const noexcept;
@@ -112,15 +112,10 @@ class GradBuckets {
   /// are defined to zero, with one fill a bucket.
   void zero_grad(bool set_to_none = true);
 
-  /// Groups the parameters anew, in the order in which the last backward pass made their gradients;
-  /// parameters that it did not reach come last. Values stay, addresses change. Under a
-  /// DataParallel or GradAllReduce all ranks call it, after passes that took the same way on all;
-  /// if their orders differ, the next pass throws. Throws as reattach_gradients() does.
-  void rebuild_buckets();
-
-  /// While one lives, backward passes only accumulate: gradients are not moved, and no bucket is
+  /// A guard under which backward passes only accumulate: gradients are not moved, and no bucket is
   /// reported ready. For all micro-batches but the last, as DistributedDataParallel's `no_sync`.
   class NoSync;
+  /// Returns such a guard.
   NoSync no_sync();
 
   /// Sets the callback that hears, once a backward pass, of each bucket (its index) whose gradients
@@ -138,14 +133,16 @@ class GradBuckets {
   std::shared_ptr<detail::BucketedGradients> state_;
 };
 
-/// See GradBuckets::no_sync. It may outlive its buckets, and may be moved: into a std::optional or
-/// out of a function, say.
+/// The guard that GradBuckets::no_sync returns. A guard may outlive its buckets, and may be moved:
+/// into a std::optional or out of a function, for example.
 class [[nodiscard]] GradBuckets::NoSync {
  public:
   /// Does what `no_sync()` does.
   explicit NoSync(GradBuckets& buckets);
   ~NoSync();
+  /// Takes over the other guard, which then guards nothing.
   NoSync(NoSync&&) noexcept = default;
+  /// Ends its own guard, and takes over the other one.
   NoSync& operator=(NoSync&& other) noexcept {
     NoSync(std::move(other)).buckets_.swap(buckets_);
     return *this;

@@ -37,10 +37,11 @@ struct CollectiveCall;
 ///     auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
 /// \endcode
 ///
-/// Left by an exception it does not finalise MPI, which would wait for ranks that wait for this
-/// one. Where the scope ends in peace, and another rank calls a collective of a group that this one
-/// has ended (it has a batch more, say), or a collective has not ended after 30 s, the destructor
-/// names the collective and calls MPI_Abort with status 75.
+/// If an exception leaves the scope, the destructor does not finalise MPI, which would wait for
+/// ranks that wait for this one. If the scope ends without an exception, and another rank calls a
+/// collective of a group that this rank has ended (because it has one batch more, for example), or
+/// a collective has not ended after 30 s, the destructor names the collective and calls MPI_Abort
+/// with status 75.
 class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
@@ -49,7 +50,7 @@ class MpiEnvironment {
   MpiEnvironment(const MpiEnvironment&) = delete;
   MpiEnvironment& operator=(const MpiEnvironment&) = delete;
 
-  /// Did this object initialise MPI?
+  /// Returns whether this object initialised MPI.
   bool initialised_it() const noexcept { return initialised_it_; }
 
  private:
@@ -59,18 +60,19 @@ class MpiEnvironment {
 
 /// Options of MpiBackend.
 struct MpiBackendOptions {
-  /// Compare the ranks' calls (collective, dtype, number of elements, reduction, root) before any
-  /// data moves: where they differ, each rank gets an error that names two that do, and the group
-  /// goes on. One all-gather of 48 bytes a rank for each collective. Without it, ranks that
-  /// disagree hang or get each other's data, and a rank that waits keeps a core busy in MPI.
+  /// Whether ranks compare their calls (collective, dtype, number of elements, reduction, root)
+  /// before any data moves. If calls differ, each rank gets an error that names two ranks, and the
+  /// group remains usable. The comparison is an all-gather of 48 bytes a rank for each collective.
+  /// Without it, ranks whose calls differ hang or get each other's data, and a rank that waits
+  /// keeps a core busy in MPI.
   bool check_calls = true;
-  /// The most bytes that one call of MPI is given; a larger collective takes several, so that
-  /// tensors of more than 2^31 elements need nothing of MPI. 1 to 2^30.
+  /// The most bytes that one call of MPI is given, 1 to 2^30. A larger collective takes several
+  /// calls, so that tensors may have more than 2^31 elements.
   int64_t max_bytes = int64_t{1} << 30;
 };
 
-/// The ranks of an MPI communicator as a c10d backend, which DataParallel and the rest of mezzo
-/// take, and any other program of libtorch's, by itself or through a ProcessGroup:
+/// A c10d backend of the ranks of an MPI communicator. DataParallel and the other classes of mezzo
+/// take it, and so does any libtorch program, directly or through a ProcessGroup:
 ///
 /// \code
 ///   auto group = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
@@ -79,17 +81,19 @@ struct MpiBackendOptions {
 /// \endcode
 ///
 /// Every rank makes the same calls in the same order, with tensors of the same dtype and number of
-/// elements, from any thread. A call returns at once, and a thread of the backend's own does one
-/// collective after another; until the work has been waited for, its tensors are neither read nor
-/// written. Tensors are dense, contiguous, and on the CPU; version counters of written ones go up.
+/// elements, from any thread. A call returns at once, and the backend's own thread does one
+/// collective after another. Do not read or write the tensors of a collective before its work has
+/// been waited for. Tensors are dense, contiguous, and on the CPU; the version counters of written
+/// tensors go up.
 ///
 /// Reductions are SUM, AVG (of floating dtypes: the sum, divided, and rounded once), MIN and MAX,
-/// which keep a NaN; of bools MIN and MAX. bfloat16 and half are added up in float, in the order of
-/// the ranks, and rounded once, which takes a second copy of their bytes.
+/// which keep a NaN; for bools MIN and MAX. bfloat16 and half are added up in float, in the order
+/// of the ranks, and rounded once, which takes a second copy of their bytes.
 ///
-/// Wrong arguments throw c10::Error at the call; `wait` throws what goes wrong later, naming rank
-/// and collective. After an error of MPI's the group refuses further calls. It communicates on a
-/// duplicate of `communicator`; subgroups are MPI_Comm_split, and a backend of what that makes.
+/// Wrong arguments throw c10::Error at the call. Later errors are thrown by `wait`, and name rank
+/// and collective. After an error of MPI the group refuses further calls. The backend communicates
+/// on a duplicate of `communicator`. For a subgroup make a backend of a communicator that
+/// MPI_Comm_split returns.
 class MpiBackend final : public c10d::Backend {
  public:
   /// All ranks of `communicator` call this together.
@@ -98,8 +102,10 @@ class MpiBackend final : public c10d::Backend {
   explicit MpiBackend(MPI_Comm communicator, const MpiBackendOptions& options = {});
   ~MpiBackend() override;
 
+  /// Returns "mpi".
   const std::string getBackendName() const override { return "mpi"; }
 
+  /// One collective under way.
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   /// Each rank's tensor becomes the reduction of all ranks'. Takes one tensor.
@@ -125,21 +131,6 @@ class MpiBackend final : public c10d::Backend {
                         const c10d::AllToAllOptions& options = {}) override;
   /// The work is done when all ranks have called it.
   WorkPtr barrier(const c10d::BarrierOptions& options = {}) override;
-
-  // Newer names of the same calls, from libtorch 2.13 on.
-  WorkPtr all_gather_single(at::Tensor& output, at::Tensor& input,
-                            const c10d::AllgatherOptions& options = {}) {
-    return _allgather_base(output, input, options);
-  }
-  WorkPtr reduce_scatter_single(at::Tensor& output, at::Tensor& input,
-                                const c10d::ReduceScatterOptions& options = {}) {
-    return _reduce_scatter_base(output, input, options);
-  }
-  WorkPtr all_to_all_single(at::Tensor& output, at::Tensor& input,
-                            std::vector<int64_t>& output_sizes, std::vector<int64_t>& input_sizes,
-                            const c10d::AllToAllOptions& options = {}) {
-    return alltoall_base(output, input, output_sizes, input_sizes, options);
-  }
 
  private:
   MpiBackend(std::shared_ptr<detail::MpiThread> thread, const MpiBackendOptions& options);

@@ -50,12 +50,12 @@ class SumOfRows final : public c10d::Work {
 
 }  // namespace detail
 
-/// Begins a reduce-scatter whose sums are in float: bfloat16 or half travels, and each rank adds up
-/// its part in float, in the order of the ranks. No backend reduces into another dtype; this is an
-/// all-to-all of as many bytes, and a sum, which `wait` does.
-/// \param input contiguous bfloat16 or half, a part a rank
-/// \param output float, one part: the sum of the ranks' part number `rank`. The caller keeps both
-///   alive until it has called `wait` on what is returned, as every caller must
+/// Begins a reduce-scatter whose sums are in float: bfloat16 or half is sent, and each rank adds up
+/// its part in float, in the order of the ranks. No backend reduces into another dtype, so this is
+/// an all-to-all of as many bytes, and `wait` adds up. \param input contiguous bfloat16 or half, a
+/// part for each rank \param output float, one part: the sum of the ranks' part number `rank`. The
+/// caller keeps both
+///   tensors alive until it has called `wait`, which it must call
 /// \throws c10::Error naming the rank, for other dtypes or sizes
 inline c10::intrusive_ptr<c10d::Work> reduce_scatter_float(
     const c10::intrusive_ptr<c10d::Backend>& group, const at::Tensor& output,

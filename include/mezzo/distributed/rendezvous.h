@@ -23,21 +23,22 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Returns a store in which the processes of a job meet, when all of them have come. Rank 0 of
-/// `environment` serves it, or torchrun's agent where that does. All ranks call it alike. Each call
-/// returns a store of its own: one for a Watchdog, say, and one for Gloo or NCCL. So do the calls
-/// of processes that torchrun has started anew, after a failure or a change of membership: its
-/// agent keeps what earlier processes wrote, and they see none of it. \param timeout of the
-/// meeting, and then of all calls of the store: of the groups that are made
-///   through it too
-/// \throws c10::Error naming the ranks that have not come within `timeout`
+/// Returns a store in which the processes of a job meet, when all of them have come. Rank 0 serves
+/// the store, or torchrun's agent if `environment` says so. All ranks make the same calls. Each
+/// call returns another store: one for a Watchdog, for example, and one for Gloo or NCCL. If
+/// torchrun starts processes again, after a failure or a change of membership, its agent keeps the
+/// keys of earlier processes, and the new ones see none of them. \param timeout of the meeting, and
+/// of later calls of the store, also by groups that are made
+///   through it
+/// \throws c10::Error naming the ranks that have not come within `timeout`, or one that has come with
+///   another world size
 inline c10::intrusive_ptr<c10d::Store> rendezvous(
     const ProcessGroupEnvironment& environment,
     std::chrono::milliseconds timeout = std::chrono::minutes(5));
 
 namespace detail {
 
-/// The key that says that torchrun's agent serves the store, and no rank.
+/// The key under which a store says that torchrun's agent serves it, and no rank.
 inline constexpr const char* kAgentServes = "mezzo/agent serves";
 
 /// Returns a prefix for the keys of the processes that are here now, when all of them have come; on
@@ -48,11 +49,13 @@ inline constexpr const char* kAgentServes = "mezzo/agent serves";
 ///              wait for "meeting/r" of all ranks r, and set "meeting/all" to their values
 ///     rank r:  read the meeting, and set "meeting/r" to a name that no process has had
 ///              begin again unless "meeting/all" has that name: an earlier rank 0 may have left both
+///
+/// A name ends with the world size that its process was given.
 inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& environment,
                         std::chrono::steady_clock::time_point deadline) {
   using std::chrono::milliseconds;
   std::random_device random;
-  const std::string own = c10::str(random(), '-', random());
+  const std::string own = c10::str(random(), '-', random(), '-', environment.world_size);
   const bool is_first = environment.rank == 0;
   std::string meeting;
   const auto keys_of = [&](const std::string& what) {
@@ -82,14 +85,15 @@ inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& envir
       refuse(what);
     }
   };
+  std::vector<std::vector<uint8_t>> names;  // of the ranks that this one compares with its own
   if (is_first) {
     store.set("rank 0", own);
     meeting = own + '/';
     store.set(meeting + '0', own);
     wait_for_all("");
+    names = store.multiGet(keys_of(""));
     std::string all;
-    for (const auto& name : store.multiGet(keys_of("")))
-      all.append(name.begin(), name.end()) += ' ';
+    for (const auto& name : names) all.append(name.begin(), name.end()) += ' ';
     store.set(meeting + "all", all);
   }
   for (milliseconds pause(2); !is_first; pause = std::min(2 * pause, milliseconds(250))) {
@@ -98,6 +102,7 @@ inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& envir
       store.set(meeting + std::to_string(environment.rank), own);
       if (store.check({meeting + "all"}) &&
           store.get_to_str(meeting + "all").find(own) != std::string::npos) {
+        names = {store.get(meeting + '0')};
         break;
       }
     }
@@ -106,6 +111,13 @@ inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& envir
   }
   store.set(meeting + "knows/" + std::to_string(environment.rank), std::string("1"));
   if (is_first) wait_for_all("knows/");
+  for (std::size_t rank = 0; rank < names.size(); ++rank) {
+    const std::string name(names[rank].begin(), names[rank].end());
+    const std::string size = name.substr(name.rfind('-') + 1);
+    TORCH_CHECK(size == std::to_string(environment.world_size), "rank ", rank,
+                " has come with another number of ranks, ", size,
+                "; start all ranks with the same WORLD_SIZE");
+  }
   return meeting;
 }
 

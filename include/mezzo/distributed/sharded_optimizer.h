@@ -24,19 +24,19 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Options of ShardedOptimizer; the same on all ranks.
+/// Options of ShardedOptimizer. All ranks have the same; the constructor compares them.
 struct ShardedOptimizerOptions {
   /// The most bytes of a bucket of gradients, as in GradBucketsOptions. A bucket is summed over the
   /// ranks as soon as backward has filled it.
   int64_t bucket_bytes = kDefaultBucketBytes;
 };
 
-/// The bytes that a rank keeps from step to step, padding included; the model's buffers and frozen
-/// parameters are not counted.
+/// The bytes that a rank keeps from step to step, with padding, without the model's buffers and
+/// frozen parameters.
 struct ShardedOptimizerBytes {
-  int64_t weights = 0;
-  int64_t gradients = 0;
-  int64_t state = 0;  ///< moments and masters
+  int64_t weights = 0;    ///< the flat buffers of all trained parameters
+  int64_t gradients = 0;  ///< the buckets
+  int64_t state = 0;      ///< moments and masters of this rank's slices
 };
 
 namespace detail {
@@ -76,15 +76,16 @@ struct ShellOf {
 ///   }
 /// \endcode
 ///
-/// A step gives all ranks the weights that `OptimizerType` alone makes of the average of their
-/// gradients: to the bit where the number of ranks is a power of two, else but for the rounding of
-/// 1/N. One collective without a host sync tells all whether to skip and by which norm to clip.
-/// Parameters move into flat buffers: views that were made before no longer share their memory.
+/// A step gives all ranks the weights that `OptimizerType` alone would compute from the average of
+/// their gradients: the same bits if the number of ranks is a power of two, otherwise equal except
+/// for the rounding of 1/N. One collective without a host sync tells all ranks whether to skip and
+/// by which norm to clip. Parameters move into flat buffers; earlier views no longer share their
+/// memory.
 ///
-/// All ranks make it together, and call `step`, `save` and backward alike. Errors of the group are
-/// thrown by these; after one, begin again from a checkpoint. Neither copied nor moved. One thread
-/// at a time. docs/data-parallel.md has memory, clipping, micro-batches and what it refuses
-/// (ZeRO-1).
+/// All ranks construct the optimizer together, and call `step`, `save` and backward alike. Errors
+/// of the group are thrown by these calls; after one, begin again from a checkpoint. Use the
+/// optimizer from one thread at a time. docs/data-parallel.md ("ZeRO-1") has memory, clipping,
+/// micro-batches and what is refused.
 template <class OptimizerType>
 class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   using Shell = typename detail::ShellOf<OptimizerType>::type;
@@ -93,11 +94,13 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   using typename Shell::Options;
   using typename Shell::State;
 
-  /// \throws c10::Error as OptimizerType does; naming the rank whose parameters differ; for what is
-  ///   listed above; and where the group is null or does not take tensors on a parameter's device
+  /// Gives all ranks rank 0's parameters, and moves them into flat buffers. Waits for the ranks.
+  /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
+  ///   options differ; and where the group is null or does not take tensors on a parameter's device
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
                    const ShardedOptimizerOptions& options = {});
+  /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
                    const Options& defaults, const ShardedOptimizerOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
@@ -111,8 +114,8 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   ///   summed since the last step
   StepPlan plan() override;
 
-  /// Reads the average gradient of all ranks: one collective. `inv_scale` in the verdict has the
-  /// division by the number of ranks in it, for this rank keeps sums.
+  /// Reads the average gradient of all ranks, in one collective. The verdict's `inv_scale` includes
+  /// the division by the number of ranks, for each rank keeps sums.
   Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
 
   /// Steps this rank's slices and gathers the weights of all ranks.
@@ -124,34 +127,37 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   /// for all micro-batches but the last.
   GradBuckets::NoSync no_sync();
 
-  /// The parameters that are trained, and how they lie.
+  /// Returns the trained parameters, and how they lie.
   const GradBuckets& buckets() const noexcept { return buckets_; }
 
+  /// Returns true.
   bool is_sharded() const noexcept override { return true; }
 
   /// Returns the bytes that this rank keeps. The first step makes the state.
   ShardedOptimizerBytes bytes() const;
 
-  /// Throw c10::Error: no rank has a master of a whole parameter, or all of the summed gradients.
+  /// Throws c10::Error, for no rank has a master of a whole parameter.
   at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  /// Throws c10::Error: cast the model first, and make the optimizer with masters.
   void enable_master_weights() override;
+  /// Throws c10::Error, for no rank has all of the summed gradients.
   void check_unscale() const override;
 
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks; on any other rank that rank's part of the state, which can be loaded there again. All
-  /// ranks call it; rank 0 writes the file:
+  /// ranks. On any other rank writes the rank's part of the state, which that rank can load again.
+  /// All ranks call it; rank 0 writes the file:
   ///
   ///     torch::serialize::OutputArchive archive;
   ///     optimizer.save(archive);
   ///     if (world.rank() == 0) archive.save_to(path);
   ///
-  /// Takes the bytes of the whole state on rank 0's host, and of a bucket of it in float elsewhere.
+  /// Takes memory for the whole state on rank 0's host, and for a bucket in float on each device.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Loads an archive of `OptimizerType`'s, from here with any number of ranks, from
-  /// `OptimizerType` alone or from libtorch's optimizer of the same name: each rank reads it and
-  /// keeps its slices. With the model's weights of that time, training goes on to the bit where it
-  /// stopped. All or nothing.
+  /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or
+  /// libtorch's optimizer of the same name wrote. Each rank reads the archive and keeps its slices.
+  /// With the model's weights of that time, training goes on with the bits of a run that was not
+  /// interrupted. All or nothing.
   /// \throws c10::Error as OptimizerType does, and for another rank's part
   void load(torch::serialize::InputArchive& archive) override;
 
@@ -180,7 +186,8 @@ class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
   std::shared_ptr<detail::ShardExchange> exchange_;
   detail::ShardedWeights weights_;
   std::vector<std::vector<const detail::ShardSlice*>> slices_;  // of each group
-  int64_t steps_ = 0;  // on other devices than the CPU, which compare some
+  int64_t steps_ = 0;                     // on other devices than the CPU, which compare some
+  double max_norm_ = detail::kNoMaxNorm;  // of the last step
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

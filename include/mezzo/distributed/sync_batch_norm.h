@@ -34,9 +34,9 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// `torch::nn::BatchNorm1d`, 2d and 3d whose mean and variance in training are those of the batches
-/// of all ranks together, as `torch.nn.SyncBatchNorm`: each rank's part of the batch is too small
-/// for a variance of its own.
+/// Normalises as `torch::nn::BatchNorm1d`, 2d and 3d do, in training with mean and variance of the
+/// batches of all ranks together, as `torch.nn.SyncBatchNorm`: for parts of a batch that are too
+/// small for a variance of their own.
 ///
 /// \code
 ///   struct NetImpl : torch::nn::Module {
@@ -46,24 +46,26 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   };
 /// \endcode
 ///
-/// It has BatchNorm's options, parameters and buffers, by their names: either one's state dict is
-/// the other's. The input is [N, C] or [N, C, ...], of a floating dtype, with C `num_features`; N
-/// and what follows C may differ from rank to rank, and N may be 0 where it is not on all. The
-/// output has the input's dtype.
+/// Options, parameters and buffers are BatchNorm's, with its names, so that state dicts can be
+/// exchanged. The input is [N, C] or [N, C, ...], of a floating dtype, with C `num_features`. N and
+/// the dimensions after C may differ between ranks, and N may be 0 on some. The output has the
+/// input's dtype.
 ///
-/// Statistics are in float (double for double), under autocast too. One all-gather of 2 C + 1
-/// numbers in forward, one all-reduce of 2 C in backward; ranks' means and variances are joined as
-/// Chan, Golub and LeVeque do (1979), in the order of the ranks, so that all get the same bits. In
-/// evaluation, with running statistics, it is BatchNorm and calls nobody.
+/// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
+/// 2 C + 1 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
+/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
+/// bits. In evaluation, with running statistics, no collective is called.
 ///
-/// All ranks run the same SyncBatchNorms in the same order, in a group that nothing else uses:
-/// backward calls it between buckets of gradients, which ranks may fill in different orders. Host
-/// syncs: none of its own on a GPU; with `momentum(std::nullopt)` one in forward, as in torch.
-/// \throws c10::Error for an input of another shape or device; in training, if one rank alone has
-///   a single value for a channel; in backward with `create_graph`
+/// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
+/// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
+/// in different orders. On a GPU the host does not wait, except in forward with
+/// `momentum(std::nullopt)`, as in torch.
+/// \throws c10::Error for an input of another shape or device; in training on the CPU, on all ranks,
+///   if they have fewer than two values for a channel together; in backward with `create_graph`
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
+  /// `group` has the ranks whose batches are normalised together.
   SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
                     c10::intrusive_ptr<c10d::Backend> group)
       : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {}
@@ -71,10 +73,12 @@ class SyncBatchNormImpl
   /// Returns the normalised input. All ranks of the group call it together.
   at::Tensor forward(const at::Tensor& input);
 
+  /// Writes the class's name and its options.
   // Declared inline, or every unit would hold the class's vtable.
   inline void pretty_print(std::ostream& stream) const override;
 
  protected:
+  /// Throws c10::Error for an input that cannot be normalised.
   inline void _check_input_dim(const at::Tensor& input) override;
 
  private:
@@ -82,24 +86,25 @@ class SyncBatchNormImpl
 
   c10::intrusive_ptr<c10d::Backend> group_;
 };
+/// The holder of a SyncBatchNormImpl.
 TORCH_MODULE(SyncBatchNorm);
 
 namespace detail {
 
-/// Of each channel, over the batches of all ranks; one-dimensional, in the wide dtype.
+/// Statistics of each channel over the batches of all ranks; one-dimensional, in the wide dtype.
 struct ChannelStatistics {
   at::Tensor mean, variance;  ///< [C]; the variance is the biased one
   at::Tensor count;           ///< [1]: values a channel
 };
 
-/// All dimensions but that of the channels.
+/// Returns all dimensions but that of the channels.
 inline std::vector<int64_t> dims_within_channel(const at::Tensor& input) {
   std::vector<int64_t> dims{0};
   for (int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
   return dims;
 }
 
-/// [C] in a shape that spreads over [N, C, ...].
+/// Returns a view of [C] that broadcasts over [N, C, ...].
 inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) {
   std::vector<int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
   shape[1] = -1;
@@ -125,13 +130,18 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
   const at::Tensor variances = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
   const at::Tensor total = counts.sum(0);
+  TORCH_CHECK(
+      !total.is_cpu() || total.item<double>() > 1.,
+      "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
+      wide_input.sizes(),
+      ". In C++: give all ranks together more than one value per channel, or call eval()");
   const at::Tensor joint_mean = means.mul(counts).sum(0).div(total);
   const at::Tensor squares = variances.add(means.sub(joint_mean).square()).mul(counts);
   return {joint_mean, squares.sum(0).div(total), total};
 }
 
-/// (x - mean) / sqrt(variance + eps) * weight + bias of all ranks' statistics; beside it mean,
-/// variance and count, without gradient.
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias from all ranks' statistics. Returns
+/// mean, variance and count too, without gradient.
 struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
   using Context = torch::autograd::AutogradContext;
 
@@ -209,11 +219,6 @@ inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
 }
 
 inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
-  TORCH_CHECK(
-      group_->getSize() > 1 || input.numel() != input.size(1),
-      "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
-      input.sizes(),
-      ". In C++: give all ranks together more than one value per channel, or call eval()");
   const bool affine = options.affine();
   const auto results = detail::NormaliseOverRanks::apply(
       input, affine ? weight : at::ones({input.size(1)}, input.options()),

@@ -1,6 +1,5 @@
 /// \file
-/// A rank that is killed, stalls, hangs or throws ends all ranks, with its number and the
-/// collective.
+/// A watchdog that ends all ranks of a job when one of them is lost.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -25,8 +24,9 @@ class CollectiveLog;
 class WatchdogThreads;
 }  // namespace detail
 
-/// Ends all ranks of a job when one is killed, stalls, hangs or throws, each with a line that names
-/// the rank and the collective. Without it MPI and NCCL leave the other ranks waiting.
+/// Ends all ranks of a job when one is killed, stalls, hangs or throws. Each rank writes a line that
+/// names the lost rank and the collective. Without a watchdog MPI and NCCL leave the other ranks
+/// waiting.
 ///
 /// \code
 ///   const auto environment = mezzo::ProcessGroupEnvironment::read();
@@ -36,34 +36,35 @@ class WatchdogThreads;
 ///   watchdog.run([&] { train(world); });
 /// \endcode
 ///
-/// Two threads a rank exchange signs of life through the store, over a connection of their own. A
-/// rank that is killed, stopped or cut off is noticed after heartbeat_timeout; one that lives but
-/// does not call what others wait for, after collective_timeout; one that throws out of `run`, or
-/// calls `fail`, after an interval. Ranks that compute are left alone as long as nobody waits for
-/// them longer than collective_timeout. With NCCL `wait` does not wait on the host, so that a
-/// collective that does not end is not seen.
+/// Two threads of each rank exchange signs of life through the store, over their own connection. A
+/// rank that is killed, stopped or cut off is noticed after heartbeat_timeout; a rank that lives
+/// but
+/// does not call a collective for which others wait, after collective_timeout; a rank that throws out
+/// of `run`, or calls `fail`, after an interval. A rank may compute for as long as it likes while
+/// no other waits for it longer than collective_timeout. NCCL's `wait` does not wait on the host,
+/// so that a watchdog does not see an NCCL collective that does not end.
 ///
-/// docs/data-parallel.md tells the times, what mpirun adds, and what it costs ("When a rank dies").
+/// docs/data-parallel.md ("When a rank dies") tells the times, what mpirun adds, and the cost.
 class Watchdog {
  public:
-  /// All ranks construct it, in any order. Keeps `store`, and makes a second connection to it.
+  /// All ranks construct a watchdog, in any order. Keeps `store`, and makes a second connection to
+  /// it.
   /// \throws c10::Error if an argument is out of range, or the store does not answer
   Watchdog(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
            const WatchdogOptions& options = {});
 
-  /// Says that this rank is done; left by an exception: that it failed. Rank 0, whose store all
-  /// need, waits for the other ranks' to be destroyed.
+  /// Tells the other ranks that this one is done, or that it failed if an exception leaves the
+  /// scope. Rank 0 waits until the other ranks' watchdogs are destroyed, for all need its store.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// Returns a backend that passes every collective on to `group`, and is watched: give it to
-  /// whatever calls collectives in place of `group`. All ranks watch the same groups in the same
-  /// order.
+  /// Returns a backend that passes every collective on to `group`, and is watched. Use this backend
+  /// in place of `group`. All ranks watch the same groups in the same order.
   c10::intrusive_ptr<c10d::Backend> watch(c10::intrusive_ptr<c10d::Backend> group);
 
-  /// Calls `f`; of an exception that leaves it the other ranks get the words, and end. It goes on
-  /// its way when they have, four intervals later at most.
+  /// Calls `f`, and returns its result. If an exception leaves `f`, the other ranks get its message
+  /// and end; the exception is thrown on when they have read it, after four intervals at most.
   template <std::invocable F>
   std::invoke_result_t<F> run(F&& f) {
     try {
@@ -77,8 +78,8 @@ class Watchdog {
     }
   }
 
-  /// Ends all other ranks with these words. Returns when they have read them, after four intervals
-  /// at most (should the store itself have stopped, this process is ended for that); this rank is
+  /// Ends all other ranks with the message `what`. Returns when they have read it, after four
+  /// intervals at most (if the store itself has stopped, this process is ended too). This rank is
   /// no longer watched, and should end.
   void fail(const std::string& what) noexcept;
 

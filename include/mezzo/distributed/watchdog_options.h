@@ -25,37 +25,37 @@ struct WatchdogFault {
     failed,        ///< a rank has said that it failed
     terminated,    ///< a signal (SIGTERM) told this process to end
   };
-  Kind kind = Kind::unresponsive;
-  std::vector<int> ranks = {};  ///< whose fault it is, as far as that is known
-  std::string what = {};        ///< a sentence that names ranks and collective, and quotes `fail`
+  Kind kind = Kind::unresponsive;  ///< what has happened
+  std::vector<int> ranks = {};     ///< the ranks to which it has happened, as far as they are known
+  std::string what = {};  ///< a sentence that names ranks and collective, and quotes `fail`
 };
 
-/// Time-outs, and what happens after a fault.
+/// Options of Watchdog: time-outs, and what happens after a fault.
 struct WatchdogOptions {
-  /// How often a rank gives a sign of life, and reads the others'.
+  /// How often a rank gives a sign of life, and reads those of the others; at least 4 ms.
   std::chrono::milliseconds interval{1000};
 
-  /// A rank of which nothing has been heard for so long is taken for dead. At least three times the
-  /// interval. Signs of life are a thread's of their own: they do not wait for what the program
-  /// does, but for the machine to give that thread a moment.
+  /// The time without a sign of life after which a rank is taken for dead; at least three times the
+  /// interval. A thread of the watchdog gives the signs of life, whatever the program does, but it
+  /// needs a core now and then.
   std::chrono::milliseconds heartbeat_timeout{30'000};
 
-  /// So long a rank waits for a collective that others have not called, or that does not end. It
-  /// must exceed whatever one rank does alone while the others wait: a checkpoint, an evaluation,
-  /// the slowest batch. The default is NCCL's.
+  /// The longest time that a rank waits for a collective that others have not called, or that does
+  /// not end. The time must exceed whatever one rank does alone while the others wait: a
+  /// checkpoint, an evaluation, the slowest batch. The default is NCCL's.
   std::chrono::milliseconds collective_timeout{600'000};
 
-  /// On SIGTERM write what this rank was doing, and which ranks are gone, before the process ends,
-  /// a third of a second later: mpirun sends it to all ranks when one has died. Only where the
-  /// program has no handler of its own for it when the Watchdog is made. Process-wide.
+  /// Whether a rank that gets SIGTERM, which mpirun sends to all ranks when one has died, writes
+  /// what it was doing and which ranks are gone, and ends a third of a second later. A handler of
+  /// SIGTERM that the program has when the Watchdog is made stays. Process-wide.
   bool explain_sigterm = true;
 
-  /// Told at once of a fault, on a thread of the watchdog's. Null: one line to std::cerr.
+  /// Called at once for a fault, on a thread of the watchdog's. Null: writes one line to std::cerr.
   std::function<void(const WatchdogFault& fault, const std::string& line)> report = nullptr;
 
-  /// Ends the process, when all live ranks have reported or three intervals have passed. Null:
-  /// std::_Exit(kWatchdogExitStatus), after a try to flush stdio. If it returns the program goes on
-  /// unwatched.
+  /// Called to end the process, when all live ranks have reported or three intervals have passed.
+  /// If the function returns, the program goes on unwatched. Null: std::_Exit(kWatchdogExitStatus),
+  /// after an attempt to flush stdio.
   std::function<void(const WatchdogFault& fault)> end = nullptr;
 };
 

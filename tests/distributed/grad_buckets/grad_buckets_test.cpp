@@ -140,22 +140,6 @@ TEST(GradBuckets, LeavesOutUnusedAndFrozenParameters) {
   EXPECT_EQ(sum_of_squares(buckets), 3);  // what was there before is gone
 }
 
-TEST(GradBuckets, TakesFurtherParametersAndLeavesTheOldOnesWhereTheyLie) {
-  std::vector<Tensor> parameters{leaf({3}), leaf({4})};
-  GradBuckets buckets(parameters);
-  loss_of(parameters).backward();
-  buckets.reattach_gradients();
-  const void* before = parameters[0].grad().const_data_ptr();
-  parameters.push_back(leaf({5}));
-  buckets.add_parameters({parameters.back()});
-  EXPECT_EQ(buckets.buckets().size(), 2U);
-  EXPECT_EQ(buckets.parameters().size(), 3U);
-  loss_of(parameters).backward();
-  at_home(buckets);
-  EXPECT_EQ(parameters[0].grad().const_data_ptr(), before);
-  EXPECT_EQ(sum_of_squares(buckets), 7 * 4 + 5);
-}
-
 TEST(GradBuckets, LeavesSparseGradientsOutside) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(10, 2).sparse(true));
   const std::vector<Tensor> parameters{embedding->weight, leaf({3})};
@@ -277,9 +261,6 @@ TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAccumulates) {
   loss_of(parameters).backward();
   EXPECT_EQ(at_home(buckets), (Numbers{0, 1, 2})) << "in the bucket that was made for float";
   EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::ones({4})));
-  buckets.rebuild_buckets();
-  EXPECT_EQ(parameters[0].grad().scalar_type(), torch::kBFloat16);
-  EXPECT_EQ(buckets.buckets().size(), 2U);
 }
 
 TEST(GradBuckets, RefusesToAddUpIn16BitsWhatAutogradAddsUpInFloat) {
@@ -294,7 +275,7 @@ TEST(GradBuckets, RefusesToAddUpIn16BitsWhatAutogradAddsUpInFloat) {
     EXPECT_ERROR(parameter.sum().backward(), "are added up in float32 by now");
   }
   buckets.zero_grad();
-  buckets.rebuild_buckets();
+  buckets = GradBuckets({parameter});
   for (int i = 0; i < 1000; ++i) parameter.sum().backward();
   EXPECT_EQ(parameter.grad()[0].item<double>(), 1000);
 }
@@ -332,13 +313,12 @@ TEST(GradBuckets, RefusesToRoundAnUnscaledGradientWhenReattached) {
     loss_of({first, second}).backward();
     first.mutable_grad() = torch::full({4}, 1e-8F);      // as unscaled for a master
     second.mutable_grad() = torch::full({4}, 2, dtype);  // would be moved
-    const char* const words = "the gradient of parameter 0";
-    EXPECT_ERROR(buckets.reattach_gradients(), words);
-    EXPECT_ERROR(buckets.rebuild_buckets(), words);
+    EXPECT_ERROR(buckets.reattach_gradients(), "the gradient of parameter 0");
     EXPECT_TRUE(torch::equal(first.grad(), torch::full({4}, 1e-8F)));
     EXPECT_FALSE(second.grad().is_alias_of(buckets.buckets()[0].flat)) << "nothing was moved";
     first.set_grad_dtype(torch::kFloat);
-    buckets.rebuild_buckets();  // with room for float
+    buckets = GradBuckets({first, second});  // with room for float
+    buckets.reattach_gradients();
     EXPECT_EQ(at_home(buckets), (Numbers{0, 1}));
     EXPECT_TRUE(torch::equal(first.grad(), torch::full({4}, 1e-8F)));
   }
@@ -421,30 +401,6 @@ TEST(GradBuckets, LeavesGradientsWithHistoryWhereTheyAreUntilTheyAreReattached) 
   EXPECT_FALSE(parameter.grad().requires_grad());
 }
 
-TEST(GradBuckets, IsRebuiltInTheOrderInWhichGradientsCame) {
-  const std::vector<Tensor> parameters{leaf({16}), leaf({16}), leaf({16}), leaf({16})};
-  GradBuckets buckets(parameters, {.bucket_bytes = 128});
-  // Used last comes first: 1, 3, 0; and 2 is not used.
-  ((parameters[0].sin() * parameters[3]).cos() * parameters[1]).sum().backward();
-  std::vector<Tensor> before;
-  for (const auto& parameter : parameters) {
-    before.push_back(parameter.grad().defined() ? parameter.grad().clone() : Tensor());
-  }
-  buckets.rebuild_buckets();
-  ASSERT_EQ(buckets.buckets().size(), 2U);
-  std::vector<std::size_t> order = buckets.buckets()[0].parameters;
-  order.insert(order.end(), buckets.buckets()[1].parameters.begin(),
-               buckets.buckets()[1].parameters.end());
-  EXPECT_EQ(order.front(), 1U);
-  EXPECT_EQ(order.back(), 2U);
-  for (const std::size_t i : {0U, 1U, 3U})
-    EXPECT_TRUE(torch::equal(parameters[i].grad(), before[i]));
-  EXPECT_FALSE(parameters[2].grad().defined());
-  EXPECT_EQ(at_home(buckets), (Numbers{0, 1, 3}));
-  parameters[2].sum().backward();
-  EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::ones({16})));
-}
-
 TEST(GradBuckets, CanBeCutIntoEqualPartsThatBeginAtMultiplesOf64Bytes) {
   const std::vector<Tensor> parameters{leaf({101}), leaf({5})};
   const GradBuckets buckets(parameters, {.parts = 4});
@@ -467,8 +423,6 @@ TEST(GradBuckets, RefusesWhatItCannotHold) {
   EXPECT_ERROR(GradBuckets({good}, {.bucket_bytes = 0}), "bucket_bytes is 0");
   EXPECT_ERROR(GradBuckets({good}, {.parts = 0}), "parts is 0");
   EXPECT_ERROR(GradBuckets({good}, {.alignment = 48}), "alignment is 48");
-  GradBuckets buckets({good});
-  EXPECT_ERROR(buckets.add_parameters({good}), "parameter 0 (float32 [3] on cpu) is given twice");
 }
 
 TEST(GradBuckets, MovesWithItsGradients) {

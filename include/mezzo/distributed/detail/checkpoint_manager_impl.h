@@ -30,12 +30,12 @@
 #include <utility>
 #include <vector>
 
-// Every step at which one rank may fail ends with all ranks telling each other; between those only
-// what cannot fail on one rank alone calls collectives, or what goes on calling them when it has.
+// After every stage in which one rank may fail, all ranks tell each other whether they have. Within
+// a stage a rank that has failed goes on calling the collectives for which the others wait.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How far one rank came with a file.
+/// The result of one rank's attempt to load a file.
 struct LoadAttempt {
   enum class Outcome : char { whole = 'w', damaged = 'd', gone = 'g', refused = 'r' };
   Outcome outcome = Outcome::whole;
@@ -44,7 +44,7 @@ struct LoadAttempt {
   DecodedParts decoded{};
 };
 
-/// A state on the point of being written.
+/// A state that is ready to be written.
 struct CollectedState {
   std::vector<std::vector<PickledValue>> objects{};  ///< by rank and part; common ones on rank 0
   std::string own{};  ///< on other ranks than 0: the bytes of its storages, part by part
@@ -56,7 +56,7 @@ struct CollectedState {
 
   bool has_more() const { return sent < storages.size(); }
 
-  /// Sends the next storage to rank 0, which gets its bytes; all ranks call it.
+  /// Sends the next storage to rank 0, and returns its bytes there. All ranks call it.
   at::Tensor next(const RankAgreement& ranks) {
     const auto [from, size] = storages[sent++];
     const at::Tensor bytes = at::empty({static_cast<int64_t>(size)}, at::kByte);
@@ -70,7 +70,7 @@ struct CollectedState {
   }
 };
 
-/// What other ranks must know of objects whose storages they have not got.
+/// Returns the pickled objects without their storages, for other ranks.
 inline std::string describe_pickled(const std::vector<PickledValue>& objects) {
   c10::impl::GenericList list(c10::AnyType::get());
   for (const PickledValue& object : objects) {
@@ -102,7 +102,7 @@ inline std::vector<PickledValue> parse_pickled(const std::string& text, int rank
   return objects;
 }
 
-/// A line for each thing in which ranks must not differ.
+/// Returns a line for each thing in which ranks must not differ.
 inline std::string describe(const TrainingState& state, bool with_values) {
   std::ostringstream lines;
   for (const auto& [name, part, is_per_rank] : CheckpointAccess::parts(state)) {
@@ -123,8 +123,8 @@ inline std::string describe(const TrainingState& state, bool with_values) {
   return lines.str();
 }
 
-/// Calls `f` of each part, also of those behind one that throws, for other ranks may wait for them.
-/// \returns what the first one threw
+/// Calls `f` for each part, also after one that throws, for other ranks may wait for its collectives.
+/// Returns the message of the first exception.
 template <class F>
 std::string first_failure(const TrainingState& state, const F& f) {
   std::string failure;
@@ -189,7 +189,7 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
   return saved;
 }
 
-/// Saves the objects into memory, on all ranks: what is to be gathered is on rank 0 then.
+/// Saves the objects into memory, on all ranks. A sharded object is gathered on rank 0.
 inline detail::CollectedState DistributedCheckpointManager::collect(const TrainingState& state) {
   ranks_.check(detail::kSaveCaller, detail::first_failure(state, [](const detail::NamedPart& one) {
                  one.part->check_savable();
@@ -227,7 +227,7 @@ inline detail::CollectedState DistributedCheckpointManager::collect(const Traini
   return collected;
 }
 
-/// On rank 0: writes the objects, with one a rank for what is each rank's own.
+/// Writes the objects on rank 0: one of each rank for an object that each rank has of its own.
 inline void DistributedCheckpointManager::add_all(const TrainingState& state,
                                                   detail::CollectedState& collected,
                                                   detail::CheckpointZip& zip) {
@@ -254,7 +254,7 @@ inline void DistributedCheckpointManager::add_all(const TrainingState& state,
   }
 }
 
-/// \returns what was saved, as lines, on all ranks
+/// Writes the file on rank 0. Returns its name, bytes and durability as lines, on all ranks.
 inline std::string DistributedCheckpointManager::write(const TrainingState& state,
                                                        std::int64_t step,
                                                        detail::CollectedState& collected) {
@@ -321,7 +321,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
   return std::nullopt;
 }
 
-/// The newest that rank 0 sees but for some; empty if there is none.
+/// Returns the newest file that rank 0 sees, except those in `passed_over`; empty if there is none.
 inline std::string DistributedCheckpointManager::choose_file(
     const std::vector<std::string>& passed_over) {
   return ranks_.from_rank_0(detail::kLoadCaller, [&]() -> std::string {
@@ -333,7 +333,7 @@ inline std::string DistributedCheckpointManager::choose_file(
   });
 }
 
-/// Reads, and changes nothing.
+/// Reads a file, and changes no object.
 inline detail::LoadAttempt DistributedCheckpointManager::try_file(
     const std::string& name, const TrainingState& state, const LoadOptions& options) const {
   using Outcome = detail::LoadAttempt::Outcome;
@@ -361,7 +361,7 @@ inline detail::LoadAttempt DistributedCheckpointManager::try_file(
   return attempt;
 }
 
-/// Gives the objects of all ranks what was read, or those of none.
+/// Gives the objects their values from the file, on all ranks or on none.
 inline void DistributedCheckpointManager::apply(const std::string& name,
                                                 detail::LoadAttempt& attempt) {
   const std::string file = (folder_ / name).string();

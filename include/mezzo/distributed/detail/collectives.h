@@ -1,12 +1,11 @@
 /// \file
-/// How mezzo calls the collectives of a c10d backend: one spelling for all versions of libtorch,
-/// averages on every backend, and errors that name the rank and the collective.
+/// How mezzo calls the collectives of a c10d backend: averages on every backend, and errors that
+/// name the rank and the collective.
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/distributed/detail/collective_log.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
@@ -21,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -35,6 +35,77 @@ namespace detail {
 using GroupPtr = c10::intrusive_ptr<c10d::Backend>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+/// Returns the reduction's name in errors: "sum", "average", ...
+inline const char* name_of(c10d::ReduceOp::RedOpType reduction) {
+  switch (reduction) {
+    case c10d::ReduceOp::SUM:
+      return "sum";
+    case c10d::ReduceOp::AVG:
+      return "average";
+    case c10d::ReduceOp::MIN:
+      return "min";
+    case c10d::ReduceOp::MAX:
+      return "max";
+    default:
+      return "other";
+  }
+}
+
+/// One rank's call of a collective, as ranks compare it and errors name it. `numel` counts the
+/// elements that go in.
+struct CollectiveCall {
+  c10d::OpType collective;
+  at::ScalarType dtype = at::kByte;
+  int64_t numel = 0;
+  c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM;
+  int root = 0;
+
+  CollectiveCall(c10d::OpType of) : collective(of) {}  // implicit, for a barrier
+  CollectiveCall(c10d::OpType of, const at::Tensor& input,
+                 c10d::ReduceOp::RedOpType by = c10d::ReduceOp::SUM, int from = 0)
+      : collective(of),
+        dtype(input.scalar_type()),
+        numel(input.numel()),
+        reduction(by),
+        root(from) {}
+
+  bool operator==(const CollectiveCall&) const = default;
+
+  std::string name() const {
+    using c10d::OpType;
+    const std::string of = c10::str(" of ", numel, " ", c10::toString(dtype));
+    switch (collective) {
+      case OpType::ALLREDUCE:
+        return c10::str("all_reduce(", name_of(reduction), ")", of);
+      case OpType::BROADCAST:
+        return c10::str("broadcast from rank ", root, of);
+      case OpType::ALLGATHER:
+      case OpType::_ALLGATHER_BASE:
+        return "all_gather" + of;
+      case OpType::REDUCE_SCATTER:
+      case OpType::_REDUCE_SCATTER_BASE:
+        return c10::str("reduce_scatter(", name_of(reduction), ")", of);
+      case OpType::ALLTOALL:
+      case OpType::ALLTOALL_BASE:
+        return "all_to_all" + of;
+      case OpType::BARRIER:
+        return "barrier";
+      case OpType::UNKNOWN:
+        return "the end of this group";
+      default:
+        return c10d::opTypeToString(collective) + of;
+    }
+  }
+  std::string name_on(int rank, int size) const {
+    return c10::str(name(), " on rank ", rank, " of ", size);
+  }
+};
+
+inline std::string in_seconds(std::chrono::milliseconds time) {
+  const auto tenths = (time.count() + 50) / 100;
+  return std::to_string(tenths / 10) + '.' + std::to_string(tenths % 10) + " s";
+}
+
 /// Returns `group`. \throws c10::Error if it is null
 inline GroupPtr checked(GroupPtr group, const char* caller) {
   TORCH_CHECK(group, caller,
@@ -43,7 +114,7 @@ inline GroupPtr checked(GroupPtr group, const char* caller) {
   return group;
 }
 
-/// The backend's name; empty where it has none.
+/// Returns the backend's name; empty where it has none.
 inline std::string name_of(const c10d::Backend& group) {
   try {
     return group.getBackendName();
@@ -52,7 +123,7 @@ inline std::string name_of(const c10d::Backend& group) {
   }
 }
 
-/// A device whose tensors the group takes, for what mezzo itself has to tell other ranks.
+/// Returns a device whose tensors the group takes, for messages of mezzo's own.
 inline at::Device device_of(const c10d::Backend& group) {
   return name_of(group) == "nccl" ? at::kCUDA : at::kCPU;
 }
@@ -97,7 +168,8 @@ inline at::Tensor reduce_rows(const at::Tensor& rows, c10d::ReduceOp::RedOpType 
   return reduced;
 }
 
-/// Returns what `f` returns; what `f` throws, as c10::Error with `context` before its words.
+/// Returns the result of `f`. An exception of `f` is thrown on as c10::Error, with `context` before
+/// its message.
 template <class F>
 auto with_context(const std::string& context, F f) {
   try {
@@ -108,7 +180,7 @@ auto with_context(const std::string& context, F f) {
   }
 }
 
-/// One collective under way, with its name for errors and what is left to do when it is done.
+/// One collective under way, with its name for errors and a function to call when it is done.
 class Request {
  public:
   Request(WorkPtr work, std::string name, std::function<void()> after)
@@ -160,45 +232,14 @@ Request request(const CollectiveCall& call, const c10d::Backend& group, const St
   return {std::move(work), std::move(name), std::move(after)};
 }
 
-/// Does the backend average without losing digits? MPI's divides the sum. NCCL multiplies by
-/// 1 / ranks as it reads, in the tensor's own dtype: a third rounded to bfloat16 is wrong by a
-/// thousandth for all elements alike. Other backends know no averages.
+/// Returns whether the backend averages without losing digits. MpiBackend divides the sum. NCCL
+/// multiplies by 1 / ranks as it reads, in the tensor's own dtype, where a third rounded to
+/// bfloat16 makes all elements wrong by a thousandth. Other backends have no averages.
 inline bool averages(const c10d::Backend& group, const at::Tensor& tensor) {
   const std::string name = name_of(group);
   const int size = group.getSize();
   const bool is_power_of_two = (size & (size - 1)) == 0;
   return name == "mpi" || (name == "nccl" && (is_power_of_two || !is_low_precision(tensor)));
-}
-
-// libtorch renamed three collectives of a backend in 2.15: the newer name where there is one.
-
-template <class Group>
-WorkPtr all_gather_single(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.all_gather_single(output, input); }) {
-    return group.all_gather_single(output, input);
-  } else {
-    return group._allgather_base(output, input);
-  }
-}
-
-template <class Group>
-WorkPtr reduce_scatter_single(Group& group, at::Tensor& output, at::Tensor& input) {
-  if constexpr (requires { group.reduce_scatter_single(output, input); }) {
-    return group.reduce_scatter_single(output, input);
-  } else {
-    return group._reduce_scatter_base(output, input);
-  }
-}
-
-/// Parts of one size.
-template <class Group>
-WorkPtr all_to_all_single(Group& group, at::Tensor& output, at::Tensor& input) {
-  std::vector<int64_t> sizes;
-  if constexpr (requires { group.all_to_all_single(output, input, sizes, sizes); }) {
-    return group.all_to_all_single(output, input, sizes, sizes);
-  } else {
-    return group.alltoall_base(output, input, sizes, sizes);
-  }
 }
 
 /// Each rank's `tensor`, which is contiguous, becomes the sum, the average or the maximum of all.
@@ -252,7 +293,7 @@ inline Request all_gather(const GroupPtr& group, const at::Tensor& output,
   at::Tensor to = output.detach().view({-1}), from = input.detach().view({-1});
   note_write(output);
   return request(CollectiveCall(c10d::OpType::_ALLGATHER_BASE, input), *group,
-                 [&] { return all_gather_single(*group, to, from); });
+                 [&] { return group->_allgather_base(to, from); });
 }
 
 /// `output` becomes the sum of the ranks' part number `rank` of `input`, `size` times as long. Both
@@ -262,15 +303,16 @@ inline Request reduce_scatter(const GroupPtr& group, const at::Tensor& output,
   at::Tensor to = output.detach().view({-1}), from = input.detach().view({-1});
   note_write(output);
   return request(CollectiveCall(c10d::OpType::_REDUCE_SCATTER_BASE, input), *group,
-                 [&] { return reduce_scatter_single(*group, to, from); });
+                 [&] { return group->_reduce_scatter_base(to, from); });
 }
 
 /// Part number r of `output` becomes rank r's part for this rank. Parts are equal.
 inline Request all_to_all(const GroupPtr& group, const at::Tensor& output,
                           const at::Tensor& input) {
   at::Tensor to = output.view({-1}), from = input.view({-1});
+  std::vector<int64_t> equal;  // no sizes: parts are equal
   return request(CollectiveCall(c10d::OpType::ALLTOALL_BASE, input), *group,
-                 [&] { return all_to_all_single(*group, to, from); });
+                 [&] { return group->alltoall_base(to, from, equal, equal); });
 }
 
 }  // namespace detail

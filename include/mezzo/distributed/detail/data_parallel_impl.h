@@ -26,10 +26,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Gives all ranks the root's buffers, those of one device and dtype in one broadcast: models have
-/// hundreds, of a few bytes each. All ranks call it; returns when the buffers may be read.
+/// Gives all ranks the root's buffers, with one broadcast for each device and dtype: models have
+/// hundreds of buffers of a few bytes each. All ranks call it. Returns when the buffers may be
+/// read.
 ///
-/// Buffers are written as modules write their running statistics, without a word to autograd: a
+/// Version counters do not change, as they do not when modules write their running statistics: a
 /// second forward may come before the first one's backward.
 inline void broadcast_buffers(const NamedTensors& buffers, const GroupPtr& group, int root) {
   if (group->getSize() == 1) return;
@@ -55,14 +56,14 @@ inline void broadcast_buffers(const NamedTensors& buffers, const GroupPtr& group
   }
 }
 
-/// One rank's copy of the model: what of DataParallel does not depend on the model's type.
+/// The part of DataParallel that does not depend on the model's type.
 class Replica {
  public:
   Replica(const torch::nn::Module& module, const GroupPtr& group,
           const DataParallelOptions& options)
       : parameters_(once_.all(module.named_parameters())),
         module_buffers_(once_.all(module.named_buffers())),
-        buckets_(broadcast_and_select_trained(group, options.root),
+        buckets_(broadcast_and_select_trained(group, options),
                  {.bucket_bytes = options.bucket_bytes}),
         all_reduce_(buckets_, group, options.all_reduce),
         group_(group),
@@ -90,10 +91,13 @@ class Replica {
 
  private:
   /// Gives all ranks the root's values; returns the parameters that require grad.
-  std::vector<at::Tensor> broadcast_and_select_trained(const GroupPtr& group, int root) const {
+  std::vector<at::Tensor> broadcast_and_select_trained(const GroupPtr& group,
+                                                       const DataParallelOptions& options) const {
     NamedTensors all = parameters_;
     all.insert(all.end(), module_buffers_.begin(), module_buffers_.end());
-    broadcast_parameters(all, group, root);
+    broadcast_alike(
+        all, group, options.root,
+        std::string("broadcast_buffers: ") + (options.broadcast_buffers ? "on\n" : "off\n"));
     std::vector<at::Tensor> trained;
     for (const auto& [name, parameter] : parameters_) {
       if (parameter.requires_grad()) trained.push_back(parameter);
@@ -104,7 +108,7 @@ class Replica {
     return trained;
   }
 
-  NamedOnce once_;  // what several names stand for is there under the first
+  NamedOnce once_;  // has a tensor of several names under the first one
   NamedTensors parameters_;
   NamedTensors module_buffers_;
   GradBuckets buckets_;
@@ -124,8 +128,8 @@ const torch::nn::Module& module_of(const M& model) {
   return *pointer;
 }
 
-/// Its forward; or where that wants more arguments, its call operator: AutocastModule's knows the
-/// default ones.
+/// Calls the model's forward, or its call operator if forward takes more arguments:
+/// AutocastModule's call operator knows the default ones.
 template <ModelHandle M, class... Args>
 decltype(auto) call_forward(M& model, Args&&... args) {
   if constexpr (requires { model->forward(std::forward<Args>(args)...); }) {

@@ -23,21 +23,23 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Gradients of float and double go in two bytes an element, as this rank's part of the average, so
-/// that their sum overflows only where the average does; what comes back is widened, and multiplied
-/// by the number of ranks if the sum is wanted.
+/// Sends gradients of float and double in two bytes an element, as this rank's part of the average,
+/// so that their sum overflows only where the average does. The result is widened, and multiplied
+/// by the number of ranks if sums are wanted.
 ///
-/// With error feedback nothing is lost in the long run. Two roundings lose something: of this
-/// rank's gradients, and of the ranks' sum. An all-reduce would hide the second; so each rank adds
-/// up its part of the bucket (a reduce-scatter into float), rounds it and gives it to all (an
-/// all-gather), as many bytes as before. Both keep what they lost, divided by the loss scale, for
-/// the next pass.
+/// With error feedback no rounding error is lost in the long run. There are two roundings: of this
+/// rank's gradients, and of the ranks' sum. An all-reduce would hide the second one. Each rank
+/// therefore adds up its part of the bucket (a reduce-scatter into float), rounds the part and
+/// gives it to all (an all-gather): as many bytes as an all-reduce. The errors of both roundings,
+/// divided by the loss scale, are kept for the next pass.
 class CompressedExchange final : public BucketExchange {
  public:
   /// `loss_scale` is null where nothing scales.
@@ -49,15 +51,15 @@ class CompressedExchange final : public BucketExchange {
         dtype_(dtype),
         times_(average ? 1. : group->getSize()),
         error_feedback_(error_feedback),
-        loss_scale_(std::move(loss_scale)) {}
+        loss_scale_(std::move(loss_scale)) {
+    for (const GradBucket& bucket : gradients.buckets()) beside_.push_back(beside_bucket(bucket));
+  }
 
   /// Error-feedback residuals of all compressed buckets, in bucket order.
-  std::vector<at::Tensor> residuals() {
+  std::vector<at::Tensor> residuals() const {
     std::vector<at::Tensor> all;
-    for (std::size_t bucket = 0; error_feedback_ && bucket < gradients_.buckets().size();
-         ++bucket) {
-      if (!is_compressed(gradients_.buckets()[bucket])) continue;
-      const Beside& beside = beside_bucket(bucket);
+    for (const Beside& beside : beside_) {
+      if (!beside.residual.defined()) continue;
       all.push_back(beside.residual);
       all.push_back(beside.own_sum_residual);
     }
@@ -66,13 +68,13 @@ class CompressedExchange final : public BucketExchange {
 
   void begin(std::size_t bucket) override {
     const GradBucket& of = gradients_.buckets()[bucket];
-    if (!is_compressed(of)) {
+    const Beside& beside = beside_[bucket];
+    if (!beside.sent.defined()) {
       begun_plain_.push_back(bucket);
       return plain_.begin(bucket);
     }
     if (begun_.empty()) read_loss_scale();
     begun_.push_back(bucket);
-    const Beside& beside = beside_bucket(bucket);
     const at::Tensor sent = beside.sent.narrow(0, 0, of.flat.numel());
     const double share = 1. / group_->getSize();
     if (error_feedback_) {
@@ -91,9 +93,9 @@ class CompressedExchange final : public BucketExchange {
     at::Tensor finite;
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       (error_feedback_ ? gathers_ : requests_).wait_for(i);
-      const Beside& beside = beside_bucket(begun_[i]);
-      const at::Tensor sent = beside.sent.narrow(0, 0, beside.flat.numel());
-      note(finite, widen_into(beside.flat, sent, times_));
+      const at::Tensor& flat = gradients_.buckets()[begun_[i]].flat;
+      const at::Tensor sent = beside_[begun_[i]].sent.narrow(0, 0, flat.numel());
+      note(finite, widen_into(flat, sent, times_));
     }
     requests_.wait();
     gathers_.wait();
@@ -109,30 +111,23 @@ class CompressedExchange final : public BucketExchange {
   }
 
  private:
-  /// What lies beside a bucket that is compressed, from one pass to the next.
+  /// Tensors beside a bucket that is compressed, kept from one pass to the next. All are undefined
+  /// for a bucket of two bytes, which is sent as it is.
   struct Beside {
-    at::Tensor flat = {};      ///< the bucket's own, whose this is
-    at::Tensor sent = {};      ///< its elements in two bytes each, made up to a multiple of ranks
-    at::Tensor own_part = {};  ///< of `sent`, this rank's share of the adding up
-    at::Tensor residual = {};  ///< what rounding this rank's gradients lost
-    at::Tensor own_sum = {};   ///< float
+    at::Tensor sent =
+        {};  ///< the bucket's elements in two bytes each, made up to a multiple of ranks
+    at::Tensor own_part = {};          ///< of `sent`, this rank's share of the adding up
+    at::Tensor residual = {};          ///< what rounding this rank's gradients lost
+    at::Tensor own_sum = {};           ///< float
     at::Tensor own_sum_residual = {};  ///< what rounding the sum lost
   };
 
-  /// Is a bucket of this dtype sent in another? One of two bytes goes as it is.
-  static bool is_compressed(const GradBucket& bucket) {
-    return bucket.dtype == at::kFloat || bucket.dtype == at::kDouble;
-  }
-
-  /// Buckets may have been added or laid out anew: what was lost of other gradients is dropped.
-  const Beside& beside_bucket(std::size_t number) {
-    beside_.resize(gradients_.buckets().size());
-    Beside& beside = beside_[number];
-    const at::Tensor& flat = gradients_.buckets()[number].flat;
-    if (beside.flat.is_same(flat)) return beside;
+  Beside beside_bucket(const GradBucket& bucket) const {
+    if (bucket.dtype != at::kFloat && bucket.dtype != at::kDouble) return {};
+    const at::Tensor& flat = bucket.flat;
     const int64_t ranks = group_->getSize();
     const int64_t part = (flat.numel() + ranks - 1) / ranks;
-    beside = {.flat = flat, .sent = at::zeros({part * ranks}, flat.options().dtype(dtype_))};
+    Beside beside{.sent = at::zeros({part * ranks}, flat.options().dtype(dtype_))};
     if (!error_feedback_) return beside;
     beside.own_part = beside.sent.narrow(0, group_->getRank() * part, part);
     beside.residual = at::zeros_like(flat);
@@ -141,11 +136,12 @@ class CompressedExchange final : public BucketExchange {
     return beside;
   }
 
-  /// The second half starts when all first halves are done, for all ranks must do so at one place.
+  /// Starts the second halves when all first halves are done: ranks must start them at one place in
+  /// the order of collectives.
   void gather_sums() {
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       requests_.wait_for(i);
-      const Beside& beside = beside_bucket(begun_[i]);
+      const Beside& beside = beside_[begun_[i]];
       narrow_into(beside.own_part, beside.own_sum, beside.own_sum_residual,
                   {1., scale_like(beside.own_sum)});
       gathers_.add(all_gather(group_, beside.sent, beside.own_part));
@@ -173,8 +169,8 @@ class CompressedExchange final : public BucketExchange {
     all = all.defined() ? all.logical_and(finite.to(all.device())) : finite;
   }
 
-  /// Of a step that will be skipped nothing must reach the next one: beside an inf there may be
-  /// values so large that even what rounding them lost is out of proportion.
+  /// Drops all rounding errors of a step that will be skipped: beside an inf there may be values so
+  /// large that even their rounding errors are out of proportion.
   void drop_unless(const at::Tensor& finite) {
     for (const at::Tensor& residual : residuals()) {
       if (residual.is_cpu() && finite.is_cpu()) {
@@ -200,13 +196,6 @@ class CompressedExchange final : public BucketExchange {
   PendingRequests gathers_;
 };
 
-inline void check_can_be_reduced(const GradBuckets& buckets,
-                                 const c10::intrusive_ptr<c10d::Backend>& group) {
-  for (const GradBucket& bucket : buckets.buckets()) {
-    check_device("GradAllReduce", *group, bucket.device);
-  }
-}
-
 inline void check_options(const GradAllReduceOptions& options) {
   TORCH_CHECK(!options.compress_dtype || is_low_precision(*options.compress_dtype),
               "GradAllReduce: `compress_dtype` must be bfloat16 or half, but is ",
@@ -220,12 +209,24 @@ inline void check_options(const GradAllReduceOptions& options) {
               "leave loss_scale out");
 }
 
+/// Returns a line for each option in which ranks must not differ.
+inline std::string words_of(const GradAllReduceOptions& options) {
+  std::ostringstream words;
+  words << "gradients: " << (options.average ? "averages" : "sums") << "\ncompress_dtype: ";
+  options.compress_dtype ? words << *options.compress_dtype : words << "none";
+  words << "\nerror_feedback: " << (options.error_feedback ? "on\n" : "off\n");
+  return words.str();
+}
+
 }  // namespace detail
 
 inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10d::Backend> group,
                                     const GradAllReduceOptions& options)
     : gradients_(detail::shared(buckets)) {
-  detail::check_can_be_reduced(buckets, detail::checked(group, "GradAllReduce"));
+  detail::checked(group, "GradAllReduce");
+  for (const GradBucket& bucket : buckets.buckets()) {
+    detail::check_device("GradAllReduce", *group, bucket.device);
+  }
   detail::check_options(options);
   std::shared_ptr<detail::BucketExchange> exchange;
   if (options.compress_dtype) {
@@ -236,8 +237,9 @@ inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10
     exchange = std::make_shared<detail::AllReduceExchange>(*gradients_, group, options.average);
   }
   const int group_size = group->getSize();
-  auto reduction = std::make_shared<detail::GradientReduction>(
-      "GradAllReduce", *gradients_, std::move(group), std::move(exchange));
+  auto reduction =
+      std::make_shared<detail::GradientReduction>("GradAllReduce", *gradients_, std::move(group),
+                                                  std::move(exchange), detail::words_of(options));
   if (group_size > 1) gradients_->begin_noting_steps();
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }

@@ -26,8 +26,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How the gradients of one bucket after another become those of all ranks. One backward pass:
-/// `begin` for each bucket, in the same order on all ranks, then `finish`.
+/// Exchanges the gradients of one bucket after another with the other ranks. A backward pass calls
+/// `begin` for each bucket, in the same order on all ranks, and then `finish`.
 class BucketExchange {
  public:
   BucketExchange() = default;
@@ -35,14 +35,16 @@ class BucketExchange {
   BucketExchange(const BucketExchange&) = delete;
   BucketExchange& operator=(const BucketExchange&) = delete;
 
-  /// The bucket is full; its `flat` is not touched by others until `finish` has returned.
+  /// Begins to exchange a full bucket, whose `flat` no other code touches until `finish` has
+  /// returned.
   virtual void begin(std::size_t bucket) = 0;
-  /// Returns when every bucket that has begun holds what it is to hold.
+  /// Returns when every bucket that was begun holds its result.
   virtual void finish() = 0;
 };
 
-/// Every rank gets the average of every bucket, or the sum. What an earlier pass has averaged is
-/// the same on all ranks, so the average of it and of what was added to it counts it once.
+/// Gives every rank the average of every bucket, or the sum. Averages of an earlier pass are the
+/// same on all ranks, so that averaging them again with the gradients of this pass leaves them as
+/// they are.
 class AllReduceExchange : public BucketExchange {
  public:
   AllReduceExchange(BucketedGradients& gradients, GroupPtr group, bool average)
@@ -77,7 +79,7 @@ inline Fingerprint fingerprint(const void* data, std::size_t size) {
   return bytes;
 }
 
-/// Which parameters lie in which bucket: a line a bucket.
+/// Returns which parameters lie in which bucket: a line a bucket.
 inline std::string words_of_layout(const std::vector<GradBucket>& buckets) {
   std::string words;
   for (std::size_t number = 0; number < buckets.size(); ++number) {
@@ -90,25 +92,44 @@ inline std::string words_of_layout(const std::vector<GradBucket>& buckets) {
   return words;
 }
 
-/// One backward pass after another ends with what `exchange` makes of the ranks' gradients. Of
-/// several ranks, each fills its buckets in an order of its own; they are exchanged in theirs.
+/// Returns a line for each parameter: the sum of its bits, read as integers. Waits for the device.
+inline std::string words_of_weights(const std::vector<at::Tensor>& parameters) {
+  std::string words;
+  for (std::size_t number = 0; number < parameters.size(); ++number) {
+    const at::Tensor& parameter = parameters[number];
+    const auto size = parameter.element_size();
+    const at::ScalarType bits = size == 8 ? at::kLong : size == 4 ? at::kInt : at::kShort;
+    const at::Tensor sum = parameter.detach().view(bits).sum(at::kLong);
+    words += parameter_words(number, parameter) + ": bits that add up to " +
+             std::to_string(sum.item<int64_t>()) + '\n';
+  }
+  return words;
+}
+
+/// Calls a BucketExchange during backward passes, on all ranks in the order of the buckets, in
+/// whichever order backward fills them.
 class GradientReduction {
  public:
-  /// `caller` is the name that errors begin with.
+  /// All ranks call it together, and compare their buckets and lines of `options`. `caller` is the
+  /// name that errors begin with.
   GradientReduction(const char* caller, BucketedGradients& gradients, GroupPtr group,
-                    std::shared_ptr<BucketExchange> exchange)
+                    std::shared_ptr<BucketExchange> exchange, const std::string& options = {})
       : caller_(caller),
         gradients_(gradients),
         group_(std::move(group)),
         exchange_(std::move(exchange)),
         passes_(gradients.passes()) {
+    if (group_->getSize() > 1 && !gradients_.buckets().empty()) {
+      RankAgreement(group_, gradients_.buckets().front().device)
+          .check_alike(caller, options + words_of_layout(gradients_.buckets()), kStepAlike);
+    }
     gradients_.add_reductions(1);
   }
   ~GradientReduction() { gradients_.add_reductions(-1); }
   GradientReduction(const GradientReduction&) = delete;
   GradientReduction& operator=(const GradientReduction&) = delete;
 
-  /// Autograd's threads for several devices may come at a time.
+  /// Called when a bucket is full; autograd's threads for several devices may call it at a time.
   void ready(std::size_t bucket) {
     const std::lock_guard lock(mutex_);
     const c10::NoGradGuard no_grad;
@@ -132,7 +153,8 @@ class GradientReduction {
   }
 
  private:
-  /// In the first pass, and not before: who takes another's place is there before that one goes.
+  /// Throws where another reduction reduces a gradient too. Checked in the first pass: a reduction
+  /// may be constructed before the one that it replaces is destroyed.
   void check_alone() {
     if (std::exchange(is_known_alone_, true)) return;
     for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
@@ -145,7 +167,7 @@ class GradientReduction {
     }
   }
 
-  /// Why a gradient cannot be reduced; empty where it can.
+  /// Returns why a gradient cannot be reduced; empty where it can.
   static std::string refusal_of(const at::Tensor& gradient) {
     if (!gradient.defined()) return {};
     if (gradient.layout() != at::kStrided) {
@@ -156,7 +178,9 @@ class GradientReduction {
            "without synchronisation (no_sync)";
   }
 
-  /// A rank that refuses a gradient tells the others, who would wait for it, before it throws.
+  /// Ends the pass. A rank that refuses a gradient tells the others, which would wait for it,
+  /// before
+  /// it throws.
   void finish() {
     std::vector<std::uint8_t> has_gradient;
     bool all = true;
@@ -172,7 +196,9 @@ class GradientReduction {
       all = all && (gradient.defined() || !parameter.requires_grad());
     }
     has_gradient.push_back(refused.empty() ? 0 : 1);
-    const std::string words = words_of_layout(gradients_.buckets()) + gradients_.take_steps();
+    const bool is_first = std::exchange(is_first_pass_, false);
+    std::string words = gradients_.take_steps();
+    if (is_first && group_->getSize() > 1) words += words_of_weights(gradients_.parameters());
     const Fingerprint own = fingerprint(words.data(), words.size());
     has_gradient.insert(has_gradient.end(), own.begin(), own.end());
     const at::Tensor anywhere = at::tensor(
@@ -182,19 +208,19 @@ class GradientReduction {
     exchange_->finish();
     request.wait();
     TORCH_CHECK(refused.empty(), caller_, " on rank ", group_->getRank(), ": ", refused);
-    check_ranks(anywhere, own, words);
+    if (anywhere.is_cpu() || is_first || gradients_.noted_steps_before(passes_)) {
+      check_ranks(anywhere, own, words);
+    }
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
     is_under_way_ = false;
   }
 
-  /// Whether a rank refuses a gradient, and whether all have the same buckets, for those of other
-  /// parameters may be as long, and have taken the same steps. Read where that waits for nothing,
-  /// of a layout that is new, and where the steps before were noted; on a device a rank that goes
-  /// on without knowing waits in its next pass, until a Watchdog ends it.
+  /// Throws where a rank refuses a gradient, and where the ranks have taken different steps or, in
+  /// the first pass, have different weights. Called in each pass on the CPU; on a device, for which
+  /// it waits, in the first pass and where the steps before were noted. A rank that goes on without
+  /// knowing waits in its next pass, until a Watchdog ends it.
   void check_ranks(const at::Tensor& anywhere, const Fingerprint& own, const std::string& words) {
-    const bool noted_steps = gradients_.noted_steps_before(passes_);
-    if (!anywhere.is_cpu() && own == known_ && !noted_steps) return;
     constexpr int64_t kBytes = 1 + kFingerprintBytes;
     const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();
     const std::uint8_t* const bytes = largest.const_data_ptr<std::uint8_t>();
@@ -204,10 +230,9 @@ class GradientReduction {
     if (!std::equal(own.begin(), own.end(), bytes + 1)) {
       RankAgreement(group_, anywhere.device()).check_alike(caller_, words, kStepAlike);
     }
-    if (!noted_steps) known_ = own;
   }
 
-  /// What other ranks had a gradient of, this one has too.
+  /// Gives each parameter that has a gradient on any rank its place as gradient.
   void adopt(const at::Tensor& anywhere) {
     const std::uint8_t* const has_gradient = anywhere.const_data_ptr<std::uint8_t>();
     for (std::size_t number = 0; number < gradients_.parameters().size(); ++number) {
@@ -225,9 +250,9 @@ class GradientReduction {
   std::shared_ptr<BucketExchange> exchange_;
   std::mutex mutex_;
   std::vector<bool> is_ready_;  ///< a bucket, in this pass
-  Fingerprint known_{};         ///< the fingerprint that all ranks had last without steps
   std::size_t next_ = 0;        ///< ranks reduce in the order of the buckets, however they fill
-  int64_t passes_;              ///< of the buckets' that this has seen: all, if none threw
+  int64_t passes_;              ///< passes of the buckets seen here: all, if none threw
+  bool is_first_pass_ = true;
   bool is_known_alone_ = false;
   bool is_under_way_ = false;
   bool is_broken_ = false;

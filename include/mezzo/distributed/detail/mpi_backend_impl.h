@@ -4,7 +4,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/mpi_backend.h>
 #include <mezzo/distributed/watchdog_options.h>
@@ -57,7 +56,7 @@ inline bool mpi_is_finalized() {
   return flag != 0;
 }
 
-/// MPI's own words for an error code.
+/// Returns MPI's message for an error code.
 inline std::string mpi_error_words(int code) {
   std::string words(MPI_MAX_ERROR_STRING, '\0');
   int length = 0;
@@ -68,12 +67,12 @@ inline std::string mpi_error_words(int code) {
   return words;
 }
 
-/// `context` names the rank and the collective.
+/// Throws where an MPI call failed; `context` names the rank and the collective.
 inline void check_mpi(int code, const char* call, const std::string& context) {
   TORCH_CHECK(code == MPI_SUCCESS, context, ": ", call, " failed: ", mpi_error_words(code));
 }
 
-/// MPI_MAX and MPI_MIN may drop a NaN, and on one rank only.
+/// A reduction that keeps a NaN: MPI_MAX and MPI_MIN may drop one, and on one rank only.
 template <class T, bool is_max>
 void reduce_keeping_nan(void* in, void* inout, int* length, MPI_Datatype* /*type*/) {
   const T* const given = static_cast<const T*>(in);
@@ -83,7 +82,7 @@ void reduce_keeping_nan(void* in, void* inout, int* length, MPI_Datatype* /*type
   }
 }
 
-/// MPI's operation for a reduction of tensors of `dtype`. Of an average it is the sum.
+/// Returns MPI's operation for a reduction of tensors of `dtype`; for an average, the sum.
 inline MPI_Op mpi_op(at::ScalarType dtype, c10d::ReduceOp::RedOpType reduction) {
   struct Ops {
     Ops() {
@@ -126,7 +125,7 @@ inline MPI_Datatype mpi_type(at::ScalarType dtype) {
   }
 }
 
-/// One collective of MpiBackend's.
+/// One collective of an MpiBackend.
 class MpiWork final : public c10d::Work {
  public:
   MpiWork(const CollectiveCall& call, int rank, int size, std::vector<at::Tensor> results)
@@ -155,7 +154,7 @@ class MpiWork final : public c10d::Work {
   const CollectiveCall& call() const noexcept { return call_; }
   std::string name() const { return call_.name_on(rank_, size_); }
 
-  /// Once, by the thread that does the collective.
+  /// Called once, by the thread that does the collective.
   void end(const std::exception_ptr& error) {
     if (error) {
       future_->setErrorIfNeeded(error);
@@ -175,7 +174,7 @@ class MpiWork final : public c10d::Work {
 /// Threads that may still call MPI, for the MpiEnvironment that finalises it.
 class MpiThreads {
  public:
-  /// The process's. Exported, so that shared libraries count the same threads; never destroyed.
+  /// Returns the process's object, which shared libraries share and which is never destroyed.
   C10_EXPORT static MpiThreads& all() {
     static MpiThreads& threads = *new MpiThreads;
     return threads;
@@ -191,11 +190,11 @@ class MpiThreads {
   void end() {
     change([this] { --count_; });
   }
-  /// A thread has done all of its collectives, and waits until the other ranks have.
+  /// Called when a thread has done all of its collectives, and waits for the other ranks.
   void begin_leaving() {
     change([this] { ++leaving_; });
   }
-  /// `words` say who has not ended; empty: all ranks have.
+  /// Called when that wait ends. `words` say which ranks have not ended; empty: all have.
   void end_leaving(const std::string& words) {
     change([&] {
       --leaving_;
@@ -207,9 +206,9 @@ class MpiThreads {
     change([&] { left_behind_ = name; });
   }
 
-  /// Waits until no thread is left: for a collective for `timeout`, for other ranks that have not
-  /// ended their groups as long as they take, as MPI_Finalize does. Returns why MPI cannot be
-  /// finalised; empty if it can.
+  /// Waits until no thread is left: up to `timeout` for a collective, and without limit for ranks
+  /// that have not ended their groups, as MPI_Finalize does. Returns why MPI cannot be finalised;
+  /// empty if it can.
   std::string wait_for_end(std::chrono::milliseconds timeout) {
     std::unique_lock lock(mutex_);
     const auto until = std::chrono::steady_clock::now() + timeout;
@@ -243,12 +242,12 @@ class MpiThreads {
 
 /// The thread that does one backend's collectives, in the order of their calls.
 ///
-/// MPI's blocking collectives are much faster than its non-blocking ones (Open MPI picks simpler
-/// algorithms for the latter), but a rank that waits in one keeps a core busy. So ranks announce
+/// MPI's blocking collectives are much faster than its non-blocking ones, for which Open MPI picks
+/// simpler algorithms, but a rank that waits in one keeps a core busy. Ranks therefore announce
 /// each call by a small non-blocking all-gather, look for its end now and then, and enter the
 /// blocking call when all of them have come. The announcements say what is called, and are
-/// compared. A rank that ends its group announces that too, so that ranks which call it once more
-/// throw instead of waiting.
+/// compared. A rank that ends its group announces that too, so that ranks which call the group once
+/// more throw instead of waiting.
 class MpiThread : public std::enable_shared_from_this<MpiThread> {
  public:
   MpiThread(MPI_Comm communicator, bool check_calls)
@@ -291,8 +290,8 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
     });
   }
 
-  /// Ends the thread when it has done what is queued, without waiting for that. Where an exception
-  /// ends the backend's scope, other ranks may never come: the thread gives up.
+  /// Tells the thread to end after the queued collectives, and does not wait for that. If an
+  /// exception ends the backend's scope, the thread gives up, for other ranks may never come.
   void close() {
     std::unique_lock lock(mutex_);
     is_closed_ = true;
@@ -387,8 +386,9 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
   }
 
   /// Announces that this rank has ended the group, and waits until all have, which may take until
-  /// the MpiEnvironment ends. Where MPI is the program's, it announces nothing: nobody would wait
-  /// for this thread before MPI is finalised. Returns whether the communicator can be freed.
+  /// the MpiEnvironment ends. Announces nothing if the program has initialised MPI, for nothing
+  /// would wait for this thread before MPI is finalised. Returns whether the communicator can be
+  /// freed.
   bool leave() {
     MpiThreads& threads = MpiThreads::all();
     if (has_given_up_ || !broken_words_.empty()) return false;
@@ -519,6 +519,20 @@ struct MpiShares {
   std::vector<int> offsets;
 };
 
+/// Some columns of `rows`, which has a row for each rank, as one block of memory: the columns' own
+/// memory if that is one block, otherwise a copy.
+struct MpiColumns {
+  MpiColumns(const at::Tensor& rows, int64_t begin, int64_t length)
+      : columns(rows.narrow(1, begin, length)), block(columns.contiguous()) {}
+
+  int row_bytes() const { return static_cast<int>(columns.size(1) * columns.element_size()); }
+  void put_back() const {
+    if (!block.is_alias_of(columns)) columns.copy_(block);
+  }
+
+  at::Tensor columns, block;
+};
+
 /// Checks the arguments of one call; errors name the collective and the rank.
 class MpiArguments {
  public:
@@ -545,7 +559,7 @@ class MpiArguments {
                 tensor.device(), ", and MPI takes tensors on the CPU; move it there");
   }
 
-  /// `whole` is `part` times the number of ranks.
+  /// Throws unless `whole` has a part like `part` for each rank.
   void check_parts(const char* whole_name, const at::Tensor& whole, const char* part_name,
                    const at::Tensor& part) const {
     check(whole_name, whole);
@@ -564,7 +578,7 @@ class MpiArguments {
                 ": `rootRank` must be 0 to ", size_ - 1, ", but is ", root);
   }
 
-  /// Numbers have sums, floating ones averages, and what has an order a maximum.
+  /// Throws where MPI here has no such reduction of the dtype.
   void check_reduction(at::ScalarType dtype, c10d::ReduceOp::RedOpType op) const {
     using c10d::ReduceOp;
     const bool is_extremum = op == ReduceOp::MAX || op == ReduceOp::MIN;
@@ -726,17 +740,14 @@ inline MpiBackend::WorkPtr MpiBackend::_allgather_base(at::Tensor& output, at::T
   return launch(
       {c10d::OpType::_ALLGATHER_BASE, input}, {output}, input.numel(), input.element_size() * size_,
       [mpi = thread_.get(), rows, given](int64_t begin, int64_t length, const std::string& name) {
-        const at::Tensor part = rows.narrow(1, begin, length);
-        const at::Tensor to =
-            part.is_contiguous() ? part : at::empty_like(part, at::MemoryFormat::Contiguous);
+        const detail::MpiColumns to(rows, begin, length);
         const at::Tensor from = given.narrow(0, begin, length);
-        const int bytes = static_cast<int>(from.nbytes());
-        const bool is_own = from.const_data_ptr() == to[mpi->rank()].const_data_ptr();
-        detail::check_mpi(
-            MPI_Allgather(is_own ? MPI_IN_PLACE : from.const_data_ptr(), bytes, MPI_BYTE,
-                          to.mutable_data_ptr(), bytes, MPI_BYTE, mpi->communicator()),
-            "MPI_Allgather", name);
-        if (!part.is_contiguous()) part.copy_(to);
+        const bool is_own = from.const_data_ptr() == to.block[mpi->rank()].const_data_ptr();
+        detail::check_mpi(MPI_Allgather(is_own ? MPI_IN_PLACE : from.const_data_ptr(),
+                                        to.row_bytes(), MPI_BYTE, to.block.mutable_data_ptr(),
+                                        to.row_bytes(), MPI_BYTE, mpi->communicator()),
+                          "MPI_Allgather", name);
+        to.put_back();
       });
 }
 
@@ -755,11 +766,10 @@ inline MpiBackend::WorkPtr MpiBackend::allgather(std::vector<std::vector<at::Ten
                 "all_gather on rank ", rank_, ": each of `outputs` must be like `input`, ",
                 detail::tensor_words(input), ", but one is ", detail::tensor_words(output));
   }
-  const at::Tensor row = input.detach().contiguous().view({-1});
   return launch({c10d::OpType::ALLGATHER, input}, outputs[0], input.numel(),
                 input.element_size() * size_,
-                [mpi = thread_.get(), row, to = outputs[0]](int64_t begin, int64_t length,
-                                                            const std::string& name) {
+                [mpi = thread_.get(), row = input.detach().view({-1}), to = outputs[0]](
+                    int64_t begin, int64_t length, const std::string& name) {
                   const at::Tensor all = at::empty({mpi->size(), length}, row.options());
                   const at::Tensor from = row.narrow(0, begin, length);
                   const int bytes = static_cast<int>(from.nbytes());
@@ -768,11 +778,8 @@ inline MpiBackend::WorkPtr MpiBackend::allgather(std::vector<std::vector<at::Ten
                                     bytes, MPI_BYTE, mpi->communicator()),
                       "MPI_Allgather", name);
                   for (int rank = 0; rank < mpi->size(); ++rank) {
-                    to[static_cast<std::size_t>(rank)]
-                        .detach()
-                        .view({-1})
-                        .narrow(0, begin, length)
-                        .copy_(all[rank]);
+                    const at::Tensor& output = to[static_cast<std::size_t>(rank)];
+                    output.detach().view({-1}).narrow(0, begin, length).copy_(all[rank]);
                   }
                 });
 }
@@ -831,16 +838,12 @@ inline MpiBackend::WorkPtr MpiBackend::alltoall_base(at::Tensor& output, at::Ten
                 [mpi = thread_.get(), rows = output.detach().view({size_, part}),
                  given = input.detach().view({size_, part})](int64_t begin, int64_t length,
                                                              const std::string& name) {
-                  const at::Tensor from = given.narrow(1, begin, length).contiguous();
-                  const at::Tensor to = rows.narrow(1, begin, length);
-                  const bool is_whole = to.is_contiguous();
-                  const at::Tensor received = is_whole ? to : at::empty(to.sizes(), to.options());
-                  const int bytes = static_cast<int>(length * from.element_size());
-                  detail::check_mpi(MPI_Alltoall(from.const_data_ptr(), bytes, MPI_BYTE,
-                                                 received.mutable_data_ptr(), bytes, MPI_BYTE,
-                                                 mpi->communicator()),
+                  const detail::MpiColumns from(given, begin, length), to(rows, begin, length);
+                  detail::check_mpi(MPI_Alltoall(from.block.const_data_ptr(), from.row_bytes(),
+                                                 MPI_BYTE, to.block.mutable_data_ptr(),
+                                                 to.row_bytes(), MPI_BYTE, mpi->communicator()),
                                     "MPI_Alltoall", name);
-                  if (!is_whole) to.copy_(received);
+                  to.put_back();
                 });
 }
 

@@ -24,13 +24,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Never empty, for that says that all went well. To be called while an exception is handled.
+/// Returns the message of the exception that is being handled. The message is never empty, for an
+/// empty one stands for success.
 inline std::string failure_of_current_exception() {
   std::string words = message_of_current_exception();
   return words.empty() ? "an exception without words" : words;
 }
 
-/// Calls `f`. \returns what it threw; empty where it did not
+/// Calls `f`. Returns the message of what it threw; empty if it did not throw.
 template <std::invocable F>
 std::string failure_of(const F& f) {
   try {
@@ -41,7 +42,7 @@ std::string failure_of(const F& f) {
   }
 }
 
-/// The first lines of two different texts that differ; of one that has ended, "nothing more".
+/// Returns the first lines in which two texts differ; "nothing more" for a text that has ended.
 inline std::pair<std::string, std::string> first_difference(const std::string& a,
                                                             const std::string& b) {
   std::istringstream in_a(a), in_b(b);
@@ -55,8 +56,8 @@ inline std::pair<std::string, std::string> first_difference(const std::string& a
   }
 }
 
-/// What ranks tell each other so that they throw, or go on, together: all of them make the same
-/// calls, and what one throws all throw, in the same words.
+/// Lets ranks throw, or go on, together: all of them make the same calls, and if one rank fails,
+/// all throw the same message.
 class RankAgreement {
  public:
   explicit RankAgreement(GroupPtr group) : RankAgreement(group, device_of(*group)) {}
@@ -92,7 +93,7 @@ class RankAgreement {
     return texts;
   }
 
-  /// Throws what the first rank with a text says.
+  /// Throws, on all ranks, the text of the first rank whose `failure` is not empty.
   void check(const char* caller, const std::string& failure) const {
     throw_first(caller, gather(failure));
   }
@@ -117,7 +118,7 @@ class RankAgreement {
     }
   }
 
-  /// Returns what `f` returns on rank 0, on all ranks, which throw what it throws there.
+  /// Calls `f` on rank 0, and returns its result on all ranks; all throw what it throws.
   template <std::invocable F>
   std::string from_rank_0(const char* caller, const F& f) const {
     std::string text, failure;
@@ -131,11 +132,10 @@ class RankAgreement {
   at::Device device_;
 };
 
-/// What to do where ranks' buckets or words_of_step differ.
+/// What to do where ranks' buckets, options or words_of_step differ.
 inline constexpr const char* kStepAlike =
-    "give all ranks the same parameters and bucket_bytes, and the loss scale and the optimizer the "
-    "same options, schedule and file; rebuild_buckets() only after passes that took the same way "
-    "on all. Begin again from a checkpoint on all ranks";
+    "give all ranks the same parameters and options, the loss scale and the optimizer the same "
+    "schedule and file too, and begin again from a checkpoint on all ranks";
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

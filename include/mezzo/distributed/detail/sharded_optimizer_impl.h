@@ -38,8 +38,8 @@ namespace detail {
 
 // --- What the ranks agree on in a step ----------------------------------------------------------
 
-/// Adds up a row of each rank's in the order of the ranks: all ranks get the same bits, whatever
-/// their instruction sets.
+/// Returns the sum of one number from each rank, added in the order of the ranks, so that all ranks
+/// get the same bits, whatever their instruction sets.
 inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
   if (!numbers.is_cpu()) return numbers.sum();
   at::Tensor sum = numbers[0].clone();
@@ -47,48 +47,39 @@ inline at::Tensor sum_of_rows(const at::Tensor& numbers) {
   return sum;
 }
 
-/// Returns a row for each rank, which gives the numbers of `own`. Behind them travels a checksum of
-/// `words`, unless these are empty on all ranks.
+/// Combines the verdicts of the ranks on their parts of the gradients: an inf on any rank, the sum
+/// of all squares, the largest magnitude. Makes one collective. Waits for no device, unless there
+/// are `words`, whose checksum is sent with the numbers.
 /// \throws c10::Error, on all ranks, where one has other words
-inline at::Tensor gather_rows(std::vector<at::Tensor> own, const std::string& words,
-                              const GroupPtr& group) {
-  const auto count = static_cast<int64_t>(own.size());
-  const at::TensorOptions like = own.front().options();
-  if (!words.empty()) {  // in halves, which float holds exactly
-    const std::uint32_t crc = crc32c(words.data(), words.size());
-    for (const std::uint32_t half : {crc >> 16U, crc & 0xFFFFU}) {
-      own.push_back(at::full({}, static_cast<double>(half), like));
-    }
-  }
-  const at::Tensor row = at::stack(own);
-  const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
-  all_gather(group, rows, row).wait();
-  if (!words.empty()) {
-    const at::Tensor sums = rows.slice(1, count);
-    if (!sums.equal(sums.narrow(0, 0, 1).expand_as(sums))) {
-      RankAgreement(group, like.device()).check_alike("ShardedOptimizer", words, kStepAlike);
-    }
-  }
-  return rows;
-}
-
-/// Combines what the ranks found in their parts of the gradients: an inf of one of them, the sum of
-/// all squares, the largest magnitude. One collective; waits for no device, unless there are
-/// `words` to compare.
 inline Verdict agreed(const Verdict& own, const std::string& words, const GroupPtr& group) {
   if (group->getSize() == 1) return own;
-  const auto wide = own.sum_of_squares.scalar_type();
-  const at::Tensor rows =
-      gather_rows({own.found_inf.to(wide), own.sum_of_squares, own.max_abs.to(wide)}, words, group);
+  std::vector<at::Tensor> numbers = {own.found_inf.to(at::kDouble), own.sum_of_squares,
+                                     own.max_abs.to(at::kDouble)};
+  if (!words.empty()) {
+    const auto checksum = static_cast<double>(crc32c(words.data(), words.size()));
+    numbers.push_back(at::full({}, checksum, own.sum_of_squares.options()));
+  }
+  const at::Tensor row = at::stack(numbers);
+  const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
+  all_gather(group, rows, row).wait();
+  if (!words.empty() && !rows.select(1, 3).eq(rows[0][3]).all().item<bool>()) {
+    RankAgreement(group, row.device()).check_alike("ShardedOptimizer", words, kStepAlike);
+  }
   return {own.inv_scale, rows.select(1, 0).amax().to(own.found_inf.scalar_type()),
           sum_of_rows(rows.select(1, 1)), rows.select(1, 2).amax()};
 }
 
-/// Returns the verdict of a step without a loss scale: it divides sums by the number of ranks.
-inline Verdict average_of_sums(int ranks, at::Device device) {
-  if (ranks == 1) return {};
+/// Returns the verdict of a step without a loss scale, which is the same on all ranks: it divides
+/// sums by the number of ranks.
+inline Verdict average_of_sums(const GroupPtr& group, at::Device device, const std::string& words) {
+  if (group->getSize() == 1) return {};
   const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
-  return {.inv_scale = at::full({}, 1. / ranks, number), .found_inf = at::zeros({}, number)};
+  const at::Tensor none = at::zeros({}, number);
+  const at::Tensor inverse = at::full({}, 1. / group->getSize(), number);
+  if (!words.empty()) {  // as if it were read, for other ranks may have a loss scale
+    agreed({inverse, none, none.to(at::kDouble), none}, words, group);
+  }
+  return {.inv_scale = inverse, .found_inf = none};
 }
 
 // --- States, whole and in slices ----------------------------------------------------------------
@@ -331,7 +322,7 @@ void ShardedOptimizer<OptimizerType>::prepare() {
   weights_.follow();
 }
 
-/// Gradients that were summed before are not the whole of the gradients afterwards.
+/// Marks the gradients as not summed: a micro-batch adds to the sums of an earlier pass.
 template <class OptimizerType>
 GradBuckets::NoSync ShardedOptimizer<OptimizerType>::no_sync() {
   exchange_->set_has_summed(false);
@@ -372,16 +363,16 @@ Verdict ShardedOptimizer<OptimizerType>::read(const StepPlan& plan, const at::Te
   return detail::agreed(own, words_to_compare(*device, inv_scale), group_);
 }
 
-/// Returns the words of this step, of which each is compared on the CPU, and on other devices,
-/// where the words wait, the first and then each hundredth; otherwise nothing. A step without a
-/// verdict is compared as well.
+/// Returns the words of this step, with the largest norm of the step before, for `read` does not
+/// know this step's. Every step is compared on the CPU; on other devices, where the words wait, the
+/// first and then each hundredth has words.
 template <class OptimizerType>
 std::string ShardedOptimizer<OptimizerType>::words_to_compare(at::Device device,
                                                               const at::Tensor& inv_scale) {
   if (group_->getSize() == 1 || detail::capture_on(device) != 0) return {};
   if (!device.is_cpu() && steps_++ % 100 != 0) return {};
   const at::Tensor scale = inv_scale.defined() ? inv_scale.reciprocal() : inv_scale;
-  return detail::words_of_step(*this, scale);
+  return detail::words_of_step(*this, scale, max_norm_);
 }
 
 template <class OptimizerType>
@@ -394,16 +385,12 @@ void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdic
   if (!exchange_->has_summed()) prepare();  // which throws for a plan that has been used up
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const bool needs_average = !verdict.defined() && device;
-  if (needs_average) {
-    const std::string words = words_to_compare(*device, /*inv_scale=*/{});
-    if (!words.empty()) {
-      (void)detail::gather_rows({at::zeros({}, at::TensorOptions().device(*device))}, words,
-                                group_);
-    }
-  }
   Shell::apply(std::move(plan),
-               needs_average ? detail::average_of_sums(group_->getSize(), *device) : verdict,
+               needs_average ? detail::average_of_sums(group_, *device,
+                                                       words_to_compare(*device, /*inv_scale=*/{}))
+                             : verdict,
                options);
+  max_norm_ = options.max_norm;
   weights_.gather();
   exchange_->set_has_summed(false);
 }
@@ -549,8 +536,8 @@ void ShardedOptimizer<OptimizerType>::load(torch::serialize::InputArchive& archi
   this->set_applied_steps(applied);
 }
 
-/// Leaves in `read`, which has whole states, those of this rank's slices and of frozen parameters.
-/// A slice gets memory of its own, so that the whole state can go.
+/// Replaces the whole states in `read` by the states of this rank's slices; those of frozen
+/// parameters stay. A slice gets its own memory, so that the whole state can be freed.
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::take_whole(detail::FiledOptimizer& read) const {
   for (std::size_t group = 0; group < slices_.size(); ++group) {
@@ -577,7 +564,7 @@ void ShardedOptimizer<OptimizerType>::take_whole(detail::FiledOptimizer& read) c
   for (auto& [parameter, part] : parts.state()) read.state()[parameter] = std::move(part);
 }
 
-/// Makes the states of slices in `read` those of their parameters.
+/// Gives the states of slices in `read` to the parameters of these slices.
 template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::take_part(detail::FiledOptimizer& read) const {
   auto states = std::exchange(read.state(), {});

@@ -38,8 +38,8 @@ inline at::Tensor own_part(const at::Tensor& flat, const GroupPtr& group) {
 }
 
 /// Sums each bucket over the ranks by a reduce-scatter: a rank gets the sum of its own part, and
-/// its other parts become zero. Gradients that a further pass adds to these zeros are summed then,
-/// and no sum is summed again.
+/// its other parts become zero. A further pass adds to these zeros, and only what it added is
+/// summed.
 class ShardExchange : public BucketExchange {
  public:
   ShardExchange(BucketedGradients& gradients, GroupPtr group)
@@ -137,9 +137,9 @@ class ShardedWeights {
     return std::nullopt;
   }
 
-  /// Brings the buffers in line with the parameters: copies what others have written to a parameter
-  /// or given it as memory, and bumps the version of its slice. A slice gets a gradient if its
-  /// parameter has one.
+  /// Brings the buffers in line with the parameters. If a parameter has been written, or given
+  /// other memory, its values are copied and the version of its slice is bumped. A slice gets a
+  /// gradient if its parameter has one.
   /// \throws c10::Error if a parameter's dtype, device or shape has changed
   void follow() {
     const c10::NoGradGuard no_grad;

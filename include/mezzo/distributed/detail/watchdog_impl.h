@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collective_log.h>
 #include <mezzo/distributed/detail/collectives.h>
 #include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/watchdog.h>
@@ -28,6 +27,7 @@
 #include <exception>
 #include <future>
 #include <iostream>
+#include <list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -40,6 +40,125 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// The collectives that a rank has called, and the one for which it waits.
+struct RankActivity {
+  std::vector<int64_t> calls = {};  ///< by group: how many collectives this rank has called
+
+  // The collective for which the rank has waited longest, or which it has called last.
+  bool waits = false;
+  int64_t waited_ms = 0;
+  int64_t group = 0;
+  int64_t sequence = 0;  ///< from 1; 0: the rank has called none
+  std::string collective = {};
+
+  bool has_called(int64_t of, int64_t number) const {
+    return of < static_cast<int64_t>(calls.size()) && calls[static_cast<std::size_t>(of)] >= number;
+  }
+
+  /// Returns "all_reduce(sum) of 8 Float (collective 3)", with the number of any group but the
+  /// first.
+  std::string place() const {
+    std::string where = collective + " (collective " + std::to_string(sequence);
+    if (group > 0) where += " of group " + std::to_string(group);
+    return where + ')';
+  }
+
+  /// Returns "is waiting for ..." or "last called ...".
+  std::string doing() const {
+    if (waits) {
+      return "is waiting for " + place() + " since " +
+             in_seconds(std::chrono::milliseconds(waited_ms));
+    }
+    if (sequence > 0) return "last called " + place();
+    return "has called no collective";
+  }
+
+  /// Returns what the rank did at its last sign of life: "when last seen it ...".
+  std::string did() const {
+    if (waits) return "when last seen it waited for " + place();
+    if (sequence > 0) return "when last seen it had last called " + place();
+    return "when last seen it had called no collective";
+  }
+};
+
+/// Logs the collectives that this rank calls, and those for which it waits, in the groups that a
+/// watchdog watches. Any thread may call it.
+class CollectiveLog {
+ public:
+  /// A call, by its number among the calls of its group.
+  struct Entry {
+    int64_t group = 0;
+    int64_t sequence = 0;
+    CollectiveCall call = c10d::OpType::BARRIER;
+
+    bool operator==(const Entry&) const = default;
+  };
+
+  int64_t add_group() {
+    const std::lock_guard lock(mutex_);
+    calls_.push_back(0);
+    return static_cast<int64_t>(calls_.size()) - 1;
+  }
+
+  Entry called(int64_t group, const CollectiveCall& call) {
+    const std::lock_guard lock(mutex_);
+    before_last_ = last_;
+    last_ = {group, ++calls_[static_cast<std::size_t>(group)], call};
+    return last_;
+  }
+
+  /// Takes back a call that was refused. Another thread may have called another group meanwhile.
+  void refused(const Entry& entry) {
+    const std::lock_guard lock(mutex_);
+    --calls_[static_cast<std::size_t>(entry.group)];
+    if (last_ == entry) last_ = before_last_;
+    if (before_last_ == entry) before_last_ = {};
+  }
+
+  /// While a Waiting lives, its entry counts as waited for.
+  class Waiting {
+   public:
+    Waiting(CollectiveLog& log, const Entry& entry) : log_(log) {
+      const std::lock_guard lock(log_.mutex_);
+      place_ = log_.waits_.insert(log_.waits_.end(), {entry, std::chrono::steady_clock::now()});
+    }
+    ~Waiting() {
+      const std::lock_guard lock(log_.mutex_);
+      log_.waits_.erase(place_);
+    }
+    Waiting(const Waiting&) = delete;
+    Waiting& operator=(const Waiting&) = delete;
+
+   private:
+    CollectiveLog& log_;
+    std::list<std::pair<Entry, std::chrono::steady_clock::time_point>>::iterator place_;
+  };
+
+  RankActivity activity() const {
+    const std::lock_guard lock(mutex_);
+    RankActivity activity{.calls = calls_, .waits = !waits_.empty()};
+    Entry entry = last_;
+    if (activity.waits) {
+      const auto& [longest, since] = waits_.front();
+      entry = longest;
+      activity.waited_ms = std::chrono::duration_cast<std::chrono::milliseconds>(
+                               std::chrono::steady_clock::now() - since)
+                               .count();
+    }
+    activity.group = entry.group;
+    activity.sequence = entry.sequence;
+    activity.collective = entry.sequence > 0 ? entry.call.name() : "";
+    return activity;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<int64_t> calls_;
+  Entry last_;
+  Entry before_last_;
+  std::list<std::pair<Entry, std::chrono::steady_clock::time_point>> waits_;  ///< the oldest first
+};
 
 /// A rank's sign of life.
 struct Heartbeat {
@@ -65,15 +184,15 @@ inline std::string names_of(const std::vector<int>& ranks) {
   return names;
 }
 
-// mpirun leaves a rank a second between SIGTERM and SIGKILL. Those that are told to end give signs
-// of life quickly, so that who gives none shows soon.
+// mpirun leaves a rank a second between SIGTERM and SIGKILL. Ranks that are told to end give signs
+// of life quickly, so that a rank that gives none is noticed soon.
 inline constexpr std::chrono::milliseconds kIntervalWhenTerminated(50);
 inline constexpr std::chrono::milliseconds kSilenceWhenTerminated(250);
 inline constexpr std::chrono::milliseconds kExplainAfter(350);
 
-/// What one rank makes of the signs of life of the others. It knows no clock: time is what has
-/// passed between two looks at all of them, and of a longer one only so much counts, for then it
-/// was this rank that was stopped.
+/// Judges the signs of life of the other ranks. It reads no clock: callers give the time between
+/// two looks at all ranks. Of a longer time only two intervals count, for then this rank was
+/// stopped.
 class PeerWatch {
  public:
   using Time = std::chrono::milliseconds;
@@ -85,8 +204,8 @@ class PeerWatch {
         agent_serves_(agent_serves),
         peers_(static_cast<std::size_t>(size)) {}
 
-  /// The store has answered. All that is in `heartbeats` (an element a rank, empty: it has not
-  /// come) was there at one time.
+  /// Called when the store has answered. `heartbeats` has an element for each rank, empty if the
+  /// rank has not come, all read at one time.
   void look(Time passed, const std::vector<std::optional<Heartbeat>>& heartbeats) {
     passed = std::min(passed, 2 * options_.interval);
     store_silence_ = Time(0);
@@ -100,7 +219,8 @@ class PeerWatch {
     wait(passed);
   }
 
-  /// The store has not answered for so long more. \returns the fault, if it has been too long
+  /// Called when the store has not answered for the time `passed`. Returns a fault, if it has not
+  /// answered for too long.
   std::optional<WatchdogFault> look_without_answer(Time passed) {
     store_silence_ += std::min(passed, 2 * options_.interval);
     if (store_silence_ <= options_.heartbeat_timeout) return std::nullopt;
@@ -110,14 +230,14 @@ class PeerWatch {
     return fault;
   }
 
-  /// The connection to the store broke, in these words of c10d's.
+  /// Returns the fault of a broken connection to the store; `words` are c10d's message.
   WatchdogFault connection_broke(const std::string& words) const {
     WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
     blame_server(fault, "the connection to ", " broke (killed, or ended without a word): " + words);
     return fault;
   }
 
-  /// Peers that may still answer: all that are not known to be dead, done, or through with it.
+  /// Returns the ranks that may still report `fault`: all that are not known to be dead or done.
   std::vector<int> others_to_report(const WatchdogFault& fault) const {
     std::vector<int> others;
     for (int rank = 0; rank < size(); ++rank) {
@@ -144,7 +264,8 @@ class PeerWatch {
     return find_missing();
   }
 
-  /// A while after SIGTERM: who is not there any more? `store_silence` is by the clock.
+  /// Returns, a while after SIGTERM, a fault that names the ranks that are gone. `store_silence` is
+  /// the time since the store's last answer.
   WatchdogFault explain_end(Time store_silence) const {
     WatchdogFault fault{WatchdogFault::Kind::terminated, {}, "a signal (SIGTERM) told it to"};
     if (store_silence >= kSilenceWhenTerminated) {  // and so there is no news of any other rank
@@ -169,8 +290,9 @@ class PeerWatch {
     Time silence{0};
   };
 
-  /// Adds to the fault that something happened to whoever serves the store, between `before` and
-  /// `after`: rank 0, and what it did when last seen, or torchrun's agent, and then no rank.
+  /// Adds to the fault that something happened to the server of the store, named between `before`
+  /// and `after`: rank 0, with what it did when last seen, or torchrun's agent, for which no rank
+  /// is blamed.
   void blame_server(WatchdogFault& fault, const char* before, const std::string& after) const {
     fault.what += before + std::string(agent_serves_ ? "torchrun's agent" : "rank 0") +
                   ", which hosts the store," + after;
@@ -180,7 +302,7 @@ class PeerWatch {
   }
 
   int size() const noexcept { return static_cast<int>(peers_.size()); }
-  /// Null until it has given its first sign of life.
+  /// Returns what this rank does; null until it has given its first sign of life.
   const RankActivity* own() const {
     const auto& last = peers_[static_cast<std::size_t>(rank_)].last;
     return last ? &last->activity : nullptr;
@@ -191,7 +313,7 @@ class PeerWatch {
            heartbeat.state == Heartbeat::State::failed;
   }
 
-  /// For how long this rank has been waiting, of which only seen time counts too.
+  /// Counts the time that this rank has been waiting for one collective, as the looks saw it.
   void wait(Time passed) {
     if (!own() || !own()->waits) {
       waited_ = Time(0);
@@ -202,7 +324,7 @@ class PeerWatch {
     waits_for_ = place;
   }
 
-  /// Of those that have been silent for too long all, the one that has been so longest first.
+  /// Returns a fault that names all ranks that have been silent for too long.
   std::optional<WatchdogFault> find_silent() const {
     WatchdogFault fault{WatchdogFault::Kind::unresponsive, {}, ""};
     for (int rank = 0; rank < size(); ++rank) {
@@ -234,7 +356,7 @@ class PeerWatch {
       fault.ranks.push_back(rank);
       each += "; " + names_of({rank}) + ' ' + whereabouts(last);
     }
-    // Who is done will not come.
+    // A rank that is done will not come.
     if (!too_long && !(finished && waited_ > options_.heartbeat_timeout)) return std::nullopt;
     if (fault.ranks.empty()) {
       fault.kind = WatchdogFault::Kind::stuck;
@@ -263,8 +385,8 @@ class PeerWatch {
   Time waited_{0};
 };
 
-/// A line, so that words from elsewhere do not look like another field: control characters become
-/// blanks, and backtraces are cut off.
+/// Returns `words` as one line, so that they cannot look like another field of a message: control
+/// characters become blanks, and backtraces are cut off.
 inline std::string one_line(std::string_view words) {
   constexpr std::size_t kMost = 1000;
   const std::size_t backtrace = words.find("\nException raised from ");
@@ -332,10 +454,10 @@ inline Heartbeat decode_heartbeat(const std::string& text) {
                        .collective = words}};
 }
 
-/// What the ranks' watchdogs tell each other through the store. One thread's at a time.
+/// The messages that the ranks' watchdogs exchange through the store. For one thread at a time.
 class WatchdogStore {
  public:
-  /// Several watchdogs may use one store in turn: each has keys of its own.
+  /// Each watchdog has its own keys, so that several may use one store in turn.
   WatchdogStore(c10::intrusive_ptr<c10d::Store> store, int rank, int size)
       : store_(std::move(store)), rank_(rank), has_come_(static_cast<std::size_t>(size), false) {
     const std::string all = "mezzo/watchdog/";
@@ -345,7 +467,7 @@ class WatchdogStore {
     agent_serves_ = store_->check({kAgentServes});
   }
 
-  /// Is it torchrun's agent that serves the store, and not rank 0?
+  /// Returns whether torchrun's agent serves the store, and not rank 0.
   bool agent_serves() const noexcept { return agent_serves_; }
 
   /// Gives a sign of life.
@@ -353,10 +475,10 @@ class WatchdogStore {
 
   struct News {
     std::vector<std::optional<Heartbeat>> heartbeats;  ///< an element a rank, empty: not yet come
-    std::optional<WatchdogFault> fault;                ///< that one of them has found
+    std::optional<WatchdogFault> fault;                ///< the fault that a rank has found
   };
 
-  /// `own` is this rank's sign of life, which need not be fetched.
+  /// Reads all messages. `own` is this rank's sign of life, which need not be fetched.
   News read(const Heartbeat& own) {
     find_who_has_come();
     std::vector<std::string> keys = {fault_key()};
@@ -377,7 +499,7 @@ class WatchdogStore {
     return news;
   }
 
-  /// \returns the fault that was published first, by whichever rank.
+  /// Publishes a fault. Returns the one that was published first, by whichever rank.
   WatchdogFault publish(const WatchdogFault& fault) {
     return decode_fault(store_->compareSet(fault_key(), kNoFault, encode(fault)));
   }
@@ -402,32 +524,38 @@ class WatchdogStore {
   std::vector<bool> has_come_;
 };
 
-/// What there is one of a process: whether SIGTERM came, and who asked for it to be noticed.
+/// The state of SIGTERM in this process: whether it came, and how many watchdogs wait for it.
 struct TerminationState {
   std::atomic<bool> received{false};
-  std::mutex mutex;
-  int users = 0;
-  void (*installed)(int) = nullptr;  // the handler that notes it, of whichever library came first
+  std::atomic<int> users{0};
 };
 
+/// Returns the process's state, which shared libraries share.
 __attribute__((visibility("default"))) inline TerminationState& termination_state() {
   static TerminationState state;
   return state;
 }
 
-inline void note_termination(int /*signal*/) {
-  termination_state().received.store(true);  // made before the handler was installed
+/// Ends the process as SIGTERM does where nobody handles it.
+inline void obey_termination() {
+  signal(SIGTERM, SIG_DFL);
+  raise(SIGTERM);
 }
 
-/// While one lives SIGTERM is noticed and does nothing else, unless the program has a handler of
-/// its own, or ignores it.
+/// The handler of SIGTERM. It may stay when no watchdog is left, where several libraries have one.
+inline void note_termination(int /*signal*/) {
+  TerminationState& state = termination_state();  // made before the handler was installed
+  state.received = true;
+  if (state.users == 0) obey_termination();
+}
+
+/// While a TerminationSignal lives, SIGTERM is noticed and does nothing else, unless the program
+/// has its own handler, or ignores the signal.
 class TerminationSignal {
  public:
   explicit TerminationSignal(bool wanted) : wanted_(wanted) {
     if (!wanted_) return;
-    TerminationState& state = termination_state();
-    const std::lock_guard lock(state.mutex);
-    if (state.users++ > 0) return;
+    ++termination_state().users;
     struct sigaction present {};
     sigaction(SIGTERM, nullptr, &present);
     if ((present.sa_flags & SA_SIGINFO) != 0 || present.sa_handler != SIG_DFL) return;
@@ -435,44 +563,24 @@ class TerminationSignal {
     noting.sa_handler = note_termination;
     noting.sa_flags = SA_RESTART;
     sigemptyset(&noting.sa_mask);
-    if (sigaction(SIGTERM, &noting, nullptr) == 0) state.installed = note_termination;
+    sigaction(SIGTERM, &noting, nullptr);
   }
   ~TerminationSignal() {
-    if (!wanted_) return;
-    TerminationState& state = termination_state();
-    const std::lock_guard lock(state.mutex);
-    if (--state.users == 0) restore(state);
+    if (!wanted_ || --termination_state().users > 0) return;
+    struct sigaction present {};
+    sigaction(SIGTERM, nullptr, &present);
+    if (present.sa_handler == note_termination) signal(SIGTERM, SIG_DFL);
   }
   TerminationSignal(const TerminationSignal&) = delete;
   TerminationSignal& operator=(const TerminationSignal&) = delete;
 
-  bool received() const { return wanted_ && termination_state().received.load(); }
-
-  /// As if nobody had noticed it.
-  static void obey() {
-    TerminationState& state = termination_state();
-    {
-      const std::lock_guard lock(state.mutex);
-      restore(state);
-    }
-    raise(SIGTERM);
-  }
+  bool received() const { return wanted_ && termination_state().received; }
 
  private:
-  /// The program may have put a handler of its own there meanwhile: that stays.
-  static void restore(TerminationState& state) {
-    struct sigaction present {};
-    sigaction(SIGTERM, nullptr, &present);
-    if (state.installed != nullptr && present.sa_handler == state.installed) {
-      signal(SIGTERM, SIG_DFL);
-    }
-    state.installed = nullptr;
-  }
-
   bool wanted_;
 };
 
-/// What a program has printed so far, unless a thread that is stuck holds stdio.
+/// Flushes stdio, unless a thread that is stuck holds it.
 inline void try_to_flush() {
   const auto flushed = std::make_shared<std::promise<void>>();
   std::thread([flushed] {
@@ -482,7 +590,7 @@ inline void try_to_flush() {
   flushed->get_future().wait_for(std::chrono::milliseconds(200));
 }
 
-/// The last line of a rank: why it ends, and what it was `doing`.
+/// Reports why a rank ends, and what it was `doing`.
 inline void report_end(const WatchdogOptions& options, const WatchdogFault& fault, int rank,
                        int size, const std::string& doing) {
   const std::string line = "mezzo: rank " + std::to_string(rank) + " of " + std::to_string(size) +
@@ -494,18 +602,18 @@ inline void report_end(const WatchdogOptions& options, const WatchdogFault& faul
   }
 }
 
-/// Returns only if `options.end` does.
+/// Ends the process. Returns only if `options.end` does.
 inline void end_process(const WatchdogOptions& options, const WatchdogFault& fault) {
   if (options.end) return options.end(fault);
   try_to_flush();
   std::_Exit(kWatchdogExitStatus);
 }
 
-/// The threads of a watchdog, and what they share.
+/// The two threads of a watchdog, and their common state.
 ///
-/// One exchanges signs of life, and may be stuck in the store for as long as rank 0 is stopped. The
-/// other never touches the store: it watches the first, and SIGTERM. Whoever is first to know of a
-/// fault reports it and ends the process.
+/// One thread exchanges signs of life, and may be stuck in the store for as long as rank 0 is
+/// stopped. The other never uses the store: it watches the first thread, and SIGTERM. The thread
+/// that knows of a fault first reports it and ends the process.
 class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
  public:
   using Clock = std::chrono::steady_clock;
@@ -532,22 +640,24 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     looking_ = std::thread([self = shared_from_this()] { self->look_until_over(); });
   }
 
-  /// Of this rank: it is done. Returns when the others know, and on rank 0 when they are done too.
+  /// Tells the others that this rank is done. Returns when they know, and on rank 0 when they are
+  /// done too.
   void finish() {
     std::unique_lock lock(mutex_);
     if (!is_settled_) state_ = Heartbeat::State::finished;
     wait_for_end(lock);
   }
 
-  /// Returns when the others have read it, or after four intervals; where there is another fault it
-  /// may end the process.
+  /// Tells the others that this rank failed. Returns when they have read it, or after four
+  /// intervals. If there is another fault, it may end the process.
   void fail(const std::string& what) {
     std::unique_lock lock(mutex_);
     if (!is_settled_) failure_ = what;
     wait_for_end(lock);
   }
 
-  /// After one of them. A thread that never comes back from the store keeps what it needs.
+  /// Called after `finish` or `fail`. A thread that never comes back from the store is detached,
+  /// and keeps this object.
   void join() {
     looking_.join();
     std::unique_lock lock(mutex_);
@@ -622,12 +732,12 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     }
   }
 
-  /// Gives a sign of life, and reads those of the others.
-  /// \returns the fault, the same on all ranks, where this rank or another has found one
+  /// Gives a sign of life, and reads those of the others. Returns the fault, the same on all ranks,
+  /// if this rank or another has found one.
   std::optional<WatchdogFault> exchange() {
     const Heartbeat own = sign_of_life();
     store_.put(own);
-    // Rank 0 may take this for the last rank's end, and its store with it.
+    // Rank 0 may end now, if this was the last rank, and its store with it.
     if (own.state == Heartbeat::State::finished && rank_ != 0) return std::nullopt;
     const WatchdogStore::News news = store_.read(own);
     std::unique_lock lock(mutex_);
@@ -651,7 +761,8 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     over();
   }
 
-  /// Only one thread deals with the end, and once. `to_end`: for which the process is to be ended.
+  /// Returns whether the calling thread is the one that deals with the end; only one is. `to_end`
+  /// is the fault for which the process must be ended.
   bool claim(Heartbeat::State state, const std::optional<WatchdogFault>& to_end) {
     const std::lock_guard lock(mutex_);
     if (is_settled_) return false;
@@ -674,7 +785,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     }
   }
 
-  /// \returns whether there is nothing more to be seen.
+  /// Returns whether there is nothing more to look for.
   bool look(std::chrono::milliseconds passed, std::unique_lock<std::mutex>& lock) {
     if (termination_.received() && state_ == Heartbeat::State::running) {
       state_ = Heartbeat::State::terminated;
@@ -683,7 +794,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
       return true;
     }
     if (is_settled_) {
-      // The thread that settles it may be stuck in a store that has stopped since.
+      // The thread that deals with the end may be stuck in a store that has stopped since.
       if (Clock::now() < settled_at_ + 6 * options_.interval) return false;
       lock.unlock();
       conclude();
@@ -703,7 +814,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     const WatchdogFault fault = peers_.explain_end(since(last_answer_));
     lock.unlock();
     if (mine) report(fault);
-    TerminationSignal::obey();
+    obey_termination();
   }
 
   void settle(const WatchdogFault& fault, bool store_answers) {
@@ -721,7 +832,7 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
     over();
   }
 
-  /// A launcher ends the ranks that are left when the first one goes: all have spoken before that.
+  /// Waits until all ranks have reported, for a launcher ends the others when the first one goes.
   void linger(const WatchdogFault& fault, bool store_answers) {
     const auto until = Clock::now() + 3 * options_.interval;
     const auto pause = std::clamp(options_.interval / 4, std::chrono::milliseconds(5),
@@ -736,9 +847,9 @@ class WatchdogThreads : public std::enable_shared_from_this<WatchdogThreads> {
         std::this_thread::sleep_for(pause);
       }
       if (store_answers) return;
-    } catch (const std::exception&) {  // rank 0 has gone: so has the store, and with it all news
+    } catch (const std::exception&) {  // rank 0 has gone, and the store with it
     }
-    // Each rank sees for itself that the store is gone, within an interval.
+    // Each rank notices within an interval that the store is gone.
     std::this_thread::sleep_for(options_.interval * 3 / 2);
   }
 
@@ -798,8 +909,7 @@ class WatchedWork final : public c10d::Work {
   CollectiveLog::Entry entry_;
 };
 
-/// Passes every collective on, and logs the calls and the waiting. (c10d's ProcessGroupWrapper is
-/// such a backend too.)
+/// Passes every collective on to another backend, and logs the calls and the waiting.
 class WatchedBackend final : public c10d::Backend {
  public:
   WatchedBackend(GroupPtr under, std::shared_ptr<CollectiveLog> log)
@@ -856,9 +966,9 @@ class WatchedBackend final : public c10d::Backend {
                   [&] { return under_->alltoall(outputs, inputs, options); });
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
-                          const c10d::AllgatherOptions& /*options*/ = {}) override {
+                          const c10d::AllgatherOptions& options = {}) override {
     return launch(c10d::OpType::_ALLGATHER_BASE, {input}, c10d::ReduceOp::SUM, 0,
-                  [&] { return detail::all_gather_single(*under_, output, input); });
+                  [&] { return under_->_allgather_base(output, input, options); });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                const c10d::ReduceScatterOptions& options = {}) override {
@@ -885,13 +995,13 @@ class WatchedBackend final : public c10d::Backend {
     call.reduction = op;
     call.root = static_cast<int>(root);
     for (const at::Tensor& input : inputs) {
-      if (!input.defined()) continue;  // the backend refuses it
+      if (!input.defined()) continue;  // which the backend refuses
       call.dtype = input.scalar_type();
       call.numel += input.numel();
     }
     const CollectiveLog::Entry entry = log_->called(number_, call);
     try {
-      // Starting one may itself wait for other ranks, as NCCL's first does.
+      // Starting a collective may wait for other ranks, as NCCL's first one does.
       const CollectiveLog::Waiting waiting(*log_, entry);
       return c10::make_intrusive<WatchedWork>(start(), log_, entry);
     } catch (...) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
@@ -16,6 +17,7 @@
 #include <torch/optim/sgd.h>
 
 #include <cstddef>
+#include <limits>
 #include <string>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -61,12 +63,18 @@ inline std::string words_of_options(const torch::optim::OptimizerOptions& option
   return words;
 }
 
+/// The `max_norm` of a step that does not clip.
+inline constexpr double kNoMaxNorm = std::numeric_limits<double>::infinity();
+
 /// Returns a line for each number that decides a step, so that ranks can compare theirs: the loss
-/// scale, each group's options (words_of_options) and the number of applied steps. `scale` is
-/// undefined where there is none. Waits where the numbers are on a device.
-inline std::string words_of_step(AnyOptimizer optimizer, const at::Tensor& scale) {
+/// scale, the largest norm if the step clips, each group's options (words_of_options) and the
+/// number of applied steps. `scale` is undefined where there is none. Waits where the numbers are
+/// on a device.
+inline std::string words_of_step(AnyOptimizer optimizer, const at::Tensor& scale,
+                                 double max_norm = kNoMaxNorm) {
   std::string words;
   if (scale.defined()) words += "loss scale: " + words_of_option(scale.item<double>()) + '\n';
+  if (!is_positive_infinity(max_norm)) words += "max_norm: " + words_of_option(max_norm) + '\n';
   std::size_t number = 0;
   for (const auto& group : optimizer.optimizer().param_groups()) {
     words += words_of_options(group.options(), "group " + std::to_string(number++) + ' ');
@@ -81,22 +89,23 @@ inline std::string words_of_step(AnyOptimizer optimizer, const at::Tensor& scale
 /// as GradBuckets' is.
 class StepWitness {
  public:
-  virtual void note_step(AnyOptimizer optimizer, const at::Tensor& scale) = 0;
+  virtual void note_step(AnyOptimizer optimizer, const at::Tensor& scale, double max_norm) = 0;
 
  protected:
   ~StepWitness() = default;
 };
 
 /// Tells the witness of the first parameter that has one of a step that is about to be taken with
-/// the loss scale `scale`, which is undefined where there is none.
-inline void tell_witness(AnyOptimizer optimizer, const at::Tensor& scale) {
+/// the loss scale `scale`, which is undefined where there is none, and clip to `max_norm`.
+inline void tell_witness(AnyOptimizer optimizer, const at::Tensor& scale,
+                         double max_norm = kNoMaxNorm) {
   for (const auto& group : optimizer.optimizer().param_groups()) {
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.defined() || !parameter.requires_grad()) continue;
       auto* const hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
       auto* const witness = dynamic_cast<StepWitness*>(hook);
       if (witness == nullptr) continue;
-      if (capture_on(parameter.device()) == 0) witness->note_step(optimizer, scale);
+      if (capture_on(parameter.device()) == 0) witness->note_step(optimizer, scale, max_norm);
       return;
     }
   }
