@@ -34,7 +34,7 @@ GradScaler quiet_scaler(const LossScaleOptions& options = {.init_scale = 1024}) 
   return scaler;
 }
 
-std::vector<torch::Tensor> parameters() {
+std::vector<torch::Tensor> four_parameters() {
   torch::manual_seed(7);
   std::vector<torch::Tensor> all;
   for (const int64_t size : {33, 1, 9000, 7}) all.push_back(torch::randn({size}).requires_grad_());
@@ -53,7 +53,7 @@ void set_gradients(const std::vector<torch::Tensor>& all, double scale, int step
 
 /// The state after a hundred steps, some of which overflow.
 struct Record {
-  std::vector<torch::Tensor> parameters = ::parameters();
+  std::vector<torch::Tensor> parameters = four_parameters();
   std::vector<double> scales;
   std::vector<bool> ran;
   std::vector<double> norms;

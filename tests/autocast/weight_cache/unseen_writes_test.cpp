@@ -25,10 +25,10 @@ using torch::kBFloat16;
 using torch::kCPU;
 using torch::Tensor;
 
-constexpr int64_t kWidth = 4;
+constexpr int64_t kFeatures = 4;
 
 Tensor what_a_linear_module_reads(const Tensor& weight) {
-  return torch::matmul(torch::eye(kWidth), weight.t()).t();
+  return torch::matmul(torch::eye(kFeatures), weight.t()).t();
 }
 
 /// Uses enough of a weight for any copy to be held.
@@ -50,7 +50,7 @@ enum class Where { cached, outside_the_cache };
 Tensor loss_of(const WeightCache& cache, const Tensor& weight, Where where) {
   const Autocast<kCPU> autocast(where == Where::cached ? mezzo::AutocastSetting{.cache = cache}
                                                        : mezzo::AutocastSetting{.enabled = false});
-  return torch::linear(torch::ones({1, kWidth}), weight).to(torch::kFloat).pow(2).sum();
+  return torch::linear(torch::ones({1, kFeatures}), weight).to(torch::kFloat).pow(2).sum();
 }
 
 /// Trains a weight that is frozen before and after.
@@ -67,7 +67,7 @@ TEST(UnseenSgdSteps, BetweenTwoFreezesAreNoticed) {
   for (const auto where : {Where::cached, Where::outside_the_cache}) {
     for (const bool clear_gradient : {true, false}) {
       const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-      const auto weight = torch::randn({kWidth, kWidth});
+      const auto weight = torch::randn({kFeatures, kFeatures});
       for (int step = 0; step < 3; ++step) {
         evaluate(cache, weight);
         thaw_and_step(cache, weight, where, clear_gradient);
@@ -81,7 +81,7 @@ TEST(UnseenSgdSteps, OfAFrozenWeightInsideOneLongRegionAreNoticed) {
   for (const auto where : {Where::cached, Where::outside_the_cache}) {
     for (const bool clear_gradient : {true, false}) {
       const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-      auto weight = torch::randn({kWidth, kWidth});
+      auto weight = torch::randn({kFeatures, kFeatures});
       const Autocast<kCPU> autocast({.cache = cache});
       for (int step = 0; step < 3; ++step) {
         evaluate(cache, weight);
@@ -95,7 +95,7 @@ TEST(UnseenSgdSteps, OfAFrozenWeightInsideOneLongRegionAreNoticed) {
 TEST(UnseenSgdSteps, OfAGradientThatWentThroughACopyAreNoticedInsideOneLongRegion) {
   for (const bool clear_gradient : {true, false}) {
     const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-    auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+    auto weight = torch::randn({kFeatures, kFeatures}).requires_grad_();
     torch::optim::SGD optimizer({weight}, 0.5);
     const Autocast<kCPU> autocast({.cache = cache});
     for (int step = 0; step < 3; ++step) {
@@ -111,7 +111,7 @@ TEST(UnseenSgdSteps, OfAGradientThatWentThroughACopyAreNoticedInsideOneLongRegio
 // The one step that a region does not see. The page of the cache names it, and `forget`.
 TEST(UnseenSgdSteps, OfAGradientThatWentThroughNoCopyAreForgottenByHand) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  auto weight = torch::randn({kFeatures, kFeatures}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
   const Autocast<kCPU> region({.cache = cache});
   const auto first_use = what_linear_reads(weight);
@@ -125,7 +125,7 @@ TEST(UnseenSgdSteps, OfAGradientThatWentThroughNoCopyAreForgottenByHand) {
 // SGD steps what has a gradient, frozen or not.
 TEST(UnseenSgdSteps, OfAFrozenWeightThatStillHasAGradientAreNoticed) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth});
+  auto weight = torch::randn({kFeatures, kFeatures});
   torch::optim::SGD optimizer({weight}, 0.5);
   thaw_and_step(cache, weight, Where::cached, /*clear_gradient=*/false);
   const Autocast<kCPU> region({.cache = cache});
@@ -139,7 +139,7 @@ TEST(UnseenSgdSteps, OfAFrozenWeightThatStillHasAGradientAreNoticed) {
 
 TEST(UnseenSgdSteps, AfterABackwardPassOfAGraphFromBeforeTheFreezeAreNoticed) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  auto weight = torch::randn({kFeatures, kFeatures}).requires_grad_();
   torch::optim::SGD optimizer({weight}, 0.5);
   const auto loss = loss_of(cache, weight, Where::outside_the_cache);
   weight.set_requires_grad(false);
@@ -155,7 +155,7 @@ TEST(UnseenSgdSteps, AfterABackwardPassOfAGraphFromBeforeTheFreezeAreNoticed) {
 // Gradient buckets hold the nodes that collect gradients: no new one tells of a new graph.
 TEST(UnseenSgdSteps, OfAWeightWhoseGradientsSomebodyCollectsAreNoticed) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  auto weight = torch::randn({kFeatures, kFeatures}).requires_grad_();
   const auto collector = torch::autograd::impl::grad_accumulator(weight);
   weight.set_requires_grad(false);
   for (int step = 0; step < 3; ++step) {
@@ -168,8 +168,8 @@ TEST(UnseenSgdSteps, OfAWeightWhoseGradientsSomebodyCollectsAreNoticed) {
 TEST(UnseenSgdSteps, OfAGansFrozenDiscriminatorAreNoticed) {
   const auto train = [](const mezzo::AutocastSetting& options) {
     torch::manual_seed(3);
-    torch::nn::Linear generator(kWidth, kWidth);
-    torch::nn::Linear discriminator(kWidth, 1);
+    torch::nn::Linear generator(kFeatures, kFeatures);
+    torch::nn::Linear discriminator(kFeatures, 1);
     torch::optim::SGD generates(generator->parameters(), 0.1);
     torch::optim::SGD discriminates(discriminator->parameters(), 0.1);
     const auto freeze = [&](bool frozen) {
@@ -188,12 +188,12 @@ TEST(UnseenSgdSteps, OfAGansFrozenDiscriminatorAreNoticed) {
     for (int step = 0; step < 6; ++step) {
       freeze(true);
       generates.zero_grad();
-      judge(generator(torch::randn({3, kWidth}))).backward();
+      judge(generator(torch::randn({3, kFeatures}))).backward();
       generates.step();
       freeze(false);
       discriminates.zero_grad();
-      (in_full_precision(generator(torch::randn({3, kWidth})).detach()) -
-       in_full_precision(torch::randn({3, kWidth})))
+      (in_full_precision(generator(torch::randn({3, kFeatures})).detach()) -
+       in_full_precision(torch::randn({3, kFeatures})))
           .backward();
       discriminates.step();
       discriminates.zero_grad();
@@ -214,19 +214,20 @@ std::vector<SharedMemory> ways_to_share() {
   return {
       {"PartOfAFlatBuffer",
        [](Tensor& weight) {
-         const auto flat = torch::randn({3 * kWidth * kWidth});
-         weight.set_data(flat.narrow(0, kWidth * kWidth, kWidth * kWidth).view({kWidth, kWidth}));
+         const auto flat = torch::randn({3 * kFeatures * kFeatures});
+         weight.set_data(flat.narrow(0, kFeatures * kFeatures, kFeatures * kFeatures)
+                             .view({kFeatures, kFeatures}));
          return flat;
        }},
       {"WholeFlatBuffer",
        [](Tensor& weight) {
-         const auto flat = torch::randn({kWidth * kWidth});
-         weight.set_data(flat.view({kWidth, kWidth}));
+         const auto flat = torch::randn({kFeatures * kFeatures});
+         weight.set_data(flat.view({kFeatures, kFeatures}));
          return flat;
        }},
       {"AnotherParameter",
        [](Tensor& weight) {
-         auto other = torch::randn({kWidth, kWidth}).requires_grad_();
+         auto other = torch::randn({kFeatures, kFeatures}).requires_grad_();
          other.set_data(weight);
          return other;
        }},
@@ -239,7 +240,7 @@ class UnseenWritesToMemory : public testing::TestWithParam<SharedMemory> {};
 TEST_P(UnseenWritesToMemory, AreNoticedInAFrozenWeight) {
   for (const bool one_region : {true, false}) {
     const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-    auto weight = torch::randn({kWidth, kWidth});
+    auto weight = torch::randn({kFeatures, kFeatures});
     std::optional<Autocast<kCPU>> region;
     if (one_region) region.emplace(mezzo::AutocastSetting{.cache = cache});
     evaluate(cache, weight);
@@ -255,7 +256,7 @@ TEST_P(UnseenWritesToMemory, AreNoticedInAFrozenWeight) {
 
 TEST_P(UnseenWritesToMemory, AreNoticedInATrainableWeightBetweenRegions) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  auto weight = torch::randn({kWidth, kWidth}).requires_grad_();
+  auto weight = torch::randn({kFeatures, kFeatures}).requires_grad_();
   const auto shared = GetParam().share(weight);
   for (int write = 0; write < 3; ++write) {
     evaluate(cache, weight);
@@ -270,13 +271,13 @@ INSTANTIATE_TEST_SUITE_P(Through, UnseenWritesToMemory, testing::ValuesIn(ways_t
 
 TEST(TrainableWeights, AreCastOnceForTheUsesOfOneGraph) {
   const WeightCache cache = mezzo::install_op_overrides(WeightCache());
-  torch::nn::Linear cell(kWidth, kWidth);
+  torch::nn::Linear cell(kFeatures, kFeatures);
   const Autocast<kCPU> autocast({.cache = cache});
   {
     const torch::NoGradGuard no_grad;
-    cell(torch::randn({2, kWidth}));
+    cell(torch::randn({2, kFeatures}));
   }
-  auto state = torch::randn({2, kWidth});
+  auto state = torch::randn({2, kFeatures});
   for (int step = 0; step < 10; ++step) state = cell(state);
   EXPECT_LE(cache.statistics().casts, 4);  // for the evaluation and for the graph
   EXPECT_GE(cache.statistics().hits, 18);
