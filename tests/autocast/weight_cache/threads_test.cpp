@@ -22,12 +22,12 @@ using torch::kBFloat16;
 using torch::kCPU;
 using torch::Tensor;
 
-constexpr int kReaders = 8;
+constexpr int kThreads = 8;
 constexpr int64_t kEdge = 6;
 
 void in_threads(const std::function<void(int)>& work) {
   std::vector<std::thread> threads;
-  for (int i = 0; i < kReaders; ++i) {
+  for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&work, i] {
       at::set_num_threads(1);
       work(i);
@@ -59,7 +59,7 @@ TEST(WeightCacheThreads, ShareOneCopyOfEachWeight) {
   });
   EXPECT_EQ(wrong, 0);
   EXPECT_EQ(cache.statistics().casts, 5);
-  EXPECT_EQ(cache.statistics().hits, 5 * (kReaders - 1));
+  EXPECT_EQ(cache.statistics().hits, 5 * (kThreads - 1));
 }
 
 TEST(WeightCacheThreads, HaveTheirOwnCopiesOfTrainableWeights) {
@@ -74,8 +74,8 @@ TEST(WeightCacheThreads, HaveTheirOwnCopiesOfTrainableWeights) {
     what_linear_reads(weight);
     misses += cache.holds(weight, kBFloat16) ? 0 : 100;
   }));
-  EXPECT_EQ(misses, kReaders);
-  EXPECT_EQ(cache.statistics().casts, 1 + kReaders);
+  EXPECT_EQ(misses, kThreads);
+  EXPECT_EQ(cache.statistics().casts, 1 + kThreads);
   EXPECT_EQ(cache.statistics().copies_held, 1);
   EXPECT_TRUE(cache.holds(weight, kBFloat16));
 }

@@ -14,7 +14,7 @@ namespace {
 using mezzo::MatmulPrecisionGuard;
 using Backend = at::Float32Backend;
 using Op = at::Float32Op;
-using Precision = at::Float32Precision;
+using FloatPrecision = at::Float32Precision;
 using Matmul = at::Float32MatmulPrecision;
 using Reduction = at::CuBLASReductionOption;
 using testing::ElementsAre;
@@ -25,10 +25,11 @@ at::Context& context() { return at::globalContext(); }
 
 /// What libtorch's newer getter says of every op, without a GENERIC setting and with one: an entry
 /// that inherits changes, one that was set does not.
-std::vector<Precision> table() {
-  std::vector<Precision> seen;
-  const Precision generic = context().float32Precision(Backend::GENERIC, Op::ALL);
-  for (const Precision parent : {Precision::NONE, Precision::IEEE, Precision::TF32}) {
+std::vector<FloatPrecision> table() {
+  std::vector<FloatPrecision> seen;
+  const FloatPrecision generic = context().float32Precision(Backend::GENERIC, Op::ALL);
+  for (const FloatPrecision parent :
+       {FloatPrecision::NONE, FloatPrecision::IEEE, FloatPrecision::TF32}) {
     context().setFloat32Precision(Backend::GENERIC, Op::ALL, parent);
     for (const Backend backend : {Backend::CUDA, Backend::MKLDNN}) {
       for (const Op op : {Op::ALL, Op::MATMUL, Op::CONV, Op::RNN}) {
@@ -41,8 +42,8 @@ std::vector<Precision> table() {
   return seen;
 }
 
-Precision cuda(Op op) { return context().float32Precision(Backend::CUDA, op); }
-Precision onednn(Op op) { return context().float32Precision(Backend::MKLDNN, op); }
+FloatPrecision cuda(Op op) { return context().float32Precision(Backend::CUDA, op); }
+FloatPrecision onednn(Op op) { return context().float32Precision(Backend::MKLDNN, op); }
 
 /// Leaves the process as it was found, whatever a test sets beforehand.
 class MatmulPrecision : public testing::Test {
@@ -53,7 +54,8 @@ class MatmulPrecision : public testing::Test {
     context().setAllowTF32CuDNN(true);
     for (const auto& [backend, op] : mezzo::detail::kFloat32Entries) {
       const bool cudnn = backend == Backend::CUDA && (op == Op::CONV || op == Op::RNN);
-      context().setFloat32Precision(backend, op, cudnn ? Precision::TF32 : Precision::NONE);
+      context().setFloat32Precision(backend, op,
+                                    cudnn ? FloatPrecision::TF32 : FloatPrecision::NONE);
     }
     context().setAllowFP16ReductionCuBLAS(true);
     context().setAllowBF16ReductionCuBLAS(true);
@@ -66,7 +68,7 @@ TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
   const auto before = table();
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::HIGH});
-    EXPECT_EQ(cuda(Op::MATMUL), Precision::TF32);
+    EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::TF32);
     EXPECT_TRUE(context().allowTF32CuBLAS());
     EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGH);
   }
@@ -78,13 +80,13 @@ TEST_F(MatmulPrecision, IsTf32InTheScopeAndAsItWasAfterwards) {
 TEST_F(MatmulPrecision, SetsWhatTorchSetsForEachName) {
   {
     const MatmulPrecisionGuard guard({.float32 = Matmul::MEDIUM});
-    EXPECT_EQ(cuda(Op::MATMUL), Precision::TF32);
-    EXPECT_EQ(onednn(Op::MATMUL), Precision::BF16);
+    EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::TF32);
+    EXPECT_EQ(onednn(Op::MATMUL), FloatPrecision::BF16);
   }
-  context().setFloat32Precision(Backend::GENERIC, Op::ALL, Precision::TF32);
+  context().setFloat32Precision(Backend::GENERIC, Op::ALL, FloatPrecision::TF32);
   const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST});
-  EXPECT_EQ(cuda(Op::MATMUL), Precision::IEEE) << "whatever stands above it";
-  EXPECT_EQ(onednn(Op::MATMUL), Precision::IEEE);
+  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE) << "whatever stands above it";
+  EXPECT_EQ(onednn(Op::MATMUL), FloatPrecision::IEEE);
 }
 
 TEST_F(MatmulPrecision, LeavesAloneWhatItIsNotTold) {
@@ -105,8 +107,8 @@ TEST_F(MatmulPrecision, SetsAndRestoresTheRestOfTheFlags) {
                                       .bf16_reduction = true,
                                       .fp16_accumulation = true});
     EXPECT_FALSE(context().allowTF32CuDNN());
-    EXPECT_EQ(cuda(Op::CONV), Precision::IEEE);
-    EXPECT_EQ(cuda(Op::RNN), Precision::IEEE);
+    EXPECT_EQ(cuda(Op::CONV), FloatPrecision::IEEE);
+    EXPECT_EQ(cuda(Op::RNN), FloatPrecision::IEEE);
     EXPECT_EQ(context().allowFP16ReductionCuBLAS(), Reduction::DisallowReducedPrecisionAllowSplitK);
     EXPECT_EQ(context().allowBF16ReductionCuBLAS(), Reduction::AllowReducedPrecisionWithSplitK);
     EXPECT_TRUE(context().allowFP16AccumulationCuBLAS());
@@ -150,16 +152,16 @@ TEST_F(MatmulPrecision, IsRestoredByExceptionsAndEarlyReturns) {
 }
 
 TEST_F(MatmulPrecision, KeepsWhatInheritsInheriting) {
-  context().setFloat32Precision(Backend::CUDA, Op::ALL, Precision::TF32);
-  ASSERT_EQ(cuda(Op::MATMUL), Precision::TF32) << "by inheritance";
+  context().setFloat32Precision(Backend::CUDA, Op::ALL, FloatPrecision::TF32);
+  ASSERT_EQ(cuda(Op::MATMUL), FloatPrecision::TF32) << "by inheritance";
   { const MatmulPrecisionGuard guard({.float32 = Matmul::HIGHEST}); }
-  context().setFloat32Precision(Backend::CUDA, Op::ALL, Precision::IEEE);
-  EXPECT_EQ(cuda(Op::MATMUL), Precision::IEEE);
+  context().setFloat32Precision(Backend::CUDA, Op::ALL, FloatPrecision::IEEE);
+  EXPECT_EQ(cuda(Op::MATMUL), FloatPrecision::IEEE);
 }
 
 TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
-  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, Precision::TF32);
-  context().setFloat32Precision(Backend::CUDA, Op::CONV, Precision::IEEE);
+  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::TF32);
+  context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::IEEE);
   ASSERT_ANY_THROW(context().float32MatmulPrecision()) << "libtorch's older getter refuses it";
   ASSERT_ANY_THROW(context().allowTF32CuDNN());
   const auto before = table();
@@ -169,8 +171,8 @@ TEST_F(MatmulPrecision, RestoresAMixOfTheTwoInterfaces) {
     EXPECT_TRUE(context().allowTF32CuDNN());
   }
   EXPECT_EQ(table(), before);
-  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, Precision::NONE);
-  context().setFloat32Precision(Backend::CUDA, Op::CONV, Precision::TF32);
+  context().setFloat32Precision(Backend::CUDA, Op::MATMUL, FloatPrecision::NONE);
+  context().setFloat32Precision(Backend::CUDA, Op::CONV, FloatPrecision::TF32);
   EXPECT_EQ(context().float32MatmulPrecision(), Matmul::HIGHEST) << "the older layer, too";
   EXPECT_TRUE(context().allowTF32CuDNN());
 }

@@ -31,14 +31,14 @@ void train(const Model& model, MasterWeights& optimizer, int first, int last) {
 }
 
 template <class Value>
-std::string file_of(const Value& value) {
+std::string saved(const Value& value) {
   std::ostringstream file;
   torch::save(value, file);
   return file.str();
 }
 
 template <class Value>
-void read_file(Value& value, const std::string& file) {
+void load(Value& value, const std::string& file) {
   std::istringstream stream(file);
   torch::load(value, stream);
 }
@@ -53,7 +53,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
     const auto whole_inner = make(whole.groups());
     MasterWeights uninterrupted(*whole_inner);
     train(whole, uninterrupted, 0, 5);
-    const std::string file = file_of(uninterrupted);
+    const std::string file = saved(uninterrupted);
     const Tensors values = copies_of(whole.parameters);
     train(whole, uninterrupted, 5, 10);
 
@@ -61,7 +61,7 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
     const auto inner = make(resumed.groups());
     MasterWeights optimizer(*inner);
     train(resumed, optimizer, 20, 22);  // of which nothing may be left
-    read_file(optimizer, file);
+    load(optimizer, file);
     {
       const torch::NoGradGuard no_grad;
       for (std::size_t i = 0; i < values.size(); ++i) resumed.parameters[i].copy_(values[i]);
@@ -87,7 +87,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   }
   torch::optim::SGD other(half.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights loaded(other);
-  read_file(loaded, file_of(optimizer));
+  load(loaded, saved(optimizer));
   EXPECT_TRUE(same_bits(master_params(loaded), masters));
 }
 
@@ -97,7 +97,7 @@ TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
   MasterWeights optimizer(inner);
   train(model, optimizer, 0, 7);
   torch::optim::SGD other(model.groups(), torch::optim::SGDOptions(0.5).momentum(0.9));
-  read_file(other, file_of(inner));
+  load(other, saved(inner));
   EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.1);
   const auto momentum = [&](const torch::optim::SGD& sgd) {
     const auto key = model.parameters[0].unsafeGetTensorImpl();
@@ -112,11 +112,11 @@ class RefusedFile : public testing::Test {
   RefusedFile() { train(model_, optimizer_, 0, 7); }
 
   std::string error_of_loading(const std::string& file) {
-    const std::string before = file_of(optimizer_);
+    const std::string before = saved(optimizer_);
     const Tensors masters = copies_of(master_params(optimizer_));
     std::string error = "no error";
     try {
-      read_file(optimizer_, file);
+      load(optimizer_, file);
     } catch (const c10::Error& caught) {
       error = caught.what_without_backtrace();
     }
@@ -124,7 +124,7 @@ class RefusedFile : public testing::Test {
     EXPECT_EQ(optimizer_.applied_steps(), 7);
     EXPECT_EQ(inner_.param_groups()[1].options().get_lr(), 0.1);
     EXPECT_EQ(inner_.state().size(), model_.parameters.size());
-    EXPECT_EQ(file_of(optimizer_).size(), before.size());
+    EXPECT_EQ(saved(optimizer_).size(), before.size());
     return error;
   }
 
@@ -134,19 +134,19 @@ class RefusedFile : public testing::Test {
 };
 
 TEST_F(RefusedFile, OfTheBareOptimizer) {
-  EXPECT_THAT(error_of_loading(file_of(inner_)), HasSubstr("the archive holds no masters"));
+  EXPECT_THAT(error_of_loading(saved(inner_)), HasSubstr("the archive holds no masters"));
 }
 
 TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
   torch::optim::Adam adam(model_.groups(), torch::optim::AdamOptions(0.7));
   const MasterWeights other(adam);
-  EXPECT_NE(error_of_loading(file_of(other)), "no error");
+  EXPECT_NE(error_of_loading(saved(other)), "no error");
 }
 
 TEST_F(RefusedFile, OfOtherGroups) {
   torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
-  EXPECT_THAT(error_of_loading(file_of(other)),
+  EXPECT_THAT(error_of_loading(saved(other)),
               HasSubstr("has groups of [6] parameters, and this optimizer has groups of [3, 3]"));
 }
 
@@ -156,7 +156,7 @@ TEST_F(RefusedFile, OfAnotherNumberOfMasters) {
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
   EXPECT_THAT(
-      error_of_loading(file_of(other)),
+      error_of_loading(saved(other)),
       HasSubstr("saved with 4 parameters of float16 or bfloat16, and this optimizer has 5"));
 }
 
@@ -166,7 +166,7 @@ TEST_F(RefusedFile, OfMastersOfAnotherShape) {
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
   MasterWeights other(sgd);
   train(model, other, 0, 2);
-  EXPECT_THAT(error_of_loading(file_of(other)),
+  EXPECT_THAT(error_of_loading(saved(other)),
               HasSubstr("the master float32 [5, 7] on cpu for parameter 0 ("));
 }
 
