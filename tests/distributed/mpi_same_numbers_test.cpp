@@ -70,17 +70,17 @@ Sequential make_model(Level level) {
 
 /// Batches of 16 rows for a function that can be learnt, with a large one now and then, so that
 /// norms are clipped to what all ranks' gradients have together.
-struct Batch {
+struct Samples {
   at::Tensor x, y;
-  Batch chunk(int64_t number, int64_t of) const {
+  Samples chunk(int64_t number, int64_t of) const {
     return {x.chunk(of)[static_cast<std::size_t>(number)],
             y.chunk(of)[static_cast<std::size_t>(number)]};
   }
 };
 
-std::vector<Batch> make_batches() {
+std::vector<Samples> make_batches() {
   torch::manual_seed(17);
-  std::vector<Batch> all;
+  std::vector<Samples> all;
   const at::Tensor mix = torch::randn({8, 4});
   for (int i = 0; i < kSteps; ++i) {
     const at::Tensor x = torch::randn({16, 8});
@@ -89,7 +89,7 @@ std::vector<Batch> make_batches() {
   return all;
 }
 
-at::Tensor loss_of(Sequential model, const Batch& batch, Level level) {
+at::Tensor loss_of(Sequential model, const Samples& batch, Level level) {
   std::optional<mezzo::Autocast<torch::kCPU>> autocast;
   if (level == Level::O1) autocast.emplace();
   const at::Tensor y = model->forward(batch.x.to(weights_of(level)));
@@ -102,13 +102,13 @@ template <class Optimizer, class NoSync>
 void train(Sequential model, Optimizer& optimizer, const Case& of, int rank, int ranks,
            const NoSync& no_sync) {
   mezzo::GradScaler scaler({.init_scale = 1024, .growth_interval = 60});
-  for (const Batch& batch : make_batches()) {
+  for (const Samples& batch : make_batches()) {
     model->zero_grad();
     for (int64_t i = 0; i < of.micro_batches; ++i) {
       using Guard = decltype(no_sync());
       std::unique_ptr<Guard> guard;
       if (i + 1 < of.micro_batches) guard.reset(new Guard(no_sync()));
-      const Batch part = batch.chunk(i, of.micro_batches).chunk(rank, ranks);
+      const Samples part = batch.chunk(i, of.micro_batches).chunk(rank, ranks);
       const double share = 1. / static_cast<double>(of.micro_batches);
       scaler.scale(loss_of(model, part, of.level) * share).backward();
     }
