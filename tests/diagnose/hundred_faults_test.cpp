@@ -25,7 +25,7 @@ bool has(std::string_view text, std::string_view part) {
 }
 
 /// Sentences that name a cause.
-constexpr std::array<std::string_view, 27> kCauses = {
+constexpr std::array<std::string_view, 28> kCauses = {
     "updates are too large",
     "holds inf or NaN",
     "nothing is wrong with the model",
@@ -36,6 +36,7 @@ constexpr std::array<std::string_view, 27> kCauses = {
     "of no elements",
     "it multiplied inf by 0",
     "it took inf from inf",
+    "it adds up the inf",
     "it takes numbers above -1",
     "it takes numbers above 1",
     "it takes probabilities",

@@ -181,6 +181,14 @@ Tensor sum_by_hand(const Tensor& x) {
 
 Tensor upper() { return torch::ones({8, 8}).triu(1).to(torch::kBool); }
 
+Tensor loss_over_a_ban(const Tensor& scores, bool is_cured) {
+  Tensor ban = torch::zeros({8});
+  ban[3] = is_cured ? -1e4F : -kInf;
+  return nn::functional::cross_entropy(
+      scores + ban, torch::zeros({8}, torch::kLong),
+      nn::functional::CrossEntropyFuncOptions().label_smoothing(0.1));
+}
+
 Tensor softmax_by_hand(const Tensor& x) {
   const Tensor powers = (x - x.amax(-1, true)).exp();
   return powers / powers.sum(-1, true);
@@ -361,7 +369,7 @@ std::vector<PlantedFault> anomalies() {
        "exp of 100",
        traced(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
        {"forward pass: aten::exp, after norm", "In float64 it is finite, up to"},
-       "keep what it reads smaller"},
+       "keep its result smaller"},
       {"DeviationOfOneValue",
        "the deviation of a single value",
        traced(MEZZO_OF_X(x / x.slice(1, 0, 1).std(-1, true, true)),
@@ -422,6 +430,11 @@ std::vector<PlantedFault> anomalies() {
                                             padded_attention),
        {"aten::_softmax", "-inf as a whole"},
        "leave each row a finite number"},
+      {"LabelOfABannedWord",
+       "smoothed labels of scores of which one is -inf",
+       traced_loss(loss_over_a_ban),
+       {"(in aten::cross_entropy_loss), after head", "it adds up the inf of a mask"},
+       "mask it with a finite number"},
       {"LossOfNoLabels",
        "cross entropy where every label is ignored",
        traced_loss([](const Tensor& y, bool cured) {
@@ -500,10 +513,7 @@ std::vector<PlantedFault> anomalies() {
        widened(sum_by_hand, bfloat16),
        {"aten::add, after norm", "In float32 it is finite, up to"},
        "use bfloat16"},
-      {"MeanByHand",
-       "a sum of 65,536 numbers of 3, divided by their number",
-       widened(MEZZO_OF_X(x * (torch::full({65536}, 3, x.options()).sum() / 65536)), bfloat16),
-       {"aten::sum, after norm", "In float32 it is finite, up to 1.97e+05"},
+      {"aten::sum, after norm", "In float32 it is finite, up to 1.97e+05"},
        "use bfloat16"},
       {"ConvolutionInHalf",
        "a convolution whose sums leave half",
@@ -541,7 +551,7 @@ std::vector<PlantedFault> anomalies() {
        widened(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
        {"aten::log", "it read 0,", "rounding can make"},
        "trace the step in float32 to know"},
-  };
+};
 }
 
 std::vector<HealthyRun> healthy_traces() {

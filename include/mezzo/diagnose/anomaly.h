@@ -221,6 +221,12 @@ inline constexpr auto kInputFaults = std::to_array<InputFault>({
        return anomaly.inputs.empty() && !InputFault::is_inside(anomaly.frame);
      },
      "a number that the program gave it is not finite"},
+    {"sum mean nll_loss_forward nll_loss2d_forward", "",
+     [](const Anomaly& anomaly) {
+       return count_inputs(anomaly, has_infs) > 0 && !has_nan(anomaly);
+     },
+     "it adds up the inf of a mask: leave what is masked without label and weight, or mask it with "
+     "a finite number"},
     {"nll_loss_forward nll_loss2d_forward", "", [](const Anomaly&) { return true; },
      "no label counts: skip a batch without labels"},
     {"_ctc_loss _cudnn_ctc_loss", "", [](const Anomaly&) { return true; },
@@ -299,7 +305,7 @@ inline std::string cause_text(const Anomaly& anomaly) {
     case AnomalyCause::low_precision:
       return c10::str("In ", wide, " it is finite, up to ", digits(largest),
                       anomaly.loss_scale > 1 ? ", too large even without the loss scale: " : ": ",
-                      dtype == "float32" ? "keep what it reads smaller"
+                      dtype == "float32" ? "keep its result smaller"
                                          : "use bfloat16, or run this op and those that read its "
                                            "result in float32");
     case AnomalyCause::model:

@@ -42,8 +42,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// While it exists, reads what each op of the creating thread returns, and each op and node of the
 /// backward passes that this thread calls for what it computed, on whatever thread autograd runs
 /// them. An inf that the program asks for by a scalar (the mask of attention, the start of a
-/// running minimum) is no anomaly, nor where it is carried on; nor is what later ops made finite
-/// again.
+/// running minimum) is no anomaly, nor where it is carried on, unless a sum, mean or loss over many
+/// numbers becomes inf; nor is what later ops made finite again.
 ///
 /// A debugging tool: a read of every result, on a device a host sync an op, and a copy of what an
 /// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random

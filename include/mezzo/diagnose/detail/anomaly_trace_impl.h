@@ -279,7 +279,7 @@ class AnomalyJudge {
     for (std::size_t i = 0; i < read.size(); ++i) {
       anomaly.inputs[i].parameter = parameters_.name_of(read[i]);
     }
-    if (is_asked_for(op, frame.outputs, read, anomaly.inputs)) {
+    if (!is_total(op, read, outputs) && is_asked_for(op, frame.outputs, read, anomaly.inputs)) {
       forgive(op);
       for (std::size_t i = 0; i < outputs.size(); ++i) {
         if (!frame.outputs[i].is_finite()) memory_.note(outputs[i], Memory::masked);
@@ -400,6 +400,15 @@ class AnomalyJudge {
       memory_.note(read[i], Memory::bad);
     }
     return anomaly.cause == AnomalyCause::arrived;
+  }
+
+  /// Whether the op adds many numbers up to one, as a loss does: a mask's inf has no place there.
+  static bool is_total(const OpenOp& op, const std::vector<at::Tensor>& read,
+                       const std::vector<at::Tensor>& outputs) {
+    constexpr std::array<std::string_view, 4> kOps = {
+        "aten::sum", "aten::mean", "aten::nll_loss_forward", "aten::nll_loss2d_forward"};
+    return std::find(kOps.begin(), kOps.end(), op.name()) != kOps.end() &&
+           outputs.front().numel() == 1 && !read.empty() && read.front().numel() > 1;
   }
 
   /// Whether each inf of the result came as a scalar, or from an inf that did. In memory that no op
