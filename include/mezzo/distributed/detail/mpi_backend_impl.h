@@ -363,24 +363,18 @@ class MpiThread : public std::enable_shared_from_this<MpiThread> {
   }
 
   void perform(const Operation& operation) {
-    const std::string name = operation.work->name();
     if (!broken_words_.empty()) check_usable(*operation.work);
+    bool is_comparing = false;  // an error then leaves the ranks in step, if all are there
     try {
-      if (check_calls_) announce(*operation.work);
+      if (check_calls_) {
+        announce(*operation.work);
+        is_comparing = true;
+        compare(*operation.work);
+        is_comparing = false;
+      }
+      operation.run(operation.work->name());
     } catch (const c10::Error& error) {
-      break_down(error);
-      throw;
-    }
-    try {
-      if (check_calls_) compare(*operation.work);
-    } catch (const c10::Error& error) {
-      if (has_lost_ranks_) break_down(error);
-      throw;
-    }
-    try {
-      operation.run(name);
-    } catch (const c10::Error& error) {
-      break_down(error);
+      if (!is_comparing || has_lost_ranks_) break_down(error);
       throw;
     }
   }
