@@ -11,6 +11,7 @@
 
 #include <functional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -828,7 +829,7 @@ class Program {
 // the first.
 TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
   const int64_t first = number_from_environment("MEZZO_STEP_PROGRAM_FIRST_SEED", 0);
-  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 100);
+  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 200);
   Counts counts;
   int64_t failures = 0;
   for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {

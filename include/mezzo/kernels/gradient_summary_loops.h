@@ -108,29 +108,6 @@ C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes
   return largest;
 }
 
-/// Adds the last elements, [begin, count), fewer than sixteen, to the sixteen sums of a chunk, and
-/// these to `partial`. Not inlined: compiled once for all instruction sets.
-template <class Element>
-C10_NOINLINE void finish_summary(const typename FloatFormat<Element>::Stored* data, int64_t begin,
-                                 int64_t count, double (&each)[kSquareSums],
-                                 typename FloatFormat<Element>::Bits most,
-                                 GradientPartial& partial) {
-  using Format = FloatFormat<Element>;
-  for (int64_t i = begin; i < count; ++i) {
-    typename Format::Bits bits;
-    ScalarLanes<Element>::load(data + i, bits);
-    typename Format::Value value;
-    Format::widen(bits, value);
-    add_square(value, each[i - begin]);
-    keep_larger_magnitude<Format>(bits, most);
-  }
-  for (int64_t step = kSquareSums / 2; step > 0; step /= 2) {
-    for (int64_t i = 0; i < step; ++i) each[i] += each[i + step];
-  }
-  partial.sum_of_squares = each[0];
-  set_largest<Format>(most, partial);
-}
-
 /// Running sums and maximum of one chunk.
 template <class Element, class Lanes>
 struct SummaryAccumulator {
@@ -144,6 +121,27 @@ struct SummaryAccumulator {
   C10_ALWAYS_INLINE void add_block(const Stored* data) {
     add_loads(data,
               std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
+  }
+
+  /// Adds the last elements, [begin, count), fewer than sixteen, and adds all to `partial`.
+  C10_ALWAYS_INLINE void finish(const Stored* data, int64_t begin, int64_t count,
+                                GradientPartial& partial) const {
+    double each[kSquareSums];
+    unpack(sums, each);
+    typename Format::Bits most = largest_lane<Lanes>(largest);
+    for (int64_t i = begin; i < count; ++i) {
+      typename Format::Bits bits;
+      ScalarLanes<Element>::load(data + i, bits);
+      typename Format::Value value;
+      Format::widen(bits, value);
+      add_square(value, each[i - begin]);
+      keep_larger_magnitude<Format>(bits, most);
+    }
+    for (int64_t step = kSquareSums / 2; step > 0; step /= 2) {
+      for (int64_t i = 0; i < step; ++i) each[i] += each[i + step];
+    }
+    partial.sum_of_squares = each[0];
+    set_largest<Format>(most, partial);
   }
 
  private:
@@ -170,10 +168,7 @@ struct SummaryKernel {
     SummaryAccumulator<Element, Lanes> accumulator;
     int64_t i = 0;
     for (; i + kSquareSums <= count; i += kSquareSums) accumulator.add_block(stored + i);
-    double each[kSquareSums];
-    unpack(accumulator.sums, each);
-    finish_summary<Element>(stored, i, count, each, largest_lane<Lanes>(accumulator.largest),
-                            partial);
+    accumulator.finish(stored, i, count, partial);
   }
 };
 

@@ -62,22 +62,6 @@ C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data
   return i;
 }
 
-/// Unscales the elements that are left of whole vectors. Not inlined, nor is check_rest: compiled
-/// once for all instruction sets.
-template <class Element>
-C10_NOINLINE void unscale_rest(const typename FloatFormat<Element>::Stored* from,
-                               typename FloatFormat<Element>::Stored* to, int64_t begin,
-                               int64_t count, typename FloatFormat<Element>::Value inv_scale,
-                               bool& found) {
-  unscale_lanes<ScalarLanes<Element>>(from, to, begin, count, inv_scale, found);
-}
-
-template <class Element>
-C10_NOINLINE void check_rest(const typename FloatFormat<Element>::Stored* data, int64_t begin,
-                             int64_t count, bool& found) {
-  check_lanes<ScalarLanes<Element>>(data, begin, count, found);
-}
-
 /// Writes from[i] * inv_scale to `to`, for `count` elements of any alignment, and returns whether a
 /// product is inf or NaN. `to` may be `from`. For all dtypes but double, inv_scale is rounded to
 /// float.
@@ -89,7 +73,7 @@ struct UnscaleKernel {
     const auto factor = static_cast<typename Lanes::Format::Value>(inv_scale);
     bool found = false;
     const int64_t done = unscale_lanes<Lanes>(source, target, 0, count, factor, found);
-    if (done < count) unscale_rest<Element>(source, target, done, count, factor, found);
+    unscale_lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
     return found;
   }
 };
@@ -101,7 +85,7 @@ struct CheckKernel {
     const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
     bool found = false;
     const int64_t done = check_lanes<Lanes>(stored, 0, count, found);
-    if (done < count) check_rest<Element>(stored, done, count, found);
+    check_lanes<ScalarLanes<Element>>(stored, done, count, found);
     return found;
   }
 };
