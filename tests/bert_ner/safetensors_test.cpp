@@ -126,15 +126,15 @@ TEST_F(SafetensorsTest, RefusesAHeaderAbove100Megabytes) {
 TEST_F(SafetensorsTest, RefusesAHeaderThatIsNoStrictJson) {
   expect_error("[]", 0, "no JSON object");
   expect_error(" {}", 0, "no JSON object");
-  expect_error("{", 0, "no valid JSON");
-  expect_error("{} {}", 0, "no valid JSON");
+  expect_error("{", 0, "not valid JSON");
+  expect_error("{} {}", 0, "not valid JSON");
   expect_error("{\"a\xFF\":1}", 0, "UTF-8");
   expect_error(R"({"a":{"dtype":"U8","shape":[],"data_offsets":[0,1]},)"
                R"("a":{"dtype":"U8","shape":[],"data_offsets":[1,2]}})",
                2, "stands twice");
   expect_error(R"({"a":{"dtype":"U8","dtype":"I8","shape":[],"data_offsets":[0,1]}})", 1,
                "stands twice");
-  expect_error("{\"a\":" + std::string(100'000, '['), 0, "no valid JSON");
+  expect_error("{\"a\":" + std::string(100'000, '['), 0, "not valid JSON");
 }
 
 TEST_F(SafetensorsTest, RefusesMetadataThatAreNotStrings) {

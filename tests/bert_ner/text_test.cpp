@@ -45,7 +45,7 @@ TEST(JsonFile, IsRefusedWithTheLineOfAMistake) {
 }
 
 TEST(JsonFile, IsRefusedIfItIsNestedWithoutEnd) {
-  EXPECT_TRUE(error_of(std::string(1 << 20, '[')).find("no valid JSON") != std::string::npos);
+  EXPECT_TRUE(error_of(std::string(1 << 20, '[')).find("not valid JSON") != std::string::npos);
   EXPECT_TRUE(error_of(std::string(60, '[') + std::string(60, ']')) == "no error");
 }
 
