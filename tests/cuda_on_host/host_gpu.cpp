@@ -22,7 +22,7 @@ namespace host_gpu {
 
 using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-/// What the device wrote into pinned memory, and the host does not see yet.
+/// A device's write to pinned memory that the host does not see yet.
 struct HiddenWrite {
   char* memory;
   std::vector<std::pair<std::size_t, char>> changed;
@@ -36,7 +36,7 @@ using HiddenWrites = std::set<std::shared_ptr<HiddenWrite>>;
 /// One record of an event.
 struct Marker {
   bool is_done = false;
-  HiddenWrites behind;  // of what ran before it
+  HiddenWrites behind;  // writes that ran before the record
   uint64_t capture = 0;
   std::set<std::size_t> nodes;  // of the capture, that it stands behind
 };
@@ -72,8 +72,8 @@ struct Machine {
   c10::StreamId streams = 0;
   Counts counts;
   std::vector<std::shared_ptr<HiddenWrite>> hidden;  // in the order in which they ran
-  std::map<Key, HiddenWrites> behind;                // what a stream has behind it
-  Key running{};                                     // the stream that runs
+  std::map<Key, HiddenWrites> behind;                // writes that a stream's next work follows
+  Key running{};                                     // the stream whose work runs
 
   static Machine& the() {
     static auto* const machine = new Machine;  // tensors that are static outlive everything else
@@ -139,7 +139,7 @@ struct Machine {
     for (const auto& [begin, bytes] : seen) std::copy(bytes.begin(), bytes.end(), begin);
   }
 
-  /// The host knows that the device is done with `known`; with all that a device has.
+  /// Shows the host the writes of `known`, a copy, since `behind` changes.
   void show(const HiddenWrites known) {
     std::erase_if(hidden, [&](const auto& write) {
       if (known.count(write) == 0) return false;
@@ -150,6 +150,7 @@ struct Machine {
       std::erase_if(writes, [&](const auto& write) { return known.count(write) != 0; });
     }
   }
+  /// Shows the host all writes of a device.
   void show(c10::DeviceIndex device) {
     for (const auto& [key, writes] : std::map(behind)) {
       if (key.first == device) show(writes);

@@ -42,9 +42,9 @@ inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdic
 }
 
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
-/// magnitude; and later the next scale. A device writes them into pinned memory: mezzo's kernels
-/// do it themselves, other devices copy. The event behind the write tells when they have arrived;
-/// before it the host does not look.
+/// magnitude; and later the next scale. Kernels of mezzo's write the numbers into pinned memory;
+/// on devices without them ATen copies the numbers there. An event behind the write tells when the
+/// numbers have arrived, and the host reads them no earlier.
 ///
 /// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
 /// Replays do not notify the host: a captured letter never becomes ready, and reading it
@@ -90,10 +90,11 @@ class StepLetter {
     write(scale, verdict, was_unscaled, /*non_blocking=*/false);
     numbers_sent_.has_arrived = true;
   }
-  /// Returns where the scale after `update` goes, a float of one element on the host. Whoever
-  /// writes it calls `next_scale_sent` behind the write.
+  /// Returns the memory for the scale after `update`, a float of one element on the host. The
+  /// caller puts a write to it on the device's current stream, and then calls `next_scale_sent`.
   const at::Tensor& next_scale_place() const noexcept { return next_scale_; }
-  /// The current stream of the device has the write of the next scale by now. No host sync.
+  /// Marks the next scale as sent by the work that the device's current stream has by now. No host
+  /// sync.
   void next_scale_sent() { mark(next_scale_sent_); }
 
   /// Returns whether `outcome` has the numbers that were sent. Never waits.
