@@ -1,10 +1,11 @@
-// What a step with moments of 8 bits computes, without the memory that it waits for.
+// What a step with moments of 8 bits computes, and how much of the memory it waits for.
 //
 //   block8_bench
 //
-// One thread, 16,384 elements in its cache, AdamW: nanoseconds an element for the conversions and
-// for a step with moments of either format, on each instruction set. Each is the least of many
-// runs, so that what else the machine does hardly counts.
+// One thread, AdamW, pieces of 16,384 elements: nanoseconds an element for the conversions on each
+// instruction set, and for a step with moments of either format, of a piece in the cache and of
+// pieces that come from memory. A tenth of the runs are faster than what is printed, so that what
+// else the machine does hardly counts.
 
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -13,8 +14,10 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <vector>
 
 namespace {
 
@@ -22,28 +25,32 @@ using mezzo::detail::AdamRule;
 using mezzo::detail::CpuIsa;
 using mezzo::optim::WeightStorage;
 
-constexpr int64_t kElements = mezzo::detail::kStepPiece;
+constexpr int64_t kPiece = mezzo::detail::kStepPiece;
+constexpr int64_t kInMemory = int64_t{1} << 25;
 
+/// Calls `work(begin)` for pieces of `elements`, several times for few.
 template <class Work>
-double nanoseconds(const Work& work) {
-  double least = 1e9;
-  for (int run = 0; run < 3000; ++run) {
+double nanoseconds(int64_t elements, const Work& work) {
+  std::vector<double> times;
+  for (int64_t run = 0; run < std::max<int64_t>(3000, elements / kPiece); ++run) {
     const auto start = std::chrono::steady_clock::now();
-    work();
+    work(run * kPiece % elements);
     const std::chrono::duration<double, std::nano> time = std::chrono::steady_clock::now() - start;
-    least = std::min(least, time.count());
+    times.push_back(time.count() / static_cast<double>(kPiece));
   }
-  return least / static_cast<double>(kElements);
+  const auto tenth = times.begin() + static_cast<std::ptrdiff_t>(times.size() / 10);
+  std::nth_element(times.begin(), tenth, times.end());
+  return *tenth;
 }
 
 /// A moment in both formats.
 struct Moment {
   Moment(const at::Tensor& from, bool is_signed)
       : values(from),
-        codes(at::empty({kElements}, at::kByte)),
-        scales(at::empty({mezzo::detail::blocks8_of(kElements)})) {
+        codes(at::empty(from.sizes(), at::kByte)),
+        scales(at::empty({mezzo::detail::blocks8_of(from.numel())})) {
     mezzo::detail::narrow_block8(is_signed, values.const_data_ptr<float>(), data(),
-                                 scales.mutable_data_ptr<float>(), kElements);
+                                 scales.mutable_data_ptr<float>(), values.numel());
   }
   uint8_t* data() { return codes.mutable_data_ptr<uint8_t>(); }
 
@@ -53,29 +60,29 @@ struct Moment {
 double conversions(Moment& moment, bool is_signed, bool is_back, CpuIsa isa) {
   float* const values = moment.values.mutable_data_ptr<float>();
   float* const scales = moment.scales.mutable_data_ptr<float>();
-  return nanoseconds([&] {
+  return nanoseconds(kPiece, [&](int64_t) {
     if (is_back) {
-      mezzo::detail::narrow_block8(is_signed, values, moment.data(), scales, kElements, isa);
+      mezzo::detail::narrow_block8(is_signed, values, moment.data(), scales, kPiece, isa);
     } else {
-      mezzo::detail::widen_block8(is_signed, moment.data(), scales, values, kElements, isa);
+      mezzo::detail::widen_block8(is_signed, moment.data(), scales, values, kPiece, isa);
     }
   });
 }
 
 /// A step of a parameter of floats, or of bfloat16 that is rounded stochastically.
-double step(at::ScalarType dtype, bool is_in_blocks) {
+double step(at::ScalarType dtype, bool is_in_blocks, int64_t elements) {
   const bool is_float = dtype == at::kFloat;
   const auto storage = is_float ? WeightStorage::plain : WeightStorage::stochastic;
-  const at::Tensor parameter = at::randn({kElements}).to(dtype);
-  const at::Tensor gradient = at::randn({kElements}).to(dtype);
-  Moment moments[] = {{at::randn({kElements}), true}, {at::randn({kElements}).square(), false}};
+  const at::Tensor parameter = at::randn({elements}).to(dtype);
+  const at::Tensor gradient = at::randn({elements}).to(dtype);
+  Moment moments[] = {{at::randn({elements}), true}, {at::randn({elements}).square(), false}};
   const at::Tensor own[] = {moments[0].values.to(dtype), moments[1].values.to(dtype)};
   const bool is_bare = is_in_blocks && !is_float;
   mezzo::detail::StepTask task{};
   task.loop = mezzo::detail::step_loop<AdamRule<false>>(is_bare ? WeightStorage::plain : storage,
                                                         is_bare ? at::kFloat : dtype,
                                                         mezzo::detail::best_isa());
-  task.span = {parameter.data_ptr(), gradient.data_ptr(), {}, kElements};
+  task.span = {parameter.data_ptr(), gradient.data_ptr(), {}, elements};
   const auto size = static_cast<int64_t>(parameter.element_size());
   task.sizes = {.parameter = size, .gradient = size, .moment = is_in_blocks ? 1 : size};
   for (int k = 0; k < 2; ++k) {
@@ -88,9 +95,9 @@ double step(at::ScalarType dtype, bool is_in_blocks) {
   task.is_stochastic = !is_float;
   if (is_bare) task.parameter_dtype = dtype;
   task.coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.01, true}.at(1e-4, 10);
-  return nanoseconds([&] {
+  return nanoseconds(elements, [&](int64_t begin) {
     mezzo::detail::for_widened<mezzo::detail::kWidenedAtOnce>(
-        task, 0, kElements, [&](const mezzo::detail::StepSpan& part) {
+        task, begin, kPiece, [&](const mezzo::detail::StepSpan& part) {
           task.loop.step(part, task.coefficients, task.use);
         });
   });
@@ -99,8 +106,8 @@ double step(at::ScalarType dtype, bool is_in_blocks) {
 }  // namespace
 
 int main() {
-  Moment first(at::randn({kElements}), true);
-  Moment second(at::randn({kElements}).square(), false);
+  Moment first(at::randn({kPiece}), true);
+  Moment second(at::randn({kPiece}).square(), false);
   std::printf("nanoseconds an element, one thread\n%-12s%14s%14s%14s%14s\n", "", "widen first",
               "widen second", "narrow first", "narrow second");
   for (const CpuIsa isa : {CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512}) {
@@ -109,10 +116,14 @@ int main() {
                 conversions(first, true, false, isa), conversions(second, false, false, isa),
                 conversions(first, true, true, isa), conversions(second, false, true, isa));
   }
-  std::printf("\n%-24s%14s%14s\n", "AdamW's step", "own moments", "8 bits");
+  std::printf("\n%-34s%14s%14s\n", "AdamW's step", "own moments", "8 bits");
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
-    std::printf("%-24s%14.3f%14.3f\n", dtype == at::kFloat ? "float" : "bfloat16, stochastic",
-                step(dtype, false), step(dtype, true));
+    for (const int64_t elements : {kPiece, kInMemory}) {
+      std::printf("%-22s%-12s%14.3f%14.3f\n",
+                  dtype == at::kFloat ? "float" : "bfloat16, stochastic",
+                  elements == kPiece ? "in cache" : "in memory", step(dtype, false, elements),
+                  step(dtype, true, elements));
+    }
   }
   return 0;
 }
