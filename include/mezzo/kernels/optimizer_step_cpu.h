@@ -208,8 +208,8 @@ struct StepTask {
   bool is_stochastic = false;
 };
 
-/// Elements that are staged at a time: four blocks, whose streams share a first-level cache.
-inline constexpr int64_t kStagedAtOnce = 4 * kBlock8;
+/// Elements that are staged at a time: few, because the memory waits while moments are converted.
+inline constexpr int64_t kStagedAtOnce = 2 * kBlock8;
 
 /// What one thread takes at a time: 16 bytes an element and more, so that this much lies in a
 /// second-level cache, and few enough pieces that taking them costs nothing.
