@@ -513,8 +513,6 @@ std::vector<PlantedFault> anomalies() {
        widened(sum_by_hand, bfloat16),
        {"aten::add, after norm", "In float32 it is finite, up to"},
        "use bfloat16"},
-      {"aten::sum, after norm", "In float32 it is finite, up to 1.97e+05"},
-       "use bfloat16"},
       {"ConvolutionInHalf",
        "a convolution whose sums leave half",
        traced_layer<nn::Conv2d>(large_conv, torch::ones({1, 8, 4, 4})),
@@ -551,7 +549,7 @@ std::vector<PlantedFault> anomalies() {
        widened(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
        {"aten::log", "it read 0,", "rounding can make"},
        "trace the step in float32 to know"},
-};
+  };
 }
 
 std::vector<HealthyRun> healthy_traces() {
