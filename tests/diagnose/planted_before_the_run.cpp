@@ -59,18 +59,6 @@ Run prepared(std::function<void(PatientImpl& model)> prepare, at::ScalarType cur
   };
 }
 
-/// A model with `prepare(model, cured)` done to it, looked at for half.
-Run repaired(std::function<void(PatientImpl& model, bool cured)> prepare) {
-  return [=](bool cured) {
-    PatientImpl model;
-    {
-      const torch::NoGradGuard no_grad;
-      prepare(model, cured);
-    }
-    return doctor_of(model, torch::kHalf);
-  };
-}
-
 Run layers(std::function<nn::Sequential(bool cured)> make) {
   return [=](bool cured) {
     torch::manual_seed(0);
