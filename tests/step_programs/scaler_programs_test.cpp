@@ -85,11 +85,11 @@ class Program {
     scaler_.allows_half = !random_.one_in(4);
     scaler_.scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(8)));
     scaler_.interval = 2 + random_.below(3);
-    for (const PlainSide& side : plain_) {
-      for (const PlainWeight& one : side.weights) {
-        has_half_ |= one.dtype == torch::kHalf;
-        has_rough_half_ |= one.dtype == torch::kHalf && !one.trains_float;
-      }
+    for (const PlainSide& side : plain_) {  // of weights that are added later too
+      const bool has_masters =
+          side.recipe.in_master_weights || side.recipe.storage == WeightStorage::master;
+      has_half_ |= side.recipe.dtype == torch::kHalf;
+      has_rough_half_ |= side.recipe.dtype == torch::kHalf && !has_masters;
     }
     scaler_.rechecks = has_half_ || !random_.one_in(6);
     make_library();

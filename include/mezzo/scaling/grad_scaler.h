@@ -26,6 +26,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <ranges>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -292,7 +293,7 @@ consteval bool is_scalable() {
   } else if constexpr (requires { typename T::mapped_type; }) {
     return is_scalable<typename T::mapped_type>();
   } else if constexpr (Collection<T> && requires { typename T::allocator_type; }) {
-    return is_scalable<typename T::value_type>();
+    return is_scalable<std::ranges::range_value_t<T>>();
   } else {
     return false;
   }

@@ -16,8 +16,8 @@
 
 #include <concepts>
 #include <cstddef>
-#include <iterator>
 #include <optional>
+#include <ranges>
 #include <span>
 #include <tuple>
 #include <type_traits>
@@ -37,16 +37,10 @@ concept TupleLike = requires {
   std::tuple_size<T>::value;
 };
 
-/// What the iterators of a collection refer to. (The header <ranges> takes long to compile.)
-template <class T>
-using ElementOf = decltype(*std::begin(std::declval<T&>()));
-
 /// A range whose elements have another type than the range itself (excludes std::filesystem::path).
 template <class T>
-concept Collection = requires(T& value) {
-  std::begin(value) != std::end(value);
-  requires !std::same_as<std::remove_cvref_t<ElementOf<T>>, T>;
-};
+concept Collection = std::ranges::input_range<T> &&
+    !std::same_as<std::remove_cvref_t<std::ranges::range_reference_t<T>>, T>;
 
 template <class T>
 inline constexpr bool kIsOptional = false;
@@ -72,7 +66,7 @@ consteval bool carries_tensors() {
   } else if constexpr (TupleLike<Value>) {
     return any_element_carries_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
   } else if constexpr (Collection<Value>) {
-    return carries_tensors<ElementOf<Value>>();
+    return carries_tensors<std::ranges::range_reference_t<Value>>();
   } else {
     return false;
   }
