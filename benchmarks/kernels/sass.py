@@ -156,14 +156,14 @@ class Graph:
     def shortest_way(self, header, latches, body, is_allowed):
         """The instructions of the shortest way round a loop through allowed blocks; None if there is none."""
         best = {}  # block: (instructions up to its end, the block before)
-        todo = [(0, header, None)]
-        while todo:
-            todo.sort(reverse=True, key=lambda entry: entry[0])
-            length, block, came_from = todo.pop()
+        waiting = [(0, header, None)]
+        while waiting:
+            waiting.sort(reverse=True, key=lambda entry: entry[0])
+            length, block, came_from = waiting.pop()
             if block in best or not is_allowed(self.blocks[block]):
                 continue
             best[block] = (length + len(self.blocks[block]), came_from)
-            todo += [(best[block][0], to, block) for to in self.next[block] if to in body and to != header]
+            waiting += [(best[block][0], to, block) for to in self.next[block] if to in body and to != header]
         reached = [latch for latch in latches if latch in best]
         if not reached:
             return None
