@@ -112,12 +112,6 @@ nn::Conv2d large_conv() {
   return conv;
 }
 
-nn::Linear large_linear() {
-  nn::Linear layer(8, 8);
-  plant(layer->weight, 0, 1e5F);
-  return layer;
-}
-
 std::string trace_of_scale(double scale) {
   PatientImpl model;
   return trace_of(model,
