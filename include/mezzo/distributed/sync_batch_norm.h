@@ -130,8 +130,10 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
   const at::Tensor variances = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
   const at::Tensor total = counts.sum(0);
+  const bool is_enough =  // a device's total is not read, which would wait for it
+      group->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
   TORCH_CHECK(
-      !total.is_cpu() || total.item<double>() > 1.,
+      is_enough,
       "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
       wide_input.sizes(),
       ". In C++: give all ranks together more than one value per channel, or call eval()");

@@ -2,6 +2,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -114,6 +115,24 @@ TEST(PinnedWeights, AreCastAgainAfterAScalersStepOfTorchsSgd) {
       scaler.update();
       EXPECT_EQ(cache.statistics().casts, step) << "once a step";
     }
+  }
+}
+
+// MasterWeights steps float weights by the optimizer that it holds.
+TEST(PinnedWeights, AreCastAgainAfterAStepOfMasterWeightsOfTorchsSgd) {
+  const auto cache = installed_cache();
+  const auto weight = unpinned_weight().requires_grad_();
+  torch::optim::SGD sgd({weight}, 0.5);
+  mezzo::MasterWeights optimizer(sgd);
+  mezzo::GradScaler scaler;
+  cache.pin({weight});
+  for (int step = 1; step < 4; ++step) {
+    const auto read = read_in_a_region(cache, weight);
+    EXPECT_TRUE(torch::equal(read, weight.to(kBFloat16))) << "step " << step;
+    sgd.zero_grad();
+    scaler.scale(read.to(kFloat).pow(2).sum()).backward();
+    scaler.step(optimizer);
+    scaler.update();
   }
 }
 

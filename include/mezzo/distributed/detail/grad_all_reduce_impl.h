@@ -114,11 +114,10 @@ class CompressedExchange final : public BucketExchange {
   /// Tensors beside a bucket that is compressed, kept from one pass to the next. All are undefined
   /// for a bucket of two bytes, which is sent as it is.
   struct Beside {
-    at::Tensor sent =
-        {};  ///< the bucket's elements in two bytes each, made up to a multiple of ranks
-    at::Tensor own_part = {};          ///< of `sent`, this rank's share of the adding up
-    at::Tensor residual = {};          ///< what rounding this rank's gradients lost
-    at::Tensor own_sum = {};           ///< float
+    at::Tensor sent = {};      ///< the bucket's elements in two bytes, up to a multiple of ranks
+    at::Tensor own_part = {};  ///< of `sent`, this rank's share of the adding up
+    at::Tensor residual = {};  ///< what rounding this rank's gradients lost
+    at::Tensor own_sum = {};   ///< float
     at::Tensor own_sum_residual = {};  ///< what rounding the sum lost
   };
 

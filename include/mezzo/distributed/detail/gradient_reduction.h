@@ -178,9 +178,8 @@ class GradientReduction {
            "without synchronisation (no_sync)";
   }
 
-  /// Ends the pass. A rank that refuses a gradient tells the others, which would wait for it,
-  /// before
-  /// it throws.
+  /// Ends the pass. A rank that refuses a gradient tells the others, which would wait for it, and
+  /// throws then.
   void finish() {
     std::vector<std::uint8_t> has_gradient;
     bool all = true;

@@ -528,6 +528,7 @@ class WatchdogStore {
 struct TerminationState {
   std::atomic<bool> received{false};
   std::atomic<int> users{0};
+  std::mutex mutex;  // of users that come and go, and of the handler
 };
 
 /// Returns the process's state, which shared libraries share.
@@ -555,6 +556,7 @@ class TerminationSignal {
  public:
   explicit TerminationSignal(bool wanted) : wanted_(wanted) {
     if (!wanted_) return;
+    const std::lock_guard lock(termination_state().mutex);
     ++termination_state().users;
     struct sigaction present {};
     sigaction(SIGTERM, nullptr, &present);
@@ -566,7 +568,9 @@ class TerminationSignal {
     sigaction(SIGTERM, &noting, nullptr);
   }
   ~TerminationSignal() {
-    if (!wanted_ || --termination_state().users > 0) return;
+    if (!wanted_) return;
+    const std::lock_guard lock(termination_state().mutex);
+    if (--termination_state().users > 0) return;
     struct sigaction present {};
     sigaction(SIGTERM, nullptr, &present);
     if (present.sa_handler == note_termination) signal(SIGTERM, SIG_DFL);

@@ -165,14 +165,18 @@ inline void note_step_without_version(const torch::optim::Optimizer& optimizer) 
   steps_without_version().fetch_add(1, std::memory_order_relaxed);
 }
 
-/// \throws c10::Error where an EmaScope has put an average in the place of a weight: what a step
+/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
 /// changes there is lost with the scope
+inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
+              optimizer.parameter(parameter),
+              " holds an average, for an EmaScope is alive; let that scope end before the step");
+}
+
+/// Calls refuse_average for each parameter of a step.
 inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
   for (const StepPlan::Row& row : plan.rows) {
-    const at::Tensor& parameter = row.owner != nullptr ? *row.owner : *row.parameter;
-    TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
-                optimizer.parameter(parameter),
-                " holds an average, for an EmaScope is alive; let that scope end before the step");
+    refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
   }
 }
 

@@ -391,7 +391,9 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
     }
     try {
       inner_->step();
+      detail::note_step_without_version(*inner_);
     } catch (...) {
+      detail::note_step_without_version(*inner_);
       finish(all);  // as without masters, what was trained before it threw is trained
       throw;
     }
