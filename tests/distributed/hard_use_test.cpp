@@ -43,7 +43,7 @@ std::string hard_error(const std::function<void()>& call) {
 
 mezzo::GradBucketsOptions hard_buckets(int64_t bytes = 1) { return {.bucket_bytes = bytes}; }
 
-at::Tensor leaf(double value) { return torch::full({3}, value).requires_grad_(); }
+at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
 /// Its backward pass throws once it has come to `x`.
 at::Tensor throwing(const at::Tensor& x) {
@@ -53,7 +53,7 @@ at::Tensor throwing(const at::Tensor& x) {
 }
 
 TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
-  const at::Tensor weight = leaf(1);
+  const at::Tensor weight = leaf_number(1);
   GradBuckets buckets({weight}, hard_buckets());
   auto all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2));
   // The new one is there before the old one goes.
@@ -66,7 +66,7 @@ TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
 // Whoever clears gradients by the module tells the buckets nothing.
 TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   for (const bool by_buckets : {false, true}) {
-    const at::Tensor first = leaf(1), second = leaf(2), unused = leaf(3);
+    const at::Tensor first = leaf_number(1), second = leaf_number(2), unused = leaf_number(3);
     GradBuckets buckets({first, second, unused}, hard_buckets(1 << 20));
     const GradAllReduce all_reduce(buckets, alike_ranks(2));
     EXPECT_THAT(hard_error([&] { (throwing(first) * second).sum().backward(); }),
@@ -80,7 +80,7 @@ TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
 }
 
 TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
-  const at::Tensor late = leaf(1), early = leaf(2);
+  const at::Tensor late = leaf_number(1), early = leaf_number(2);
   GradBuckets buckets({late, early}, hard_buckets());
   ASSERT_EQ(buckets.buckets()[0].parameters[0], 1U);
   const GradAllReduce all_reduce(buckets, alike_ranks(2));
@@ -92,7 +92,7 @@ TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
 }
 
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
-  const at::Tensor shared = leaf(1), left = leaf(2), right = leaf(3);
+  const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
   GradBuckets of_left({left, shared}, hard_buckets()), of_right({right, shared}, hard_buckets());
   const GradAllReduce first(of_left, alike_ranks(2));
   (shared * left).sum().backward();
