@@ -74,18 +74,30 @@ struct StepTableRow {
 
 using StepSlice = TableSlice<StepTableRow>;
 
-/// The part of a staged StepRow that a launch takes: its kernel takes gradients of any dtype.
-struct StagedTableRow : StepTableRow {
+/// The part of a staged StepRow that a launch takes: its kernel takes gradients of any dtype. It
+/// does not derive from StepTableRow, since nvcc does not see that a derived row has no gaps.
+struct StagedTableRow {
+  StepSpan span;
+  const float* count;
+  int number;
+  int16_t group;
+  int16_t copies_half;
   float* scales[kMaxMoments];
   int32_t gradient_bytes;    ///< size of one element
   int32_t gradient_is_half;  ///< 1 for half, 0 for bfloat16 and float
 
   static StagedTableRow of(const StepRow& row, int16_t group) {
-    return {StepTableRow::of(row, group),
+    return {row.span,
+            row.count,
+            row.number,
+            group,
+            row.copies_half,
             {row.scales[0], row.scales[1], row.scales[2]},
             static_cast<int32_t>(c10::elementSize(row.gradient_dtype)),
             row.gradient_dtype == at::kHalf};
   }
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 using StagedSlice = TableSlice<StagedTableRow>;
