@@ -249,7 +249,7 @@ TEST_F(OptimCuda, WritesTheLineAboutASkipWhenItIsKnown) {
   }
   ASSERT_EQ(lines.size(), 1U);
   EXPECT_EQ(lines[0],
-            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 4.0");
+            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 4.0");
 }
 
 /// A model of `count` tensors with gradients, an optimizer and a scaler that have made a step.

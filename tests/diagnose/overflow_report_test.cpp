@@ -60,7 +60,8 @@ TEST(OverflowReport, WritesTheLineOfTheScalerAndOneOfCause) {
   scaler.on_skip(OverflowReport(*model, {.stream = &out}));
   skip_a_step(scaler, model);
   EXPECT_EQ(out.str(),
-            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to "
+            "32768.0\n"
             "  1.weight and 1 more, in 2 of 3 layers: 1.weight has 1 inf and 1 NaN in 9 gradients, "
             "the first, -inf, at [1, 2], made by the backward pass; the largest norm without these "
             "is 3.74, of layer 0\n");

@@ -140,7 +140,7 @@ TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
   EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
 }
 
-TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
+TEST(GradScaler, TellsOfASkipOnce) {
   std::vector<std::string> lines;
   auto scaler = quiet_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
@@ -158,8 +158,8 @@ TEST(GradScaler, TellsOfASkipOnceInApexsWords) {
   scaler.step(first);
   scaler.update();
   EXPECT_EQ(lines, (std::vector<std::string>{
-                       "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to "
-                       "32768.0"}));
+                       "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss "
+                       "scale to 32768.0"}));
 }
 
 TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
@@ -191,7 +191,7 @@ TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
     return testing::internal::GetCapturedStderr();
   };
   EXPECT_EQ(skip(),
-            "Gradient overflow.  Skipping step, loss scaler 3 reducing loss scale to 0.5\n");
+            "Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss scale to 0.5\n");
   scaler.on_skip(nullptr);
   EXPECT_EQ(skip(), "");
 }
@@ -249,14 +249,14 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
   ASSERT_EQ(first.size(), 11U);
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(first[static_cast<std::size_t>(i)],
-              "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to " +
+              "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to " +
                   mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
   }
   EXPECT_EQ(first[10],
-            "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32.0 (step 11 "
-            "in a row that was skipped; from here on one in 1000 is printed): no loss scale cures "
-            "an inf or NaN in the data, the loss or the weights; mezzo::DivergenceWatch "
-            "(mezzo/diagnose.h) tells which it is");
+            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
+            "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
+            "scale cures an inf or NaN in the data, the loss or the weights; "
+            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
   scaler.update(65536.0);
   EXPECT_EQ(lines_of(10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
   EXPECT_EQ(lines_of(1, 1).size(), 0U);

@@ -4,9 +4,9 @@
 ///
 ///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///
-/// Then a skipped step writes Apex's line, and one of cause:
+/// Then a skipped step writes the scaler's line, and a second one that names the cause:
 ///
-///     Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
+///     Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
 ///       head.weight and 3 more, in 2 of 6 layers: head.weight has 3 inf and 1 NaN in 512 gradients,
 ///       the first, inf, at [0, 17], made by the backward pass; ...
 #pragma once

@@ -25,8 +25,9 @@ struct SkippedStep {
   /// too high makes about ten; beyond them look for an inf or NaN.
   int64_t times_in_a_row = 1;
 
-  /// Returns one line: "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to
-  /// 32768.0" (Apex's words), or "... keeping loss scale at 128.0" where the scale did not move.
+  /// Returns one line: "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale
+  /// to 32768.0", or "... keeping loss scale at 128.0" where the scale did not move. Apex says
+  /// "overflow" for either; the scaler cannot tell which it was, an OverflowReport can.
   std::string message() const;
 };
 
@@ -49,7 +50,7 @@ inline std::string SkippedStep::message() const {
   const char* verb = next_scale < scale    ? " reducing loss scale to "
                      : next_scale == scale ? " keeping loss scale at "
                                            : " setting loss scale to ";
-  return "Gradient overflow.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
+  return "Gradient overflow or NaN.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
          detail::python_float(next_scale);
 }
 
