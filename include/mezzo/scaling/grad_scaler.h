@@ -337,9 +337,8 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
   const bool has_closure = (detail::is_closure(args) || ...);
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
   if (!enabled_) {
-    StepResult result(StepOutcome{.ran = true, .value = call_step()});
-    detail::note_step_without_version(AnyOptimizer(optimizer).optimizer());
-    return result;
+    const detail::StepWithoutVersion step(AnyOptimizer(optimizer).optimizer());
+    return StepResult(StepOutcome{.ran = true, .value = call_step()});
   }
   TORCH_CHECK(
       !has_closure,

@@ -11,8 +11,10 @@
 
 #include <cstdint>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "what_an_op_reads.h"
@@ -115,6 +117,29 @@ TEST(PinnedWeights, AreCastAgainAfterAScalersStepOfTorchsSgd) {
       scaler.update();
       EXPECT_EQ(cache.statistics().casts, step) << "once a step";
     }
+  }
+}
+
+/// Writes the weights and then throws.
+class ThrowingSgd : public torch::optim::SGD {
+ public:
+  using torch::optim::SGD::SGD;
+  at::Tensor step(LossClosure closure = nullptr) override {
+    torch::optim::SGD::step(std::move(closure));
+    throw std::runtime_error("half-way");
+  }
+};
+
+TEST(PinnedWeights, AreCastAgainAfterAScalersStepThatThrows) {
+  for (const bool enabled : {true, false}) {
+    const auto cache = installed_cache();
+    const auto weight = unpinned_weight().requires_grad_();
+    ThrowingSgd optimizer({weight}, 0.5);
+    mezzo::GradScaler scaler({.enabled = enabled});
+    cache.pin({weight});
+    scaler.scale(read_in_a_region(cache, weight).to(kFloat).pow(2).sum()).backward();
+    EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+    EXPECT_TRUE(torch::equal(read_in_a_region(cache, weight), weight.to(kBFloat16)));
   }
 }
 

@@ -158,12 +158,21 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
   return all;
 }
 
-/// Call this after a step: torch::optim::SGD writes weights through `data()`, which no version
-/// tells.
-inline void note_step_without_version(const torch::optim::Optimizer& optimizer) {
-  if (dynamic_cast<const torch::optim::SGD*>(&optimizer) == nullptr) return;
-  steps_without_version().fetch_add(1, std::memory_order_relaxed);
-}
+/// Lives while an optimizer steps, and counts the step when it ends, also by an exception, if that
+/// is a torch::optim::SGD: it writes weights through `data()`, which no version tells.
+class StepWithoutVersion {
+ public:
+  explicit StepWithoutVersion(const torch::optim::Optimizer& optimizer)
+      : is_one_(dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr) {}
+  ~StepWithoutVersion() {
+    if (is_one_) steps_without_version().fetch_add(1, std::memory_order_relaxed);
+  }
+  StepWithoutVersion(const StepWithoutVersion&) = delete;
+  StepWithoutVersion& operator=(const StepWithoutVersion&) = delete;
+
+ private:
+  bool is_one_;
+};
 
 /// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
 /// changes there is lost with the scope
@@ -175,6 +184,7 @@ inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& op
 
 /// Calls refuse_average for each parameter of a step.
 inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
+  if (averaged_parameters_held.load() == 0) return;
   for (const StepPlan::Row& row : plan.rows) {
     refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
   }
@@ -185,7 +195,7 @@ inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimize
 /// itself replaced or wrote.
 class LentGradients {
  public:
-  LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
+  LentGradients(const torch::optim::Optimizer& optimizer, double factor) : step_(optimizer) {
     if (factor == 1.0) return;
     std::vector<at::Tensor> gradients;
     for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
@@ -222,6 +232,7 @@ class LentGradients {
     at::Tensor product{};
     int64_t version = 0;
   };
+  StepWithoutVersion step_;
   std::vector<Lent> all_;  // a parameter that is given twice holds the last product
   bool found_inf_ = false;
 };

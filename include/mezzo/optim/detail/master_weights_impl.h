@@ -358,7 +358,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  if (detail::averaged_parameters_held.load() != 0) detail::refuse_averages(plan, words());
+  detail::refuse_averages(plan, words());
   const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);
@@ -389,11 +389,10 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
       for (double& lr : lrs) lr *= lr_factor(applied_steps());
       parameter_swap.lend_lrs(lrs);
     }
+    const detail::StepWithoutVersion step(*inner_);
     try {
       inner_->step();
-      detail::note_step_without_version(*inner_);
     } catch (...) {
-      detail::note_step_without_version(*inner_);
       finish(all);  // as without masters, what was trained before it threw is trained
       throw;
     }

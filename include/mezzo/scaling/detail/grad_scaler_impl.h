@@ -346,7 +346,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   } else if (!outcome.ran) {  // the record says the same as the letter: no second wait
     skipped_scale_ = outcome.scale;
   }
-  if (outcome.ran) detail::note_step_without_version(optimizer.optimizer());
   record.stage = detail::Stage::stepped;
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
@@ -386,7 +385,6 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     const detail::LentGradients lent(optimizer.optimizer(), factor);
     outcome.value = optimizer.step();
   }
-  detail::note_step_without_version(optimizer.optimizer());
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
