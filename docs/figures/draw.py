@@ -202,19 +202,19 @@ def bert_ner():
     lines = [[cell.strip() for cell in line.strip("| ").split("|")] for line in table.splitlines() if line.startswith("|")]
     names, rows = lines[0], lines[2:]
     column = lambda name: [row[names.index(name)] for row in rows]
-    figure = Figure(760, 40 + 44 * len(rows), "Fine-tuning BERT in five precisions: speed and peak memory")
+    figure = Figure(800, 40 + 44 * len(rows), "Fine-tuning BERT in six precisions: speed and peak memory")
     speeds = [float(cell) for cell in column("tokens/s")]
     memory = [float(cell.split()[0]) for cell in column("peak memory")]
-    figure.text(220, 22, "tokens a second", "strong")
-    figure.text(520, 22, "peak memory, MiB", "strong")
+    figure.text(260, 22, "tokens a second", "strong")
+    figure.text(560, 22, "peak memory, MiB", "strong")
     for number, (name, score) in enumerate(zip(column("name"), column("F1"))):
         y = 38 + 44 * number
         figure.text(10, y + 14, name)
         figure.text(10, y + 29, f"F1 {score}", "small")
-        figure.box(220, y, speeds[number] * 200 / max(speeds), 22, "a")
-        figure.text(226 + speeds[number] * 200 / max(speeds), y + 16, f"{speeds[number]:,.0f}", "small")
-        figure.box(520, y, memory[number] * 170 / max(memory), 22, "c")
-        figure.text(526 + memory[number] * 170 / max(memory), y + 16, f"{memory[number]:,.0f}", "small")
+        figure.box(260, y, speeds[number] * 200 / max(speeds), 22, "a")
+        figure.text(266 + speeds[number] * 200 / max(speeds), y + 16, f"{speeds[number]:,.0f}", "small")
+        figure.box(560, y, memory[number] * 170 / max(memory), 22, "c")
+        figure.text(566 + memory[number] * 170 / max(memory), y + 16, f"{memory[number]:,.0f}", "small")
     return figure.svg()
 
 
