@@ -184,7 +184,6 @@ inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& op
 
 /// Calls refuse_average for each parameter of a step.
 inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
-  if (averaged_parameters_held.load() == 0) return;
   for (const StepPlan::Row& row : plan.rows) {
     refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
   }

@@ -358,7 +358,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  detail::refuse_averages(plan, words());
+  if (detail::averaged_parameters_held.load() != 0) detail::refuse_averages(plan, words());
   const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);

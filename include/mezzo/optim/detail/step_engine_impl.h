@@ -292,7 +292,7 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  refuse_averages(plan, words());
+  if (averaged_parameters_held.load() != 0) refuse_averages(plan, words());
   const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
   const c10::NoGradGuard no_grad;
   bool is_counted = false;

@@ -323,6 +323,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
   StepOutcome outcome = letter->outcome();
   if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
   if (outcome.ran && torch_step != nullptr) {
+    const detail::StepWithoutVersion step(optimizer.optimizer());
     outcome.value = torch_step();
   } else if (outcome.ran) {
     const double inverse = is_true ? 1.0 : detail::inverse_scale(outcome.scale);
