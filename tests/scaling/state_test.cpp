@@ -198,4 +198,20 @@ TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
                           "iteration, or at the end after scaler.update()."));
 }
 
+/// Otherwise the step after the load would take scaled gradients for unscaled ones.
+TEST(GradScalerState, IsNotLoadedInTheMiddleOfAnIteration) {
+  GradScaler scaler({.init_scale = 8});
+  std::stringstream stream;
+  torch::save(scaler, stream);
+  (void)scaler.scale(torch::zeros({}));
+  Iterations iterations;
+  iterations.unscale(scaler);
+  EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }),
+              HasSubstr("call scaler.update() before torch::load(scaler, path)"));
+  scaler.update(2.0);
+  stream.seekg(0);
+  torch::load(scaler, stream);
+  EXPECT_EQ(scaler.get_scale(), 8);
+}
+
 }  // namespace

@@ -252,7 +252,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
     Archive& archive, const GradScaler& scaler);
 
 /// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
-/// \throws c10::Error as GradScaler::load_state_dict does
+/// \throws c10::Error as GradScaler::load_state_dict does, and in the middle of an iteration
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler);
@@ -370,6 +370,11 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler) {
+  TORCH_CHECK(
+      !scaler.is_in_iteration(),
+      "A GradScaler is loaded at the beginning of an iteration, or at the end after "
+      "scaler.update(): it would take the next gradients of an optimizer that was unscaled for "
+      "unscaled ones. In C++: call scaler.update() before torch::load(scaler, path)");
   GradScaler::StateDict state;
   for (const char* const key : detail::kScalerStateKeys) {
     at::Tensor value;
