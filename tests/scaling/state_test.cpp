@@ -199,19 +199,24 @@ TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
 }
 
 /// Otherwise the step after the load would take scaled gradients for unscaled ones.
-TEST(GradScalerState, IsNotLoadedInTheMiddleOfAnIteration) {
+TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
   GradScaler scaler({.init_scale = 8});
   std::stringstream stream;
   torch::save(scaler, stream);
-  (void)scaler.scale(torch::zeros({}));
-  Iterations iterations;
-  iterations.unscale(scaler);
-  EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }),
-              HasSubstr("call scaler.update() before torch::load(scaler, path)"));
-  scaler.update(2.0);
-  stream.seekg(0);
+  torch::Tensor x = torch::zeros({1}, torch::requires_grad());
+  torch::optim::SGD optimizer(std::vector<torch::Tensor>{x}, torch::optim::SGDOptions(1));
+  const auto backward = [&] {
+    optimizer.zero_grad();
+    scaler.scale(x.mul(0.5).sum()).backward();
+  };
+  backward();
+  scaler.unscale_(optimizer);
   torch::load(scaler, stream);
-  EXPECT_EQ(scaler.get_scale(), 8);
+  EXPECT_FALSE(scaler.is_in_iteration());
+  backward();
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(x.item<float>(), -0.5F);
 }
 
 }  // namespace
