@@ -152,6 +152,38 @@ TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
       << "weights of float are stored in one way only";
 }
 
+TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorageWhateverElseTheFileSays) {
+  using mezzo::optim::AdamWOptions;
+  const auto saved_with = [](auto... set) {
+    return [set...](std::vector<torch::Tensor> parameters) {
+      AdamWOptions options(1e-3);
+      (set(options), ...);
+      return mezzo::optim::AdamW(std::move(parameters), options);
+    };
+  };
+  const auto storage_after_load = [](const auto& make, WeightStorage storage) {
+    const Scratch scratch;
+    torch::nn::Sequential model = make_model(torch::kBFloat16),
+                          other = make_model(torch::kBFloat16);
+    auto saved = make(model->parameters());
+    auto loaded = making(storage)(other->parameters());
+    const auto file =
+        CheckpointManager(scratch.path()).save(TrainingState().add("optimizer", saved), 1).file;
+    mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
+    return static_cast<const AdamWOptions&>(loaded.param_groups()[0].options()).weight_storage();
+  };
+  const auto in_float = [](AdamWOptions& options) { options.accumulate_in_float(true); };
+  const auto moments = [](AdamWOptions& options) {
+    options.moment_storage(mezzo::optim::MomentStorage::float32);
+  };
+  for (const auto storage :
+       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+    EXPECT_EQ(storage_after_load(saved_with(), storage), storage);
+    EXPECT_EQ(storage_after_load(saved_with(in_float), storage), storage);
+    EXPECT_EQ(storage_after_load(saved_with(moments), storage), storage);
+  }
+}
+
 TEST(CheckpointIdentity, ParametersInAnotherOrderAreNamed) {
   const auto turned = [](std::vector<torch::Tensor> parameters) {
     std::rotate(parameters.begin(), parameters.begin() + 2, parameters.end());

@@ -290,6 +290,27 @@ TEST(Checkpoint, WhatWasLoadedIsTakenBackWhenALaterObjectRefusesItsPart) {
   EXPECT_TRUE(torch::equal(at::globalContext().defaultGenerator(at::kCPU).get_state(), random));
 }
 
+/// An optimizer's file has no values that are the defaults, so that loading it puts none back.
+TEST(Checkpoint, OptionsThatAFailedLoadHasSetAreTakenBack) {
+  using mezzo::optim::AdamWOptions;
+  const Scratch scratch;
+  torch::nn::Linear saved(2, 2), loaded(2, 2);
+  mezzo::optim::AdamW first(
+      saved->parameters(),
+      AdamWOptions(1e-3).moment_storage(mezzo::optim::MomentStorage::block8).seed(3));
+  mezzo::optim::AdamW second(loaded->parameters(), AdamWOptions(1e-2));
+  Numbered saved_last{1}, own_last{2};
+  CheckpointManager checkpoints(scratch.path());
+  checkpoints.save(TrainingState().add("optimizer", first).add("last", saved_last), 1);
+  EXPECT_THAT(
+      error_of([&] {
+        checkpoints.load_newest(TrainingState().add("optimizer", second).add("last", own_last));
+      }),
+      HasSubstr("everything is as it was before"));
+  EXPECT_EQ(static_cast<const AdamWOptions&>(second.param_groups()[0].options()),
+            AdamWOptions(1e-2));
+}
+
 TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
   const Scratch scratch;
   torch::Tensor undefined;

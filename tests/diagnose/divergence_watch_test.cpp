@@ -208,6 +208,27 @@ TEST(DivergenceWatch, StopsTheRunWithTheDiagnosis) {
                             "loss inf): the loss is inf or NaN, computed from finite weights")));
 }
 
+TEST(DivergenceWatch, WatchesARunThatGoesOnFromACheckpointAsANewOne) {
+  const Patient patient;
+  std::vector<Divergence> heard;
+  DivergenceOptions options = told_to(heard);
+  options.policy = DivergencePolicy::stop;
+  DivergenceWatch watch(patient, options);
+  const auto diverges_from = [&](std::int64_t step) {
+    for (const double loss : {1.0, 0.8, 5.0, 20.0, 40.0}) {
+      watch(step_record(step++, loss));
+      multiply(patient, 1.5);
+    }
+    EXPECT_THROW(watch(step_record(step, kInfiniteLoss)), c10::Error);
+    multiply(patient, 1 / 8.0);  // as the checkpoint has them, more or less
+  };
+  diverges_from(100);
+  diverges_from(101);
+  ASSERT_EQ(heard.size(), 2);
+  EXPECT_EQ(heard[1].record.step, 106);
+  EXPECT_EQ(heard[1].cause, DivergenceCause::updates_too_large);
+}
+
 TEST(DivergenceWatch, WritesTheDiagnosisWhereNobodyListens) {
   const Patient patient;
   testing::internal::CaptureStderr();

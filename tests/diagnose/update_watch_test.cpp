@@ -3,6 +3,7 @@
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/update_watch.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -103,6 +105,31 @@ TEST(UpdateWatch, SaysNothingWhereUpdatesAreKeptOrNotKnown) {
   EXPECT_THAT(samples_of(1e-7, WeightStorage::stochastic), testing::IsEmpty());
   EXPECT_THAT(samples_of(0, WeightStorage::plain), testing::IsEmpty()) << "a rate of 0";
   EXPECT_THAT(samples_of(1e-7, WeightStorage::plain, /*clears=*/true), testing::IsEmpty());
+}
+
+TEST(UpdateWatch, SaysNothingOfMastersWhereverTheOptionsAreKept) {
+  const auto samples = [](Net& net, auto& optimizer) {
+    std::vector<UpdateSample> seen;
+    mezzo::UpdateWatch watch(
+        net, optimizer,
+        {.every = 2, .callback = [&seen](const UpdateSample& one) { seen.push_back(one); }});
+    for (int step = 1; step <= 5; ++step) {
+      net.zero_grad();
+      net.loss().backward();
+      optimizer.step();
+      watch({.step = step});
+    }
+    return seen;
+  };
+  Net net, other;
+  torch::optim::SGD sgd(net.parameters(), 1e-9);
+  mezzo::MasterWeights masters(sgd);
+  EXPECT_THAT(samples(net, masters), testing::IsEmpty());
+  const std::vector<torch::optim::OptimizerParamGroup> groups{
+      {other.parameters(), std::make_unique<torch::optim::AdamWOptions>(1e-7)}};
+  mezzo::optim::AdamW optimizer(groups,
+                                AdamWOptions(1e-7).weight_storage(WeightStorage::split_master));
+  EXPECT_THAT(samples(other, optimizer), testing::IsEmpty()) << "the defaults say how";
 }
 
 TEST(UpdateWatch, TellsStandardErrorOnce) {

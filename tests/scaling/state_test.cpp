@@ -198,4 +198,25 @@ TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
                           "iteration, or at the end after scaler.update()."));
 }
 
+/// Otherwise the step after the load would take scaled gradients for unscaled ones.
+TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
+  GradScaler scaler({.init_scale = 8});
+  std::stringstream stream;
+  torch::save(scaler, stream);
+  torch::Tensor x = torch::zeros({1}, torch::requires_grad());
+  torch::optim::SGD optimizer(std::vector<torch::Tensor>{x}, torch::optim::SGDOptions(1));
+  const auto backward = [&] {
+    optimizer.zero_grad();
+    scaler.scale(x.mul(0.5).sum()).backward();
+  };
+  backward();
+  scaler.unscale_(optimizer);
+  torch::load(scaler, stream);
+  EXPECT_FALSE(scaler.is_in_iteration());
+  backward();
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(x.item<float>(), -0.5F);
+}
+
 }  // namespace

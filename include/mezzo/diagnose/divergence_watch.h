@@ -86,6 +86,9 @@ struct DivergenceOptions {
 /// The watch names a cause only where the evidence excludes the others, and otherwise what to try:
 /// most often an AnomalyTrace of the step, which names the op.
 ///
+/// A record of an earlier step than the one before it shows that a checkpoint was loaded, with the
+/// Telemetry's number of the next step in it: the watch then forgets skips, losses and its silence.
+///
 /// Gradients are read as find_overflow does, and are a later step's where a device decides. In a
 /// job of several each rank watches its own loss; one that stops alone leaves the others waiting.
 class DivergenceWatch {
@@ -99,6 +102,7 @@ class DivergenceWatch {
   void operator()(const TelemetryRecord& record);
 
  private:
+  void forget_run();
   void note_loss(double loss);
   void diagnose(Divergence& divergence) const;
   bool weights_are_bad(Divergence& divergence) const;
@@ -182,6 +186,17 @@ MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
               options_.skips_in_a_row, "; it should be positive");
 }
 
+/// Begins anew, but for what was seen of the weights when the watch was made. The losses of a run
+/// that was given up would hide the next rise, and its diagnosis the next one.
+MEZZO_INLINE void DivergenceWatch::forget_run() {
+  before_.reset();
+  first_loss_.reset();
+  last_loss_.reset();
+  rises_ = 0;
+  skips_ = 0;
+  quiet_until_ = 0;
+}
+
 MEZZO_INLINE void DivergenceWatch::note_loss(double loss) {
   if (!first_loss_) {
     first_loss_ = loss;
@@ -201,6 +216,7 @@ MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
   const bool is_lost = detail::lost_its_loss(record);
   if (before_ && before_->name != record.name) before_.reset();  // another model's
+  if (before_ && record.step < before_->step) forget_run();
   skips_ = record.skipped ? skips_ + 1 : 0;
   scales_loss_ = scales_loss_ || record.scale != 1;
   if (record.loss && !is_lost) note_loss(*record.loss);

@@ -59,6 +59,12 @@ class RunReport {
  public:
   /// Begins an empty report.
   explicit RunReport(std::string title) : title_(std::move(title)) {}
+  RunReport(const RunReport&) = delete;  // a Telemetry would write to its copy: give std::ref
+  RunReport& operator=(const RunReport&) = delete;
+  /// Takes the report over. A Telemetry that writes to the other one goes on writing there.
+  RunReport(RunReport&&) = default;
+  /// Takes the report over, and drops its own.
+  RunReport& operator=(RunReport&&) = default;
 
   /// One more step: a Telemetry's writer.
   void operator()(const TelemetryRecord& record);

@@ -13,6 +13,7 @@
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
+#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
 
@@ -116,15 +117,17 @@ class UpdateWatch {
 
   std::vector<Sample> samples() const {
     std::vector<Sample> samples;
-    const auto& groups = optimizer_.optimizer().param_groups();
+    const torch::optim::Optimizer& optimizer = optimizer_.optimizer();
+    const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(optimizer_.mezzos());
+    const auto& groups = optimizer.param_groups();
     for (std::size_t group = 0; group < groups.size(); ++group) {
-      const torch::optim::OptimizerOptions& options = groups[group].options();
-      const auto* const mezzos = dynamic_cast<const detail::HoldsExtraOptions*>(&options);
+      const auto* const mezzos = detail::extra_options(optimizer, groups[group]);
       const bool is_plain =
           mezzos == nullptr || mezzos->extras().weight_storage == optim::WeightStorage::plain;
-      if (!is_plain || options.get_lr() == 0) continue;
+      if (!is_plain || groups[group].options().get_lr() == 0) continue;
       for (const at::Tensor& parameter : groups[group].params()) {
         if (!detail::is_low_precision(parameter) || parameter.numel() == 0) continue;
+        if (fused != nullptr && fused->keeps_master(group, parameter)) continue;  // MasterWeights
         samples.push_back({name_of(parameter, group), parameter, part_of(parameter).clone()});
       }
     }

@@ -8,6 +8,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -54,6 +55,7 @@ std::string words_of_option(const T& value) {
 class HoldsExtraOptions {
  public:
   const ExtraOptions& extras() const noexcept { return extras_; }
+  void set_extras(const ExtraOptions& extras) noexcept { extras_ = extras; }
 
   /// Returns a line for each option: `prefix`, its name and its value.
   virtual std::string words(const std::string& prefix) const = 0;
@@ -66,6 +68,15 @@ class HoldsExtraOptions {
 
   ExtraOptions extras_;
 };
+
+/// Returns what mezzo adds to the options of a group, from the defaults where the group has
+/// libtorch's; null if the optimizer is not mezzo's.
+inline const HoldsExtraOptions* extra_options(const torch::optim::Optimizer& optimizer,
+                                              const torch::optim::OptimizerParamGroup& group) {
+  if (dynamic_cast<const optim::OptimizerInterface*>(&optimizer) == nullptr) return nullptr;
+  const auto* const own = dynamic_cast<const HoldsExtraOptions*>(&group.options());
+  return own != nullptr ? own : dynamic_cast<const HoldsExtraOptions*>(&optimizer.defaults());
+}
 
 /// Makes autograd add up the gradients of a 16-bit weight in float, and converts the gradient that
 /// there is. Does nothing to other weights.
@@ -136,8 +147,14 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
 
   /// Takes the values that are added here from `other`, unless the file that was just read held
   /// them. For loading, and for groups with libtorch's options.
+  ///
+  /// A file that says `plain` holds no masters, and leaves the storage as it is, whatever other
+  /// values it has: weights that were trained as they are may go on in any storage.
   void keep_unread(const FusedOptions& other) {
     if (!was_read_) extras_ = other.extras_;
+    if (extras_.weight_storage == WeightStorage::plain) {
+      extras_.weight_storage = other.extras_.weight_storage;
+    }
     was_read_ = false;
   }
 

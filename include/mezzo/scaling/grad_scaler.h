@@ -178,6 +178,14 @@ class GradScaler {
   /// Returns LossScaleOptions::enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return enabled_; }
 
+  /// Forgets what was called since the last `update`, and does not move the scale. The gradients
+  /// are given up: clear them before the next backward pass.
+  void forget_iteration() noexcept {
+    records_.clear();
+    letters_.clear();
+    skipped_scale_.reset();
+  }
+
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
   bool is_in_iteration() const noexcept { return !records_.empty(); }
 
@@ -252,7 +260,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
     Archive& archive, const GradScaler& scaler);
 
 /// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
-/// \throws c10::Error as GradScaler::load_state_dict does
+/// The next iteration begins, as with a scaler that Python unpickles: what was unscaled before is
+/// forgotten. \throws c10::Error as GradScaler::load_state_dict does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler);
@@ -378,6 +387,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
     }
   }
   scaler.load_state_dict(state);
+  scaler.forget_iteration();
   return archive;
 }
 

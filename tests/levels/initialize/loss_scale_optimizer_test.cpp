@@ -137,6 +137,21 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
   }
 }
 
+/// A file of torch::optim::SGD holds no number of steps.
+TEST(LossScaleOptimizer, GivesItsIterationsToAnInnerOptimizerThatLacksThem) {
+  const torch::Tensor weight = parameter(), other = parameter();
+  torch::optim::SGD sgd({weight}, torch::optim::SGDOptions(1).momentum(0.5));
+  mezzo::optim::SGD of_mezzo({other}, mezzo::optim::SGDOptions(1).momentum(0.5));
+  auto optimizer = mezzo::enable_mixed_precision(sgd);
+  auto resumed = mezzo::enable_mixed_precision(of_mezzo);
+  for (int i = 0; i < 3; ++i) step_with(optimizer, weight, 0.25);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  torch::load(resumed, file);
+  EXPECT_EQ(resumed.iterations(), 3);
+  EXPECT_EQ(of_mezzo.applied_steps(), 3);
+}
+
 TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
   for (const auto& make : inners()) {
     const torch::Tensor weight = parameter();

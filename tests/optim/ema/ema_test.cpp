@@ -376,7 +376,7 @@ TEST(EmaScope, RefusesAStepOfTheWeightsWhosePlaceItTook) {
     parameter.mutable_grad() = torch::ones_like(parameter.detach());
     other.mutable_grad() = torch::ones({1});
     EXPECT_THAT(error_of([&] { split.step(); }), HasSubstr("parameter 0 of group 0"));
-    EXPECT_THAT(error_of([&] { masters.step(); }), HasSubstr("let that scope end before the step"));
+    EXPECT_THAT(error_of([&] { masters.step(); }), HasSubstr("let that scope end first"));
     EXPECT_EQ(other.item<float>(), 1);
     EXPECT_EQ(split.applied_steps(), 0);
     parameter.mutable_grad() = torch::Tensor();
@@ -386,6 +386,44 @@ TEST(EmaScope, RefusesAStepOfTheWeightsWhosePlaceItTook) {
   parameter.mutable_grad() = torch::ones_like(parameter.detach());
   masters.step();
   EXPECT_EQ(parameter[0].item<float>(), 0.5F);
+}
+
+/// Each call would take the average for the parameter that a master, or its lower half, completes.
+TEST(EmaScope, RefusesWhatWouldTakeTheAverageForTheWeight) {
+  for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
+    torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
+    auto optimizer = make(parameter, storage);
+    torch::optim::SGD sgd({parameter}, 0.5);
+    mezzo::MasterWeights masters(sgd);
+    Ema ema({parameter}, {.decay = 0.5});
+    for (int i = 0; i < 3; ++i) {
+      step(optimizer, parameter);
+      ema.update();
+    }
+    std::vector<torch::Tensor> before;
+    for (const auto& one : outcome_of(optimizer, parameter)) before.push_back(one.detach().clone());
+    mezzo::GradScaler scaler;
+    (void)scaler.scale(torch::zeros({}));
+    const torch::Tensor gradient = parameter.grad().clone();
+    {
+      const EmaScope averaged(ema);
+      const auto is_refused = HasSubstr("parameter 0 of group 0 (bfloat16 [37] on cpu) holds an");
+      EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), is_refused);
+      EXPECT_THAT(error_of([&] { (void)mezzo::master_params(masters); }), is_refused);
+      std::stringstream file;
+      if (storage == WeightStorage::master) {
+        EXPECT_THAT(error_of([&] { (void)mezzo::master_params(optimizer); }), is_refused);
+        EXPECT_EQ(error_of([&] { torch::save(optimizer, file); }), "no error") << "it is whole";
+      } else {
+        EXPECT_THAT(error_of([&] { torch::save(optimizer, file); }), is_refused);
+      }
+    }
+    EXPECT_TRUE(torch::equal(parameter.grad(), gradient));
+    if (storage == WeightStorage::master) (void)mezzo::master_params(optimizer);
+    const auto after = outcome_of(optimizer, parameter);
+    ASSERT_EQ(after.size(), before.size());
+    for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
+  }
 }
 
 TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {

@@ -109,6 +109,24 @@ TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
   EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0, 0.25, 8.0));
 }
 
+TEST(LrSchedule, TellsTheRatesThatTheNextStepOfALibtorchOptimizerHas) {
+  const torch::Tensor late = weight();
+  torch::optim::SGD optimizer({weight()}, 1.0);
+  LinearSchedule schedule(optimizer, {.total_steps = 4});
+  schedule.step();
+  optimizer.add_param_group({{late}, std::make_unique<torch::optim::SGDOptions>(8.0)});
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.75, 8.0)) << "the new group has no factor yet";
+  late.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  EXPECT_EQ(late.item<float>(), -8.0F);
+  schedule.step();
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.5, 4.0));
+  for (int i = 0; i < 2; ++i) schedule.step();
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.0, 0.0));
+  optimizer.param_groups()[0].options().set_lr(0.125);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.125, 0.0));
+}
+
 TEST(LrSchedule, LeavesAnOptimizerAloneWhoseNumbersAreRefused) {
   torch::optim::SGD optimizer({weight()}, 2.0);
   EXPECT_THAT([&] { LinearSchedule schedule(optimizer, {.warmup_steps = 3, .total_steps = 2}); },

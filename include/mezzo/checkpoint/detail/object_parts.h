@@ -8,6 +8,7 @@
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/step_witness.h>
+#include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/List.h>
@@ -21,6 +22,7 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -95,6 +97,24 @@ class OptimizerPart final : public ArchivePart {
     std::string words = words_of_step(optimizer_, /*scale=*/{});
     const bool is_sharded = optimizer_.mezzos() != nullptr && optimizer_.mezzos()->is_sharded();
     return is_sharded ? words : words + "state " + crc_of(save());
+  }
+
+  /// A file lacks the values that mezzo adds to libtorch's options where they are the defaults, and
+  /// loading it leaves them as they are: they are put back first.
+  std::function<void()> snapshot() const override {
+    std::vector<std::optional<ExtraOptions>> extras;
+    for (const auto& group : optimizer_.optimizer().param_groups()) {
+      const HoldsExtraOptions* const own = extra_options(optimizer_.optimizer(), group);
+      extras.push_back(own != nullptr ? std::optional(own->extras()) : std::nullopt);
+    }
+    return [groups = &optimizer_.optimizer().param_groups(), extras,
+            put_back = ArchivePart::snapshot()] {
+      for (std::size_t i = 0; i < extras.size(); ++i) {
+        auto* const own = dynamic_cast<HoldsExtraOptions*>(&(*groups)[i].options());
+        if (own != nullptr && extras[i]) own->set_extras(*extras[i]);
+      }
+      put_back();
+    };
   }
 
   /// A split master is the parameter together with its lower bits. With an average in place of the

@@ -81,11 +81,7 @@ inline const HoldsExtraOptions* storage_options(const torch::optim::Optimizer& o
   const bool has_low_precision =
       std::any_of(group.params().begin(), group.params().end(),
                   [](const at::Tensor& one) { return one.defined() && is_low_precision(one); });
-  if (!has_low_precision || dynamic_cast<const optim::OptimizerInterface*>(&optimizer) == nullptr) {
-    return nullptr;
-  }
-  const auto* const own = dynamic_cast<const HoldsExtraOptions*>(&group.options());
-  return own != nullptr ? own : dynamic_cast<const HoldsExtraOptions*>(&optimizer.defaults());
+  return has_low_precision ? extra_options(optimizer, group) : nullptr;
 }
 
 /// Separates the names of a parameter that has more than one.

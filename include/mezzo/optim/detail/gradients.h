@@ -175,11 +175,11 @@ class StepWithoutVersion {
 };
 
 /// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
-/// changes there is lost with the scope
+/// changes there is lost with the scope, and a master would follow the average
 inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
   TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
               optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end before the step");
+              " holds an average, for an EmaScope is alive; let that scope end first");
 }
 
 /// Calls refuse_average for each parameter of a step.

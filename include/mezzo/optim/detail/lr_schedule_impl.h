@@ -125,6 +125,13 @@ int64_t LrSchedule<Curve>::applied_steps() const {
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
+  if (optimizer_.mezzos() == nullptr) {  // it steps with what its options say
+    std::vector<double> written;
+    for (auto& group : optimizer_.optimizer().param_groups()) {
+      written.push_back(group.options().get_lr());
+    }
+    return written;
+  }
   std::vector<double> lrs = base_lrs();
   const double factor = curve_.factor(applied_steps());
   for (double& lr : lrs) lr *= factor;

@@ -279,6 +279,7 @@ MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
 MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
                                                     const at::Tensor& parameter) {
   if (!keeps_master(group, parameter)) return parameter;
+  detail::refuse_average(parameter, words());
   detail::KeptWeights& weights = settled(parameter);
   weights.shown.show(parameter, weights.master);
   return weights.master;

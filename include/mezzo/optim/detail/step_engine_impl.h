@@ -85,6 +85,7 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
+  refuse_average(parameter, words());
   const NoGraphGuard no_graph(parameter.is_inference());
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
@@ -753,6 +754,9 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
+      const auto* const slot = dynamic_cast<const ParamSlot*>(found->second.get());
+      const bool is_split = slot != nullptr && slot->lower_half.defined();
+      if (is_split) refuse_average(parameter, words());  // which the lower half does not complete
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }

@@ -73,7 +73,9 @@ inline void check_step_options(const StepOptions& options) {
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-inline void widen_for_masters(const optim::FusedOptimizer* fused, StepPlan& plan) {
+/// \throws c10::Error, before any write, while an EmaScope holds a parameter
+inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
+  if (fused != nullptr) refuse_averages(plan, {"unscale_", fused->optimizer().param_groups()});
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());

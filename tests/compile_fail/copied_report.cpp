@@ -1,0 +1,13 @@
+// error: std::function target must be copy-constructible
+#include <mezzo/diagnose/run_report.h>
+#include <mezzo/diagnose/telemetry.h>
+
+#include <functional>
+
+void write(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
+#ifdef MEZZO_LEGAL
+  telemetry.write_to(std::ref(report));
+#else
+  telemetry.write_to(report);  // a copy would have the page
+#endif
+}
