@@ -4,6 +4,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/csrc/jit/frontend/lexer.h>
 #include <torch/torch.h>
@@ -309,6 +310,34 @@ TEST(Checkpoint, OptionsThatAFailedLoadHasSetAreTakenBack) {
       HasSubstr("everything is as it was before"));
   EXPECT_EQ(static_cast<const AdamWOptions&>(second.param_groups()[0].options()),
             AdamWOptions(1e-2));
+}
+
+TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {
+  const Scratch scratch;
+  torch::nn::Linear model(2, 2);
+  mezzo::optim::AdamW optimizer(model->parameters(), 1e-3);
+  mezzo::GradScaler scaler({.init_scale = 8});
+  TrainingState state;
+  state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
+  CheckpointManager checkpoints(scratch.path());
+  const auto backward = [&] {
+    optimizer.zero_grad();
+    scaler.scale(model->forward(torch::ones({1, 2})).sum()).backward();
+  };
+  backward();
+  scaler.step(optimizer);
+  scaler.update();
+  checkpoints.save(state, 1);
+  const torch::Tensor saved = model->weight.detach().clone();
+  backward();
+  scaler.unscale_(optimizer);
+  EXPECT_THAT(error_of([&] { checkpoints.load_newest(state); }), HasSubstr("forget_iteration"));
+  scaler.forget_iteration();
+  checkpoints.load_newest(state);
+  EXPECT_TRUE(torch::equal(model->weight, saved));
+  backward();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(model->weight.grad()[0][0].item<float>(), 1) << "the scale is taken off";
 }
 
 TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {

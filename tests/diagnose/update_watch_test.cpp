@@ -27,15 +27,15 @@ using testing::HasSubstr;
 struct Net : torch::nn::Module {
   Net() {
     torch::manual_seed(0);
-    register_module("body", body);
-    register_module("head", head);
+    body = register_module("body", torch::nn::Linear(16, 16));
+    head = register_module("head", torch::nn::Linear(16, 16));
     to(torch::kBFloat16);
   }
   torch::Tensor loss() {
     const auto x = torch::ones({4, 16}, torch::kBFloat16);
     return head->forward(body->forward(x)).to(torch::kFloat).square().mean();
   }
-  torch::nn::Linear body{16, 16}, head{16, 16};
+  torch::nn::Linear body{nullptr}, head{nullptr};
 };
 
 /// The samples of a run of 12 steps, one after every third, with the last weights moved by hand.

@@ -178,8 +178,8 @@ class GradScaler {
   /// Returns LossScaleOptions::enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return enabled_; }
 
-  /// Forgets what was called since the last `update`, and does not move the scale. The gradients
-  /// are given up: clear them before the next backward pass.
+  /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
+  /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
   void forget_iteration() noexcept {
     records_.clear();
     letters_.clear();
@@ -260,8 +260,9 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
     Archive& archive, const GradScaler& scaler);
 
 /// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
-/// The next iteration begins, as with a scaler that Python unpickles: what was unscaled before is
-/// forgotten. \throws c10::Error as GradScaler::load_state_dict does
+/// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
+/// forgotten.
+/// \throws c10::Error as GradScaler::load_state_dict does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler);
@@ -369,7 +370,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update(), "
+      "and scaler.forget_iteration() before a checkpoint is loaded in the middle of an iteration");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
   }
