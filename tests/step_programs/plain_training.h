@@ -21,6 +21,7 @@
 #include <optional>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -124,6 +125,9 @@ struct PlainWeight {
   torch::ScalarType new_gradients = torch::kFloat;
   std::vector<int64_t> shape{};
   double hook = 1;  ///< what a hook multiplies each incoming gradient with
+  bool is_frozen = false;
+  bool is_tied = false;  ///< used twice in a forward pass
+  bool is_late = false;  ///< added after the optimizer was made
   bool begins_group = false;
 
   Vector value;
@@ -132,6 +136,9 @@ struct PlainWeight {
   int64_t count = 0;
   bool is_written = false;  ///< since the last step, by others
   Vector trained{};         ///< the value before that
+  /// The dtype that a float parameter's value is rounded to until its next step: that of the model
+  /// whose file was loaded.
+  std::optional<torch::ScalarType> rounded_to{};
 
   std::optional<PlainGradient> gradient{};
   /// What a caller made of the master's gradient since it was shown there: none, or other values.
@@ -243,6 +250,7 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
     weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
   }
   weight.is_written = false;
+  weight.rounded_to.reset();
 }
 
 /// How the weights of an optimizer are made and kept.
@@ -253,10 +261,15 @@ struct Recipe {
   WeightStorage storage = WeightStorage::plain;
   torch::ScalarType dtype = torch::kFloat;
   bool accumulates_in_float = false;
-  bool last_is_float = false;  ///< the last weight, as a batch norm's at O2
+  bool last_is_norm = false;  ///< the last weight is a batch norm's
+  torch::ScalarType norm_dtype = torch::kFloat;
   std::size_t weights = 2;
   bool has_odd_shapes = false;  ///< empty weights and such without dimensions
   bool has_hooks = false;
+  bool has_frozen = false;
+  bool has_ties = false;
+
+  bool is_norm(std::size_t i) const { return last_is_norm && i + 1 == weights; }
 
   std::string text() const {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
@@ -266,9 +279,11 @@ struct Recipe {
     if (in_master_weights) text << " in MasterWeights";
     if (of_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
     text << ", " << weights << " weights of " << c10::toString(dtype);
-    if (last_is_float) text << ", the last of float";
+    if (last_is_norm) text << ", the last of " << c10::toString(norm_dtype);
     if (accumulates_in_float) text << ", accumulate_in_float";
     if (has_hooks) text << ", with hooks";
+    if (has_frozen) text << ", some frozen";
+    if (has_ties) text << ", some tied";
     return text.str();
   }
 };
@@ -289,7 +304,7 @@ inline Recipe random_recipe(Random& random) {
     recipe.dtype = is_split ? torch::kBFloat16 : random.of(low);
     recipe.accumulates_in_float = random.one_in(5);
   }
-  recipe.last_is_float = random.one_in(3);
+  recipe.last_is_norm = random.one_in(3);
   recipe.weights = static_cast<std::size_t>(1 + random.below(3));
   return recipe;
 }
@@ -423,9 +438,8 @@ inline Vector random_weight_values(Random& random, std::size_t size) {
   return values;
 }
 
-inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
-                                     Random& random) {
-  PlainWeight weight;
+/// Sets how a weight is kept.
+inline void keep_as(const Recipe& recipe, torch::ScalarType dtype, PlainWeight& weight) {
   weight.dtype = dtype;
   const bool is_low = is_16_bit(dtype);
   weight.has_master =
@@ -433,6 +447,12 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
   weight.trains_float =
       !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
   weight.new_gradients = is_low && recipe.accumulates_in_float ? torch::kFloat : dtype;
+}
+
+inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
+                                     Random& random) {
+  PlainWeight weight;
+  keep_as(recipe, dtype, weight);
   auto size = static_cast<std::size_t>(1 + random.below(3));
   weight.shape = {static_cast<int64_t>(size)};
   if (recipe.has_odd_shapes && random.one_in(4)) {
@@ -440,6 +460,8 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
     weight.shape = size == 0 ? std::vector<int64_t>{0, 2} : std::vector<int64_t>{};
   }
   if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
+  weight.is_frozen = recipe.has_frozen && random.one_in(3);
+  weight.is_tied = recipe.has_ties && random.one_in(2);
   weight.value = random_weight_values(random, size);
   weight.error.assign(size, 0.0);
   return weight;
@@ -448,11 +470,77 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
 inline PlainSide make_plain(const Recipe& recipe, Random& random) {
   PlainSide side{recipe};
   for (std::size_t i = 0; i < recipe.weights; ++i) {
-    const bool is_float = recipe.last_is_float && i + 1 == recipe.weights;
     side.weights.push_back(
-        make_plain_weight(recipe, is_float ? torch::kFloat : recipe.dtype, random));
+        make_plain_weight(recipe, recipe.is_norm(i) ? recipe.norm_dtype : recipe.dtype, random));
   }
   return side;
+}
+
+/// Returns a new weight for the place of `old`.
+inline PlainWeight make_plain_successor(const Recipe& recipe, const PlainWeight& old,
+                                        Random& random) {
+  PlainWeight weight = make_plain_weight(recipe, old.dtype, random);
+  weight.is_tied = old.is_tied;
+  weight.is_late = old.is_late;
+  weight.begins_group = old.begins_group;
+  return weight;
+}
+
+/// Adds a weight after the others: in a new group if the last one is in a group of its own.
+inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, Random& random) {
+  const bool in_new_group = side.weights.back().begins_group || random.one_in(2);
+  PlainWeight& weight = side.weights.emplace_back(make_plain_weight(side.recipe, dtype, random));
+  weight.is_late = true;
+  weight.begins_group = in_new_group;
+  return weight;
+}
+
+/// Sets a weight to values that are neither the `present` ones of its parameter nor what these are
+/// rounded from, since a master stays where a write is what it rounds to.
+inline void write_plain_weight(PlainWeight& weight, const Vector& present, Random& random) {
+  if (!weight.is_written) weight.trained = weight.value;
+  for (std::size_t k = 0; k < present.size(); ++k) {
+    weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
+    const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
+    while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
+    weight.error[k] = 0;
+  }
+  weight.is_written = true;
+  weight.rounded_to.reset();
+}
+
+// --- Their tensors -----------------------------------------------------------------------------
+
+inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
+  Tensor parameter = tensor_of(one.value, dtype, one.shape).requires_grad_();
+  if (one.hook != 1) {
+    parameter.register_hook([hook = one.hook](const Tensor& gradient) { return gradient * hook; });
+  }
+  return parameter.requires_grad_(!one.is_frozen);
+}
+
+/// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
+/// at the next step only.
+inline Tensor make_late_parameter(const PlainWeight& one) {
+  const Tensor parameter = make_parameter(one, one.dtype);
+  if (one.new_gradients != one.dtype) parameter.set_grad_dtype(one.new_gradients);
+  return parameter;
+}
+
+/// Returns the place of `parameter` in an optimizer's groups.
+inline Tensor& place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter) {
+  for (auto& group : optimizer.param_groups()) {
+    for (Tensor& one : group.params()) {
+      if (one.is_same(parameter)) return one;
+    }
+  }
+  throw std::logic_error("the optimizer has lost a parameter");
+}
+
+/// Returns a gradient that no step can take: of another dtype or of another shape.
+inline Tensor bad_gradient(const Tensor& parameter, bool has_shape) {
+  return has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
+                   : torch::ones({7}, parameter.scalar_type());
 }
 
 /// Small numbers that add up exactly, in 16 bits too: eighths up to 15 of them.
@@ -543,15 +631,17 @@ inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
                            const std::string& name) {
   const Vector actual = values_of(parameter);
   Vector tolerance = plain.error;
+  const double unit = half_ulp(plain.rounded_to.value_or(plain.dtype));
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
     // Of 16 bits that are trained as they are one in the last place; of others half a one.
     const double ulps = plain.trains_float ? 1.01 : 2.02;
-    tolerance[i] += ulps * half_ulp(plain.dtype) * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
+    tolerance[i] += ulps * unit * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
   }
   if (parameter.scalar_type() != plain.dtype || !are_near(actual, plain.value, tolerance)) {
     report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
                 "; right is ", words(plain.value), ", within ", words(tolerance));
   }
+  if (plain.rounded_to) return;
   if (!plain.trains_float || !is_16_bit(plain.dtype)) {
     plain.value = actual;
     std::fill(plain.error.begin(), plain.error.end(), 0.0);
