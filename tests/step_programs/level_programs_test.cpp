@@ -1,6 +1,7 @@
 // Random programs of an Amp's calls at every level, with one or two optimizers and up to three
 // losses, beside plain loops that add up the gradients since the last step.
 
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/ema.h>
@@ -175,6 +176,7 @@ class AmpProgram {
     std::string level{};
     std::vector<std::string> optimizers{};
     std::vector<std::vector<Tensor>> weights{};
+    std::vector<std::string> models{};
     std::string amp{};
     std::vector<PlainSide> plain{};
     std::vector<PlainLoss> losses{};
@@ -230,6 +232,7 @@ class AmpProgram {
   }
 
   void make_library() {
+    region_.reset();
     amp_.reset();
     sides_.clear();
     for (std::size_t i = 0; i < plain_.size(); ++i) {
@@ -376,7 +379,7 @@ class AmpProgram {
 
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
-    switch (random_.below(31)) {
+    switch (random_.below(34)) {
       case 0:
       case 1:
       case 2:
@@ -417,6 +420,12 @@ class AmpProgram {
         return freeze_or_thaw(i);
       case 25:
         return meet_bad_gradient(i);
+      case 26:
+        return move_gradients(i);
+      case 27:
+        return load_wrong_file(i);
+      case 28:
+        return open_or_close_region();
       default:
         return step(i);
     }
@@ -746,6 +755,7 @@ class AmpProgram {
     Side& side = sides_[i];
     if (!side.averages) side.averages_masters = plain_[i].has_master_params() && random_.one_in(2);
     if (side.averages_masters) look_at_masters(i);
+    region_.reset();  // an EmaScope begins and ends outside of regions
     report_.line("EmaScope of optimizer ", i, side.averages_masters ? ", of masters" : "");
     count("averages");
     if (!side.averages) {
@@ -797,6 +807,23 @@ class AmpProgram {
     count("step on averages");
     plain_check(i);
     expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
+  }
+
+  void move_gradients(std::size_t i) {
+    if (has_news_at_master(i)) return;
+    report_.line("gradients of optimizer ", i, " move into a bucket");
+    count("bucket");
+    put_gradients_in_bucket(sides_[i].parameters());
+  }
+
+  /// A region of the caller's own around several calls, in which the cache keeps its copies.
+  void open_or_close_region() {
+    if (!has_regions() || caching_ == Caching::none) return;
+    report_.line(region_ ? "the region ends" : "a region begins");
+    count("region");
+    if (region_) return region_.reset();
+    region_.emplace(mezzo::AutocastSetting{
+        .device = torch::kCPU, .dtype = level_->precision().compute(), .cache = cache_of_level()});
   }
 
   /// A gradient that no step can take changes nothing, and is given up afterwards.
@@ -912,6 +939,9 @@ class AmpProgram {
         std::stringstream file;
         torch::save(amp_->optimizer(*side.optimizer), file);
         saved_->optimizers.push_back(file.str());
+        std::stringstream model;
+        torch::save(side.model, model);
+        saved_->models.push_back(model.str());
         auto& weights = saved_->weights.emplace_back();
         for (const Tensor& one : side.parameters()) weights.push_back(one.detach().clone());
       }
@@ -952,10 +982,7 @@ class AmpProgram {
     expect(false, [&] {
       if (is_fresh) make_library();
       for (std::size_t i = 0; i < sides_.size(); ++i) {
-        const torch::NoGradGuard no_grad;
-        for (std::size_t j = 0; j < sides_[i].parameters().size(); ++j) {
-          sides_[i].parameters()[j].copy_(saved_->weights[i][j]);
-        }
+        load_model(i);
         std::stringstream file(saved_->optimizers[i]);
         torch::load(amp_->optimizer(*sides_[i].optimizer), file);
         sides_[i].options = sides_[i].optimizer->param_groups()[0].options().clone();
@@ -964,6 +991,52 @@ class AmpProgram {
       std::stringstream file(saved_->amp);
       torch::load(*amp_, file);
     });
+  }
+
+  /// Loads libtorch's file where the dtypes are those that were saved, and otherwise copies.
+  void load_model(std::size_t i) {
+    const std::vector<Tensor>& saved = saved_->weights[i];
+    const std::vector<Tensor>& own = sides_[i].parameters();
+    bool is_copied = random_.one_in(3);
+    for (std::size_t j = 0; j < own.size(); ++j) {
+      is_copied |= own[j].scalar_type() != saved[j].scalar_type();
+    }
+    count(is_copied ? "weights copied" : "model file loaded");
+    std::stringstream file(saved_->models[i]);
+    if (!is_copied) return torch::load(sides_[i].model, file);
+    const torch::NoGradGuard no_grad;
+    for (std::size_t j = 0; j < own.size(); ++j) own[j].copy_(saved[j]);
+  }
+
+  /// A file that is not of these objects changes nothing.
+  void load_wrong_file(std::size_t i) {
+    if (random_.one_in(2)) {
+      if (!is_enabled_) return;
+      report_.line("load of an Amp of more losses");
+      count("wrong file");
+      return expect(true, [&] {
+        mezzo::Amp::StateDict state;
+        for (std::size_t id = 0; id <= losses_.size(); ++id) {
+          state["loss_scaler" + std::to_string(id)] = {{"loss_scale", 4}, {"unskipped", 1}};
+        }
+        amp_->load_state_dict(state);
+      });
+    }
+    if (!plain_[i].counts()) return;
+    report_.line("load of an optimizer of one parameter more, ", i);
+    count("wrong file");
+    std::vector<Tensor> parameters;
+    for (const Tensor& one : sides_[i].parameters()) parameters.push_back(torch::ones_like(one));
+    parameters.push_back(torch::ones({2}));
+    for (Tensor& one : parameters) one.mutable_grad() = torch::ones_like(one);
+    const test_support::OwnedOptimizer other(make_optimizer(given_at_level(drawn_[i]), parameters),
+                                             plain_[i].recipe.in_master_weights);
+    std::stringstream file;
+    expect(false, [&] {
+      (void)other.any().step();
+      torch::save(other.any(), file);
+    });
+    expect(true, [&] { torch::load(amp_->optimizer(*sides_[i].optimizer), file); });
   }
 
   /// What the options of a file make of those that were given at the present level. A file has none
@@ -1044,6 +1117,7 @@ class AmpProgram {
   std::vector<Side> sides_;
   std::optional<Amp> amp_;
   std::optional<Saved> saved_;
+  std::optional<mezzo::AutocastGuard> region_;
 };
 
 // MEZZO_STEP_PROGRAM_SEEDS says how many programs are run, MEZZO_STEP_PROGRAM_FIRST_SEED which is
@@ -1091,6 +1165,11 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "averages that follow no skipped step",
                                  "step on averages",
                                  "bad gradient",
+                                 "bucket",
+                                 "region",
+                                 "wrong file",
+                                 "weights copied",
+                                 "model file loaded",
                                  "throws",
                                  "step",
                                  "skipped step",

@@ -117,6 +117,10 @@ struct PlainGradient {
   double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
 };
 
+/// How the elements of a weight lie in memory: `shape` with the strides of its transpose, or with
+/// gaps.
+enum class Layout { contiguous, transposed, with_gaps };
+
 /// One weight: what is trained, what is kept, and what its gradient is.
 struct PlainWeight {
   torch::ScalarType dtype = torch::kFloat;
@@ -124,6 +128,7 @@ struct PlainWeight {
   bool trains_float = true;  ///< in place of the 16 bits of the model's weight
   torch::ScalarType new_gradients = torch::kFloat;
   std::vector<int64_t> shape{};
+  Layout layout = Layout::contiguous;
   double hook = 1;  ///< what a hook multiplies each incoming gradient with
   bool is_frozen = false;
   bool is_tied = false;  ///< used twice in a forward pass
@@ -264,7 +269,7 @@ struct Recipe {
   bool last_is_norm = false;  ///< the last weight is a batch norm's
   torch::ScalarType norm_dtype = torch::kFloat;
   std::size_t weights = 2;
-  bool has_odd_shapes = false;  ///< empty weights and such without dimensions
+  bool has_odd_shapes = false;  ///< empty weights, some without dimensions or not contiguous
   bool has_hooks = false;
   bool has_frozen = false;
   bool has_ties = false;
@@ -455,9 +460,12 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
   keep_as(recipe, dtype, weight);
   auto size = static_cast<std::size_t>(1 + random.below(3));
   weight.shape = {static_cast<int64_t>(size)};
-  if (recipe.has_odd_shapes && random.one_in(4)) {
-    size = random.one_in(2) ? 0 : 1;
-    weight.shape = size == 0 ? std::vector<int64_t>{0, 2} : std::vector<int64_t>{};
+  if (recipe.has_odd_shapes && random.one_in(2)) {
+    const std::vector<std::vector<int64_t>> shapes{{0, 2}, {}, {2, 2}, {3}};
+    weight.shape = random.of(shapes);
+    size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
+    if (size == 4) weight.layout = Layout::transposed;
+    if (size == 3) weight.layout = Layout::with_gaps;
   }
   if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
   weight.is_frozen = recipe.has_frozen && random.one_in(3);
@@ -512,7 +520,13 @@ inline void write_plain_weight(PlainWeight& weight, const Vector& present, Rando
 // --- Their tensors -----------------------------------------------------------------------------
 
 inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
-  Tensor parameter = tensor_of(one.value, dtype, one.shape).requires_grad_();
+  Tensor parameter = tensor_of(one.value, dtype, one.shape);
+  if (one.layout != Layout::contiguous) {
+    const auto strides =
+        one.layout == Layout::transposed ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2};
+    parameter = torch::empty_strided(one.shape, strides, dtype).copy_(parameter);
+  }
+  parameter.requires_grad_();
   if (one.hook != 1) {
     parameter.register_hook([hook = one.hook](const Tensor& gradient) { return gradient * hook; });
   }
@@ -535,6 +549,29 @@ inline Tensor& place_of(torch::optim::Optimizer& optimizer, const Tensor& parame
     }
   }
   throw std::logic_error("the optimizer has lost a parameter");
+}
+
+/// Moves the gradients that have the dtype of the first one into the memory of a flat tensor, as
+/// data-parallel training does.
+inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
+  const torch::NoGradGuard no_grad;
+  std::vector<Tensor> owners;
+  std::vector<Tensor> flat;
+  for (const Tensor& one : parameters) {
+    if (!one.grad().defined()) continue;
+    if (!owners.empty() && owners[0].grad().scalar_type() != one.grad().scalar_type()) continue;
+    owners.push_back(one);
+    flat.push_back(one.grad().reshape({-1}));
+  }
+  if (owners.empty()) return;
+  const Tensor bucket = torch::cat(flat);
+  int64_t at = 0;
+  for (const Tensor& one : owners) {
+    const Tensor part = bucket.narrow(0, at, one.numel()).view(one.sizes());
+    one.mutable_grad() = torch::empty({0}, bucket.options())  // no view: zero_grad detaches it
+                             .set_(bucket.storage(), at, part.sizes(), part.strides());
+    at += one.numel();
+  }
 }
 
 /// Returns a gradient that no step can take: of another dtype or of another shape.

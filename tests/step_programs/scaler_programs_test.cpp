@@ -211,7 +211,7 @@ class Program {
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
     const Stage stage = scaler_.records[i].stage;
-    switch (random_.below(31)) {
+    switch (random_.below(32)) {
       case 0:
       case 1:
       case 2:
@@ -260,6 +260,8 @@ class Program {
         return meet_bad_gradient(i);
       case 29:
         return step(i);
+      case 30:
+        return move_gradients(i);
       default:
         return save_or_load();
     }
@@ -532,6 +534,15 @@ class Program {
         optimizer.param_groups()[0].params().push_back(parameter);
       }
     });
+  }
+
+  void move_gradients(std::size_t i) {
+    for (const PlainWeight& one : plain_[i].weights) {
+      if (one.at_master) return;
+    }
+    report_.line("gradients of optimizer ", i, " move into a bucket");
+    count("bucket");
+    put_gradients_in_bucket(sides_[i].parameters);
   }
 
   /// Averages take the place of the weights for a moment.
@@ -842,6 +853,7 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "weight replaced",
                                  "weight added",
                                  "bad gradient",
+                                 "bucket",
                                  "save",
                                  "load",
                                  "load into new objects"}) {
