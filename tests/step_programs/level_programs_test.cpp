@@ -51,6 +51,8 @@ struct WeightsImpl : torch::nn::Module {
     weights[i] = parameter;
     is_tied.resize(weights.size());
     is_tied[i] = plain.is_tied;
+    is_sparse.resize(weights.size());
+    is_sparse[i] = plain.is_sparse;
     const std::string name = std::to_string(i);
     if (norm && i == place_of_norm()) return norm->replace(parameter);
     set_parameter(name, parameter);
@@ -63,14 +65,17 @@ struct WeightsImpl : torch::nn::Module {
     for (std::size_t i = 0; i < weights.size(); ++i) {
       Tensor& product = products.emplace_back();
       if (!factors[i].defined()) continue;
-      product = is_tied[i] ? dot(weights[i], factors[i] / 2) + dot(weights[i], factors[i] / 2)
-                           : dot(weights[i], factors[i]);
+      const auto times = [&](const Tensor& factor) {
+        return is_sparse[i] ? looked_up(weights[i], factor) : dot(weights[i], factor);
+      };
+      product = is_tied[i] ? times(factors[i] / 2) + times(factors[i] / 2) : times(factors[i]);
     }
     return products;
   }
 
   std::vector<Tensor> weights{};
   std::vector<bool> is_tied{};
+  std::vector<bool> is_sparse{};
   Norm norm{nullptr};
 
  private:
@@ -88,6 +93,14 @@ struct WeightsImpl : torch::nn::Module {
   static Tensor dot(const Tensor& weight, const Tensor& factor) {
     const bool is_vector = weight.dim() == 1 && weight.scalar_type() == factor.scalar_type();
     return is_vector ? torch::matmul(weight, factor) : (weight * factor).sum();
+  }
+
+  /// Each row twice, so that sparse gradients are not coalesced.
+  static Tensor looked_up(const Tensor& weight, const Tensor& factor) {
+    const Tensor rows = torch::arange(weight.size(0)).repeat({2});
+    const Tensor found = torch::embedding(weight, rows, /*padding_idx=*/-1,
+                                          /*scale_grad_by_freq=*/false, /*sparse=*/true);
+    return (found * (factor / 2).repeat({2, 1})).sum();
   }
 
   std::size_t norm_at_ = std::string::npos;
@@ -166,6 +179,7 @@ class AmpProgram {
     Weights model{nullptr};
     std::unique_ptr<torch::optim::Optimizer> optimizer{};
     std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< as they were given
+    std::optional<mezzo::LinearSchedule> schedule{};
     std::optional<mezzo::Ema> averages{};
     std::vector<Vector> plain_averages{};
     bool averages_masters = false;
@@ -175,6 +189,7 @@ class AmpProgram {
   struct Saved {
     std::string level{};
     std::vector<std::string> optimizers{};
+    std::vector<std::string> schedules{};
     std::vector<std::vector<Tensor>> weights{};
     std::vector<std::string> models{};
     std::string amp{};
@@ -208,6 +223,9 @@ class AmpProgram {
     recipe.has_hooks = random_.one_in(3);
     recipe.has_frozen = random_.one_in(4);
     recipe.has_ties = random_.one_in(4);
+    recipe.has_sparse = !recipe.of_mezzo && recipe.kind == Kind::sgd && random_.one_in(3) &&
+                        model_dtype() != torch::kHalf;  // libtorch adds up no sparse half
+    recipe.has_schedule = random_.one_in(4);
     return recipe;
   }
 
@@ -261,6 +279,14 @@ class AmpProgram {
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
+      if (plain_[i].recipe.has_schedule) {
+        sides_[i].schedule.emplace(amp_->optimizer(*sides_[i].optimizer), kCurve);
+      }
+    }
+    for (std::size_t id = 0; id < losses_.size(); ++id) {
+      amp_->scaler(static_cast<int64_t>(id)).on_skip([this, id](const mezzo::SkippedStep& skipped) {
+        told_skips_[id] = {skipped.scale, told_skips_[id].second + 1};
+      });
     }
   }
 
@@ -280,9 +306,8 @@ class AmpProgram {
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
-    torch::optim::OptimizerParamGroup group({parameter});
-    if (side.has_options_of_file || random_.one_in(2)) group.set_options(side.options->clone());
-    side.optimizer->add_param_group(group);
+    side.optimizer->add_param_group(make_group(weight, parameter, *side.options,
+                                               side.has_options_of_file || random_.one_in(2)));
   }
 
   void expect(bool throws, const std::function<void()>& call) {
@@ -319,6 +344,7 @@ class AmpProgram {
                      plain_[i].applied);
       }
     }
+    if (told_skips_ != skips_) report_.fail("on_skip is told of other skips");
     for (std::size_t loss = 0; loss < losses_.size(); ++loss) {
       const double scale = amp_->scaler(static_cast<int64_t>(loss)).get_scale();
       if (scale != losses_[loss].scale) {
@@ -352,6 +378,7 @@ class AmpProgram {
     loss.waiting.clear();
     loss.stepped.clear();
     if (!loss.is_checked) return;
+    if (loss.found) skips_[id] = {loss.scale, skips_[id].second + 1};
     if (!is_dynamic_) {
       loss.clean = 0;
     } else if (loss.found) {
@@ -528,7 +555,7 @@ class AmpProgram {
     for (const std::size_t i : who) {
       passes_[i].knows_inf = true;
       for (PlainWeight& one : plain_[i].weights) {
-        if (!one.gradient || one.gradient->values.empty()) continue;
+        if (!one.gradient || one.gradient->values.empty() || one.gradient->is_bare) continue;
         one.gradient->values[0] = std::nan("");
         break;
       }
@@ -557,6 +584,7 @@ class AmpProgram {
     }
     for (std::size_t k = 0; k < more->values.size(); ++k)
       weight.gradient->values[k] += more->values[k];
+    weight.gradient->is_bare &= more->is_bare;
     if (more->dtype == torch::kFloat) weight.gradient->dtype = torch::kFloat;
     const bool is_rounded = more->tolerance > 0 && is_16_bit(weight.gradient->dtype);
     weight.gradient->tolerance = is_rounded ? 0x1p-2 : more->tolerance > 0 ? 1e-2 : 0;
@@ -565,6 +593,9 @@ class AmpProgram {
   void clip(std::size_t i) {
     if (!is_true(i)) return;
     PlainSide& side = plain_[i];
+    for (const PlainWeight& one : side.weights) {
+      if (one.is_sparse) return;  // libtorch's calls leave sparse gradients as they are
+    }
     const double limit = random_.of<double>({0.5, 1, 2});
     const bool at_masters = side.has_master_params() && random_.one_in(2);
     for (const PlainWeight& one : side.weights) {
@@ -692,7 +723,8 @@ class AmpProgram {
 
   void add_weight(std::size_t i) {
     PlainSide& side = plain_[i];
-    if (side.weights.size() > 4) return;
+    // Of a new group's first step with a schedule, libtorch's optimizers know no factor.
+    if (side.weights.size() > 4 || (side.recipe.has_schedule && !side.counts())) return;
     torch::ScalarType dtype = side.recipe.dtype;
     if (random_.one_in(3)) dtype = random_.one_in(2) ? torch::kFloat : torch::kDouble;
     const PlainWeight& weight = add_plain_weight(side, dtype, random_);
@@ -877,6 +909,7 @@ class AmpProgram {
       }
     }
     bool ran = false;
+    const double norm = side.norm();
     if (!throws) {
       ran = !is_enabled_ || !plain_check(i);
       if (ran) side.step(clip_factor(side.norm(), options.max_norm));
@@ -892,7 +925,15 @@ class AmpProgram {
     expect(throws, [&] {
       const auto result = amp_->step(*sides_[i].optimizer, options);
       report_.line(result.ran() ? "    ran" : "    skipped");
-      if (result.ran() != ran) report_.fail("ran() is ", result.ran(), "; right is ", ran);
+      if (result.ran() != ran || result.found_inf() == ran) {
+        report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
+                     ran, ", ", !ran);
+      }
+      const auto actual = result.grad_norm();
+      if (actual && std::isfinite(norm) && !is_near(*actual, norm, 1e-5 * norm + 1e-6)) {
+        report_.fail("grad_norm() is ", *actual, "; right is ", norm);
+      }
+      if (sides_[i].schedule) sides_[i].schedule->step(result);
       if (!sides_[i].averages || random_.one_in(2)) return;
       report_.line("    averages follow");
       count(ran ? "averages follow" : "averages that follow no skipped step");
@@ -939,6 +980,9 @@ class AmpProgram {
         std::stringstream file;
         torch::save(amp_->optimizer(*side.optimizer), file);
         saved_->optimizers.push_back(file.str());
+        std::stringstream schedule;
+        if (side.schedule) torch::save(*side.schedule, schedule);
+        saved_->schedules.push_back(schedule.str());
         std::stringstream model;
         torch::save(side.model, model);
         saved_->models.push_back(model.str());
@@ -987,6 +1031,9 @@ class AmpProgram {
         torch::load(amp_->optimizer(*sides_[i].optimizer), file);
         sides_[i].options = sides_[i].optimizer->param_groups()[0].options().clone();
         sides_[i].has_options_of_file = true;
+        if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
+        std::stringstream schedule(saved_->schedules[i]);
+        torch::load(*sides_[i].schedule, schedule);
       }
       std::stringstream file(saved_->amp);
       torch::load(*amp_, file);
@@ -1112,6 +1159,8 @@ class AmpProgram {
   std::vector<PlainSide> plain_;
   std::vector<PlainPasses> passes_;
   std::vector<PlainLoss> losses_;
+  std::array<std::pair<double, int64_t>, 3> skips_{};  // the last one's scale, and how many
+  std::array<std::pair<double, int64_t>, 3> told_skips_{};
   std::array<int64_t, 2> sums_{};     // passes since the gradients were cleared
   std::array<bool, 2> must_clear_{};  // gradients of a step are left
   std::vector<Side> sides_;

@@ -6,6 +6,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 
@@ -66,7 +67,8 @@ inline double half_ulp(torch::ScalarType dtype) {
 }
 
 inline Vector values_of(const Tensor& tensor) {
-  const Tensor dense = tensor.detach().to(torch::kDouble).contiguous();
+  const Tensor all = tensor.is_sparse() ? tensor.detach().to_dense() : tensor.detach();
+  const Tensor dense = all.to(torch::kDouble).contiguous();
   const double* const values = dense.const_data_ptr<double>();
   return {values, values + dense.numel()};
 }
@@ -115,7 +117,10 @@ struct PlainGradient {
   Vector values;
   torch::ScalarType dtype;
   double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
+  bool is_bare = false;  ///< sparse, without an element
 };
+
+inline constexpr double kLr = 0.25;
 
 /// How the elements of a weight lie in memory: `shape` with the strides of its transpose, or with
 /// gaps.
@@ -130,9 +135,11 @@ struct PlainWeight {
   std::vector<int64_t> shape{};
   Layout layout = Layout::contiguous;
   double hook = 1;  ///< what a hook multiplies each incoming gradient with
+  double lr = kLr;  ///< its group's
   bool is_frozen = false;
-  bool is_tied = false;  ///< used twice in a forward pass
-  bool is_late = false;  ///< added after the optimizer was made
+  bool is_sparse = false;  ///< an embedding, with sparse gradients
+  bool is_tied = false;    ///< used twice in a forward pass
+  bool is_late = false;    ///< added after the optimizer was made
   bool begins_group = false;
 
   Vector value;
@@ -163,6 +170,7 @@ struct PlainWeight {
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
+    gradient->is_bare = is_sparse;
   }
   /// The gradient of a weight with a master becomes float.
   void widen() {
@@ -171,6 +179,7 @@ struct PlainWeight {
   /// What autograd does with what a backward pass brings, which has the weight's dtype.
   void accumulate(const Vector& incoming) {
     if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
+    gradient->is_bare = false;
     for (std::size_t i = 0; i < incoming.size(); ++i) {
       double& own = gradient->values[i];
       own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
@@ -185,7 +194,6 @@ struct PlainWeight {
 
 enum class Kind { sgd, momentum, adam, adamw, lion, lamb };
 
-inline constexpr double kLr = 0.25;
 inline constexpr double kMomentum = 0.5;
 inline constexpr double kBeta1 = 0.5;
 inline constexpr double kBeta2 = 0.75;
@@ -194,7 +202,7 @@ inline constexpr double kEps = 1;
 inline constexpr double kDecay = 0.125;
 
 /// One step of one weight.
-inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
+inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, double lr) {
   const std::size_t size = gradient.size();
   const bool is_rough = is_16_bit(weight.dtype) && !weight.trains_float;
   const double relative = is_rough ? 0x1p-4 : 2e-5;
@@ -250,8 +258,8 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
     }
   }
   for (std::size_t i = 0; i < size; ++i) {
-    weight.value[i] -= kLr * ratio * change[i];
-    weight.error[i] += relative * kLr * ratio * noise[i];
+    weight.value[i] -= lr * ratio * change[i];
+    weight.error[i] += relative * lr * ratio * noise[i];
     weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
   }
   weight.is_written = false;
@@ -273,6 +281,8 @@ struct Recipe {
   bool has_hooks = false;
   bool has_frozen = false;
   bool has_ties = false;
+  bool has_sparse = false;
+  bool has_schedule = false;
 
   bool is_norm(std::size_t i) const { return last_is_norm && i + 1 == weights; }
 
@@ -289,6 +299,8 @@ struct Recipe {
     if (has_hooks) text << ", with hooks";
     if (has_frozen) text << ", some frozen";
     if (has_ties) text << ", some tied";
+    if (has_sparse) text << ", some sparse";
+    if (has_schedule) text << ", with a schedule";
     return text.str();
   }
 };
@@ -358,6 +370,9 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return make.template operator()<ours::LAMB, ours::LAMBOptions>();
 }
 
+/// The schedule of an optimizer that has one.
+inline constexpr mezzo::LinearCurve kCurve{.total_steps = 6, .min_factor = 0.25};
+
 /// The weights of one optimizer, as plain numbers.
 struct PlainSide {
   Recipe recipe;
@@ -402,11 +417,12 @@ struct PlainSide {
 
   /// A step with the gradients times `factor`.
   void step(double factor) {
+    const double lr_factor = recipe.has_schedule ? kCurve.factor(applied) : 1;
     for (PlainWeight& one : weights) {
       if (!one.gradient) continue;
       Vector gradient = one.gradient->values;
       for (double& g : gradient) g *= factor;
-      update(recipe.kind, one, gradient);
+      update(recipe.kind, one, gradient, one.lr * lr_factor);
     }
     ++applied;
   }
@@ -467,6 +483,12 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
     if (size == 4) weight.layout = Layout::transposed;
     if (size == 3) weight.layout = Layout::with_gaps;
   }
+  if (recipe.has_sparse && random.one_in(2)) {
+    size = static_cast<std::size_t>(1 + random.below(3));
+    weight.shape = {static_cast<int64_t>(size), 1};
+    weight.layout = Layout::contiguous;
+    weight.is_sparse = true;
+  }
   if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
   weight.is_frozen = recipe.has_frozen && random.one_in(3);
   weight.is_tied = recipe.has_ties && random.one_in(2);
@@ -491,6 +513,7 @@ inline PlainWeight make_plain_successor(const Recipe& recipe, const PlainWeight&
   weight.is_tied = old.is_tied;
   weight.is_late = old.is_late;
   weight.begins_group = old.begins_group;
+  weight.lr = old.lr;
   return weight;
 }
 
@@ -500,6 +523,7 @@ inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, R
   PlainWeight& weight = side.weights.emplace_back(make_plain_weight(side.recipe, dtype, random));
   weight.is_late = true;
   weight.begins_group = in_new_group;
+  if (in_new_group && random.one_in(2)) weight.lr = kLr / 2;
   return weight;
 }
 
@@ -541,6 +565,18 @@ inline Tensor make_late_parameter(const PlainWeight& one) {
   return parameter;
 }
 
+/// Returns a group of one parameter, with options of its own where its rate is its own.
+inline torch::optim::OptimizerParamGroup make_group(const PlainWeight& weight,
+                                                    const Tensor& parameter,
+                                                    const torch::optim::OptimizerOptions& options,
+                                                    bool has_options = false) {
+  torch::optim::OptimizerParamGroup group({parameter});
+  if (!has_options && weight.lr == kLr) return group;
+  group.set_options(options.clone());
+  group.options().set_lr(weight.lr);
+  return group;
+}
+
 /// Returns the place of `parameter` in an optimizer's groups.
 inline Tensor& place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter) {
   for (auto& group : optimizer.param_groups()) {
@@ -558,7 +594,7 @@ inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
   std::vector<Tensor> owners;
   std::vector<Tensor> flat;
   for (const Tensor& one : parameters) {
-    if (!one.grad().defined()) continue;
+    if (!one.grad().defined() || one.grad().is_sparse()) continue;
     if (!owners.empty() && owners[0].grad().scalar_type() != one.grad().scalar_type()) continue;
     owners.push_back(one);
     flat.push_back(one.grad().reshape({-1}));

@@ -153,7 +153,8 @@ class Program {
         parameters.push_back(one.begins_group ? make_late_parameter(one)
                                               : make_parameter(one, one.dtype));
         if (!one.begins_group) continue;
-        optimizer->add_param_group(torch::optim::OptimizerParamGroup({parameters.back()}));
+        optimizer->add_param_group(
+            make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.recipe, parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
@@ -529,7 +530,8 @@ class Program {
     auto& optimizer = sides_[i].optimizer();
     expect(false, [&] {
       if (weight.begins_group) {
-        optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter}));
+        optimizer.add_param_group(
+            make_group(weight, parameter, optimizer.param_groups()[0].options()));
       } else {
         optimizer.param_groups()[0].params().push_back(parameter);
       }
