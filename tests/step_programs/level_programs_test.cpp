@@ -193,6 +193,7 @@ class AmpProgram {
     std::vector<std::vector<Tensor>> weights{};
     std::vector<std::string> models{};
     std::string amp{};
+    mezzo::Amp::StateDict apex{};  ///< what Apex has of it
     std::vector<PlainSide> plain{};
     std::vector<PlainLoss> losses{};
   };
@@ -801,6 +802,7 @@ class AmpProgram {
       side.averages->update();
       follow_average(i);
     }
+    compare_averages(i);
     const mezzo::EmaScope scope(*side.averages);
     compare_products(i, side.plain_averages);
     if (passes_[i].awaits_step() && random_.one_in(2)) step_on_averages(i);
@@ -822,6 +824,19 @@ class AmpProgram {
         double& average = sides_[i].plain_averages[j][k];
         average = (average + values[j][k]) / 2;
       }
+    }
+  }
+
+  void compare_averages(std::size_t i) {
+    for (std::size_t j = 0; j < sides_[i].plain_averages.size(); ++j) {
+      const Vector actual = values_of(sides_[i].averages->averages()[j]);
+      Vector& right = sides_[i].plain_averages[j];
+      Vector tolerance;
+      for (const double one : right) tolerance.push_back(0x1p-21 * std::abs(one) + 1e-7);
+      if (!are_near(actual, right, tolerance)) {
+        report_.fail("average ", j, " is ", words(actual), "; right is ", words(right));
+      }
+      right = actual;
     }
   }
 
@@ -992,6 +1007,10 @@ class AmpProgram {
       std::stringstream file;
       torch::save(*amp_, file);
       saved_->amp = file.str();
+      for (const auto& [key, entry] : amp_->state_dict()) {
+        saved_->apex[key] = {{"loss_scale", entry.at("loss_scale")},
+                             {"unskipped", entry.at("unskipped")}};
+      }
     });
     saved_->plain = plain_;
     saved_->losses = losses_;
@@ -1035,6 +1054,7 @@ class AmpProgram {
         std::stringstream schedule(saved_->schedules[i]);
         torch::load(*sides_[i].schedule, schedule);
       }
+      if (random_.one_in(3)) return amp_->load_state_dict(saved_->apex);
       std::stringstream file(saved_->amp);
       torch::load(*amp_, file);
     });
