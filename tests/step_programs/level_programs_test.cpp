@@ -3,6 +3,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/ema.h>
 
@@ -11,6 +12,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <filesystem>
 #include <functional>
 #include <set>
 #include <sstream>
@@ -19,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "../support/scratch.h"
 #include "plain_training.h"
 
 namespace {
@@ -407,7 +410,7 @@ class AmpProgram {
 
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
-    switch (random_.below(34)) {
+    switch (random_.below(36)) {
       case 0:
       case 1:
       case 2:
@@ -454,6 +457,10 @@ class AmpProgram {
         return load_wrong_file(i);
       case 28:
         return open_or_close_region();
+      case 29:
+        return move_weights(i);
+      case 30:
+        return move_amp();
       default:
         return step(i);
     }
@@ -863,6 +870,31 @@ class AmpProgram {
     put_gradients_in_bucket(sides_[i].parameters());
   }
 
+  /// Weights get other memory; those of 16 bits are float for a moment, as for a file for others.
+  void move_weights(std::size_t i) {
+    report_.line("weights of optimizer ", i, " move");
+    count("weights moved");
+    for (std::size_t j = 0; j < sides_[i].parameters().size(); ++j) {
+      const Tensor& one = sides_[i].parameters()[j];
+      const torch::ScalarType dtype = one.scalar_type();
+      one.set_data(is_16_bit(dtype) ? one.detach().to(torch::kFloat) : one.detach().clone());
+      if (is_16_bit(dtype)) one.set_data(one.detach().to(dtype));
+      PlainWeight& weight = plain_[i].weights[j];
+      if (!is_16_bit(dtype) || !plain_[i].is_split()) continue;
+      if (!weight.is_written) weight.trained = weight.value;
+      weight.value = values_of(one);  // a lower half is of the memory that it was split from
+      weight.error.assign(weight.value.size(), 0.0);
+      weight.is_written = true;
+    }
+  }
+
+  void move_amp() {
+    report_.line("the Amp moves");
+    count("Amp moved");
+    Amp moved = std::move(*amp_);
+    amp_.emplace(std::move(moved));
+  }
+
   /// A region of the caller's own around several calls, in which the cache keeps its copies.
   void open_or_close_region() {
     if (!has_regions() || caching_ == Caching::none) return;
@@ -927,6 +959,9 @@ class AmpProgram {
     const double norm = side.norm();
     if (!throws) {
       ran = !is_enabled_ || !plain_check(i);
+      for (const PlainWeight& one : side.weights) {
+        if (ran && one.rounded_to && one.gradient) count("step from the master of a file");
+      }
       if (ran) side.step(clip_factor(side.norm(), options.max_norm));
       if (options.zero_grad) side.zero_grad(false);
       must_clear_[i] = !options.zero_grad;
@@ -1012,6 +1047,7 @@ class AmpProgram {
                              {"unskipped", entry.at("unskipped")}};
       }
     });
+    expect(false, [&] { mezzo::save_checkpoint(checkpoint_file(), training_state()); });
     saved_->plain = plain_;
     saved_->losses = losses_;
   }
@@ -1044,6 +1080,11 @@ class AmpProgram {
     }
     expect(false, [&] {
       if (is_fresh) make_library();
+      if (level_->name() == saved_->level && has_saved_dtypes() && random_.one_in(3)) {
+        count("checkpoint");
+        mezzo::load_checkpoint(checkpoint_file(), training_state());
+        return;
+      }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
         load_model(i);
         std::stringstream file(saved_->optimizers[i]);
@@ -1060,19 +1101,41 @@ class AmpProgram {
     });
   }
 
+  static std::filesystem::path checkpoint_file() {
+    static const test_support::Scratch scratch;
+    return scratch.path() / "checkpoint";
+  }
+  mezzo::TrainingState training_state() {
+    mezzo::TrainingState state;
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      const std::string number = std::to_string(i);
+      state.add("model" + number, sides_[i].model);
+      state.add("optimizer" + number, amp_->optimizer(*sides_[i].optimizer));
+      if (sides_[i].schedule) state.add("schedule" + number, *sides_[i].schedule);
+    }
+    state.add("amp", *amp_);
+    return state;
+  }
+
+  bool has_saved_dtypes() const {
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      for (std::size_t j = 0; j < saved_->weights[i].size(); ++j) {
+        const torch::ScalarType own = sides_[i].parameters()[j].scalar_type();
+        if (own != saved_->weights[i][j].scalar_type()) return false;
+      }
+    }
+    return true;
+  }
+
   /// Loads libtorch's file where the dtypes are those that were saved, and otherwise copies.
   void load_model(std::size_t i) {
-    const std::vector<Tensor>& saved = saved_->weights[i];
-    const std::vector<Tensor>& own = sides_[i].parameters();
-    bool is_copied = random_.one_in(3);
-    for (std::size_t j = 0; j < own.size(); ++j) {
-      is_copied |= own[j].scalar_type() != saved[j].scalar_type();
-    }
+    const bool is_copied = !has_saved_dtypes() || random_.one_in(3);
     count(is_copied ? "weights copied" : "model file loaded");
     std::stringstream file(saved_->models[i]);
     if (!is_copied) return torch::load(sides_[i].model, file);
     const torch::NoGradGuard no_grad;
-    for (std::size_t j = 0; j < own.size(); ++j) own[j].copy_(saved[j]);
+    const std::vector<Tensor>& own = sides_[i].parameters();
+    for (std::size_t j = 0; j < own.size(); ++j) own[j].copy_(saved_->weights[i][j]);
   }
 
   /// A file that is not of these objects changes nothing.
@@ -1133,6 +1196,8 @@ class AmpProgram {
     const Recipe recipe = loaded_recipe(saved.recipe, drawn);
     if (recipe.storage == WeightStorage::split_master && recipe.dtype == torch::kHalf) return false;
     if (recipe.in_master_weights != saved.recipe.in_master_weights) return false;
+    // Once set, the dtype of a weight's gradients stays.
+    if (recipe.accumulates_in_float != at_level(drawn).accumulates_in_float) return false;
     for (std::size_t j = 0; j < saved.weights.size(); ++j) {
       const PlainWeight& weight = saved.weights[j];
       const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);
@@ -1237,6 +1302,9 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "bucket",
                                  "region",
                                  "wrong file",
+                                 "weights moved",
+                                 "Amp moved",
+                                 "checkpoint",
                                  "weights copied",
                                  "model file loaded",
                                  "throws",
@@ -1244,6 +1312,7 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "skipped step",
                                  "step that throws",
                                  "step of delayed passes",
+                                 "step from the master of a file",
                                  "step at O0",
                                  "step at O1",
                                  "step at O1_bf16",
