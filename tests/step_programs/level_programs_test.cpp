@@ -629,8 +629,10 @@ class AmpProgram {
   }
 
   void zero_grad(std::size_t i) {
+    zero_grad(i, random_.of<std::string>({"amp", "model", "optimizer"}));
+  }
+  void zero_grad(std::size_t i, const std::string& by) {
     const bool set_to_none = !random_.one_in(3);
-    const std::string by = random_.of<std::string>({"amp", "model", "optimizer"});
     report_.line(by, ".zero_grad of optimizer ", i, set_to_none ? "" : ", set_to_none = false");
     const char* const when = passes_[i].scaled_by     ? " after a delayed pass"
                              : passes_[i].unscaled_by ? " after a pass"
@@ -1007,8 +1009,8 @@ class AmpProgram {
   // --- Files -----------------------------------------------------------------------------------
 
   void save_or_load() {
-    for (const PlainPasses& one : passes_) {
-      if (one.awaits_step()) return;
+    for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
+      if (passes_[i].awaits_step()) zero_grad(i, "amp");
     }
     for (PlainLoss& loss : losses_) {
       if (loss.is_checked || !loss.stepped.empty()) return;
@@ -1016,7 +1018,7 @@ class AmpProgram {
     for (std::size_t i = 0; i < plain_.size(); ++i) {
       if (has_news_at_master(i)) return;
     }
-    if (!saved_ || random_.one_in(2)) return save();
+    if (!saved_ || random_.one_in(3)) return save();
     load();
   }
 
@@ -1056,12 +1058,12 @@ class AmpProgram {
     bool is_fresh = random_.one_in(2);
     for (const PlainSide& side : plain_) is_fresh |= !side.counts();  // torch's keeps old state
     const OptLevel before_level = *level_;
-    if (is_fresh && random_.one_in(2)) level_ = random_level();
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      if (fits_level(saved_->plain[i], drawn_[i])) continue;
+    for (int64_t tries = is_fresh ? random_.below(5) : 0; tries > 0; --tries) {
+      level_ = random_level();
+      if (fits_level()) break;
       level_ = before_level;
-      return;
     }
+    if (!fits_level()) return;
     report_.line("load", is_fresh ? " into new objects" : "", ", at level ", level_->name());
     count(is_fresh ? "load into new objects" : "load");
     if (level_->name() != saved_->level) count("load at another level");
@@ -1206,6 +1208,13 @@ class AmpProgram {
       if (dtype == weight.dtype) continue;
       // The moments of weights of 16 bits are rough, and libtorch's stay as they were.
       if (!recipe.of_mezzo || (recipe.kind != Kind::sgd && !weight.trains_float)) return false;
+    }
+    return true;
+  }
+
+  bool fits_level() const {
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      if (!fits_level(saved_->plain[i], drawn_[i])) return false;
     }
     return true;
   }
