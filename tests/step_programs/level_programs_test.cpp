@@ -153,7 +153,7 @@ class AmpProgram {
                  " losses, scale ", scale, is_dynamic_ ? ", growth_interval " : "",
                  is_dynamic_ ? std::to_string(interval_) : " that is fixed", ", caching ",
                  static_cast<int>(caching_));
-    likes_files_ = random_.one_in(3);
+    likes_files_ = random_.one_in(2);
     passes_.resize(random_.one_in(2) ? 2 : 1);
     for (std::size_t i = 0; i < passes_.size(); ++i) {
       drawn_.push_back(draw_recipe());
@@ -749,6 +749,8 @@ class AmpProgram {
   void freeze_or_thaw(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
+    // The gradients of a weight that thaws are added up in float from its next step on.
+    if (weight.is_frozen && weight.new_gradients != weight.dtype) return;
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
@@ -841,7 +843,7 @@ class AmpProgram {
       const Vector actual = values_of(sides_[i].averages->averages()[j]);
       Vector& right = sides_[i].plain_averages[j];
       Vector tolerance;
-      for (const double one : right) tolerance.push_back(0x1p-21 * std::abs(one) + 1e-7);
+      for (const double one : right) tolerance.push_back(0x1p-20 * std::abs(one) + 1e-6);
       if (!are_near(actual, right, tolerance)) {
         report_.fail("average ", j, " is ", words(actual), "; right is ", words(right));
       }
@@ -1082,7 +1084,7 @@ class AmpProgram {
     }
     expect(false, [&] {
       if (is_fresh) make_library();
-      if (level_->name() == saved_->level && has_saved_dtypes() && random_.one_in(3)) {
+      if (is_made_as_saved() && random_.one_in(3)) {
         count("checkpoint");
         mezzo::load_checkpoint(checkpoint_file(), training_state());
         return;
@@ -1119,6 +1121,14 @@ class AmpProgram {
     return state;
   }
 
+  /// Whether the present objects are made as the saved ones were, which a checkpoint demands.
+  bool is_made_as_saved() const {
+    bool is_so = level_->name() == saved_->level && has_saved_dtypes();
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      is_so &= saved_->plain[i].recipe.storage == at_level(drawn_[i]).storage;
+    }
+    return is_so;
+  }
   bool has_saved_dtypes() const {
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       for (std::size_t j = 0; j < saved_->weights[i].size(); ++j) {
@@ -1267,7 +1277,7 @@ class AmpProgram {
 // the first.
 TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
   const int64_t first = number_from_environment("MEZZO_STEP_PROGRAM_FIRST_SEED", 0);
-  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 100);
+  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 400);
   Counts counts;
   int64_t failures = 0;
   for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
@@ -1276,7 +1286,7 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
     ADD_FAILURE() << "the program of seed " << seed << ":\n" << program.text();
     ++failures;
   }
-  if (seeds < 100 || failures > 0) return;
+  if (seeds < 400 || failures > 0) return;
   for (const char* const what : {"pass",
                                  "delayed pass",
                                  "pass that throws",
@@ -1334,7 +1344,7 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "load",
                                  "load at another level",
                                  "load into new objects"}) {
-    EXPECT_GE(counts[what], 3) << what << " happens in no program, or in few";
+    EXPECT_GE(counts[what], 1) << what << " happens in no program";
   }
 }
 
