@@ -1,13 +1,18 @@
 // Random programs of an Amp's calls at every level, with one or two optimizers and up to three
 // losses, beside plain loops that add up the gradients since the last step.
 
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
+#include <mezzo/optim/ema.h>
 
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
 
 #include <array>
+#include <filesystem>
 #include <functional>
 #include <set>
 #include <sstream>
@@ -16,6 +21,7 @@
 #include <utility>
 #include <vector>
 
+#include "../support/scratch.h"
 #include "plain_training.h"
 
 namespace {
@@ -25,12 +31,82 @@ using mezzo::Amp;
 using mezzo::AnyOptimizer;
 using mezzo::OptLevel;
 
+/// A batch norm whose weight may have any shape; nothing calls it.
+struct NormImpl : torch::nn::BatchNorm1dImpl {
+  NormImpl() : BatchNorm1dImpl(1) {}
+  void replace(const Tensor& parameter) { weight = parameters_["weight"] = parameter; }
+};
+TORCH_MODULE(Norm);
+
 struct WeightsImpl : torch::nn::Module {
-  explicit WeightsImpl(const std::vector<PlainWeight>& weights) {
-    for (std::size_t i = 0; i < weights.size(); ++i) {
-      register_parameter(std::to_string(i), tensor_of(weights[i].value, torch::kFloat));
+  explicit WeightsImpl(const PlainSide& plain) {
+    for (std::size_t i = 0; i < plain.weights.size(); ++i) {
+      const PlainWeight& one = plain.weights[i];
+      if (one.is_late) break;
+      if (plain.recipe.is_norm(i)) norm = register_module("norm", Norm());
+      put(i, one, make_parameter(one, torch::kFloat));
     }
   }
+
+  /// Puts a parameter in place `i`, or behind all others.
+  void put(std::size_t i, const PlainWeight& plain, const Tensor& parameter) {
+    if (i == weights.size()) weights.emplace_back();
+    weights[i] = parameter;
+    is_tied.resize(weights.size());
+    is_tied[i] = plain.is_tied;
+    is_sparse.resize(weights.size());
+    is_sparse[i] = plain.is_sparse;
+    const std::string name = std::to_string(i);
+    if (norm && i == place_of_norm()) return norm->replace(parameter);
+    set_parameter(name, parameter);
+    if (plain.is_tied) set_parameter(name + " again", parameter);
+  }
+
+  /// Returns the product of each weight and its factor; undefined where the factor is.
+  std::vector<Tensor> forward(const std::vector<Tensor>& factors) {
+    std::vector<Tensor> products;
+    for (std::size_t i = 0; i < weights.size(); ++i) {
+      Tensor& product = products.emplace_back();
+      if (!factors[i].defined()) continue;
+      const auto times = [&](const Tensor& factor) {
+        return is_sparse[i] ? looked_up(weights[i], factor) : dot(weights[i], factor);
+      };
+      product = is_tied[i] ? times(factors[i] / 2) + times(factors[i] / 2) : times(factors[i]);
+    }
+    return products;
+  }
+
+  std::vector<Tensor> weights{};
+  std::vector<bool> is_tied{};
+  std::vector<bool> is_sparse{};
+  Norm norm{nullptr};
+
+ private:
+  std::size_t place_of_norm() {
+    if (norm_at_ == std::string::npos) norm_at_ = weights.size() - 1;
+    return norm_at_;
+  }
+  void set_parameter(const std::string& name, const Tensor& parameter) {
+    if (parameters_.contains(name)) {
+      parameters_[name] = parameter;
+    } else {
+      register_parameter(name, parameter, parameter.requires_grad());
+    }
+  }
+  static Tensor dot(const Tensor& weight, const Tensor& factor) {
+    const bool is_vector = weight.dim() == 1 && weight.scalar_type() == factor.scalar_type();
+    return is_vector ? torch::matmul(weight, factor) : (weight * factor).sum();
+  }
+
+  /// Each row twice, so that sparse gradients are not coalesced.
+  static Tensor looked_up(const Tensor& weight, const Tensor& factor) {
+    const Tensor rows = torch::arange(weight.size(0)).repeat({2});
+    const Tensor found = torch::embedding(weight, rows, /*padding_idx=*/-1,
+                                          /*scale_grad_by_freq=*/false, /*sparse=*/true);
+    return (found * (factor / 2).repeat({2, 1})).sum();
+  }
+
+  std::size_t norm_at_ = std::string::npos;
 };
 TORCH_MODULE(Weights);
 
@@ -53,27 +129,35 @@ struct PlainPasses {
   bool awaits_step() const { return scaled_by || unscaled_by; }
 };
 
+/// How the cache for cast weights is used at O1.
+enum class Caching { none, of_regions, pinned, published };
+
 class AmpProgram {
  public:
   AmpProgram(uint64_t seed, Counts& counts) : random_(seed + (uint64_t{1} << 40)), counts_(counts) {
-    const std::vector<OptLevel> levels{OptLevel::O0(),      OptLevel::O1(), OptLevel::O2(),
-                                       OptLevel::O2_bf16(), OptLevel::O3(), OptLevel::O3_bf16()};
-    const OptLevel level = random_.of(levels);
-    const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
+    is_enabled_ = !random_.one_in(8);
+    is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
-    level_.emplace(
-        level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = scale,
-                                                             .growth_interval = interval_,
-                                                             .min_scale = 1,
-                                                             .max_scale = kMaxScale})}));
+    caching_ = random_.of<Caching>(
+        {Caching::none, Caching::of_regions, Caching::pinned, Caching::published});
+    const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
+    loss_scale_ = is_dynamic_ ? mezzo::LossScale::dynamic({.init_scale = scale,
+                                                           .growth_interval = interval_,
+                                                           .min_scale = 1,
+                                                           .max_scale = kMaxScale})
+                              : mezzo::LossScale::fixed(scale);
+    level_ = random_level();
     losses_.resize(static_cast<std::size_t>(1 + random_.below(3)));
-    for (PlainLoss& loss : losses_) loss.scale = scale;
-    report_.line("level ", level.name(), ", ", losses_.size(), " losses, scale ", scale,
-                 ", growth_interval ", interval_);
-    likes_files_ = random_.one_in(3);
+    for (PlainLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
+    report_.line("level ", level_->name(), is_enabled_ ? "" : ", not enabled", ", ", losses_.size(),
+                 " losses, scale ", scale, is_dynamic_ ? ", growth_interval " : "",
+                 is_dynamic_ ? std::to_string(interval_) : " that is fixed", ", caching ",
+                 static_cast<int>(caching_));
+    likes_files_ = random_.one_in(2);
     passes_.resize(random_.one_in(2) ? 2 : 1);
     for (std::size_t i = 0; i < passes_.size(); ++i) {
-      plain_.push_back(make_plain(recipe_for(level), random_));
+      drawn_.push_back(draw_recipe());
+      plain_.push_back(make_plain(at_level(drawn_[i]), random_));
       report_.line("optimizer ", i, ": ", plain_[i].recipe.text());
     }
     make_library();
@@ -96,46 +180,93 @@ class AmpProgram {
 
   struct Side {
     Weights model{nullptr};
-    std::vector<Tensor> parameters{};
     std::unique_ptr<torch::optim::Optimizer> optimizer{};
+    std::unique_ptr<torch::optim::OptimizerOptions> options{};  ///< as they were given
+    std::optional<mezzo::LinearSchedule> schedule{};
+    std::optional<mezzo::Ema> averages{};
+    std::vector<Vector> plain_averages{};
+    bool averages_masters = false;
+    bool has_options_of_file = false;  ///< which the defaults do not have
+    const std::vector<Tensor>& parameters() const { return model->weights; }
   };
   struct Saved {
+    std::string level{};
     std::vector<std::string> optimizers{};
+    std::vector<std::string> schedules{};
     std::vector<std::vector<Tensor>> weights{};
+    std::vector<std::string> models{};
     std::string amp{};
+    mezzo::Amp::StateDict apex{};  ///< what Apex has of it
     std::vector<PlainSide> plain{};
     std::vector<PlainLoss> losses{};
   };
 
   void count(const std::string& what) { ++counts_[what]; }
 
-  Recipe recipe_for(const OptLevel& level) {
+  OptLevel random_level() {
+    const std::vector<OptLevel> levels{OptLevel::O0(),
+                                       OptLevel::O1(),
+                                       OptLevel::O1_bf16(),
+                                       OptLevel::O2(),
+                                       OptLevel::O2({.keep_batchnorm_fp32 = false}),
+                                       OptLevel::O2_bf16(),
+                                       OptLevel::O3(),
+                                       OptLevel::O3_bf16()};
+    return random_.of(levels).with({.loss_scale = *loss_scale_});
+  }
+  torch::ScalarType model_dtype() const {
+    return is_enabled_ ? level_->cast_model_type().value_or(torch::kFloat) : torch::kFloat;
+  }
+  bool has_regions() const { return is_enabled_ && level_->uses_op_lists(); }
+  bool has_masters() const { return is_enabled_ && level_->master_weights(); }
+
+  Recipe draw_recipe() {
     Recipe recipe = random_recipe(random_);
-    recipe.last_is_float = false;
-    recipe.in_master_weights = !recipe.of_mezzo && level.master_weights();
-    recipe.dtype = level.cast_model_type().value_or(torch::kFloat);
-    recipe.accumulates_in_float = recipe.of_mezzo && is_16_bit(recipe.dtype) && random_.one_in(3);
-    const bool may_be_split = level.master_weights() && recipe.dtype == torch::kBFloat16;
-    if (!may_be_split || recipe.storage != WeightStorage::split_master) {
-      recipe.storage =
-          recipe.of_mezzo && level.master_weights() ? WeightStorage::master : WeightStorage::plain;
+    recipe.accumulates_in_float = recipe.of_mezzo && random_.one_in(3);
+    recipe.has_odd_shapes = random_.one_in(3);
+    recipe.has_hooks = random_.one_in(3);
+    recipe.has_frozen = random_.one_in(4);
+    recipe.has_ties = random_.one_in(4);
+    recipe.has_sparse = !recipe.of_mezzo && recipe.kind == Kind::sgd && random_.one_in(3) &&
+                        model_dtype() != torch::kHalf;  // libtorch adds up no sparse half
+    recipe.has_schedule = random_.one_in(4);
+    return recipe;
+  }
+
+  /// What the options that were given are at the present level.
+  Recipe given_at_level(Recipe recipe) const {
+    recipe.dtype = model_dtype();
+    const bool keeps_norms = is_16_bit(recipe.dtype) && level_->keep_batchnorm_fp32();
+    recipe.norm_dtype = keeps_norms ? torch::kFloat : recipe.dtype;
+    recipe.in_master_weights = !recipe.of_mezzo && has_masters();
+    recipe.accumulates_in_float &= is_16_bit(recipe.dtype);
+    const bool is_split = recipe.storage == WeightStorage::split_master;
+    if (!recipe.of_mezzo || (is_split && recipe.dtype != torch::kBFloat16)) {
+      recipe.storage = WeightStorage::plain;
     }
+    return recipe;
+  }
+  Recipe at_level(const Recipe& drawn) const {
+    Recipe recipe = given_at_level(drawn);
+    const bool is_plain = recipe.storage == WeightStorage::plain;
+    if (recipe.of_mezzo && is_plain && has_masters()) recipe.storage = WeightStorage::master;
     return recipe;
   }
 
   void make_library() {
+    region_.reset();
     amp_.reset();
     sides_.clear();
-    for (const PlainSide& plain : plain_) {
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
       Side& side = sides_.emplace_back();
-      side.model = Weights(plain.weights);
-      side.parameters = side.model->parameters();
-      Recipe recipe = plain.recipe;  // masters are the level's to ask for
-      if (recipe.storage == WeightStorage::master) recipe.storage = WeightStorage::plain;
-      side.optimizer = make_optimizer(recipe, side.parameters);
+      side.model = Weights(plain_[i]);
+      side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.parameters());
+      side.options = side.optimizer->param_groups()[0].options().clone();
     }
     const mezzo::InitializeOptions options{.num_losses = static_cast<int64_t>(losses_.size()),
-                                           .verbosity = 0};
+                                           .enabled = is_enabled_,
+                                           .verbosity = 0,
+                                           .weight_cache = cache_of_level()};
     if (sides_.size() == 1) {
       amp_.emplace(mezzo::initialize(sides_[0].model, *sides_[0].optimizer, *level_, options));
     } else {
@@ -143,6 +274,44 @@ class AmpProgram {
                                      {*sides_[0].optimizer, *sides_[1].optimizer}, *level_,
                                      options));
     }
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      for (const Tensor& parameter : sides_[i].parameters()) pin(parameter);
+      auto* const fused = dynamic_cast<mezzo::optim::FusedOptimizer*>(sides_[i].optimizer.get());
+      if (fused != nullptr && has_regions() && caching_ == Caching::published) {
+        fused->publish_to(cache_, level_->precision().compute());
+      }
+      for (const PlainWeight& one : plain_[i].weights) {
+        if (one.is_late) add_parameter(i, one);
+      }
+      if (plain_[i].recipe.has_schedule) {
+        sides_[i].schedule.emplace(amp_->optimizer(*sides_[i].optimizer), kCurve);
+      }
+    }
+    for (std::size_t id = 0; id < losses_.size(); ++id) {
+      amp_->scaler(static_cast<int64_t>(id)).on_skip([this, id](const mezzo::SkippedStep& skipped) {
+        told_skips_[id] = {skipped.scale, told_skips_[id].second + 1};
+      });
+    }
+  }
+
+  mezzo::WeightCacheRef cache_of_level() const {
+    if (!has_regions() || caching_ == Caching::none) return {};
+    return mezzo::install_op_overrides(cache_);
+  }
+  void pin(const Tensor& parameter) const {
+    if (has_regions() && caching_ == Caching::pinned) cache_.pin({parameter});
+  }
+
+  void add_parameter(std::size_t i, const PlainWeight& weight) {
+    Side& side = sides_[i];
+    const Tensor parameter = make_late_parameter(weight);
+    side.model->put(side.parameters().size(), weight, parameter);
+    pin(parameter);
+    if (!weight.begins_group) {
+      return side.optimizer->param_groups()[0].params().push_back(parameter);
+    }
+    side.optimizer->add_param_group(make_group(weight, parameter, *side.options,
+                                               side.has_options_of_file || random_.one_in(2)));
   }
 
   void expect(bool throws, const std::function<void()>& call) {
@@ -154,6 +323,7 @@ class AmpProgram {
       error = error.substr(0, error.find('\n'));
     }
     if (throws) report_.line("    throws");
+    if (throws) count("throws");
     if (throws && error.empty()) report_.fail("it does not throw");
     if (!throws && !error.empty()) report_.fail("it throws: ", error);
   }
@@ -168,8 +338,8 @@ class AmpProgram {
         const std::string name =
             "weight " + std::to_string(j) + " of optimizer " + std::to_string(i);
         PlainWeight& weight = plain_[i].weights[j];
-        compare_weight(weight, sides_[i].parameters[j], *sides_[i].optimizer, report_, name);
-        if (is_true(i)) compare_gradient(weight, sides_[i].parameters[j], report_, name);
+        compare_weight(weight, sides_[i].parameters()[j], *sides_[i].optimizer, report_, name);
+        if (is_true(i)) compare_gradient(weight, sides_[i].parameters()[j], report_, name);
       }
       if (!plain_[i].counts()) continue;
       const int64_t applied = amp_->optimizer(*sides_[i].optimizer).mezzos()->applied_steps();
@@ -178,6 +348,7 @@ class AmpProgram {
                      plain_[i].applied);
       }
     }
+    if (told_skips_ != skips_) report_.fail("on_skip is told of other skips");
     for (std::size_t loss = 0; loss < losses_.size(); ++loss) {
       const double scale = amp_->scaler(static_cast<int64_t>(loss)).get_scale();
       if (scale != losses_[loss].scale) {
@@ -211,7 +382,10 @@ class AmpProgram {
     loss.waiting.clear();
     loss.stepped.clear();
     if (!loss.is_checked) return;
-    if (loss.found) {
+    if (loss.found) skips_[id] = {loss.scale, skips_[id].second + 1};
+    if (!is_dynamic_) {
+      loss.clean = 0;
+    } else if (loss.found) {
       loss.scale = std::max(loss.scale / 2, 1.0);
       loss.clean = 0;
     } else if (++loss.clean == interval_) {
@@ -236,7 +410,7 @@ class AmpProgram {
 
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
-    switch (random_.below(23)) {
+    switch (random_.below(36)) {
       case 0:
       case 1:
       case 2:
@@ -244,39 +418,71 @@ class AmpProgram {
       case 4:
       case 5:
       case 6:
-        return scale_loss();
       case 7:
+        return scale_loss();
       case 8:
-        return clip(i);
       case 9:
+        return clip(i);
       case 10:
-        return zero_grad(i);
       case 11:
-        return drop_gradient(i);
+        return zero_grad(i);
       case 12:
-        return drop_at_master(i);
+        return drop_gradient(i);
       case 13:
-        return write_weight(i);
+        return drop_at_master(i);
       case 14:
+        return write_weight(i);
       case 15:
+        return look_at_masters(i);
       case 16:
       case 17:
-        return step(i);
-      case 18:
-        return look_at_masters(i);
-      case 19:
-      case 20:
         return save_or_load();
+      case 18:
+      case 19:
+        return evaluate(i);
+      case 20:
+      case 21:
+        return look_at_averages(i);
+      case 22:
+        return replace_weight(i);
+      case 23:
+        return add_weight(i);
+      case 24:
+        return freeze_or_thaw(i);
+      case 25:
+        return meet_bad_gradient(i);
+      case 26:
+        return move_gradients(i);
+      case 27:
+        return load_wrong_file(i);
+      case 28:
+        return open_or_close_region();
+      case 29:
+        return move_weights(i);
+      case 30:
+        return move_amp();
       default:
         return step(i);
     }
   }
 
+  /// Calls a model with a factor for each weight; those that have none are left out.
+  std::vector<Tensor> forward(std::size_t i, const std::vector<std::optional<Vector>>& factors) {
+    std::vector<Tensor> tensors;
+    for (std::size_t j = 0; j < factors.size(); ++j) {
+      Tensor& one = tensors.emplace_back();
+      if (factors[j]) one = tensor_of(*factors[j], torch::kFloat, plain_[i].weights[j].shape);
+    }
+    return (*amp_)(sides_[i].model, tensors);
+  }
+
+  using Gradients = std::vector<std::optional<PlainGradient>>;
+
   void scale_loss() {
     const auto id = static_cast<std::size_t>(random_.below(static_cast<int64_t>(losses_.size())));
     const bool delays = random_.one_in(3);
     const bool throws = random_.one_in(10);
-    const bool with_inf = random_.one_in(10);
+    const bool with_inf = is_enabled_ && random_.one_in(10);
     std::vector<std::size_t> who;
     for (std::size_t i = 0; i < plain_.size(); ++i) {
       if (plain_.size() == 1 || !random_.one_in(3)) who.push_back(i);
@@ -301,53 +507,47 @@ class AmpProgram {
     }
     std::vector<torch::optim::Optimizer*> optimizers;
     Tensor loss = torch::zeros({});
-    std::vector<bool> is_aside;
-    std::vector<std::vector<std::optional<PlainGradient>>> aside;
+    std::vector<std::optional<Gradients>> aside;
     bool is_first = true;
     for (const std::size_t i : who) {
       PlainSide& side = plain_[i];
-      PlainPasses& passes = passes_[i];
       ++sums_[i];
       optimizers.push_back(sides_[i].optimizer.get());
-      losses_[id].waiting.insert(i);
-      is_aside.push_back(passes.unscaled_by.has_value());
-      if (is_aside.back()) side.follow_masters();
-      passes.scaled_by = id;
-      auto& own = aside.emplace_back();
+      aside.push_back(plain_begin_pass(i, id));
+      std::vector<std::optional<Vector>> factors(side.weights.size());
       for (std::size_t j = 0; j < side.weights.size(); ++j) {
         PlainWeight& weight = side.weights[j];
-        own.push_back(weight.gradient);
-        if (is_aside.back()) weight.gradient.reset();
         if (random_.one_in(4)) continue;
-        const bool is_bad = std::exchange(is_first, false) && with_inf;
+        const bool may_be_bad = !weight.value.empty() && !weight.is_frozen;
+        const bool is_bad = may_be_bad && std::exchange(is_first, false) && with_inf;
         if (is_bad) count("inf");
-        const Vector gradient = random_gradient(random_, weight.value.size(), is_bad);
-        report_.line("    optimizer ", i, " weight ", j, ": ", words(gradient));
-        const Tensor factor = tensor_of(gradient, torch::kFloat);
-        loss = loss + (sides_[i].parameters[j].to(torch::kFloat) * factor).sum();
-        weight.accumulate(gradient);
+        factors[j] = random_gradient(random_, weight.value.size(), is_bad);
+        report_.line("    optimizer ", i, " weight ", j, ": ", words(*factors[j]));
+        if (weight.is_frozen) {
+          count("frozen weight");
+        } else {
+          weight.accumulate(*factors[j]);
+        }
+      }
+      for (const Tensor& product : forward(i, factors)) {
+        if (product.defined()) loss = loss + product.to(torch::kFloat);
       }
     }
-    if (!loss.requires_grad()) loss = loss + sides_[who[0]].parameters[0].detach().sum() * 0;
+    const bool has_graph = loss.requires_grad();
     // Then what the pass has brought is unscaled and joins what was there.
     bool is_bad = false;
-    for (std::size_t k = 0; k < who.size(); ++k) {
-      PlainPasses& passes = passes_[who[k]];
+    for (std::size_t k = 0; k < who.size() && is_enabled_; ++k) {
       PlainSide& side = plain_[who[k]];
-      if (throws) {
-        if (!is_aside[k]) continue;
-        passes.scaled_by.reset();
-        for (std::size_t j = 0; j < aside[k].size(); ++j) side.weights[j].gradient = aside[k][j];
-        continue;
+      if (throws && aside[k]) passes_[who[k]].scaled_by.reset();
+      if (throws ? !aside[k] : delays && !aside[k]) continue;
+      if (!throws) is_bad |= plain_unscale(who[k]);
+      for (std::size_t j = 0; j < side.weights.size() && aside[k]; ++j) {
+        if (throws) side.weights[j].gradient.reset();
+        add(side.weights[j], (*aside[k])[j]);
       }
-      if (delays && !is_aside[k]) continue;
-      is_bad |= plain_unscale(who[k]);
-      for (std::size_t j = 0; j < aside[k].size() && is_aside[k]; ++j)
-        add(side.weights[j], aside[k][j]);
     }
     const mezzo::ScaleLossOptions options{.loss_id = static_cast<int64_t>(id),
                                           .delay_unscale = delays};
-    const bool has_graph = loss.requires_grad();
     try {
       amp_->scale_loss(loss, optimizers, options, [&](const Tensor& scaled) {
         if (has_graph) scaled.backward();
@@ -363,11 +563,25 @@ class AmpProgram {
     for (const std::size_t i : who) {
       passes_[i].knows_inf = true;
       for (PlainWeight& one : plain_[i].weights) {
-        if (!one.gradient) continue;
+        if (!one.gradient || one.gradient->values.empty() || one.gradient->is_bare) continue;
         one.gradient->values[0] = std::nan("");
         break;
       }
     }
+  }
+
+  /// Sets true gradients aside; none where the pass goes on from scaled ones.
+  std::optional<Gradients> plain_begin_pass(std::size_t i, std::size_t id) {
+    if (!is_enabled_) return std::nullopt;
+    losses_[id].waiting.insert(i);
+    passes_[i].scaled_by = id;
+    if (!passes_[i].unscaled_by) return std::nullopt;
+    plain_[i].follow_masters();
+    Gradients aside;
+    for (PlainWeight& one : plain_[i].weights) {
+      aside.push_back(std::exchange(one.gradient, std::nullopt));
+    }
+    return aside;
   }
 
   static void add(PlainWeight& weight, const std::optional<PlainGradient>& more) {
@@ -378,6 +592,7 @@ class AmpProgram {
     }
     for (std::size_t k = 0; k < more->values.size(); ++k)
       weight.gradient->values[k] += more->values[k];
+    weight.gradient->is_bare &= more->is_bare;
     if (more->dtype == torch::kFloat) weight.gradient->dtype = torch::kFloat;
     const bool is_rounded = more->tolerance > 0 && is_16_bit(weight.gradient->dtype);
     weight.gradient->tolerance = is_rounded ? 0x1p-2 : more->tolerance > 0 ? 1e-2 : 0;
@@ -386,20 +601,26 @@ class AmpProgram {
   void clip(std::size_t i) {
     if (!is_true(i)) return;
     PlainSide& side = plain_[i];
+    for (const PlainWeight& one : side.weights) {
+      if (one.is_sparse) return;  // libtorch's calls leave sparse gradients as they are
+    }
     const double limit = random_.of<double>({0.5, 1, 2});
     const bool at_masters = side.has_master_params() && random_.one_in(2);
     for (const PlainWeight& one : side.weights) {
       if (one.at_master && !at_masters) return;
     }
-    report_.line("torch's clip_grad_norm_(", at_masters ? "amp.master_params" : "parameters",
+    const bool by_value = random_.one_in(3);
+    const std::string call = by_value ? "clip_grad_value_" : "clip_grad_norm_";
+    report_.line("torch's ", call, "(", at_masters ? "amp.master_params" : "parameters",
                  " of optimizer ", i, ", ", limit, ")");
-    count("clip_grad_norm_");
+    count(call);
     side.follow_masters();
     const double norm = side.norm();
-    side.clip_norm(norm, limit);
+    by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
     expect(false, [&] {
       const auto clipped =
-          at_masters ? amp_->master_params(*sides_[i].optimizer) : sides_[i].parameters;
+          at_masters ? amp_->master_params(*sides_[i].optimizer) : sides_[i].parameters();
+      if (by_value) return torch::nn::utils::clip_grad_value_(clipped, limit);
       const double actual = torch::nn::utils::clip_grad_norm_(clipped, limit);
       if (!is_near(actual, norm, norm / 50 + 1e-6)) {
         report_.fail("the norm is ", actual, "; right is ", norm);
@@ -408,21 +629,28 @@ class AmpProgram {
   }
 
   void zero_grad(std::size_t i) {
+    zero_grad(i, random_.of<std::string>({"amp", "model", "optimizer"}));
+  }
+  void zero_grad(std::size_t i, const std::string& by) {
     const bool set_to_none = !random_.one_in(3);
-    const bool by_amp = random_.one_in(3);
-    report_.line(by_amp ? "amp" : "optimizer", ".zero_grad of optimizer ", i,
-                 set_to_none ? "" : ", set_to_none = false");
+    report_.line(by, ".zero_grad of optimizer ", i, set_to_none ? "" : ", set_to_none = false");
     const char* const when = passes_[i].scaled_by     ? " after a delayed pass"
                              : passes_[i].unscaled_by ? " after a pass"
                                                       : " after a step";
-    count((by_amp ? "amp.zero_grad" : "zero_grad") + std::string(when));
+    count(by + ".zero_grad" + when);
+    if (by == "model") {  // it gives parameters another tensor, which counts for their masters too
+      for (PlainWeight& one : plain_[i].weights) {
+        if (one.gradient) one.at_master.reset();
+      }
+    }
     plain_[i].zero_grad(set_to_none);
     sums_[i] = 0;
     must_clear_[i] = false;
-    if (by_amp) plain_finish(i);
+    if (by == "amp") plain_finish(i);
     expect(false, [&] {
-      by_amp ? amp_->zero_grad(*sides_[i].optimizer, set_to_none)
-             : sides_[i].optimizer->zero_grad(set_to_none);
+      if (by == "amp") return amp_->zero_grad(*sides_[i].optimizer, set_to_none);
+      if (by == "model") return sides_[i].model->zero_grad(set_to_none);
+      sides_[i].optimizer->zero_grad(set_to_none);
     });
   }
 
@@ -435,7 +663,7 @@ class AmpProgram {
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
     plain_[i].weights[j].drop_gradient();
-    sides_[i].parameters[j].mutable_grad() = Tensor();
+    sides_[i].parameters()[j].mutable_grad() = Tensor();
   }
 
   void drop_at_master(std::size_t i) {
@@ -471,30 +699,257 @@ class AmpProgram {
   void write_weight(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
-    const Vector present = values_of(sides_[i].parameters[j]);
-    if (!weight.is_written) weight.trained = weight.value;
-    for (std::size_t k = 0; k < present.size(); ++k) {
-      weight.value[k] = static_cast<double>(random_.below(33) - 16) / 4;
-      const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
-      while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
-      weight.error[k] = 0;
-    }
-    weight.is_written = true;
+    write_plain_weight(weight, values_of(sides_[i].parameters()[j]), random_);
     report_.line("parameter ", j, " of optimizer ", i, " is set to ", words(weight.value));
     count("weight written");
     const torch::NoGradGuard no_grad;
-    sides_[i].parameters[j].copy_(tensor_of(weight.value, torch::kFloat));
+    sides_[i].parameters()[j].copy_(tensor_of(weight.value, torch::kFloat, weight.shape));
+  }
+
+  // --- Other parameters, evaluation, averages, gradients that no step can take -------------------
+
+  /// A weight gives way to a new one, as the head of a model does for another task.
+  void replace_weight(std::size_t i) {
+    PlainSide& side = plain_[i];
+    const std::size_t j = random_weight(side);
+    PlainWeight& weight = side.weights[j];
+    const PlainWeight old =
+        std::exchange(weight, make_plain_successor(side.recipe, weight, random_));
+    report_.line("parameter ", j, " of optimizer ", i, " is replaced by a new one, ",
+                 words(weight.value));
+    count("weight replaced");
+    saved_.reset();
+    sides_[i].averages.reset();
+    torch::optim::Optimizer& optimizer = *sides_[i].optimizer;
+    Tensor& place = place_of(optimizer, sides_[i].parameters()[j]);
+    const bool is_left_to_mezzo = side.recipe.of_mezzo || old.has_master;
+    if (!is_left_to_mezzo) optimizer.state().erase(place.unsafeGetTensorImpl());
+    place = Tensor();  // the new parameter may get the address of the old one
+    sides_[i].model->put(j, weight, place);
+    place = make_late_parameter(weight);
+    sides_[i].model->put(j, weight, place);
+    pin(place);
+  }
+
+  void add_weight(std::size_t i) {
+    PlainSide& side = plain_[i];
+    // Of a new group's first step with a schedule, libtorch's optimizers know no factor.
+    if (side.weights.size() > 4 || (side.recipe.has_schedule && !side.counts())) return;
+    torch::ScalarType dtype = side.recipe.dtype;
+    if (random_.one_in(3)) dtype = random_.one_in(2) ? torch::kFloat : torch::kDouble;
+    const PlainWeight& weight = add_plain_weight(side, dtype, random_);
+    report_.line("a new parameter of optimizer ", i, ", of ", c10::toString(dtype),
+                 weight.begins_group ? ", in a new group" : "");
+    count("weight added");
+    saved_.reset();
+    sides_[i].averages.reset();
+    expect(false, [&] { add_parameter(i, weight); });
+  }
+
+  void freeze_or_thaw(std::size_t i) {
+    const std::size_t j = random_weight(plain_[i]);
+    PlainWeight& weight = plain_[i].weights[j];
+    // The gradients of a weight that thaws are added up in float from its next step on.
+    if (weight.is_frozen && weight.new_gradients != weight.dtype) return;
+    weight.is_frozen = !weight.is_frozen;
+    report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
+    count(weight.is_frozen ? "weight frozen" : "weight thawed");
+    sides_[i].parameters()[j].requires_grad_(!weight.is_frozen);
+  }
+
+  void evaluate(std::size_t i) {
+    report_.line("evaluation of model ", i);
+    count("evaluation");
+    std::vector<Vector> values;
+    for (const PlainWeight& one : plain_[i].weights) values.push_back(one.value);
+    compare_products(i, values);
+  }
+
+  /// Compares what a model computes with what it should compute from `values`.
+  void compare_products(std::size_t i, const std::vector<Vector>& values) {
+    const std::vector<PlainWeight>& weights = plain_[i].weights;
+    std::vector<std::optional<Vector>> factors;
+    for (const PlainWeight& one : weights) {
+      factors.emplace_back(random_gradient(random_, one.value.size(), false));
+    }
+    std::optional<torch::NoGradGuard> no_grad;
+    if (random_.one_in(2)) no_grad.emplace();
+    const std::vector<Tensor> products = forward(i, factors);
+    const double of_level = half_ulp(has_regions() ? level_->precision().compute() : model_dtype());
+    for (std::size_t j = 0; j < weights.size(); ++j) {
+      const PlainWeight& weight = weights[j];
+      const double unit = std::max(of_level, half_ulp(weight.rounded_to.value_or(weight.dtype)));
+      double right = 0;
+      double tolerance = 1e-6;
+      for (std::size_t k = 0; k < values[j].size(); ++k) {
+        const double factor = (*factors[j])[k];
+        right += values[j][k] * factor;
+        tolerance += std::abs(factor) * (weight.error[k] + 4 * unit * std::abs(values[j][k]));
+      }
+      const auto actual = products[j].item<double>();
+      if (!is_near(actual, right, tolerance)) {
+        report_.fail("weight ", j, " of optimizer ", i, " times ", words(*factors[j]), " is ",
+                     actual, "; right is ", right, ", within ", tolerance);
+      }
+    }
+  }
+
+  /// Averages take the place of the weights for a moment.
+  void look_at_averages(std::size_t i) {
+    Side& side = sides_[i];
+    if (!side.averages) side.averages_masters = plain_[i].has_master_params() && random_.one_in(2);
+    if (side.averages_masters) look_at_masters(i);
+    region_.reset();  // an EmaScope begins and ends outside of regions
+    report_.line("EmaScope of optimizer ", i, side.averages_masters ? ", of masters" : "");
+    count("averages");
+    if (!side.averages) {
+      mezzo::EmaOptions options{.decay = 0.5};
+      if (side.averages_masters) {
+        options.masters = [this, i] { return amp_->master_params(*sides_[i].optimizer); };
+      }
+      side.averages.emplace(side.parameters(), options);
+      side.plain_averages = averaged_values(i);
+    } else {
+      side.averages->update();
+      follow_average(i);
+    }
+    compare_averages(i);
+    const mezzo::EmaScope scope(*side.averages);
+    compare_products(i, side.plain_averages);
+    if (passes_[i].awaits_step() && random_.one_in(2)) step_on_averages(i);
+  }
+
+  std::vector<Vector> averaged_values(std::size_t i) {
+    std::vector<Vector> values;
+    for (const Tensor& one : sides_[i].averages_masters ? amp_->master_params(*sides_[i].optimizer)
+                                                        : sides_[i].parameters()) {
+      values.push_back(values_of(one));
+    }
+    return values;
+  }
+
+  void follow_average(std::size_t i) {
+    const std::vector<Vector> values = averaged_values(i);
+    for (std::size_t j = 0; j < values.size(); ++j) {
+      for (std::size_t k = 0; k < values[j].size(); ++k) {
+        double& average = sides_[i].plain_averages[j][k];
+        average = (average + values[j][k]) / 2;
+      }
+    }
+  }
+
+  void compare_averages(std::size_t i) {
+    for (std::size_t j = 0; j < sides_[i].plain_averages.size(); ++j) {
+      const Vector actual = values_of(sides_[i].averages->averages()[j]);
+      Vector& right = sides_[i].plain_averages[j];
+      Vector tolerance;
+      for (const double one : right) tolerance.push_back(0x1p-20 * std::abs(one) + 1e-6);
+      if (!are_near(actual, right, tolerance)) {
+        report_.fail("average ", j, " is ", words(actual), "; right is ", words(right));
+      }
+      right = actual;
+    }
+  }
+
+  bool has_news_at_master(std::size_t i) const {
+    const auto& all = plain_[i].weights;
+    return std::any_of(all.begin(), all.end(),
+                       [](const PlainWeight& one) { return one.at_master.has_value(); });
+  }
+
+  /// A step that would write averages throws, and changes nothing but that the check counts.
+  void step_on_averages(std::size_t i) {
+    const PlainSide& side = plain_[i];
+    if (!side.counts() || !side.has_gradient() || has_news_at_master(i)) return;
+    report_.line("amp.step(optimizer ", i, ") on averages");
+    count("step on averages");
+    plain_check(i);
+    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
+  }
+
+  void move_gradients(std::size_t i) {
+    if (has_news_at_master(i)) return;
+    report_.line("gradients of optimizer ", i, " move into a bucket");
+    count("bucket");
+    put_gradients_in_bucket(sides_[i].parameters());
+  }
+
+  /// Weights get other memory; those of 16 bits are float for a moment, as for a file for others.
+  void move_weights(std::size_t i) {
+    report_.line("weights of optimizer ", i, " move");
+    count("weights moved");
+    for (std::size_t j = 0; j < sides_[i].parameters().size(); ++j) {
+      const Tensor& one = sides_[i].parameters()[j];
+      const torch::ScalarType dtype = one.scalar_type();
+      one.set_data(is_16_bit(dtype) ? one.detach().to(torch::kFloat) : one.detach().clone());
+      if (is_16_bit(dtype)) one.set_data(one.detach().to(dtype));
+      PlainWeight& weight = plain_[i].weights[j];
+      if (!is_16_bit(dtype) || !plain_[i].is_split()) continue;
+      if (!weight.is_written) weight.trained = weight.value;
+      weight.value = values_of(one);  // a lower half is of the memory that it was split from
+      weight.error.assign(weight.value.size(), 0.0);
+      weight.is_written = true;
+    }
+  }
+
+  void move_amp() {
+    report_.line("the Amp moves");
+    count("Amp moved");
+    Amp moved = std::move(*amp_);
+    amp_.emplace(std::move(moved));
+  }
+
+  /// A region of the caller's own around several calls, in which the cache keeps its copies.
+  void open_or_close_region() {
+    if (!has_regions() || caching_ == Caching::none) return;
+    report_.line(region_ ? "the region ends" : "a region begins");
+    count("region");
+    if (region_) return region_.reset();
+    region_.emplace(mezzo::AutocastSetting{
+        .device = torch::kCPU, .dtype = level_->precision().compute(), .cache = cache_of_level()});
+  }
+
+  /// A gradient that no step can take changes nothing, and is given up afterwards.
+  void meet_bad_gradient(std::size_t i) {
+    const PlainSide& side = plain_[i];
+    if (has_news_at_master(i) || (!side.recipe.of_mezzo && !is_enabled_)) return;
+    const std::size_t j = random_weight(side);
+    const Tensor& parameter = sides_[i].parameters()[j];
+    const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
+    report_.line("amp.step(optimizer ", i, ") with a gradient of another ",
+                 has_shape ? "dtype" : "shape", " at parameter ", j);
+    count("bad gradient");
+    const Tensor own = std::exchange(parameter.mutable_grad(), bad_gradient(parameter, has_shape));
+    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
+    parameter.mutable_grad() = own;
+  }
+
+  // --- Steps -----------------------------------------------------------------------------------
+
+  mezzo::StepOptions random_step_options() {
+    mezzo::StepOptions options;
+    if (random_.one_in(3)) options.max_norm = random_.of<double>({0.5, 1, 2});
+    options.zero_grad = random_.one_in(3);
+    return options;
+  }
+
+  /// Checks the gradients of a step; returns whether one is inf or NaN.
+  bool plain_check(std::size_t i) {
+    const PlainPasses& passes = passes_[i];
+    PlainLoss& loss = losses_[passes.scaled_by ? *passes.scaled_by : *passes.unscaled_by];
+    const bool found = !plain_[i].is_finite();
+    loss.is_checked = true;
+    loss.found |= found && !passes.knows_inf;
+    return found;
   }
 
   void step(std::size_t i) {
     PlainSide& side = plain_[i];
     PlainPasses& passes = passes_[i];
-    mezzo::StepOptions options;
-    if (random_.one_in(3)) options.max_norm = random_.of<double>({0.5, 1, 2});
-    options.zero_grad = random_.one_in(3);
+    const mezzo::StepOptions options = random_step_options();
     report_.line("amp.step(optimizer ", i, ", {.max_norm = ", options.max_norm,
                  ", .zero_grad = ", options.zero_grad, "})");
-    bool throws = !passes.awaits_step();
+    bool throws = is_enabled_ && !passes.awaits_step();
     if (!throws) {
       side.follow_masters();
       throws = passes.scaled_by && !side.has_gradient();
@@ -505,18 +960,18 @@ class AmpProgram {
       }
     }
     bool ran = false;
+    const double norm = side.norm();
     if (!throws) {
-      PlainLoss& loss = losses_[passes.scaled_by ? *passes.scaled_by : *passes.unscaled_by];
-      const bool found = !side.is_finite();
-      loss.is_checked = true;
-      loss.found |= found && !passes.knows_inf;
-      ran = !found;
+      ran = !is_enabled_ || !plain_check(i);
+      for (const PlainWeight& one : side.weights) {
+        if (ran && one.rounded_to && one.gradient) count("step from the master of a file");
+      }
       if (ran) side.step(clip_factor(side.norm(), options.max_norm));
       if (options.zero_grad) side.zero_grad(false);
       must_clear_[i] = !options.zero_grad;
       sums_[i] = 0;
       count(ran ? "step" : "skipped step");
-      count("step at " + std::string(level_->name()));
+      count(is_enabled_ ? "step at " + std::string(level_->name()) : "step of a disabled Amp");
       if (passes.scaled_by) count("step of delayed passes");
     } else {
       count("step that throws");
@@ -524,7 +979,20 @@ class AmpProgram {
     expect(throws, [&] {
       const auto result = amp_->step(*sides_[i].optimizer, options);
       report_.line(result.ran() ? "    ran" : "    skipped");
-      if (result.ran() != ran) report_.fail("ran() is ", result.ran(), "; right is ", ran);
+      if (result.ran() != ran || result.found_inf() == ran) {
+        report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
+                     ran, ", ", !ran);
+      }
+      const auto actual = result.grad_norm();
+      if (actual && std::isfinite(norm) && !is_near(*actual, norm, 1e-5 * norm + 1e-6)) {
+        report_.fail("grad_norm() is ", *actual, "; right is ", norm);
+      }
+      if (sides_[i].schedule) sides_[i].schedule->step(result);
+      if (!sides_[i].averages || random_.one_in(2)) return;
+      report_.line("    averages follow");
+      count(ran ? "averages follow" : "averages that follow no skipped step");
+      sides_[i].averages->update(result);
+      if (ran) follow_average(i);
     });
     if (throws) return;
     // Gradients that still carry a scale after the step are the caller's to clear.
@@ -543,18 +1011,16 @@ class AmpProgram {
   // --- Files -----------------------------------------------------------------------------------
 
   void save_or_load() {
-    for (const PlainPasses& one : passes_) {
-      if (one.awaits_step()) return;
+    for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
+      if (passes_[i].awaits_step()) zero_grad(i, "amp");
     }
     for (PlainLoss& loss : losses_) {
       if (loss.is_checked || !loss.stepped.empty()) return;
     }
     for (std::size_t i = 0; i < plain_.size(); ++i) {
-      for (const PlainWeight& one : plain_[i].weights) {
-        if (one.at_master) return;
-      }
+      if (has_news_at_master(i)) return;
     }
-    if (!saved_ || random_.one_in(2)) return save();
+    if (!saved_ || random_.one_in(3)) return save();
     load();
   }
 
@@ -562,18 +1028,30 @@ class AmpProgram {
     report_.line("save");
     count("save");
     saved_.emplace();
+    saved_->level = level_->name();
     expect(false, [&] {
       for (const Side& side : sides_) {
         std::stringstream file;
         torch::save(amp_->optimizer(*side.optimizer), file);
         saved_->optimizers.push_back(file.str());
+        std::stringstream schedule;
+        if (side.schedule) torch::save(*side.schedule, schedule);
+        saved_->schedules.push_back(schedule.str());
+        std::stringstream model;
+        torch::save(side.model, model);
+        saved_->models.push_back(model.str());
         auto& weights = saved_->weights.emplace_back();
-        for (const Tensor& one : side.parameters) weights.push_back(one.detach().clone());
+        for (const Tensor& one : side.parameters()) weights.push_back(one.detach().clone());
       }
       std::stringstream file;
       torch::save(*amp_, file);
       saved_->amp = file.str();
+      for (const auto& [key, entry] : amp_->state_dict()) {
+        saved_->apex[key] = {{"loss_scale", entry.at("loss_scale")},
+                             {"unskipped", entry.at("unskipped")}};
+      }
     });
+    expect(false, [&] { mezzo::save_checkpoint(checkpoint_file(), training_state()); });
     saved_->plain = plain_;
     saved_->losses = losses_;
   }
@@ -581,14 +1059,24 @@ class AmpProgram {
   void load() {
     bool is_fresh = random_.one_in(2);
     for (const PlainSide& side : plain_) is_fresh |= !side.counts();  // torch's keeps old state
-    report_.line("load", is_fresh ? " into new objects" : "");
+    const OptLevel before_level = *level_;
+    for (int64_t tries = is_fresh ? random_.below(5) : 0; tries > 0; --tries) {
+      level_ = random_level();
+      if (fits_level()) break;
+      level_ = before_level;
+    }
+    if (!fits_level()) return;
+    report_.line("load", is_fresh ? " into new objects" : "", ", at level ", level_->name());
     count(is_fresh ? "load into new objects" : "load");
+    if (level_->name() != saved_->level) count("load at another level");
     const std::vector<PlainSide> before = std::exchange(plain_, saved_->plain);
     losses_ = saved_->losses;
     for (std::size_t i = 0; i < plain_.size(); ++i) {
+      move_to_level(plain_[i], drawn_[i]);
       for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
         PlainWeight& weight = plain_[i].weights[j];
         weight.gradient = is_fresh ? std::nullopt : before[i].weights[j].gradient;
+        if (!is_fresh) weight.is_frozen = before[i].weights[j].is_frozen;
         if (!weight.is_written) weight.trained = weight.value;
         weight.is_written = true;  // until the next step settles what the file has
       }
@@ -596,40 +1084,200 @@ class AmpProgram {
     }
     expect(false, [&] {
       if (is_fresh) make_library();
+      if (is_made_as_saved() && random_.one_in(3)) {
+        count("checkpoint");
+        mezzo::load_checkpoint(checkpoint_file(), training_state());
+        return;
+      }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
-        const torch::NoGradGuard no_grad;
-        for (std::size_t j = 0; j < sides_[i].parameters.size(); ++j) {
-          sides_[i].parameters[j].copy_(saved_->weights[i][j]);
-        }
+        load_model(i);
         std::stringstream file(saved_->optimizers[i]);
         torch::load(amp_->optimizer(*sides_[i].optimizer), file);
+        sides_[i].options = sides_[i].optimizer->param_groups()[0].options().clone();
+        sides_[i].has_options_of_file = true;
+        if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
+        std::stringstream schedule(saved_->schedules[i]);
+        torch::load(*sides_[i].schedule, schedule);
       }
+      if (random_.one_in(3)) return amp_->load_state_dict(saved_->apex);
       std::stringstream file(saved_->amp);
       torch::load(*amp_, file);
     });
   }
 
+  static std::filesystem::path checkpoint_file() {
+    static const test_support::Scratch scratch;
+    return scratch.path() / "checkpoint";
+  }
+  mezzo::TrainingState training_state() {
+    mezzo::TrainingState state;
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      const std::string number = std::to_string(i);
+      state.add("model" + number, sides_[i].model);
+      state.add("optimizer" + number, amp_->optimizer(*sides_[i].optimizer));
+      if (sides_[i].schedule) state.add("schedule" + number, *sides_[i].schedule);
+    }
+    state.add("amp", *amp_);
+    return state;
+  }
+
+  /// Whether the present objects are made as the saved ones were, which a checkpoint demands.
+  bool is_made_as_saved() const {
+    bool is_so = level_->name() == saved_->level && has_saved_dtypes();
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      is_so &= saved_->plain[i].recipe.storage == at_level(drawn_[i]).storage;
+    }
+    return is_so;
+  }
+  bool has_saved_dtypes() const {
+    for (std::size_t i = 0; i < sides_.size(); ++i) {
+      for (std::size_t j = 0; j < saved_->weights[i].size(); ++j) {
+        const torch::ScalarType own = sides_[i].parameters()[j].scalar_type();
+        if (own != saved_->weights[i][j].scalar_type()) return false;
+      }
+    }
+    return true;
+  }
+
+  /// Loads libtorch's file where the dtypes are those that were saved, and otherwise copies.
+  void load_model(std::size_t i) {
+    const bool is_copied = !has_saved_dtypes() || random_.one_in(3);
+    count(is_copied ? "weights copied" : "model file loaded");
+    std::stringstream file(saved_->models[i]);
+    if (!is_copied) return torch::load(sides_[i].model, file);
+    const torch::NoGradGuard no_grad;
+    const std::vector<Tensor>& own = sides_[i].parameters();
+    for (std::size_t j = 0; j < own.size(); ++j) own[j].copy_(saved_->weights[i][j]);
+  }
+
+  /// A file that is not of these objects changes nothing.
+  void load_wrong_file(std::size_t i) {
+    if (random_.one_in(2)) {
+      if (!is_enabled_) return;
+      report_.line("load of an Amp of more losses");
+      count("wrong file");
+      return expect(true, [&] {
+        mezzo::Amp::StateDict state;
+        for (std::size_t id = 0; id <= losses_.size(); ++id) {
+          state["loss_scaler" + std::to_string(id)] = {{"loss_scale", 4}, {"unskipped", 1}};
+        }
+        amp_->load_state_dict(state);
+      });
+    }
+    if (!plain_[i].counts()) return;
+    report_.line("load of an optimizer of one parameter more, ", i);
+    count("wrong file");
+    std::vector<Tensor> parameters;
+    for (const Tensor& one : sides_[i].parameters()) parameters.push_back(torch::ones_like(one));
+    parameters.push_back(torch::ones({2}));
+    for (Tensor& one : parameters) one.mutable_grad() = torch::ones_like(one);
+    const test_support::OwnedOptimizer other(make_optimizer(given_at_level(drawn_[i]), parameters),
+                                             plain_[i].recipe.in_master_weights);
+    std::stringstream file;
+    expect(false, [&] {
+      (void)other.any().step();
+      torch::save(other.any(), file);
+    });
+    expect(true, [&] { torch::load(amp_->optimizer(*sides_[i].optimizer), file); });
+  }
+
+  /// What the options of a file make of those that were given at the present level. A file has none
+  /// of mezzo's own where all have their default.
+  Recipe loaded_recipe(const Recipe& saved, const Recipe& drawn) const {
+    Recipe recipe = at_level(drawn);
+    const bool is_default = saved.storage == WeightStorage::plain && !saved.accumulates_in_float;
+    if (!recipe.of_mezzo || is_default) return recipe;
+    recipe.accumulates_in_float = saved.accumulates_in_float;
+    recipe.storage = saved.storage;
+    if (recipe.storage == WeightStorage::plain && has_masters()) {
+      recipe.storage = WeightStorage::master;
+    }
+    return recipe;
+  }
+
+  static torch::ScalarType dtype_at_level(const PlainSide& saved, std::size_t j,
+                                          const Recipe& recipe) {
+    const PlainWeight& weight = saved.weights[j];
+    if (weight.is_late) return is_16_bit(weight.dtype) ? recipe.dtype : weight.dtype;
+    return recipe.is_norm(j) ? recipe.norm_dtype : recipe.dtype;
+  }
+
+  /// Whether the numbers that were saved say what they become at the present level: not from one
+  /// dtype of 16 bits to the other, where they are rounded twice.
+  bool fits_level(const PlainSide& saved, const Recipe& drawn) const {
+    const Recipe recipe = loaded_recipe(saved.recipe, drawn);
+    if (recipe.storage == WeightStorage::split_master && recipe.dtype == torch::kHalf) return false;
+    if (recipe.in_master_weights != saved.recipe.in_master_weights) return false;
+    // Once set, the dtype of a weight's gradients stays.
+    if (recipe.accumulates_in_float != at_level(drawn).accumulates_in_float) return false;
+    for (std::size_t j = 0; j < saved.weights.size(); ++j) {
+      const PlainWeight& weight = saved.weights[j];
+      const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);
+      const torch::ScalarType from = weight.rounded_to.value_or(weight.dtype);
+      if (is_16_bit(from) && is_16_bit(dtype) && from != dtype) return false;
+      if (dtype == weight.dtype) continue;
+      // The moments of weights of 16 bits are rough, and libtorch's stay as they were.
+      if (!recipe.of_mezzo || (recipe.kind != Kind::sgd && !weight.trains_float)) return false;
+    }
+    return true;
+  }
+
+  bool fits_level() const {
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      if (!fits_level(saved_->plain[i], drawn_[i])) return false;
+    }
+    return true;
+  }
+
+  void move_to_level(PlainSide& side, const Recipe& drawn) const {
+    const Recipe recipe = loaded_recipe(side.recipe, drawn);
+    for (std::size_t j = 0; j < side.weights.size(); ++j) {
+      PlainWeight& weight = side.weights[j];
+      const torch::ScalarType from = weight.dtype;
+      const bool had_float = is_16_bit(from) && weight.trains_float;
+      keep_as(recipe, dtype_at_level(side, j, recipe), weight);
+      if (!is_16_bit(weight.dtype)) {
+        if (had_float) weight.rounded_to = from;
+        continue;
+      }
+      const bool file_has_float = had_float || weight.rounded_to.has_value();
+      weight.rounded_to.reset();
+      if (file_has_float && weight.trains_float) continue;
+      for (double& one : weight.value) one = rounded(one, weight.dtype);
+    }
+    side.recipe = recipe;
+  }
+
   Random random_;
   Counts& counts_;
   Report report_;
+  bool is_enabled_ = true;
+  bool is_dynamic_ = true;
+  Caching caching_ = Caching::none;
+  mezzo::WeightCache cache_;
+  std::optional<mezzo::LossScale> loss_scale_;
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;
   bool likes_files_ = false;
+  std::vector<Recipe> drawn_;  // of which a level makes what the optimizers get
   std::vector<PlainSide> plain_;
   std::vector<PlainPasses> passes_;
   std::vector<PlainLoss> losses_;
+  std::array<std::pair<double, int64_t>, 3> skips_{};  // the last one's scale, and how many
+  std::array<std::pair<double, int64_t>, 3> told_skips_{};
   std::array<int64_t, 2> sums_{};     // passes since the gradients were cleared
   std::array<bool, 2> must_clear_{};  // gradients of a step are left
   std::vector<Side> sides_;
   std::optional<Amp> amp_;
   std::optional<Saved> saved_;
+  std::optional<mezzo::AutocastGuard> region_;
 };
 
 // MEZZO_STEP_PROGRAM_SEEDS says how many programs are run, MEZZO_STEP_PROGRAM_FIRST_SEED which is
 // the first.
 TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
   const int64_t first = number_from_environment("MEZZO_STEP_PROGRAM_FIRST_SEED", 0);
-  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 100);
+  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 400);
   Counts counts;
   int64_t failures = 0;
   for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
@@ -638,7 +1286,7 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
     ADD_FAILURE() << "the program of seed " << seed << ":\n" << program.text();
     ++failures;
   }
-  if (seeds < 100 || failures > 0) return;
+  if (seeds < 400 || failures > 0) return;
   for (const char* const what : {"pass",
                                  "delayed pass",
                                  "pass that throws",
@@ -646,29 +1294,57 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "inf",
                                  "inf of one optimizer that another skips for",
                                  "clip_grad_norm_",
-                                 "zero_grad after a pass",
-                                 "zero_grad after a delayed pass",
-                                 "zero_grad after a step",
+                                 "clip_grad_value_",
+                                 "optimizer.zero_grad after a pass",
+                                 "optimizer.zero_grad after a delayed pass",
+                                 "optimizer.zero_grad after a step",
+                                 "model.zero_grad after a pass",
+                                 "model.zero_grad after a delayed pass",
+                                 "model.zero_grad after a step",
                                  "amp.zero_grad after a pass",
                                  "amp.zero_grad after a delayed pass",
                                  "gradient dropped",
                                  "gradient dropped at the master",
                                  "master_params",
                                  "weight written",
+                                 "weight replaced",
+                                 "weight added",
+                                 "weight frozen",
+                                 "weight thawed",
+                                 "frozen weight",
+                                 "evaluation",
+                                 "averages",
+                                 "averages follow",
+                                 "averages that follow no skipped step",
+                                 "step on averages",
+                                 "bad gradient",
+                                 "bucket",
+                                 "region",
+                                 "wrong file",
+                                 "weights moved",
+                                 "Amp moved",
+                                 "checkpoint",
+                                 "weights copied",
+                                 "model file loaded",
+                                 "throws",
                                  "step",
                                  "skipped step",
                                  "step that throws",
                                  "step of delayed passes",
+                                 "step from the master of a file",
                                  "step at O0",
                                  "step at O1",
+                                 "step at O1_bf16",
                                  "step at O2",
                                  "step at O2_bf16",
                                  "step at O3",
                                  "step at O3_bf16",
+                                 "step of a disabled Amp",
                                  "save",
                                  "load",
+                                 "load at another level",
                                  "load into new objects"}) {
-    EXPECT_GE(counts[what], 3) << what << " happens in no program, or in few";
+    EXPECT_GE(counts[what], 1) << what << " happens in no program";
   }
 }
 

@@ -6,6 +6,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 
@@ -21,6 +22,7 @@
 #include <optional>
 #include <random>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,7 +67,8 @@ inline double half_ulp(torch::ScalarType dtype) {
 }
 
 inline Vector values_of(const Tensor& tensor) {
-  const Tensor dense = tensor.detach().to(torch::kDouble).contiguous();
+  const Tensor all = tensor.is_sparse() ? tensor.detach().to_dense() : tensor.detach();
+  const Tensor dense = all.to(torch::kDouble).contiguous();
   const double* const values = dense.const_data_ptr<double>();
   return {values, values + dense.numel()};
 }
@@ -114,7 +117,14 @@ struct PlainGradient {
   Vector values;
   torch::ScalarType dtype;
   double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
+  bool is_bare = false;  ///< sparse, without an element
 };
+
+inline constexpr double kLr = 0.25;
+
+/// How the elements of a weight lie in memory: `shape` with the strides of its transpose, or with
+/// gaps.
+enum class Layout { contiguous, transposed, with_gaps };
 
 /// One weight: what is trained, what is kept, and what its gradient is.
 struct PlainWeight {
@@ -123,7 +133,13 @@ struct PlainWeight {
   bool trains_float = true;  ///< in place of the 16 bits of the model's weight
   torch::ScalarType new_gradients = torch::kFloat;
   std::vector<int64_t> shape{};
+  Layout layout = Layout::contiguous;
   double hook = 1;  ///< what a hook multiplies each incoming gradient with
+  double lr = kLr;  ///< its group's
+  bool is_frozen = false;
+  bool is_sparse = false;  ///< an embedding, with sparse gradients
+  bool is_tied = false;    ///< used twice in a forward pass
+  bool is_late = false;    ///< added after the optimizer was made
   bool begins_group = false;
 
   Vector value;
@@ -132,6 +148,9 @@ struct PlainWeight {
   int64_t count = 0;
   bool is_written = false;  ///< since the last step, by others
   Vector trained{};         ///< the value before that
+  /// The dtype that a float parameter's value is rounded to until its next step: that of the model
+  /// whose file was loaded.
+  std::optional<torch::ScalarType> rounded_to{};
 
   std::optional<PlainGradient> gradient{};
   /// What a caller made of the master's gradient since it was shown there: none, or other values.
@@ -151,6 +170,7 @@ struct PlainWeight {
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
+    gradient->is_bare = is_sparse;
   }
   /// The gradient of a weight with a master becomes float.
   void widen() {
@@ -159,6 +179,7 @@ struct PlainWeight {
   /// What autograd does with what a backward pass brings, which has the weight's dtype.
   void accumulate(const Vector& incoming) {
     if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
+    gradient->is_bare = false;
     for (std::size_t i = 0; i < incoming.size(); ++i) {
       double& own = gradient->values[i];
       own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
@@ -173,7 +194,6 @@ struct PlainWeight {
 
 enum class Kind { sgd, momentum, adam, adamw, lion, lamb };
 
-inline constexpr double kLr = 0.25;
 inline constexpr double kMomentum = 0.5;
 inline constexpr double kBeta1 = 0.5;
 inline constexpr double kBeta2 = 0.75;
@@ -182,7 +202,7 @@ inline constexpr double kEps = 1;
 inline constexpr double kDecay = 0.125;
 
 /// One step of one weight.
-inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
+inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, double lr) {
   const std::size_t size = gradient.size();
   const bool is_rough = is_16_bit(weight.dtype) && !weight.trains_float;
   const double relative = is_rough ? 0x1p-4 : 2e-5;
@@ -238,11 +258,12 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient) {
     }
   }
   for (std::size_t i = 0; i < size; ++i) {
-    weight.value[i] -= kLr * ratio * change[i];
-    weight.error[i] += relative * kLr * ratio * noise[i];
+    weight.value[i] -= lr * ratio * change[i];
+    weight.error[i] += relative * lr * ratio * noise[i];
     weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
   }
   weight.is_written = false;
+  weight.rounded_to.reset();
 }
 
 /// How the weights of an optimizer are made and kept.
@@ -253,10 +274,17 @@ struct Recipe {
   WeightStorage storage = WeightStorage::plain;
   torch::ScalarType dtype = torch::kFloat;
   bool accumulates_in_float = false;
-  bool last_is_float = false;  ///< the last weight, as a batch norm's at O2
+  bool last_is_norm = false;  ///< the last weight is a batch norm's
+  torch::ScalarType norm_dtype = torch::kFloat;
   std::size_t weights = 2;
-  bool has_odd_shapes = false;  ///< empty weights and such without dimensions
+  bool has_odd_shapes = false;  ///< empty weights, some without dimensions or not contiguous
   bool has_hooks = false;
+  bool has_frozen = false;
+  bool has_ties = false;
+  bool has_sparse = false;
+  bool has_schedule = false;
+
+  bool is_norm(std::size_t i) const { return last_is_norm && i + 1 == weights; }
 
   std::string text() const {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
@@ -266,9 +294,13 @@ struct Recipe {
     if (in_master_weights) text << " in MasterWeights";
     if (of_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
     text << ", " << weights << " weights of " << c10::toString(dtype);
-    if (last_is_float) text << ", the last of float";
+    if (last_is_norm) text << ", the last of " << c10::toString(norm_dtype);
     if (accumulates_in_float) text << ", accumulate_in_float";
     if (has_hooks) text << ", with hooks";
+    if (has_frozen) text << ", some frozen";
+    if (has_ties) text << ", some tied";
+    if (has_sparse) text << ", some sparse";
+    if (has_schedule) text << ", with a schedule";
     return text.str();
   }
 };
@@ -289,7 +321,7 @@ inline Recipe random_recipe(Random& random) {
     recipe.dtype = is_split ? torch::kBFloat16 : random.of(low);
     recipe.accumulates_in_float = random.one_in(5);
   }
-  recipe.last_is_float = random.one_in(3);
+  recipe.last_is_norm = random.one_in(3);
   recipe.weights = static_cast<std::size_t>(1 + random.below(3));
   return recipe;
 }
@@ -338,6 +370,9 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   return make.template operator()<ours::LAMB, ours::LAMBOptions>();
 }
 
+/// The schedule of an optimizer that has one.
+inline constexpr mezzo::LinearCurve kCurve{.total_steps = 6, .min_factor = 0.25};
+
 /// The weights of one optimizer, as plain numbers.
 struct PlainSide {
   Recipe recipe;
@@ -382,11 +417,12 @@ struct PlainSide {
 
   /// A step with the gradients times `factor`.
   void step(double factor) {
+    const double lr_factor = recipe.has_schedule ? kCurve.factor(applied) : 1;
     for (PlainWeight& one : weights) {
       if (!one.gradient) continue;
       Vector gradient = one.gradient->values;
       for (double& g : gradient) g *= factor;
-      update(recipe.kind, one, gradient);
+      update(recipe.kind, one, gradient, one.lr * lr_factor);
     }
     ++applied;
   }
@@ -423,9 +459,8 @@ inline Vector random_weight_values(Random& random, std::size_t size) {
   return values;
 }
 
-inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
-                                     Random& random) {
-  PlainWeight weight;
+/// Sets how a weight is kept.
+inline void keep_as(const Recipe& recipe, torch::ScalarType dtype, PlainWeight& weight) {
   weight.dtype = dtype;
   const bool is_low = is_16_bit(dtype);
   weight.has_master =
@@ -433,13 +468,30 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
   weight.trains_float =
       !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
   weight.new_gradients = is_low && recipe.accumulates_in_float ? torch::kFloat : dtype;
+}
+
+inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dtype,
+                                     Random& random) {
+  PlainWeight weight;
+  keep_as(recipe, dtype, weight);
   auto size = static_cast<std::size_t>(1 + random.below(3));
   weight.shape = {static_cast<int64_t>(size)};
-  if (recipe.has_odd_shapes && random.one_in(4)) {
-    size = random.one_in(2) ? 0 : 1;
-    weight.shape = size == 0 ? std::vector<int64_t>{0, 2} : std::vector<int64_t>{};
+  if (recipe.has_odd_shapes && random.one_in(2)) {
+    const std::vector<std::vector<int64_t>> shapes{{0, 2}, {}, {2, 2}, {3}};
+    weight.shape = random.of(shapes);
+    size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
+    if (size == 4) weight.layout = Layout::transposed;
+    if (size == 3) weight.layout = Layout::with_gaps;
+  }
+  if (recipe.has_sparse && random.one_in(2)) {
+    size = static_cast<std::size_t>(1 + random.below(3));
+    weight.shape = {static_cast<int64_t>(size), 1};
+    weight.layout = Layout::contiguous;
+    weight.is_sparse = true;
   }
   if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
+  weight.is_frozen = recipe.has_frozen && random.one_in(3);
+  weight.is_tied = recipe.has_ties && random.one_in(2);
   weight.value = random_weight_values(random, size);
   weight.error.assign(size, 0.0);
   return weight;
@@ -448,11 +500,120 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
 inline PlainSide make_plain(const Recipe& recipe, Random& random) {
   PlainSide side{recipe};
   for (std::size_t i = 0; i < recipe.weights; ++i) {
-    const bool is_float = recipe.last_is_float && i + 1 == recipe.weights;
     side.weights.push_back(
-        make_plain_weight(recipe, is_float ? torch::kFloat : recipe.dtype, random));
+        make_plain_weight(recipe, recipe.is_norm(i) ? recipe.norm_dtype : recipe.dtype, random));
   }
   return side;
+}
+
+/// Returns a new weight for the place of `old`.
+inline PlainWeight make_plain_successor(const Recipe& recipe, const PlainWeight& old,
+                                        Random& random) {
+  PlainWeight weight = make_plain_weight(recipe, old.dtype, random);
+  weight.is_tied = old.is_tied;
+  weight.is_late = old.is_late;
+  weight.begins_group = old.begins_group;
+  weight.lr = old.lr;
+  return weight;
+}
+
+/// Adds a weight after the others: in a new group if the last one is in a group of its own.
+inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, Random& random) {
+  const bool in_new_group = side.weights.back().begins_group || random.one_in(2);
+  PlainWeight& weight = side.weights.emplace_back(make_plain_weight(side.recipe, dtype, random));
+  weight.is_late = true;
+  weight.begins_group = in_new_group;
+  if (in_new_group && random.one_in(2)) weight.lr = kLr / 2;
+  return weight;
+}
+
+/// Sets a weight to values that are neither the `present` ones of its parameter nor what these are
+/// rounded from, since a master stays where a write is what it rounds to.
+inline void write_plain_weight(PlainWeight& weight, const Vector& present, Random& random) {
+  if (!weight.is_written) weight.trained = weight.value;
+  for (std::size_t k = 0; k < present.size(); ++k) {
+    weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
+    const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
+    while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
+    weight.error[k] = 0;
+  }
+  weight.is_written = true;
+  weight.rounded_to.reset();
+}
+
+// --- Their tensors -----------------------------------------------------------------------------
+
+inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
+  Tensor parameter = tensor_of(one.value, dtype, one.shape);
+  if (one.layout != Layout::contiguous) {
+    const auto strides =
+        one.layout == Layout::transposed ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2};
+    parameter = torch::empty_strided(one.shape, strides, dtype).copy_(parameter);
+  }
+  parameter.requires_grad_();
+  if (one.hook != 1) {
+    parameter.register_hook([hook = one.hook](const Tensor& gradient) { return gradient * hook; });
+  }
+  return parameter.requires_grad_(!one.is_frozen);
+}
+
+/// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
+/// at the next step only.
+inline Tensor make_late_parameter(const PlainWeight& one) {
+  const Tensor parameter = make_parameter(one, one.dtype);
+  if (one.new_gradients != one.dtype) parameter.set_grad_dtype(one.new_gradients);
+  return parameter;
+}
+
+/// Returns a group of one parameter, with options of its own where its rate is its own.
+inline torch::optim::OptimizerParamGroup make_group(const PlainWeight& weight,
+                                                    const Tensor& parameter,
+                                                    const torch::optim::OptimizerOptions& options,
+                                                    bool has_options = false) {
+  torch::optim::OptimizerParamGroup group({parameter});
+  if (!has_options && weight.lr == kLr) return group;
+  group.set_options(options.clone());
+  group.options().set_lr(weight.lr);
+  return group;
+}
+
+/// Returns the place of `parameter` in an optimizer's groups.
+inline Tensor& place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter) {
+  for (auto& group : optimizer.param_groups()) {
+    for (Tensor& one : group.params()) {
+      if (one.is_same(parameter)) return one;
+    }
+  }
+  throw std::logic_error("the optimizer has lost a parameter");
+}
+
+/// Moves the gradients that have the dtype of the first one into the memory of a flat tensor, as
+/// data-parallel training does.
+inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
+  const torch::NoGradGuard no_grad;
+  std::vector<Tensor> owners;
+  std::vector<Tensor> flat;
+  for (const Tensor& one : parameters) {
+    if (!one.grad().defined() || one.grad().is_sparse()) continue;
+    if (!owners.empty() && owners[0].grad().scalar_type() != one.grad().scalar_type()) continue;
+    owners.push_back(one);
+    flat.push_back(one.grad().reshape({-1}));
+  }
+  if (owners.empty()) return;
+  const Tensor bucket = torch::cat(flat);
+  int64_t at = 0;
+  for (const Tensor& one : owners) {
+    const Tensor part = bucket.narrow(0, at, one.numel()).view(one.sizes());
+    one.mutable_grad() = torch::empty({0}, bucket.options())  // no view: zero_grad detaches it
+                             .set_(bucket.storage(), at, part.sizes(), part.strides());
+    at += one.numel();
+  }
+}
+
+/// Returns a gradient that no step can take: of another dtype or of another shape.
+inline Tensor bad_gradient(const Tensor& parameter, bool has_shape) {
+  return has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
+                   : torch::ones({7}, parameter.scalar_type());
 }
 
 /// Small numbers that add up exactly, in 16 bits too: eighths up to 15 of them.
@@ -543,15 +704,17 @@ inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
                            const std::string& name) {
   const Vector actual = values_of(parameter);
   Vector tolerance = plain.error;
+  const double unit = half_ulp(plain.rounded_to.value_or(plain.dtype));
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
     // Of 16 bits that are trained as they are one in the last place; of others half a one.
     const double ulps = plain.trains_float ? 1.01 : 2.02;
-    tolerance[i] += ulps * half_ulp(plain.dtype) * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
+    tolerance[i] += ulps * unit * (std::abs(plain.value[i]) + tolerance[i]) + 1e-7;
   }
   if (parameter.scalar_type() != plain.dtype || !are_near(actual, plain.value, tolerance)) {
     report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
                 "; right is ", words(plain.value), ", within ", words(tolerance));
   }
+  if (plain.rounded_to) return;
   if (!plain.trains_float || !is_16_bit(plain.dtype)) {
     plain.value = actual;
     std::fill(plain.error.begin(), plain.error.end(), 0.0);

@@ -141,23 +141,6 @@ class Program {
     return scaler_.records[i];
   }
 
-  static Tensor make_parameter(const PlainWeight& one) {
-    Tensor parameter = tensor_of(one.value, one.dtype, one.shape).requires_grad_();
-    if (one.hook != 1) {
-      parameter.register_hook(
-          [hook = one.hook](const Tensor& gradient) { return gradient * hook; });
-    }
-    return parameter;
-  }
-
-  /// Of a parameter that the groups get behind the optimizer's back, it sets the dtype of gradients
-  /// at the next step only.
-  static Tensor make_late_parameter(const PlainWeight& one) {
-    Tensor parameter = make_parameter(one);
-    if (one.new_gradients != one.dtype) parameter.set_grad_dtype(one.new_gradients);
-    return parameter;
-  }
-
   void make_library() {
     sides_.clear();
     for (const PlainSide& plain : plain_) {
@@ -167,9 +150,11 @@ class Program {
         if (one.begins_group && optimizer == nullptr) {
           optimizer = make_optimizer(plain.recipe, parameters);
         }
-        parameters.push_back(one.begins_group ? make_late_parameter(one) : make_parameter(one));
+        parameters.push_back(one.begins_group ? make_late_parameter(one)
+                                              : make_parameter(one, one.dtype));
         if (!one.begins_group) continue;
-        optimizer->add_param_group(torch::optim::OptimizerParamGroup({parameters.back()}));
+        optimizer->add_param_group(
+            make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.recipe, parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
@@ -227,7 +212,7 @@ class Program {
   void call() {
     const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
     const Stage stage = scaler_.records[i].stage;
-    switch (random_.below(31)) {
+    switch (random_.below(32)) {
       case 0:
       case 1:
       case 2:
@@ -276,6 +261,8 @@ class Program {
         return meet_bad_gradient(i);
       case 29:
         return step(i);
+      case 30:
+        return move_gradients(i);
       default:
         return save_or_load();
     }
@@ -500,16 +487,7 @@ class Program {
   void write_weight(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
-    const Vector present = values_of(sides_[i].parameters[j]);
-    if (!weight.is_written) weight.trained = weight.value;
-    for (std::size_t k = 0; k < present.size(); ++k) {
-      weight.value[k] = static_cast<double>(random_.below(33) - 16) / 4;
-      // Where it is what the master rounds to, the master stays.
-      const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
-      while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
-      weight.error[k] = 0;
-    }
-    weight.is_written = true;
+    write_plain_weight(weight, values_of(sides_[i].parameters[j]), random_);
     report_.line("parameter ", j, " of optimizer ", i, " is set to ", words(weight.value));
     count("weight written");
     const torch::NoGradGuard no_grad;
@@ -518,16 +496,6 @@ class Program {
 
   // --- Other parameters, averages, gradients that no step can take -------------------------------
 
-  /// What an optimizer's groups have in the place of a weight.
-  Tensor& place_of(std::size_t i, std::size_t j) {
-    for (auto& group : sides_[i].optimizer().param_groups()) {
-      for (Tensor& parameter : group.params()) {
-        if (parameter.is_same(sides_[i].parameters[j])) return parameter;
-      }
-    }
-    throw std::logic_error("the optimizer has lost a parameter");
-  }
-
   /// A weight gives way to a new one, as the head of a model does for another task.
   void replace_weight(std::size_t i) {
     PlainSide& side = plain_[i];
@@ -535,14 +503,13 @@ class Program {
     const std::size_t j = random_weight(side);
     PlainWeight& weight = side.weights[j];
     const PlainWeight old =
-        std::exchange(weight, make_plain_weight(side.recipe, weight.dtype, random_));
-    weight.begins_group = old.begins_group;
+        std::exchange(weight, make_plain_successor(side.recipe, weight, random_));
     report_.line("parameter ", j, " of optimizer ", i, " is replaced by a new one, ",
                  words(weight.value));
     count("weight replaced");
     saved_.reset();
     sides_[i].averages.reset();
-    Tensor& place = place_of(i, j);
+    Tensor& place = place_of(sides_[i].optimizer(), sides_[i].parameters[j]);
     const bool is_left_to_mezzo = side.recipe.of_mezzo || old.has_master;
     if (!is_left_to_mezzo) sides_[i].optimizer().state().erase(place.unsafeGetTensorImpl());
     place = Tensor();  // the new parameter may get the address of the old one
@@ -553,23 +520,31 @@ class Program {
   void add_weight(std::size_t i) {
     PlainSide& side = plain_[i];
     if (side.weights.size() > 4) return;
-    const bool in_new_group = side.weights.back().begins_group || random_.one_in(2);
-    side.weights.push_back(make_plain_weight(side.recipe, side.recipe.dtype, random_));
-    side.weights.back().begins_group = in_new_group;
-    report_.line("a new parameter of optimizer ", i, in_new_group ? ", in a new group" : "");
+    const PlainWeight& weight = add_plain_weight(side, side.recipe.dtype, random_);
+    report_.line("a new parameter of optimizer ", i, weight.begins_group ? ", in a new group" : "");
     count("weight added");
     saved_.reset();
     sides_[i].averages.reset();
-    const Tensor parameter = make_late_parameter(side.weights.back());
+    const Tensor parameter = make_late_parameter(weight);
     sides_[i].parameters.push_back(parameter);
     auto& optimizer = sides_[i].optimizer();
     expect(false, [&] {
-      if (in_new_group) {
-        optimizer.add_param_group(torch::optim::OptimizerParamGroup({parameter}));
+      if (weight.begins_group) {
+        optimizer.add_param_group(
+            make_group(weight, parameter, optimizer.param_groups()[0].options()));
       } else {
         optimizer.param_groups()[0].params().push_back(parameter);
       }
     });
+  }
+
+  void move_gradients(std::size_t i) {
+    for (const PlainWeight& one : plain_[i].weights) {
+      if (one.at_master) return;
+    }
+    report_.line("gradients of optimizer ", i, " move into a bucket");
+    count("bucket");
+    put_gradients_in_bucket(sides_[i].parameters);
   }
 
   /// Averages take the place of the weights for a moment.
@@ -602,9 +577,7 @@ class Program {
                              : "step with max_norm");
     count("bad gradient");
     if (scaler_.is_enabled && scaler_.has_scaled) known(i);
-    const Tensor own = std::exchange(parameter.mutable_grad(),
-                                     has_shape ? torch::ones_like(parameter.detach(), torch::kInt)
-                                               : torch::ones({7}, parameter.scalar_type()));
+    const Tensor own = std::exchange(parameter.mutable_grad(), bad_gradient(parameter, has_shape));
     expect(true, [&] {
       if (call == 0) return library_->unscale_(sides_[i].any());
       AnyOptimizer any = sides_[i].any();
@@ -882,6 +855,7 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "weight replaced",
                                  "weight added",
                                  "bad gradient",
+                                 "bucket",
                                  "save",
                                  "load",
                                  "load into new objects"}) {

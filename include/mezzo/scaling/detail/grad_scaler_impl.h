@@ -186,7 +186,7 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
   const detail::OptimizerRecord record = *known;
   records_.forget(optimizer.optimizer());
-  const bool is_told_by_step = record.stage != detail::Stage::unscaled;
+  const bool is_told_by_step = record.stage == detail::Stage::stepped;  // not by one that threw
   if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
   if (!scale_.original().is_cpu()) {
     post_skip(record.found_inf);
