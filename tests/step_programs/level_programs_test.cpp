@@ -884,8 +884,8 @@ class AmpProgram {
       one.set_data(is_16_bit(dtype) ? one.detach().to(torch::kFloat) : one.detach().clone());
       if (is_16_bit(dtype)) one.set_data(one.detach().to(dtype));
       PlainWeight& weight = plain_[i].weights[j];
-      if (!is_16_bit(dtype) || !plain_[i].is_split()) continue;
-      if (!weight.is_written) weight.trained = weight.value;
+      if (!is_16_bit(dtype) || !plain_[i].is_split() || weight.is_written) continue;
+      weight.trained = weight.value;
       weight.value = values_of(one);  // a lower half is of the memory that it was split from
       weight.error.assign(weight.value.size(), 0.0);
       weight.is_written = true;
@@ -1215,7 +1215,7 @@ class AmpProgram {
       const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);
       const torch::ScalarType from = weight.rounded_to.value_or(weight.dtype);
       if (is_16_bit(from) && is_16_bit(dtype) && from != dtype) return false;
-      if (dtype == weight.dtype) continue;
+      if (dtype == weight.dtype && recipe.storage == saved.recipe.storage) continue;
       // The moments of weights of 16 bits are rough, and libtorch's stay as they were.
       if (!recipe.of_mezzo || (recipe.kind != Kind::sgd && !weight.trains_float)) return false;
     }
