@@ -300,16 +300,24 @@ TEST(Checkpoint, OptionsThatAFailedLoadHasSetAreTakenBack) {
       saved->parameters(),
       AdamWOptions(1e-3).moment_storage(mezzo::optim::MomentStorage::block8).seed(3));
   mezzo::optim::AdamW second(loaded->parameters(), AdamWOptions(1e-2));
+  std::vector<torch::optim::OptimizerParamGroup> of_libtorch;
+  of_libtorch.emplace_back(loaded->parameters(),
+                           std::make_unique<torch::optim::AdamWOptions>(1e-2));
+  mezzo::optim::AdamW third(of_libtorch, AdamWOptions(1e-2));
   Numbered saved_last{1}, own_last{2};
   CheckpointManager checkpoints(scratch.path());
   checkpoints.save(TrainingState().add("optimizer", first).add("last", saved_last), 1);
-  EXPECT_THAT(
-      error_of([&] {
-        checkpoints.load_newest(TrainingState().add("optimizer", second).add("last", own_last));
-      }),
-      HasSubstr("everything is as it was before"));
+  for (auto* const optimizer : {&second, &third}) {
+    EXPECT_THAT(error_of([&] {
+                  checkpoints.load_newest(
+                      TrainingState().add("optimizer", *optimizer).add("last", own_last));
+                }),
+                HasSubstr("everything is as it was before"));
+  }
   EXPECT_EQ(static_cast<const AdamWOptions&>(second.param_groups()[0].options()),
             AdamWOptions(1e-2));
+  const auto& options = third.param_groups()[0].options();
+  EXPECT_EQ(dynamic_cast<const AdamWOptions*>(&options), nullptr) << "libtorch's, as before";
 }
 
 TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {

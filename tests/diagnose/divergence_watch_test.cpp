@@ -227,6 +227,7 @@ TEST(DivergenceWatch, WatchesARunThatGoesOnFromACheckpointAsANewOne) {
   ASSERT_EQ(heard.size(), 2);
   EXPECT_EQ(heard[1].record.step, 106);
   EXPECT_EQ(heard[1].cause, DivergenceCause::updates_too_large);
+  EXPECT_THROW(watch(step_record(106, kInfiniteLoss)), c10::Error) << "the same step again";
 }
 
 TEST(DivergenceWatch, WritesTheDiagnosisWhereNobodyListens) {

@@ -35,9 +35,9 @@ struct ActivationCheckpointOptions {
 ///         mezzo::activation_checkpoint([&](const torch::Tensor& h) { ... }, x);
 ///     x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x, mask);
 ///
-/// Gradients equal those without the checkpoint to the bit, also where checkpoints nest, in
-/// `torch::autograd::grad` and with retain_graph. When grad mode is off, or nothing requires grad,
-/// this is a plain call. No host sync of its own.
+/// Gradients equal those without the checkpoint to the bit, with two exceptions (docs/guide.md),
+/// also where checkpoints nest, in `torch::autograd::grad` and with retain_graph. When grad mode is
+/// off, or nothing requires grad, this is a plain call. No host sync of its own.
 ///
 /// `function` must compute the same each time, and have no other lasting effect: batch norm, for
 /// example, would update its running statistics twice. It and `args`, which may be anything, are

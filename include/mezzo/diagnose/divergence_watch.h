@@ -28,6 +28,7 @@
 #include <cstdint>
 #include <functional>
 #include <iostream>
+#include <map>
 #include <optional>
 #include <string>
 #include <utility>
@@ -86,8 +87,9 @@ struct DivergenceOptions {
 /// The watch names a cause only where the evidence excludes the others, and otherwise what to try:
 /// most often an AnomalyTrace of the step, which names the op.
 ///
-/// A record of an earlier step than the one before it shows that a checkpoint was loaded, with the
-/// Telemetry's number of the next step in it: the watch then forgets skips, losses and its silence.
+/// If a record's step is not above the last one's of its name, the run was rolled back to a
+/// checkpoint that holds the Telemetry. The watch then forgets skips and losses, and may report
+/// again at once.
 ///
 /// Gradients are read as find_overflow does, and are a later step's where a device decides. In a
 /// job of several each rank watches its own loss; one that stops alone leaves the others waiting.
@@ -114,13 +116,14 @@ class DivergenceWatch {
 
   DivergenceOptions options_;
   NamedTensors parameters_, buffers_;
-  double first_norm_;                             // of all weights, when the watch was made
-  std::vector<std::string> first_beyond_half_;    // names, when the watch was made
-  double elements_ = 0;                           // of all weights
-  std::optional<TelemetryRecord> before_;         // the record before this one
-  std::optional<double> first_loss_, last_loss_;  // that were finite
-  double highest_loss_ = 0;                       // of all that were finite
-  double loss_before_rise_ = 0;                   // the highest before the rise that goes on now
+  double first_norm_;                               // of all weights, when the watch was made
+  std::vector<std::string> first_beyond_half_;      // names, when the watch was made
+  double elements_ = 0;                             // of all weights
+  std::map<std::string, std::int64_t> last_steps_;  // of each name
+  std::optional<TelemetryRecord> before_;           // the record before this one
+  std::optional<double> first_loss_, last_loss_;    // that were finite
+  double highest_loss_ = 0;                         // of all that were finite
+  double loss_before_rise_ = 0;                     // the highest before the rise that goes on now
   std::int64_t rises_ = 0;  // finite losses in a row that are each above all before
   std::vector<at::Tensor> rise_began_, rise_ended_;  // norms of the weights at two of these
   bool scales_loss_ = false;                         // whether a loss scale other than 1 was seen
@@ -186,9 +189,10 @@ MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
               options_.skips_in_a_row, "; it should be positive");
 }
 
-/// Begins anew, but for what was seen of the weights when the watch was made. The losses of a run
-/// that was given up would hide the next rise, and its diagnosis the next one.
+/// Forgets everything but the weights that were seen when the watch was made. Losses of a run that
+/// was given up would hide the next rise, and its diagnosis would silence the next one.
 MEZZO_INLINE void DivergenceWatch::forget_run() {
+  last_steps_.clear();
   before_.reset();
   first_loss_.reset();
   last_loss_.reset();
@@ -216,7 +220,9 @@ MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
   const bool is_lost = detail::lost_its_loss(record);
   if (before_ && before_->name != record.name) before_.reset();  // another model's
-  if (before_ && record.step < before_->step) forget_run();
+  const auto last = last_steps_.find(record.name);
+  if (last != last_steps_.end() && record.step <= last->second) forget_run();
+  last_steps_[record.name] = record.step;
   skips_ = record.skipped ? skips_ + 1 : 0;
   scales_loss_ = scales_loss_ || record.scale != 1;
   if (record.loss && !is_lost) note_loss(*record.loss);

@@ -166,8 +166,8 @@ struct TelemetryStep {
 ///
 /// A checkpoint that has the Telemetry (`state.add("telemetry", telemetry)`) lets a resumed run
 /// number its steps from where the file was saved. Call `flush` before saving, so that what the
-/// state has of the writers (a RunReport) holds all steps. Loading flushes first, so add the
-/// Telemetry before its writers: the steps of before then do not reach a report that was loaded.
+/// state has of the writers (a RunReport) holds all steps. Loading hands pending records to the
+/// writers first: add the Telemetry before them, so that none reaches a report already loaded.
 ///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {

@@ -54,9 +54,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// input's dtype.
 ///
 /// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
-/// 2 C + 3 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
-/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
-/// bits. In evaluation, with running statistics, no collective is called.
+/// 2 C + 1 numbers (on the CPU 2 C + 3), backward one all-reduce of 2 C. The ranks' means and
+/// variances are combined as by Chan, Golub and LeVeque (1979), in the order of the ranks, so that
+/// all ranks get the same bits. In evaluation, with running statistics, no collective is called.
 ///
 /// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
 /// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
@@ -114,7 +114,7 @@ inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) 
   return of_channel.view(shape);
 }
 
-/// What ranks compare of their options: `eps`, and `momentum` or -1 without one.
+/// What ranks compare of their options: `eps`, and `momentum` or -1 where none is used.
 using BatchNormNumbers = std::array<double, 2>;
 
 inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
@@ -128,9 +128,13 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
     std::tie(variance, mean) =
         at::var_mean(wide_input, dims_within_channel(wide_input), /*correction=*/0);
   }
-  const auto one = [&](double value) { return at::full({1}, value, wide_input.options()); };
-  const at::Tensor own =
-      at::cat({mean, variance, one(static_cast<double>(count)), one(options[0]), one(options[1])});
+  std::vector<at::Tensor> numbers{mean, variance};
+  const auto append = [&](double number) {
+    numbers.push_back(at::full({1}, number, wide_input.options()));
+  };
+  append(static_cast<double>(count));
+  if (wide_input.is_cpu()) std::for_each(options.begin(), options.end(), append);
+  const at::Tensor own = at::cat(numbers);
   const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
   detail::all_gather(group, all, own).wait();
 
@@ -138,7 +142,7 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
   const at::Tensor variances = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
   const at::Tensor total = counts.sum(0);
-  // A device's numbers are not read, which would wait for it.
+  // On a device nothing is compared: reading the numbers would make the host wait.
   if (all.is_cpu()) {
     const at::Tensor of_ranks = all.narrow(1, 2 * channels + 1, 2);
     for (int64_t rank = 1; rank < of_ranks.size(0); ++rank) {
@@ -244,7 +248,9 @@ inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
   const auto results = detail::NormaliseOverRanks::apply(
       input, affine ? weight : at::ones({input.size(1)}, input.options()),
       affine ? bias : at::zeros({input.size(1)}, input.options()),
-      detail::BatchNormNumbers{options.eps(), options.momentum().value_or(-1.0)}, group_);
+      detail::BatchNormNumbers{
+          options.eps(), options.track_running_stats() ? options.momentum().value_or(-1.0) : -1.0},
+      group_);
   if (is_training() && options.track_running_stats()) {
     const c10::NoGradGuard no_grad;
     const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];

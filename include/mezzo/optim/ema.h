@@ -139,8 +139,9 @@ class Ema {
 /// weights. Copies and files of the model that are made within the scope have the averaged weights.
 ///
 /// Evaluate within the scope; do not train. Writes to the parameters are lost at its end, and an
-/// optimizer's step would copy the averages into its masters: mezzo's refuse it, and with it
-/// `unscale_`, `master_params`, and a file of split masters. CheckpointManager
+/// optimizer's step would copy the averages into its masters. Inside the scope mezzo's optimizers
+/// throw in `step`, in `unscale_` and `master_params` of masters, and when split masters are saved.
+/// CheckpointManager
 /// (mezzo/checkpoint/checkpoint.h) refuses to save or load such parameters, and Ema refuses to
 /// update. Buffers keep their training values: to get batch-norm statistics for the averaged
 /// weights, run some batches in training mode, and restore the buffers afterwards. Older views of

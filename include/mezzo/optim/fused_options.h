@@ -148,8 +148,8 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   /// Takes the values that are added here from `other`, unless the file that was just read held
   /// them. For loading, and for groups with libtorch's options.
   ///
-  /// A file that says `plain` holds no masters, and leaves the storage as it is, whatever other
-  /// values it has: weights that were trained as they are may go on in any storage.
+  /// If a file says `plain`, the group keeps its own storage: plain weights need no state of
+  /// masters, and can go on in any storage.
   void keep_unread(const FusedOptions& other) {
     if (!was_read_) extras_ = other.extras_;
     if (extras_.weight_storage == WeightStorage::plain) {

@@ -104,9 +104,9 @@ struct PolynomialCurve {
 /// optimizer's file. The table stays after this object is gone, and replaces an earlier one.
 ///
 /// **With any other optimizer** the host decides whether to step, and this object counts. Save and
-/// load it beside the optimizer. Such an optimizer steps with the options as they are: a group that
-/// is added, and a rate that is written while the factor is 0, is multiplied by no factor until the
-/// next call of this object's `step`.
+/// load it beside the optimizer. Such an optimizer steps with the options as they are: the factor
+/// reaches a group that is added, or a rate that is written while the factor is 0, at the next call
+/// of this object's `step`.
 ///
 /// For a rate that depends on the loss use libtorch's ReduceLROnPlateauScheduler. The optimizer
 /// must outlive the schedule. Use one schedule for an optimizer, from one thread at a time.

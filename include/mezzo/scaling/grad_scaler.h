@@ -261,7 +261,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 
 /// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
 /// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
-/// forgotten.
+/// forgotten. Clear the gradients before the next backward pass.
 /// \throws c10::Error as GradScaler::load_state_dict does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
@@ -370,8 +370,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update(), "
-      "and scaler.forget_iteration() before a checkpoint is loaded in the middle of an iteration");
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update(). To "
+      "load a checkpoint in the middle of an iteration, call scaler.forget_iteration() first");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
   }

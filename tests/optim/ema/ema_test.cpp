@@ -408,10 +408,10 @@ TEST(EmaScope, RefusesWhatWouldTakeTheAverageForTheWeight) {
     {
       const EmaScope averaged(ema);
       const auto is_refused = HasSubstr("parameter 0 of group 0 (bfloat16 [37] on cpu) holds an");
-      EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), is_refused);
       EXPECT_THAT(error_of([&] { (void)mezzo::master_params(masters); }), is_refused);
       std::stringstream file;
       if (storage == WeightStorage::master) {
+        EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), is_refused);
         EXPECT_THAT(error_of([&] { (void)mezzo::master_params(optimizer); }), is_refused);
         EXPECT_EQ(error_of([&] { torch::save(optimizer, file); }), "no error") << "it is whole";
       } else {

@@ -22,7 +22,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -99,19 +98,24 @@ class OptimizerPart final : public ArchivePart {
     return is_sharded ? words : words + "state " + crc_of(save());
   }
 
-  /// A file lacks the values that mezzo adds to libtorch's options where they are the defaults, and
-  /// loading it leaves them as they are: they are put back first.
+  /// A file omits values of ExtraOptions that are the defaults, and loading it does not reset them.
+  /// The undo therefore sets them before it loads the file. A load may also have replaced a group's
+  /// options by others of mezzo's class.
   std::function<void()> snapshot() const override {
-    std::vector<std::optional<ExtraOptions>> extras;
+    std::vector<std::shared_ptr<torch::optim::OptimizerOptions>> options;
     for (const auto& group : optimizer_.optimizer().param_groups()) {
-      const HoldsExtraOptions* const own = extra_options(optimizer_.optimizer(), group);
-      extras.push_back(own != nullptr ? std::optional(own->extras()) : std::nullopt);
+      options.emplace_back(group.options().clone());
     }
-    return [groups = &optimizer_.optimizer().param_groups(), extras,
+    return [groups = &optimizer_.optimizer().param_groups(), options,
             put_back = ArchivePart::snapshot()] {
-      for (std::size_t i = 0; i < extras.size(); ++i) {
-        auto* const own = dynamic_cast<HoldsExtraOptions*>(&(*groups)[i].options());
-        if (own != nullptr && extras[i]) own->set_extras(*extras[i]);
+      for (std::size_t i = 0; i < options.size(); ++i) {
+        const auto* const before = dynamic_cast<const HoldsExtraOptions*>(options[i].get());
+        auto* const now = dynamic_cast<HoldsExtraOptions*>(&(*groups)[i].options());
+        if (before == nullptr && now != nullptr) {
+          (*groups)[i].set_options(options[i]->clone());
+        } else if (now != nullptr) {
+          now->set_extras(before->extras());
+        }
       }
       put_back();
     };

@@ -349,9 +349,7 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
     plan.has_bare_half |= is_half && !this->keeps_master(known.group, known.parameter);
-    if (detail::averaged_parameters_held.load() != 0) {
-      detail::refuse_average(known.parameter, this->words());
-    }
+    detail::refuse_average(known.parameter, this->words());
   }
   return plan;
 }

@@ -158,8 +158,8 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
   return all;
 }
 
-/// Lives while an optimizer steps, and counts the step when it ends, also by an exception, if that
-/// is a torch::optim::SGD: it writes weights through `data()`, which no version tells.
+/// Counts a step of torch::optim::SGD when this object is destroyed, also by an exception: SGD
+/// writes weights through `data()`, which changes no version.
 class StepWithoutVersion {
  public:
   explicit StepWithoutVersion(const torch::optim::Optimizer& optimizer)
@@ -177,6 +177,7 @@ class StepWithoutVersion {
 /// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
 /// changes there is lost with the scope, and a master would follow the average
 inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  if (averaged_parameters_held.load() == 0) return;
   TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
               optimizer.parameter(parameter),
               " holds an average, for an EmaScope is alive; let that scope end first");
@@ -194,7 +195,7 @@ inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimize
 /// itself replaced or wrote.
 class LentGradients {
  public:
-  LentGradients(const torch::optim::Optimizer& optimizer, double factor) : step_(optimizer) {
+  LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
     if (factor == 1.0) return;
     std::vector<at::Tensor> gradients;
     for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
@@ -231,7 +232,6 @@ class LentGradients {
     at::Tensor product{};
     int64_t version = 0;
   };
-  StepWithoutVersion step_;
   std::vector<Lent> all_;  // a parameter that is given twice holds the last product
   bool found_inf_ = false;
 };

@@ -756,7 +756,7 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
       if (found == state_.end()) continue;
       const auto* const slot = dynamic_cast<const ParamSlot*>(found->second.get());
       const bool is_split = slot != nullptr && slot->lower_half.defined();
-      if (is_split) refuse_average(parameter, words());  // which the lower half does not complete
+      if (is_split) refuse_average(parameter, words());  // the lower half belongs to the weight
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }

@@ -73,9 +73,12 @@ inline void check_step_options(const StepOptions& options) {
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-/// \throws c10::Error, before any write, while an EmaScope holds a parameter
+/// \throws c10::Error, before any write, if an EmaScope has put an average in the place of one
 inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
-  if (fused != nullptr) refuse_averages(plan, {"unscale_", fused->optimizer().param_groups()});
+  for (const StepPlan::Row& row : plan.rows) {
+    if (!keeps_master(fused, row)) continue;
+    refuse_average(*row.parameter, {"unscale_", fused->optimizer().param_groups()});
+  }
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
@@ -334,6 +337,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
                             : 1.0;
     const detail::LentGradients lent(optimizer.optimizer(), inverse * clip);
     if (is_true || !lent.found_inf()) {
+      const detail::StepWithoutVersion step(optimizer.optimizer());
       outcome.value = optimizer.step();
     } else {  // a product overflows where, read in float, none did
       outcome = {
@@ -386,6 +390,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   }
   {
     const detail::LentGradients lent(optimizer.optimizer(), factor);
+    const detail::StepWithoutVersion step(optimizer.optimizer());
     outcome.value = optimizer.step();
   }
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
