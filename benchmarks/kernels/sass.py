@@ -326,7 +326,7 @@ def rows_of(architecture, sass, usage):
     return sorted(rows, key=lambda row: row["kernel"])
 
 
-WIDTH = 40  # of a kernel's name in a table
+WIDTH = 48  # of a kernel's name in a table
 CLASSES = ["float", "special", "conversion", "fp64", "integer", "memory", "control"]
 
 

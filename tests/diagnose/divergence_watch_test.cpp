@@ -105,8 +105,9 @@ TEST(DivergenceWatch, BlamesTheRateWhereTheLossRoseWhileTheWeightsGrew) {
   const Patient patient;
   std::vector<Divergence> heard;
   DivergenceWatch watch(patient, told_to(heard));
+  std::int64_t step = 0;
   for (const double loss : {1.0, 0.8, 5.0, 20.0, 40.0}) {
-    watch(step_record(1, loss));
+    watch(step_record(++step, loss));
     multiply(patient, 1.5);
   }
   watch(step_record(6, kInfiniteLoss, /*skipped=*/true));
