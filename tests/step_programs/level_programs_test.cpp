@@ -720,11 +720,8 @@ class AmpProgram {
     count("weight replaced");
     saved_.reset();
     sides_[i].averages.reset();
-    torch::optim::Optimizer& optimizer = *sides_[i].optimizer;
-    Tensor& place = place_of(optimizer, sides_[i].parameters()[j]);
-    const bool is_left_to_mezzo = side.recipe.of_mezzo || old.has_master;
-    if (!is_left_to_mezzo) optimizer.state().erase(place.unsafeGetTensorImpl());
-    place = Tensor();  // the new parameter may get the address of the old one
+    Tensor& place = vacated_place_of(*sides_[i].optimizer, sides_[i].parameters()[j],
+                                     side.recipe.of_mezzo || old.has_master);
     sides_[i].model->put(j, weight, place);
     place = make_late_parameter(weight);
     sides_[i].model->put(j, weight, place);

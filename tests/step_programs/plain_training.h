@@ -577,11 +577,16 @@ inline torch::optim::OptimizerParamGroup make_group(const PlainWeight& weight,
   return group;
 }
 
-/// Returns the place of `parameter` in an optimizer's groups.
-inline Tensor& place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter) {
+/// Takes `parameter` out of an optimizer's groups, and returns its place there. Removes its state
+/// too, unless mezzo is to find out that the parameter is gone.
+inline Tensor& vacated_place_of(torch::optim::Optimizer& optimizer, const Tensor& parameter,
+                                bool is_left_to_mezzo) {
   for (auto& group : optimizer.param_groups()) {
-    for (Tensor& one : group.params()) {
-      if (one.is_same(parameter)) return one;
+    for (Tensor& place : group.params()) {
+      if (!place.is_same(parameter)) continue;
+      if (!is_left_to_mezzo) optimizer.state().erase(place.unsafeGetTensorImpl());
+      place = Tensor();  // a new parameter may get the address of the old one
+      return place;
     }
   }
   throw std::logic_error("the optimizer has lost a parameter");

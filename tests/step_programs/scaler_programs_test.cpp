@@ -509,10 +509,8 @@ class Program {
     count("weight replaced");
     saved_.reset();
     sides_[i].averages.reset();
-    Tensor& place = place_of(sides_[i].optimizer(), sides_[i].parameters[j]);
-    const bool is_left_to_mezzo = side.recipe.of_mezzo || old.has_master;
-    if (!is_left_to_mezzo) sides_[i].optimizer().state().erase(place.unsafeGetTensorImpl());
-    place = Tensor();  // the new parameter may get the address of the old one
+    Tensor& place = vacated_place_of(sides_[i].optimizer(), sides_[i].parameters[j],
+                                     side.recipe.of_mezzo || old.has_master);
     sides_[i].parameters[j] = Tensor();
     place = sides_[i].parameters[j] = make_late_parameter(weight);
   }
