@@ -13,7 +13,7 @@
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
 
@@ -118,7 +118,7 @@ class UpdateWatch {
   std::vector<Sample> samples() const {
     std::vector<Sample> samples;
     const torch::optim::Optimizer& optimizer = optimizer_.optimizer();
-    const auto* const fused = dynamic_cast<const optim::FusedOptimizer*>(optimizer_.mezzos());
+    const optim::FusedOptimizer* const fused = detail::as_fused(optimizer_);
     const auto& groups = optimizer.param_groups();
     for (std::size_t group = 0; group < groups.size(); ++group) {
       const auto* const mezzos = detail::extra_options(optimizer, groups[group]);
