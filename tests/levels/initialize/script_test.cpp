@@ -40,29 +40,6 @@ TEST(InitializeScript, CastsAllButWhatABatchNormReads) {
   }
 }
 
-/// As Python's BatchNorm2d compiles: statistics behind a condition, behind a function's optional.
-TEST(InitializeScript, FindsABatchNormsStatisticsBehindConditions) {
-  torch::jit::Module model("Model");
-  for (const char* name : {"weight", "bias", "running_mean", "running_var", "other"}) {
-    model.register_parameter(name, torch::ones({4}), false);
-  }
-  model.register_attribute("training", c10::BoolType::get(), true);
-  model.register_attribute("tracks", c10::BoolType::get(), true);
-  model.define(R"(
-    def norm(self, x, mean: Optional[Tensor], var: Optional[Tensor]):
-        return torch.batch_norm(x, self.weight, self.bias, mean, var, True, 0.1, 1e-5, False)
-    def forward(self, x):
-        mean = self.running_mean if not self.training or self.tracks else None
-        var = self.running_var if not self.training or self.tracks else None
-        return self.norm(x, mean, var) * self.other
-  )");
-  mezzo::initialize(model, OptLevel::O2_bf16(), kSilent);
-  for (const auto& item : model.named_parameters()) {
-    EXPECT_EQ(item.value.scalar_type(), item.name == "other" ? torch::kBFloat16 : torch::kFloat)
-        << item.name;
-  }
-}
-
 /// The loss at the end of 30 steps, over that of the first.
 template <class Optimizer>
 double loss_left(const torch::jit::Module& script, Optimizer& optimizer, const OptLevel& level) {

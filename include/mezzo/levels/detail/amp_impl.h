@@ -132,7 +132,7 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     for (std::size_t i = 0; i < regions.size(); ++i) {
       if (!model.runs_on(detail::kPolicyDevices[i])) continue;
       regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
-                                                 .dtype = level_.precision().compute(),
+                                                 .dtype = level_.precision().compute,
                                                  .cache = weight_cache_,
                                                  .policy = policy_}));
     }
@@ -160,7 +160,7 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
     if (enabled_) passes_.give_up(pass);
     throw;
   }
-  if (enabled_) passes_.end(std::move(pass), options.delay_unscale);
+  if (enabled_) passes_.end(pass, options.delay_unscale);
 }
 
 inline void Amp::refuse_within_backward(const char* call) const {
