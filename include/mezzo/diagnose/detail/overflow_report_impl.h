@@ -223,7 +223,7 @@ MEZZO_INLINE std::string Overflow::cause() const {
       overflowed_layers().size(), " of ", layers.size(), " layers: ", first.name, " has ",
       first.infs, " inf and ", first.nans, " NaN in ", first.elements, " gradients, the first, ",
       detail::number_text(first.value), ", at [", c10::Join(", ", first.first), "], ",
-      first.by_unscaling ? "made by dividing by a loss scale below 1" : "made by the backward pass",
+      first.by_unscaling ? "made by dividing by a loss scale below 1" : "found after the backward pass",
       "; the largest norm without these is ", detail::digits(largest.norm), ", of layer ",
       largest.layer);
 }
