@@ -46,16 +46,14 @@ struct NativeDtypes {
     }
     const auto gpu = compute_capability(device);
     const int major = gpu ? gpu->major : 0;
-    return {.known = gpu.has_value(),
-            .bfloat16 = major >= 8,
-            .float16 = major >= 7};
+    return {.known = gpu.has_value(), .bfloat16 = major >= 8, .float16 = major >= 7};
   }
 
   bool has(at::ScalarType dtype) const { return dtype == at::kHalf ? float16 : bfloat16; }
 };
 
-/// Returns the seconds of one product of square matrices, the fastest of some: what else the machine
-/// does only adds.
+/// Returns the seconds of one product of square matrices, the fastest of some: what else the
+/// machine does only adds.
 inline double product_seconds(c10::Device device, at::ScalarType dtype, std::int64_t size) {
   constexpr double kSeconds = 0.03;
   const at::Tensor factor = at::full({size, size}, 0.5, at::TensorOptions(device).dtype(dtype));

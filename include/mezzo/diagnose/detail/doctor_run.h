@@ -5,9 +5,9 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/named_tensors.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
@@ -66,8 +66,8 @@ class BorrowedBuffers {
     for (const auto& [name, tensor] : buffers) {
       TORCH_CHECK(!tensor.is_inference(), name,
                   " was made in inference mode; make the model outside of it");
-      all_.push_back({tensor, tensor.variable_data(),
-                      torch::autograd::impl::version_counter(tensor)});
+      all_.push_back(
+          {tensor, tensor.variable_data(), torch::autograd::impl::version_counter(tensor)});
       torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(0));
     }
   }
