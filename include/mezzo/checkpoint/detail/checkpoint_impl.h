@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
@@ -9,6 +10,7 @@
 
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -190,6 +192,7 @@ inline CheckedLoad check_file(const std::filesystem::path& path, const TrainingS
 /// Gives the objects their values, in their order.
 inline void apply(CheckedLoad& checked) {
   const c10::NoGradGuard no_grad;
+  const auto end = c10::make_scope_exit([] { drop_weight_casts(); });
   for (auto& [name, apply_one] : checked.pending) {
     try {
       apply_one();
