@@ -1,7 +1,6 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/base/script_module.h>
 #include <mezzo/diagnose/compare_precisions.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -336,8 +335,12 @@ TEST(ComparePrecisions, SaysWhatItCannotCompare) {
     EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("outside of Autocast regions")));
   }
   {
-    const mezzo::GradBuckets buckets(model->parameters());
+    struct Hook : torch::autograd::PostAccumulateGradHook {
+      void operator()(const torch::Tensor& /*parameter*/) override {}
+    };
+    torch::autograd::impl::set_post_acc_grad_hooks(model->weight, std::make_unique<Hook>());
     EXPECT_THAT(compare, ThrowsMessage<c10::Error>(HasSubstr("before GradBuckets")));
+    torch::autograd::impl::set_post_acc_grad_hooks(model->weight, nullptr);
   }
   {
     const torch::NoGradGuard no_grad;
