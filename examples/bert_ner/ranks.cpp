@@ -1,14 +1,13 @@
 #include "ranks.h"
 
-#include <mezzo/distributed/process_group_environment.h>
+#include <mezzo/distributed/rendezvous.h>
 
 #ifdef BERT_NER_MPI
 #include <mezzo/distributed/mpi_backend.h>
-#include <mezzo/distributed/mpi_rendezvous.h>
-#include <mezzo/distributed/watchdog.h>
 #endif
 #ifdef BERT_NER_NCCL
-#include <mezzo/distributed/nccl_backend.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
 #include <cstdlib>
@@ -23,9 +22,7 @@ namespace {
 
 /// torchrun and Kubernetes say RANK; Open MPI and SLURM have names of their own.
 bool is_started_by_torchrun() {
-  const auto is_set = [](const char* name) {
-    return mezzo::ProcessGroupEnvironment::from_env(name).has_value();
-  };
+  const auto is_set = [](const char* name) { return std::getenv(name) != nullptr; };
   return is_set("RANK") && is_set("WORLD_SIZE") && !is_set("OMPI_COMM_WORLD_RANK");
 }
 
@@ -34,21 +31,14 @@ bool is_started_by_torchrun() {
 #ifdef BERT_NER_MPI
 
 Ranks::Job Ranks::join_with_mpi() {
-  /// MPI, and the watchdog that ends a rank which waits for one that is gone.
-  struct MpiJob {
-    mezzo::MpiEnvironment environment;
-    c10::intrusive_ptr<c10d::Backend> world =
-        c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
-    mezzo::Watchdog watchdog{mezzo::rendezvous(MPI_COMM_WORLD), world->getRank(), world->getSize()};
-  };
-  auto job = std::make_shared<MpiJob>();
+  auto environment = std::make_shared<mezzo::MpiEnvironment>();
   MPI_Comm machine = MPI_COMM_NULL;
   int count = 1;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &machine);
   MPI_Comm_size(machine, &count);
   MPI_Comm_free(&machine);
-  auto world = job->watchdog.watch(job->world);
-  return {std::move(job), std::move(world), torch::kCPU, count,
+  auto world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+  return {std::move(environment), std::move(world), torch::kCPU, count,
           [](int status) { MPI_Abort(MPI_COMM_WORLD, status); }};
 }
 
@@ -71,9 +61,11 @@ Ranks::Job Ranks::join_with_nccl() {
                      " on this machine, which has fewer GPUs; start one process a GPU");
   }
   const torch::Device device(torch::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank));
-  auto world = mezzo::nccl_backend(environment, mezzo::rendezvous(environment));
-  const auto here = mezzo::ProcessGroupEnvironment::from_env("LOCAL_WORLD_SIZE");
-  return {nullptr, std::move(world), device, here ? std::stoi(*here) : 1,
+  c10::cuda::set_device(device.index());
+  auto world = c10::make_intrusive<c10d::ProcessGroupNCCL>(
+      mezzo::rendezvous(environment), environment.rank, environment.world_size);
+  const char* const here = std::getenv("LOCAL_WORLD_SIZE");
+  return {nullptr, std::move(world), device, here != nullptr ? std::atoi(here) : 1,
           [](int status) { std::_Exit(status); }};
 }
 

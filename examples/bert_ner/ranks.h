@@ -58,7 +58,7 @@ class Ranks {
 
  private:
   struct Job {
-    std::shared_ptr<void> launched;  ///< what must live as long as the group
+    std::shared_ptr<void> launched;  ///< what must outlive the group
     c10::intrusive_ptr<c10d::Backend> group;
     torch::Device device;  ///< of the tensors that the ranks exchange
     int on_this_machine;

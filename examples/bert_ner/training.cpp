@@ -134,7 +134,7 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
   torch::Tensor loss_sum = torch::zeros({}, device_);
   int64_t tokens = 0;
   for (const auto& micro_batch : micro_batches) {
-    std::optional<mezzo::GradBuckets::NoSync> no_sync;  // until the last
+    std::optional<mezzo::NoSync> no_sync;  // until the last
     if (all_ranks_ && &micro_batch != &micro_batches.back()) no_sync.emplace(all_ranks_->buckets());
     const auto loss = loss_of(micro_batch);
     scaler.scale(loss / parts).backward();
