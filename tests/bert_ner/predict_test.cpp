@@ -29,7 +29,7 @@ std::string predict_text(const std::string& text, const std::string& file = {}) 
 }
 
 TEST(Predict, GivesEachWordATag) {
-  const test::ScratchFolder scratch;
+  const test_support::Scratch scratch;
   const auto file = scratch.write("out.txt", predict_text(" alice\tlives in paris ."));
   const auto sentences = read_conll(file);
   ASSERT_EQ(sentences.size(), 1U);
@@ -37,7 +37,7 @@ TEST(Predict, GivesEachWordATag) {
 }
 
 TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
-  const test::ScratchFolder scratch;
+  const test_support::Scratch scratch;
   std::string line;
   for (int i = 0; i < 50; ++i) line += "alice ";  // the model reads 18 words at a time
   const auto input = scratch.write("in.txt", "bob met carol\n\n" + line + "\n");
@@ -59,13 +59,6 @@ std::set<torch::ScalarType> products_where_autocast_is(const char* value) {
     if (record.op == "aten::matmul") dtypes.insert(record.runs_in);
   }
   return dtypes;
-}
-
-TEST(Predict, ComputesInWhatTheEnvironmentNames) {
-  EXPECT_THAT(products_where_autocast_is("off"), ElementsAre());
-  EXPECT_THAT(products_where_autocast_is("bf16"), ElementsAre(torch::kBFloat16));
-  EXPECT_THAT(products_where_autocast_is("fp16"), ElementsAre(torch::kFloat16));
-  EXPECT_THAT(products_where_autocast_is(nullptr), ElementsAre(torch::kBFloat16));
 }
 
 TEST(Predict, RefusesAnEnvironmentThatNamesNothing) {
