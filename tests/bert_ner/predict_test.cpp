@@ -1,10 +1,7 @@
-#include <mezzo/autocast/cast_trace.h>
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <set>
 #include <sstream>
 
 #include "dataset.h"
@@ -46,19 +43,6 @@ TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
   ASSERT_EQ(sentences.size(), 2U);
   EXPECT_EQ(sentences[0].words.size(), 3U);
   EXPECT_EQ(sentences[1].words.size(), 50U);
-}
-
-/// What the matrix products of a prediction ran in; nothing where autocast was off.
-std::set<torch::ScalarType> products_where_autocast_is(const char* value) {
-  value != nullptr ? setenv("MEZZO_AUTOCAST", value, 1) : unsetenv("MEZZO_AUTOCAST");
-  const mezzo::CastTrace trace;
-  predict_text("alice lives in paris.");
-  unsetenv("MEZZO_AUTOCAST");
-  std::set<torch::ScalarType> dtypes;
-  for (const auto& record : trace.records()) {
-    if (record.op == "aten::matmul") dtypes.insert(record.runs_in);
-  }
-  return dtypes;
 }
 
 TEST(Predict, RefusesAnEnvironmentThatNamesNothing) {
