@@ -80,7 +80,6 @@ class Cases {
       Case written{weights_named(weights), Way::norm};
       written.writes_weights = true;
       add(mezzos_[0], written, "/written");
-      add(named(mezzos_, "lamb"), written, "/written");
     }
     add(mezzos_[0], {weights_named("float"), Way::norm, 65536.0}, "/power_of_two");
     add(mezzos_[0], {weights_named("float"), Way::norm, 30000.0, 2}, "/hysteresis");

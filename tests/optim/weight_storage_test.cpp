@@ -3,7 +3,6 @@
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
@@ -164,13 +163,7 @@ struct LionCase {
   using State = mezzo::optim::LionParamState;
   static auto options() { return mezzo::optim::LionOptions(1e-3); }
 };
-struct LambCase {
-  using Optimizer = mezzo::optim::LAMB;
-  using State = mezzo::optim::LAMBParamState;
-  static auto options() { return mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1); }
-};
-using Cases =
-    testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase, LambCase>;
+using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
 TYPED_TEST_SUITE(EveryOptimizer, Cases, );
 
 TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {

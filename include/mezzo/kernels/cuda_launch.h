@@ -62,8 +62,8 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
-/// Takes one step of a rule over parameters of one device. One launch (LAMB: three) for each
-/// combination of dtypes, variant and weight storage, for any number of parameters. Beyond 300
+/// Takes one step of a rule over parameters of one device. One launch for each combination
+/// of dtypes, variant and weight storage, for any number of parameters. Beyond 300
 /// parameters or 8 groups, a table of 32 KB for each 300 is copied to the device, unless an equal
 /// one is there. `groups[row.group]` has a row's numbers and the rule's constants; all pointers are
 /// of the device. Does not change step counts.

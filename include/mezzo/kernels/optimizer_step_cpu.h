@@ -102,19 +102,12 @@ struct OptimizerStepKernel {
   }
 };
 
-struct LambNorms;
-
-/// A rule's loops for one way of keeping a parameter. LAMB has two: `learn` moves the moments and
-/// takes norms, and `step` moves the parameter.
-struct StepLoop {
-  void (*step)(const StepSpan&, const StepNumbers&, const StepUse&) = nullptr;
-  void (*learn)(const StepSpan&, const StepNumbers&, const StepUse&, LambNorms&) = nullptr;
-  explicit operator bool() const noexcept { return step != nullptr; }
-};
+/// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
+using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
 
 /// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
 /// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
-/// Returns an empty loop for other dtypes.
+/// Returns null for other dtypes.
 template <class Make>
 StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, const Make& make) {
   using c10::BFloat16;
@@ -136,7 +129,7 @@ StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, con
     case at::kHalf:
       return make.template operator()<Half, PlainWeights<Half>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 
@@ -144,7 +137,7 @@ StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, con
 template <class Rule>
 StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) {
   return for_kept_weights(storage, kept, [isa]<class Parameter, class Weights>() -> StepLoop {
-    return {cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa)};
+    return cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa);
   });
 }
 
@@ -310,7 +303,7 @@ inline void narrow_parameters(const StepTask& task, const float* from, const Ste
 
 /// Calls `work(part)` for elements [begin, begin + count) of a staged task, with floats in place of
 /// what is kept in other formats. `begin` is that of a block.
-template <StepPass kPass, class Work>
+template <class Work>
 void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
   const bool is_widened = task.parameter_dtype != at::kFloat;
   constexpr int64_t kApart = kStagedAtOnce + 32;  // loads are not taken for stores 4 KB before them
@@ -320,7 +313,7 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
   for (int64_t first = begin; first < begin + count; first += kStagedAtOnce) {
     const StepSpan kept = part_of(task, first, std::min(kStagedAtOnce, begin + count - first));
     StepSpan part = kept;
-    if (task.widens && kPass != StepPass::move) {
+    if (task.widens) {
       widen_gradients(task.gradient_dtype, kept.gradient, gradients, kept.count);
       part.gradient = gradients;
     }
@@ -334,11 +327,8 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
       part.moments[k] = moments[k];
     }
     work(part);
-    if (is_widened && kPass != StepPass::learn) {
-      narrow_parameters(task, parameters, kept);
-    }
+    if (is_widened) narrow_parameters(task, parameters, kept);
     for (int k = 0; k < kMaxMoments && task.scales[k] != nullptr; ++k) {
-      if (kPass == StepPass::move) break;
       narrow_block8(/*is_signed=*/k == 0, moments[k], static_cast<uint8_t*>(kept.moments[k]),
                     task.scales[k] + first / kBlock8, kept.count);
     }
@@ -347,11 +337,11 @@ void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& 
 
 /// Calls `work(part)` for elements [begin, begin + count) of a task, in stretches of at most
 /// `kMost`, with streams as the loop reads them; then clears the gradients if that is to be done.
-template <int64_t kMost, StepPass kPass = StepPass::whole, class Work>
+template <int64_t kMost, class Work>
 void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
   if (task.is_staged) {
-    for_staged<kPass>(task, begin, count, work);
-  } else if (!task.widens || kPass == StepPass::move) {
+    for_staged(task, begin, count, work);
+  } else if (!task.widens) {
     work(part_of(task, begin, count));
   } else {
     alignas(64) std::byte widened[kMost * sizeof(double)];
@@ -362,7 +352,7 @@ void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work&
       work(part);
     }
   }
-  if (!task.clears || kPass == StepPass::move) return;
+  if (!task.clears) return;
   std::memset(static_cast<char*>(task.span.gradient) + begin * task.sizes.gradient, 0,
               static_cast<std::size_t>(count * task.sizes.gradient));
 }
@@ -374,7 +364,7 @@ inline void run_step_cpu(const std::vector<StepTask>& tasks) {
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
     for_widened<kWidenedAtOnce>(task, piece.begin, piece.count, [&](const StepSpan& part) {
-      task.loop.step(part, task.coefficients, task.use);
+      task.loop(part, task.coefficients, task.use);
     });
   });
 }

@@ -63,7 +63,7 @@ struct StepPlan {
     /// How its moments are kept: `as_weights` where there are none, or no other format.
     optim::MomentStorage moments = optim::MomentStorage::as_weights;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
-    detail::StepLoop loop{};            ///< on the CPU
+    detail::StepLoop loop = nullptr;    ///< on the CPU
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
     /// rows of slices, and keeps the state of its slice as the whole parameter's.
     const at::Tensor* owner = nullptr;
@@ -138,7 +138,7 @@ class FusedOptimizer : public OptimizerInterface {
         false,
         "enable_master_weights: this optimizer keeps no float masters; give "
         "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
-        "Adam, SGD, Lion or LAMB");
+        "Adam, SGD or Lion");
   }
 
   /// Sets the dtype in which gradients of 16-bit weights are added up, where options ask for float.

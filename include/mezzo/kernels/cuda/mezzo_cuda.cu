@@ -8,13 +8,11 @@
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
-#include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda/staged_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
@@ -369,8 +367,6 @@ __attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::ve
       return step_by_rule<SgdRule<false>, SgdRule<true>>(rows, groups, target);
     case CudaRule::lion:
       return step_by_rule<LionRule>(rows, groups, target);
-    case CudaRule::lamb:
-      return step_by_rule<LambRule>(rows, groups, target);
   }
 }
 

@@ -130,25 +130,19 @@ struct StepStreams {
     }
   };
 
-  template <StepPass kPass>
   __device__ void load(Packs& packs) const {
-    if (kPass != StepPass::move) load_pack(base.gradient, packs.gradient);
+    load_pack(base.gradient, packs.gradient);
     load_pack(base.parameter, packs.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
     if (Body::kIsSplit) load_pack(base.low_half_or_copy, packs.low_half);
   }
 
-  template <StepPass kPass>
   __device__ void store(const Packs& packs) const {
-    if (kPass != StepPass::learn) {
-      store_pack(packs.parameter, base.parameter);
-      if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
-    }
-    if (kPass != StepPass::move) {
-      MEZZO_UNROLL
-      for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
-    }
+    store_pack(packs.parameter, base.parameter);
+    if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
+    MEZZO_UNROLL
+    for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
   }
 
   /// Writes the 16-bit copy of the new parameters, if the step keeps one.
@@ -167,7 +161,7 @@ struct StepStreams {
   /// Steps the pack at `base`, whose first element has `number` in the parameter.
   __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
     Packs packs;
-    load<StepPass::whole>(packs);
+    load(packs);
     Scalar parameters[kPack];
     Scalar moments[kPack][Place::kMomentSlots];
     MEZZO_UNROLL
@@ -176,7 +170,7 @@ struct StepStreams {
     for (int i = 0; i < kPack; ++i) {
       step.write(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], moments[i]);
     }
-    store<StepPass::whole>(packs);
+    store(packs);
     store_beside(parameters, step);
   }
 
@@ -231,26 +225,18 @@ struct BlockStep {
 };
 
 /// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
-/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. `adapt` changes the
-/// coefficients first.
-template <class Body, class Table, class Slice, class Adapt>
-__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs, const Adapt& adapt) {
-  MEZZO_SHARED(BlockStep<Body>, of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    auto coefficients = coefficients_of_slice(table, slice, inputs, use);
-    adapt(coefficients);
-    of_block = {Body(coefficients, use), random_key_of_slice(slice, use)};
-  }
-  __syncthreads();
-  return of_block;  // in registers, which no store can change
-}
-
+/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic.
 template <class Body, class Table, class Slice>
 __device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
                                       const StepInputs& inputs) {
-  return block_step<Body>(table, slice, inputs, [](const auto&) {});
+  MEZZO_SHARED(BlockStep<Body>, of_block);
+  if (threadIdx.x == 0) {
+    const StepUse use = use_of_slice(table, slice, inputs);
+    of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
+                random_key_of_slice(slice, use)};
+  }
+  __syncthreads();
+  return of_block;  // in registers, which no store can change
 }
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>

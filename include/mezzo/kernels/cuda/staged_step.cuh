@@ -9,13 +9,11 @@
 #include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
-#include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 
-#include <concepts>
 #include <cstdint>
 #include <type_traits>
 
@@ -175,9 +173,8 @@ struct StagedStreams {
     store_some(codes, slice.span.moments[kMoment], at, packs.size);
   }
 
-  template <StepPass kPass>
   __device__ void load(int64_t at, Packs& packs) const {
-    if (kPass != StepPass::move) load_gradients(at, packs);
+    load_gradients(at, packs);
     load_some(slice.span.parameter, at, packs.size, packs.parameter);
     if constexpr (Weights::kIsSplit) {
       load_some(slice.span.low_half_or_copy, at, packs.size, packs.low_half);
@@ -187,27 +184,23 @@ struct StagedStreams {
     if constexpr (Rule::kMoments > 2) load_moments<2>(at, packs);
   }
 
-  template <StepPass kPass, class Body>
+  template <class Body>
   __device__ void store(int64_t at, const Packs& packs, const Scalar (&parameters)[kStagedPack],
                         const Body& body) const {
-    if constexpr (kPass != StepPass::learn) {
-      store_some(packs.parameter, slice.span.parameter, at, packs.size);
-      if constexpr (Weights::kIsSplit) {
-        store_some(packs.low_half, slice.span.low_half_or_copy, at, packs.size);
-      } else if constexpr (std::is_same_v<typename Weights::Parameter, float>) {
-        if (slice.span.low_half_or_copy != nullptr) {
-          StepPack<uint16_t, kStagedPack> copy;
-          MEZZO_UNROLL
-          for (int i = 0; i < kStagedPack; ++i) body.write_copy(parameters[i], &copy.element[i]);
-          store_some(copy, slice.span.low_half_or_copy, at, packs.size);
-        }
+    store_some(packs.parameter, slice.span.parameter, at, packs.size);
+    if constexpr (Weights::kIsSplit) {
+      store_some(packs.low_half, slice.span.low_half_or_copy, at, packs.size);
+    } else if constexpr (std::is_same_v<typename Weights::Parameter, float>) {
+      if (slice.span.low_half_or_copy != nullptr) {
+        StepPack<uint16_t, kStagedPack> copy;
+        MEZZO_UNROLL
+        for (int i = 0; i < kStagedPack; ++i) body.write_copy(parameters[i], &copy.element[i]);
+        store_some(copy, slice.span.low_half_or_copy, at, packs.size);
       }
     }
-    if constexpr (kPass != StepPass::move) {
-      store_moments<0>(at, packs);
-      if constexpr (Rule::kMoments > 1) store_moments<1>(at, packs);
-      if constexpr (Rule::kMoments > 2) store_moments<2>(at, packs);
-    }
+    store_moments<0>(at, packs);
+    if constexpr (Rule::kMoments > 1) store_moments<1>(at, packs);
+    if constexpr (Rule::kMoments > 2) store_moments<2>(at, packs);
   }
 
   __device__ void clear_gradients() const {
@@ -259,9 +252,6 @@ struct BodyOfBlock {
 template <class Rule, class Weights>
 using StagedBody = StepBody<typename Weights::Parameter, float, Rule, FloatMoments<Weights>,
                             ScalarLanes<typename Weights::Parameter>>;
-template <class Weights>
-using StagedLambBody = LambBody<typename Weights::Parameter, float, FloatMoments<Weights>,
-                                ScalarLanes<typename Weights::Parameter>>;
 
 template <class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
@@ -288,7 +278,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   streams.visit_blocks([&](int64_t at, int size) {
     typename Streams::Packs packs;
     packs.size = size;
-    streams.template load<StepPass::whole>(at, packs);
+    streams.load(at, packs);
     typename Streams::Scalar parameters[kStagedPack];
     MEZZO_UNROLL
     for (int i = 0; i < kStagedPack; ++i) {
@@ -297,92 +287,11 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       step.body.write(packs.place(i), static_cast<uint32_t>(at + i), step.key, parameters[i],
                       moments);
     }
-    streams.template store<StepPass::whole>(at, packs, parameters, step.body);
+    streams.store(at, packs, parameters, step.body);
   });
   if (!inputs.clear) return;
   __syncthreads();  // other threads' gradients are cleared
   streams.clear_gradients();
-}
-
-/// LAMB's first pass; each block leaves its part of the norms, of the update before its moments are
-/// rounded.
-template <class Weights, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    staged_lamb_moments_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
-                               LambNorms* of_blocks, MEZZO_ARGUMENT(Block8Maps) maps) {
-  using Streams = StagedStreams<LambRule, Weights>;
-  using Body = StagedLambBody<Weights>;
-  const StagedSlice slice = table.slice_of(blockIdx.x);
-  MEZZO_SHARED(Block8Maps, maps_of_block);
-  const Streams streams{slice, maps_of_block};
-  if (is_skipped(inputs)) {
-    if (inputs.clear) streams.clear_gradients();
-    return;
-  }
-  MEZZO_SHARED(BodyOfBlock<Body>, of_block);
-  copy_maps(maps, maps_of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
-                random_key_of_slice(slice, use)};
-  }
-  __syncthreads();
-  const BodyOfBlock<Body> step = of_block;
-  LambNorms norms;
-  streams.visit_blocks([&](int64_t at, int size) {
-    typename Streams::Packs packs;
-    packs.size = size;
-    streams.template load<StepPass::learn>(at, packs);
-    typename Streams::Scalar parameters[kStagedPack] = {};
-    MEZZO_UNROLL
-    for (int i = 0; i < kStagedPack; ++i) {
-      typename Streams::Scalar update;
-      step.body.learn(packs.place(i), static_cast<uint32_t>(at + i), step.key, parameters[i],
-                      update);
-      if (i < size) {
-        add_square(parameters[i], norms.parameter);
-        add_square(update, norms.update);
-      }
-    }
-    streams.template store<StepPass::learn>(at, packs, parameters, step.body);
-  });
-  norms = merge_block<LambNorms, kStepThreads>(norms);
-  if (threadIdx.x == 0) of_blocks[blockIdx.x] = norms;
-  if (inputs.clear) streams.clear_gradients();  // behind the barriers of merge_block
-}
-
-/// The second pass.
-template <class Weights, class Table>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    staged_lamb_parameter_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs,
-                                 const LambNorms* of_rows, MEZZO_ARGUMENT(Block8Maps) maps) {
-  if (is_skipped(inputs)) return;
-  using Streams = StagedStreams<LambRule, Weights>;
-  using Body = StagedLambBody<Weights>;
-  const StagedSlice slice = table.slice_of(blockIdx.x);
-  MEZZO_SHARED(Block8Maps, maps_of_block);
-  const Streams streams{slice, maps_of_block};
-  MEZZO_SHARED(BodyOfBlock<Body>, of_block);
-  copy_maps(maps, maps_of_block);
-  if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    LambCoefficients coefficients = coefficients_of_slice(table, slice, inputs, use);
-    coefficients.adapt(of_rows[slice.row]);
-    of_block = {Body(coefficients, use), random_key_of_slice(slice, use)};
-  }
-  __syncthreads();
-  const BodyOfBlock<Body> step = of_block;
-  streams.visit_blocks([&](int64_t at, int size) {
-    typename Streams::Packs packs;
-    packs.size = size;
-    streams.template load<StepPass::move>(at, packs);
-    typename Streams::Scalar parameters[kStagedPack];
-    MEZZO_UNROLL
-    for (int i = 0; i < kStagedPack; ++i) {
-      step.body.move(packs.place(i), static_cast<uint32_t>(at + i), step.key, parameters[i]);
-    }
-    streams.template store<StepPass::move>(at, packs, parameters, step.body);
-  });
 }
 
 template <class Rule, class Weights, class Table>
@@ -390,19 +299,6 @@ void launch_staged_step(const PagedTable<Table>& table, const StepInputs& inputs
   if (table.blocks() == 0) return;
   launch<staged_step_kernel<Rule, Weights, Table>>(table.blocks(), kStepThreads, stream, table,
                                                    inputs, Block8Maps{});
-}
-
-/// The overload for LAMB, in three launches as its other one.
-template <std::same_as<LambRule> Rule, class Weights, class Table>
-void launch_staged_step(const PagedTable<Table>& table, const StepInputs& inputs, Stream stream) {
-  launch_lamb(table, [&](LambNorms* of_blocks, LambNorms* of_rows) {
-    launch<staged_lamb_moments_kernel<Weights, Table>>(table.blocks(), kStepThreads, stream, table,
-                                                       inputs, of_blocks, Block8Maps{});
-    launch<lamb_norms_kernel<Table>>(table.rows(), kStepThreads, stream, table, inputs, of_blocks,
-                                     of_rows);
-    launch<staged_lamb_parameter_kernel<Weights, Table>>(table.blocks(), kStepThreads, stream,
-                                                         table, inputs, of_rows, Block8Maps{});
-  });
 }
 
 }  // namespace detail::cuda

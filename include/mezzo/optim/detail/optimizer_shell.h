@@ -144,15 +144,12 @@ struct OptimizerTraits {
   static constexpr bool kAtenHasIt = false;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
-  /// Whether an element's update looks at nothing but that element.
-  static constexpr bool kIsElementByElement = true;
 
   static StepLoop loop(bool is_variant, optim::WeightStorage storage, at::ScalarType kept,
                        CpuIsa isa) {
     return is_variant ? step_loop<VariantRule>(storage, kept, isa)
                       : step_loop<Rule>(storage, kept, isa);
   }
-  static void run_cpu(const std::vector<StepTask>& tasks) { run_step_cpu(tasks); }
 };
 
 /// \throws c10::Error naming the option that is out of range
@@ -220,7 +217,6 @@ struct RuleOf {
     rule.keep_masters = &keep_masters;
     rule.coefficients = &coefficients;
     rule.loop = &Traits::loop;
-    rule.run_cpu = &Traits::run_cpu;
     rule.make_state = &make_state;
     rule.slot_in = &slot_in;
     if constexpr (Traits::kAtenHasIt) {

@@ -248,7 +248,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   const StepLoop loop =
       rule_->loop(numbers.is_variant, is_widened ? optim::WeightStorage::plain : storage,
                   has_master || is_widened ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+  TORCH_CHECK(loop != nullptr && (own == given || takes_gradient(own, given)), words(), ": ",
               words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
@@ -524,7 +524,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
-  rule_->run_cpu(prepared.tasks);
+  run_step_cpu(prepared.tasks);
   finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
 }
 
