@@ -274,11 +274,8 @@ def kernel_of(demangled):
         own = BYTES[arguments[0]]
         table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
         return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
-    if kind.startswith("staged_"):  # no loop over packs alone: tails and dtypes are branches
-        rule, weights = TITLES.get(arguments[0], ""), arguments[1]
-        dtype = next((word for name, word in short.items() if name in weights), "float")
-        dtype = "bfloat16 split" if "Split" in weights else "bfloat16 stochastic" if "Stochastic" in weights else dtype
-        return Kernel(f"{rule} {dtype}, block8")
+    if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
+        return Kernel(f"AdamW8bit {words[0] if words[0] == words[1] else words[0] + '/' + words[1]}")
     if kind != "optimizer_step_kernel":
         return Kernel(kind[:-7])
     rule, weights = arguments[2], arguments[3]

@@ -45,14 +45,12 @@ struct PrecisionSetting {
   std::optional<at::ScalarType> weights = std::nullopt;
   /// How the optimizer keeps weights of 16 bits from step to step.
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
-  /// How the optimizer keeps its moments.
-  optim::MomentStorage moment_storage = optim::MomentStorage::as_weights;
   LossScale loss_scale = LossScale::none();  ///< the GradScaler's scale
 };
 
 /// What is tried unless the caller says otherwise: TF32 (on CUDA), autocast to bfloat16, autocast
 /// to half under a dynamic loss scale, and bfloat16 weights with autocast, once with masters in
-/// float, once with stochastic rounding, and once with that and moments of 8 bits.
+/// float, and once with stochastic rounding.
 std::vector<PrecisionSetting> candidate_precisions(c10::DeviceType device);
 
 /// What compare_precisions runs, and for how long.

@@ -28,6 +28,7 @@ namespace detail {
 // Callers include the headers of the arguments (step_use.h, optimizer_step_table.h).
 class StepNumbers;
 class TableMemory;
+struct AdamW8bitStep;
 enum class CudaRule : std::uint8_t;
 struct ScaleTensors;
 struct StepInputs;
@@ -70,6 +71,9 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs, TableMemory& memory);
+
+/// Takes the step of one parameter of an AdamW8bit in one launch.
+MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device, const AdamW8bitStep& step);
 
 /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one launch.
 /// `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is written.

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 
@@ -30,10 +29,6 @@ struct StepRow {
   optim::WeightStorage storage;
   at::ScalarType parameter_dtype;  ///< dtype of the trained values: float for a master
   at::ScalarType gradient_dtype;
-  /// Scales of moments in blocks of 8 bits (block8.h); otherwise null.
-  float* scales[kMaxMoments] = {};
-  /// Moments have another format than the weights': blocks, or floats beside weights of 16 bits.
-  bool is_staged = false;
 };
 
 /// Device addresses of the numbers of a step that the host does not know, and the host's own. A
@@ -73,34 +68,6 @@ struct StepTableRow {
 };
 
 using StepSlice = TableSlice<StepTableRow>;
-
-/// The part of a staged StepRow that a launch takes: its kernel takes gradients of any dtype. It
-/// does not derive from StepTableRow, since nvcc does not see that a derived row has no gaps.
-struct StagedTableRow {
-  StepSpan span;
-  const float* count;
-  int number;
-  int16_t group;
-  int16_t copies_half;
-  float* scales[kMaxMoments];
-  int32_t gradient_bytes;    ///< size of one element
-  int32_t gradient_is_half;  ///< 1 for half, 0 for bfloat16 and float
-
-  static StagedTableRow of(const StepRow& row, int16_t group) {
-    return {row.span,
-            row.count,
-            row.number,
-            group,
-            row.copies_half,
-            {row.scales[0], row.scales[1], row.scales[2]},
-            static_cast<int32_t>(c10::elementSize(row.gradient_dtype)),
-            row.gradient_dtype == at::kHalf};
-  }
-
-  C10_HOST_DEVICE int64_t elements() const { return span.count; }
-};
-
-using StagedSlice = TableSlice<StagedTableRow>;
 
 /// Numbers of a parameter group.
 template <class Constants>
@@ -151,8 +118,6 @@ class StepTable : public LaunchTable<Row, kRows> {
 /// The capacities fill the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
 using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
-template <class Constants>
-using StagedStepTable = StepTable<StagedTableRow, Constants, 232>;
 
 /// Addresses of the counters that one launch increases: by value, up to the 4 KB that every launch
 /// carries cheaply, or as an address of more of them in the device's memory.
@@ -186,13 +151,9 @@ class CounterTable {
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
-/// Whether a step kernel's arguments fit: table, inputs, two pointers and, for staged moments,
-/// maps.
+/// Whether a step kernel's arguments fit: table and inputs.
 template <class Table>
-inline constexpr bool kStepArgumentsFit =
-    sizeof(PagedTable<Table>) + sizeof(StepInputs) + 2 * sizeof(void*) +
-        (std::is_same_v<typename Table::Slice, StagedSlice> ? sizeof(Block8Maps) : 0) <=
-    32764;
+inline constexpr bool kStepArgumentsFit = sizeof(PagedTable<Table>) + sizeof(StepInputs) <= 32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

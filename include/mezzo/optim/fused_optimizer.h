@@ -60,8 +60,6 @@ struct StepPlan {
     // mezzo's optimizers set the following.
     /// How the parameter is kept: `plain` for float and double.
     optim::WeightStorage storage = optim::WeightStorage::plain;
-    /// How its moments are kept: `as_weights` where there are none, or no other format.
-    optim::MomentStorage moments = optim::MomentStorage::as_weights;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop = nullptr;    ///< on the CPU
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has

@@ -1,7 +1,7 @@
 /// \file
 /// FusedOptions: what the options of mezzo's optimizers add to libtorch's, namely the storage of
-/// 16-bit weights and of moments (mezzo/base/weight_storage.h), and whether gradients of 16-bit
-/// weights are added up in float.
+/// 16-bit weights (mezzo/base/weight_storage.h), and whether gradients of 16-bit weights are added
+/// up in float.
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
@@ -32,7 +32,6 @@ struct ExtraOptions {
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
   std::uint64_t seed = 0;
   bool accumulate_in_float = false;
-  optim::MomentStorage moment_storage = optim::MomentStorage::as_weights;
   bool operator==(const ExtraOptions&) const = default;
 };
 
@@ -117,11 +116,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   /// Sets how 16-bit weights are kept.
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
-  /// Returns how moments are kept.
-  MomentStorage moment_storage() const noexcept { return extras_.moment_storage; }
-  /// Sets how moments are kept. It may change between steps: the next step converts the moments.
-  Own& moment_storage(MomentStorage value) { return set(extras_.moment_storage, value); }
-
   /// Adds up the gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
   /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, where bfloat16 gives 256. `.grad` is
   /// then a float tensor, 4 bytes an element in place of 2; libtorch's clipping and zero_grad take
@@ -176,7 +170,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     add("weight_storage", static_cast<int>(extras_.weight_storage));
     add("seed", extras_.seed);
     add("accumulate_in_float", int{extras_.accumulate_in_float});
-    add("moment_storage", static_cast<int>(extras_.moment_storage));
     return lines;
   }
 
@@ -222,10 +215,12 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     if (!was_read_) return;
     extras_ = {as_storage(storage, "weight_storage", WeightStorage::stochastic),
                static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed")),
-               detail::read_key<bool>(archive, "accumulate_in_float"), MomentStorage::as_weights};
-    if (archive.try_read("moment_storage", storage)) {
-      extras_.moment_storage = as_storage(storage, "moment_storage", MomentStorage::block8);
-    }
+               detail::read_key<bool>(archive, "accumulate_in_float")};
+    TORCH_CHECK(!archive.try_read("moment_storage", storage) || storage.toInt() == 0,
+                "The archive of an optimizer has moments of 8 bits or of float beside 16-bit "
+                "weights, which this version of mezzo's fused optimizers does not keep; go on with "
+                "mezzo 0.2, or begin the optimizer anew (mezzo::optim::AdamW8bit has moments of 8 "
+                "bits)");
   }
 
   /// Reads an enumerator; `last` is the highest that there is.
@@ -244,7 +239,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
     archive.write("accumulate_in_float", c10::IValue(extras_.accumulate_in_float));
-    archive.write("moment_storage", c10::IValue(static_cast<int64_t>(extras_.moment_storage)));
   }
 
   bool was_read_ = false;

@@ -147,9 +147,9 @@ class PrecisionBench {
     lend(row.setting);
     GradScaler scaler(row.setting.loss_scale);
     scaler.on_skip(nullptr);
-    optim::AdamW optimizer(parameter_tensors(), optim::AdamWOptions(learning_rate_)
-                                                    .weight_storage(row.setting.weight_storage)
-                                                    .moment_storage(row.setting.moment_storage));
+    optim::AdamW optimizer(
+        parameter_tensors(),
+        optim::AdamWOptions(learning_rate_).weight_storage(row.setting.weight_storage));
     std::vector<double> seconds;
     std::size_t skipped = 0;
     const MatmulPrecisionGuard matmul_precision(matmul(row.setting));
@@ -523,11 +523,7 @@ inline std::vector<PrecisionSetting> candidate_precisions(c10::DeviceType device
   all.push_back(
       {.name = "fp16 autocast", .autocast = at::kHalf, .loss_scale = LossScale::dynamic()});
   all.push_back(std::move(masters));
-  PrecisionSetting in_8_bits = stochastic;
-  in_8_bits.name += ", 8-bit moments";
-  in_8_bits.moment_storage = optim::MomentStorage::block8;
   all.push_back(std::move(stochastic));
-  all.push_back(std::move(in_8_bits));
   return all;
 }
 

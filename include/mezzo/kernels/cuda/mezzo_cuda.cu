@@ -6,10 +6,11 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/cuda/adamw8bit_step.cuh>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
-#include <mezzo/kernels/cuda/staged_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -270,24 +271,11 @@ static void step_rows(const std::vector<StepRow>& rows,
                       const StepTarget& target) {
   using Table = DeviceStepTable<typename Rule::Constants>;
   const auto is_ours = [](const StepRow& row) {
-    return !row.is_staged && keeps_as<Weights>(row) &&
+    return keeps_as<Weights>(row) &&
            row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
   };
   launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
     launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
-  });
-}
-
-/// Launches a step over the staged rows with one variant and one weight storage, whose gradients
-/// may be of any dtype.
-template <class Rule, class Weights>
-static void step_staged_rows(const std::vector<StepRow>& rows,
-                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
-                             bool variant, const StepTarget& target) {
-  using Table = StagedStepTable<typename Rule::Constants>;
-  const auto is_ours = [](const StepRow& row) { return row.is_staged && keeps_as<Weights>(row); };
-  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
-    launch_staged_step<Rule, Weights>(table, target.inputs, target.stream);
   });
 }
 
@@ -311,12 +299,22 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
   step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
   step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
   step_rows<Half, float, Rule>(rows, groups, variant, target);
-  if constexpr (Rule::kMoments > 0) {
-    step_staged_rows<Rule, PlainWeights<float>>(rows, groups, variant, target);
-    step_staged_rows<Rule, PlainWeights<BFloat16>>(rows, groups, variant, target);
-    step_staged_rows<Rule, SplitWeights>(rows, groups, variant, target);
-    step_staged_rows<Rule, StochasticWeights>(rows, groups, variant, target);
-    step_staged_rows<Rule, PlainWeights<Half>>(rows, groups, variant, target);
+}
+
+__attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
+  if (step.span.count == 0) return;
+  const DeviceGuard guard(device);
+  const auto launch_kernel = [&]<class Parameter, class Gradient>() {
+    launch<adamw8bit_kernel<Parameter, Gradient>>((step.span.count + kStepBlock - 1) / kStepBlock,
+                                                  kStepThreads, current_stream(), step,
+                                                  Block8Maps{});
+  };
+  if (step.parameter_dtype == at::kFloat) {
+    launch_kernel.template operator()<float, float>();
+  } else if (step.gradient_dtype == at::kFloat) {
+    launch_kernel.template operator()<c10::BFloat16, float>();
+  } else {
+    launch_kernel.template operator()<c10::BFloat16, c10::BFloat16>();
   }
 }
 

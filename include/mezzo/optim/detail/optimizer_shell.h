@@ -243,7 +243,6 @@ struct OptionsAreSetByCalls {
   bool nesterov = false;
   bool amsgrad = false;
   optim::WeightStorage weight_storage{};
-  optim::MomentStorage moment_storage{};
 };
 
 /// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
