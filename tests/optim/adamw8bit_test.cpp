@@ -220,7 +220,7 @@ TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
     EXPECT_TRUE(good.parameter.equal(before));
     EXPECT_TRUE(optimizer.state().empty());
   };
-  const char* const dtypes = "parameters are of float32 or bfloat16";
+  const char* const dtypes = "takes parameters of float32 or bfloat16";
   expect_error(at::ones({3}, at::kDouble), at::ones({3}, at::kDouble), dtypes);
   expect_error(at::ones({3}, at::kHalf), at::ones({3}, at::kHalf), dtypes);
   expect_error(at::ones({3}), at::ones({3}).to_sparse(), "takes dense gradients");

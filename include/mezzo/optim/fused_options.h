@@ -217,10 +217,9 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
                static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed")),
                detail::read_key<bool>(archive, "accumulate_in_float")};
     TORCH_CHECK(!archive.try_read("moment_storage", storage) || storage.toInt() == 0,
-                "The archive of an optimizer has moments of 8 bits or of float beside 16-bit "
-                "weights, which this version of mezzo's fused optimizers does not keep; go on with "
-                "mezzo 0.2, or begin the optimizer anew (mezzo::optim::AdamW8bit has moments of 8 "
-                "bits)");
+                "The archive of an optimizer has moments of 8 bits, or of float beside 16-bit "
+                "weights, which this version of mezzo does not keep; read it with mezzo 0.2, or "
+                "begin anew");
   }
 
   /// Reads an enumerator; `last` is the highest that there is.

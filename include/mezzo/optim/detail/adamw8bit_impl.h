@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adamw8bit_step.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -49,9 +48,7 @@ MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParam
     const auto& own = param_groups_[group].params();
     all.insert(all.end(), own.begin(), own.end());
   }
-  TORCH_CHECK(!all.empty(),
-              "AdamW8bit: optimizer got an empty parameter list. In C++: give model->parameters() "
-              "of a model that has registered its layers with register_module");
+  detail::check_has_parameters(!all.empty(), "AdamW8bit");
   detail::refuse_duplicates(all, words());
   for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
     const at::Tensor& named = options.float_moments[i];
@@ -69,17 +66,10 @@ MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
   TORCH_CHECK(options != nullptr, "AdamW8bit: the options of parameter group ", group,
               " are not torch::optim::AdamWOptions; give OptimizerParamGroup a std::make_unique of "
               "those");
-  const auto [beta1, beta2] = options->betas();
-  for (const auto& [name, value] :
-       {std::pair{"lr", options->lr()}, std::pair{"eps", options->eps()},
-        std::pair{"weight_decay", options->weight_decay()}}) {
-    TORCH_CHECK(detail::is_at_least(value, 0), "AdamW8bit: ", name, " is ", value,
-                "; it should be at least 0");
-  }
-  TORCH_CHECK(
-      detail::is_at_least(beta1, 0) && beta1 < 1 && detail::is_at_least(beta2, 0) && beta2 < 1,
-      "AdamW8bit: betas are ", beta1, " and ", beta2,
-      "; they should be at least 0 and less than 1");
+  detail::check_numbers(
+      "AdamW8bit",
+      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
+      options->betas());
   TORCH_CHECK(!options->amsgrad(),
               "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
               "mezzo::optim::AdamW");
@@ -91,19 +81,21 @@ MEZZO_INLINE void AdamW8bit::check_parameter(const at::Tensor& parameter) {
   const at::ScalarType dtype = parameter.scalar_type();
   TORCH_CHECK(detail::has_own_kernels(parameter.device()),
               "AdamW8bit: ", words().parameter(parameter),
-              " is on a device without mezzo's kernels, which there "
-              "are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked");
-  TORCH_CHECK(
-      (dtype == at::kFloat || dtype == at::kBFloat16) &&
-          (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
-      "AdamW8bit: ", words().parameter(parameter), " has a gradient of ",
-      detail::dtype_name(gradient.scalar_type()),
-      "; parameters are of float32 or bfloat16, and gradients of the same dtype or float32");
+              " is on a device without mezzo's kernels; keep the "
+              "model on the CPU, or on CUDA and link the CMake target mezzo::cuda");
+  TORCH_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) &&
+                  (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
+              "AdamW8bit takes parameters of float32 or bfloat16 with gradients of the same dtype "
+              "or float32, and that of ",
+              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              "; cast the model before its optimizer is made");
   TORCH_CHECK(gradient.layout() == at::kStrided && gradient.device() == parameter.device() &&
                   gradient.sizes() == parameter.sizes(),
               "AdamW8bit takes dense gradients of their parameters' shapes and devices, and that "
               "of ",
-              words().parameter(parameter), " is ", detail::tensor_words(gradient));
+              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              "; call zero_grad() after the model was moved or resized, and make an embedding with "
+              "sparse(false)");
   TORCH_CHECK(detail::is_dense_memory(parameter), "AdamW8bit: ", words().parameter(parameter),
               " has gaps in its memory; give its contiguous() clone to model and optimizer");
   const auto found = state_.find(parameter.unsafeGetTensorImpl());

@@ -66,9 +66,7 @@ MEZZO_INLINE LAMB::LAMB(const std::vector<torch::optim::OptimizerParamGroup>& gr
     add_param_group(group);
     parameters += group.params().size();
   }
-  TORCH_CHECK(parameters != 0,
-              "LAMB: optimizer got an empty parameter list. In C++: give model->parameters() of a "
-              "model that has registered its layers with register_module");
+  detail::check_has_parameters(parameters != 0, "LAMB");
 }
 
 MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup& group) {
@@ -90,19 +88,11 @@ MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup&
 
 MEZZO_INLINE void LAMB::check_group(std::size_t group) const {
   const auto* const options = dynamic_cast<const LAMBOptions*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, "LAMB: the options of parameter group ", group,
-              " are not mezzo::optim::LAMBOptions; give OptimizerParamGroup a std::make_unique of "
-              "those");
-  for (const auto& [name, value] :
-       {std::pair{"lr", options->lr()}, std::pair{"eps", options->eps()},
-        std::pair{"weight_decay", options->weight_decay()}}) {
-    TORCH_CHECK(detail::is_at_least(value, 0), "LAMB: ", name, " is ", value,
-                "; it should be at least 0");
-  }
-  const auto [beta1, beta2] = options->betas();
-  TORCH_CHECK(
-      detail::is_at_least(beta1, 0) && beta1 < 1 && detail::is_at_least(beta2, 0) && beta2 < 1,
-      "LAMB: betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+  detail::check_are_options(options != nullptr, group, "LAMB");
+  detail::check_numbers(
+      "LAMB",
+      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
+      options->betas());
 }
 
 MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
