@@ -272,8 +272,7 @@ def kernel_of(demangled):
     smallest = 16 if arguments and arguments[0] == "double" else 8
     if kind in ("summary_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
-        table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
-        return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
+        return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, 16)
     if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
         return Kernel(f"AdamW8bit {words[0] if words[0] == words[1] else words[0] + '/' + words[1]}")
     if kind != "optimizer_step_kernel":

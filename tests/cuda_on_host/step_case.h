@@ -6,7 +6,6 @@
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/weight_formats.h>
 
 #include <ATen/ATen.h>
@@ -267,9 +266,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
                       storage.gradient});
     }
   }
-  mezzo::detail::TableMemory memory;
-  mezzo::detail::cuda::begin_step_(at::kCPU, memory);
-  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs, memory);
+  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
 }
 
 /// The first stream that is not what it should be, in words; empty where all are.

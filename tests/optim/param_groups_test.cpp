@@ -107,8 +107,8 @@ TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
   EXPECT_EQ(&mezzo::AnyOptimizer(optimizer).optimizer(), &optimizer);
 }
 
-// libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's rules
-// notice; LAMB is an ordinary optimizer.
+// libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's
+// rules notice; LAMB is an ordinary optimizer.
 TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
   using Options = typename TypeParam::Options;
   if (std::is_same_v<Options, mezzo::optim::LAMBOptions>) return;

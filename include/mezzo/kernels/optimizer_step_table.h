@@ -8,12 +8,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -102,11 +97,6 @@ class StepTable : public LaunchTable<Row, kRows> {
     groups_ = 0;
   }
 
-  void clear_rest() {
-    Base::clear_rest();
-    std::fill(group_ + groups_, group_ + kGroups, StepGroup<Constants>{});
-  }
-
   C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
 
  private:
@@ -115,45 +105,22 @@ class StepTable : public LaunchTable<Row, kRows> {
   int last_group_ = -1;
 };
 
-/// The capacities fill the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
+/// The capacity fills the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
 using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
 
-/// Addresses of the counters that one launch increases: by value, up to the 4 KB that every launch
-/// carries cheaply, or as an address of more of them in the device's memory.
-class CounterTable {
- public:
-  static constexpr std::size_t kCapacity = 480;
+template <class Table>
+inline constexpr bool kStepArgumentsFit = sizeof(Table) + sizeof(StepInputs) <= 32764;
 
-  static bool holds(const std::vector<float*>& counters) { return counters.size() <= kCapacity; }
+/// Addresses of the counters that one launch increases, within the 4 KB that every launch carries
+/// cheaply.
+struct CounterTable {
+  static constexpr int kCapacity = 480;
 
-  /// \param memory  holds `bytes_of(counters)` on the device; null if the table holds them
-  explicit CounterTable(const std::vector<float*>& counters, const void* memory = nullptr)
-      : there_(static_cast<float* const*>(memory)), size_(static_cast<int64_t>(counters.size())) {
-    if (memory == nullptr) std::copy(counters.begin(), counters.end(), counter_);
-  }
-
-  static std::vector<std::byte> bytes_of(const std::vector<float*>& counters) {
-    std::vector<std::byte> bytes(counters.size() * sizeof(float*));
-    std::memcpy(bytes.data(), counters.data(), bytes.size());
-    return bytes;
-  }
-
-  C10_HOST_DEVICE int64_t size() const { return size_; }
-  C10_HOST_DEVICE float& operator[](int64_t i) const {
-    return there_ == nullptr ? *counter_[i] : *there_[i];
-  }
-
- private:
-  float* counter_[kCapacity];
-  float* const* there_;
-  int64_t size_;
+  float* counter[kCapacity];
+  int size = 0;
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
-
-/// Whether a step kernel's arguments fit: table and inputs.
-template <class Table>
-inline constexpr bool kStepArgumentsFit = sizeof(PagedTable<Table>) + sizeof(StepInputs) <= 32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

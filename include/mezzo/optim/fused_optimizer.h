@@ -6,7 +6,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/verdict.h>
 #include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/optimizer_interface.h>
@@ -191,11 +190,7 @@ class FusedOptimizer : public OptimizerInterface {
   /// Makes copies that a step has written current.
   void publish(const Published& published) const { publish_(published); }
 
-  /// Memory for the launches of a step on a device.
-  detail::TableMemory& table_memory() noexcept { return table_memory_; }
-
  private:
-  detail::TableMemory table_memory_;
   at::ScalarType published_dtype_ = at::kBFloat16;
   std::function<at::Tensor(const at::Tensor&)> copy_for_;
   std::function<void(const Published&)> publish_;

@@ -190,7 +190,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 
 template <class Table, class Slice>
 __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const StepInputs& inputs) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   StepUse use{.copies_half = slice.copies_half != 0,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
@@ -205,7 +205,7 @@ __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const St
 template <class Table, class Slice>
 __device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
                                       const StepInputs& inputs, const StepUse& use) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 
@@ -241,7 +241,7 @@ __device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
 
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
+    optimizer_step_kernel(MEZZO_ARGUMENT(Table) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
@@ -266,15 +266,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
                                           const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
-}
-
-template <class Parameter, class Gradient, class Rule, class Weights, class Table>
-void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           Stream stream) {
-  if (table.blocks() == 0) return;
-  launch<optimizer_step_kernel<Parameter, Gradient, Rule, Weights, Table>>(
-      table.blocks(), kStepThreads, stream, table, inputs);
+  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
+    *table.counter[i] += 1.0F;
+  }
 }
 
 }  // namespace detail::cuda

@@ -544,11 +544,10 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
-  cuda::begin_step_(device, table_memory());
-  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs, table_memory());
+  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
-    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+    cuda::count_steps_(device, counters, inputs.found_inf);
   }
   finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
 }
