@@ -26,7 +26,6 @@ namespace detail::cuda {
 void unscale_and_check_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
-void check_(const std::vector<at::Tensor>&, const at::Tensor&) { no_gpu(); }
 void update_scale_(const LossScale&, const ScaleTensors&, const at::Tensor&) { no_gpu(); }
 void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
                 const at::Tensor&, const at::Tensor&) {

@@ -45,10 +45,6 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
                                             const at::Tensor& found_inf,
                                             const at::Tensor& inv_scale);
 
-/// Sets `found_inf` to 1 if a gradient is inf or NaN. Reads only.
-MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
-                                const at::Tensor& found_inf);
-
 /// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
 /// float and two doubles on that device. Two launches for one dtype, and one more for every 300
 /// tensors beyond the first 300.

@@ -49,23 +49,9 @@ static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* i
     const bool is_ours = tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
     if (!is_ours || tensor.numel() == 0) continue;
     if (table.full()) launch();
-    // Asked for writing, a copy-on-write tensor gets memory of its own; a check leaves it shared.
-    table.push_back({inv_scale != nullptr ? tensor.mutable_data_ptr()
-                                          : const_cast<void*>(tensor.const_data_ptr()),
-                     tensor.numel()});
+    table.push_back({tensor.mutable_data_ptr(), tensor.numel()});
   }
   if (!table.empty()) launch();
-}
-
-static void unscale_all(const DenseGradients& gradients, const float* inv_scale,
-                        const at::Tensor& found_inf) {
-  const DeviceGuard guard(found_inf.device());
-  const Stream stream = current_stream();
-  auto* const found = found_inf.mutable_data_ptr<float>();
-  unscale_dtype<float>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::BFloat16>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::Half>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<double>(gradients.tensors(), inv_scale, found, stream);
 }
 
 template <class Element>
@@ -105,13 +91,15 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
                                               const at::Tensor& found_inf,
                                               const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
-  unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
+  const DeviceGuard guard(found_inf.device());
+  const Stream stream = current_stream();
+  const auto* const factor = inv_scale.const_data_ptr<float>();
+  auto* const found = found_inf.mutable_data_ptr<float>();
+  unscale_dtype<float>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::BFloat16>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::Half>(dense.tensors(), factor, found, stream);
+  unscale_dtype<double>(dense.tensors(), factor, found, stream);
   dense.written();
-}
-
-__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
-                                  const at::Tensor& found_inf) {
-  unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
