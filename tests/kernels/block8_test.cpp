@@ -1,6 +1,6 @@
 // Moments in blocks of 8 bits: the codes that bitsandbytes chooses, on every instruction set.
 
-#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
 
 #include <gtest/gtest.h>
 

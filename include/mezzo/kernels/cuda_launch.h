@@ -58,9 +58,9 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors
                                        const at::Tensor& found_inf);
 
 /// Takes one step of a rule over parameters of one device. One launch for each combination of
-/// dtypes, variant and weight storage, and one more for every 300 parameters or 8 groups beyond
-/// the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers are of
-/// the device. Does not change step counts.
+/// parameters' dtype, variant and weight storage, and one more for every 300 parameters or 8 groups
+/// beyond the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers
+/// are of the device. Does not change step counts.
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs);
