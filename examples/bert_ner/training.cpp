@@ -96,7 +96,6 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       device_(model->parameters().front().device()) {
   precision_.cache = weights_;
   if (ranks.is_distributed()) all_ranks_.emplace(model, ranks.group());
-  if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 
 double Trainer::bytes_a_parameter() const {

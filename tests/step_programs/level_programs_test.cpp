@@ -130,7 +130,7 @@ struct PlainPasses {
 };
 
 /// How the cache for cast weights is used at O1.
-enum class Caching { none, of_regions, pinned, published };
+enum class Caching { none, of_regions, pinned };
 
 class AmpProgram {
  public:
@@ -138,8 +138,7 @@ class AmpProgram {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
-    caching_ = random_.of<Caching>(
-        {Caching::none, Caching::of_regions, Caching::pinned, Caching::published});
+    caching_ = random_.of<Caching>({Caching::none, Caching::of_regions, Caching::pinned});
     const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
     loss_scale_ = is_dynamic_ ? mezzo::LossScale::dynamic({.init_scale = scale,
                                                            .growth_interval = interval_,
@@ -276,10 +275,6 @@ class AmpProgram {
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       for (const Tensor& parameter : sides_[i].parameters()) pin(parameter);
-      auto* const fused = dynamic_cast<mezzo::optim::FusedOptimizer*>(sides_[i].optimizer.get());
-      if (fused != nullptr && has_regions() && caching_ == Caching::published) {
-        fused->publish_to(cache_, level_->precision().compute());
-      }
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }

@@ -14,17 +14,12 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <limits>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-class WeightCache;
 
 /// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 ///
@@ -149,58 +144,16 @@ class FusedOptimizer : public OptimizerInterface {
   /// \throws c10::Error where that cannot be right, and says what to do instead
   virtual void check_unscale() const {}
 
-  /// Makes each step write copies of float weights in `dtype`, rounded to nearest, in the same
-  /// pass, and publish them in `cache`. Regions of that dtype with that cache then cast no weight.
-  ///
-  /// Only weights that regions have asked the cache for are copied (no embeddings, for example), 2
-  /// bytes an element, which the cache counts. Where mezzo has no kernel (CUDA without mezzo::cuda)
-  /// nothing is published, and regions cast. Include mezzo/autocast/weight_cache.h to call this
-  /// function.
-  /// \param dtype bfloat16 or half
-  /// \throws c10::Error for another dtype
-  template <class Cache>
-  requires std::same_as<Cache, WeightCache>
-  void publish_to(const Cache& cache, at::ScalarType dtype) {
-    TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kHalf, "publish_to: dtype is ", dtype,
-                "; it should be torch::kBFloat16 or torch::kHalf, as the regions lower to");
-    published_dtype_ = dtype;
-    copy_for_ = [cache, dtype](const at::Tensor& weight) {
-      return cache.is_asked_for(weight, dtype) ? cache.buffer_for(weight, dtype) : at::Tensor();
-    };
-    publish_ = [cache](const Published& published) { cache.publish(published); };
-  }
-
-  /// Ends `publish_to`: steps write no more copies, and this object lets go of the cache. Copies
-  /// that were published serve until the next step writes their weights.
-  void stop_publishing() noexcept {
-    copy_for_ = nullptr;
-    publish_ = nullptr;
-  }
-
  protected:
   /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they
   /// are, and returns what the closure returned.
   inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
-
-  /// Returns whether steps write copies of weights.
-  bool publishes() const noexcept { return copy_for_ != nullptr; }
-  /// Returns the dtype of copies.
-  at::ScalarType published_dtype() const noexcept { return published_dtype_; }
-  /// Returns the tensor to write the copy of `weight` to; undefined if no copy is wanted.
-  at::Tensor copy_for(const at::Tensor& weight) const { return copy_for_(weight); }
-  /// The weights that a step has written, each with its copy.
-  using Published = std::vector<std::pair<at::Tensor, at::Tensor>>;
-  /// Makes copies that a step has written current.
-  void publish(const Published& published) const { publish_(published); }
 
   /// Memory for the launches of a step on a device.
   detail::TableMemory& table_memory() noexcept { return table_memory_; }
 
  private:
   detail::TableMemory table_memory_;
-  at::ScalarType published_dtype_ = at::kBFloat16;
-  std::function<at::Tensor(const at::Tensor&)> copy_for_;
-  std::function<void(const Published&)> publish_;
 };
 
 }  // namespace optim

@@ -250,9 +250,9 @@ inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>
                             dtype_name(diagnosis.dtype), " in every forward pass, ",
                             bytes_text(bytes), " read and written");
   if (again > 0) finding.reason += c10::str("; ", again, " of them more than once");
-  finding.remedy = "optimizer.publish_to(cache, " +
+  finding.remedy = "model->to(" +
                    std::string(diagnosis.dtype == at::kHalf ? "torch::kHalf" : "torch::kBFloat16") +
-                   ");  // cache = mezzo::install_op_overrides(mezzo::WeightCache())";
+                   ");  // before its optimizer, with weight_storage(WeightStorage::master)";
   diagnosis.findings.push_back(std::move(finding));
 }
 

@@ -404,19 +404,11 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
 /// Rounds the masters to their parameters, to nearest.
 MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
   const c10::NoGradGuard no_grad;
-  Published published;
   for (const auto& [parameter, weights] : all) {
-    if (weights != nullptr) {
-      parameter.detach().copy_(weights->master);
-      weights->stamp = detail::WriteStamp::of(parameter);
-    } else if (publishes() && parameter.scalar_type() == at::kFloat) {
-      at::Tensor copy = copy_for(parameter);
-      if (!copy.defined()) continue;
-      copy.copy_(parameter);
-      published.emplace_back(parameter, copy);
-    }
+    if (weights == nullptr) continue;
+    parameter.detach().copy_(weights->master);
+    weights->stamp = detail::WriteStamp::of(parameter);
   }
-  if (!published.empty()) publish(published);
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {

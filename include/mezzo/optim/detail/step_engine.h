@@ -35,7 +35,7 @@ class FiledOptimizer final : public torch::optim::Optimizer {
 ///
 ///   plan    one walk over the parameters: who has a gradient, all checks, slots
 ///   read    one read of the gradients (FusedOptimizer::read)
-///   apply   unscale, clip, update and write copies, in one pass over the memory
+///   apply   unscale, clip and update in one pass over the memory
 ///
 /// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
 /// the parts that libtorch's users see: constructors, options and files. A step trains whole
@@ -99,7 +99,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     Copies copies{};                      ///< parameters with gaps
     std::vector<at::Tensor> gradients{};  ///< copies, kept alive
     std::vector<at::Tensor> uncleared{};  ///< gradients that were copied and are to be cleared
-    Published published{};                ///< weights and their low-precision copies
   };
   struct AtenCall;
 
@@ -129,11 +128,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                              const StepOptions& options, bool has_inference);
   MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                 Prepared& prepared);
-  /// Returns whether the copy that a step writes beside floats is of half.
-  bool copies_half(const Row& row) const noexcept {
-    if (row.storage == optim::WeightStorage::master)
-      return row.parameter->scalar_type() == at::kHalf;
-    return publishes() && published_dtype() == at::kHalf;
+  /// Returns whether the parameter that is rounded from a float master is of half.
+  static bool copies_half(const Row& row) noexcept {
+    return row.storage == optim::WeightStorage::master && row.parameter->scalar_type() == at::kHalf;
   }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 

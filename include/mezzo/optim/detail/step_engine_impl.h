@@ -403,18 +403,11 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   } else if (row.storage == optim::WeightStorage::split_master) {
     row.slot->lower_half = in_layout_of(parameter, row.slot->lower_half);
     span.low_half_or_copy = row.slot->lower_half.mutable_data_ptr();
-  } else if (publishes() && is_dense && parameter.scalar_type() == at::kFloat) {
-    const at::Tensor copy = copy_for(parameter);
-    if (copy.defined()) {
-      span.low_half_or_copy = copy.mutable_data_ptr();
-      prepared.published.emplace_back(parameter, copy);
-    }
   }
   return span;
 }
 
-/// The last walk: writes copies back, counts, bumps versions and publishes. Publishing comes last,
-/// since a copy is current for the version that its weight has then.
+/// The last walk: writes copies back, counts and bumps versions.
 MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
   for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
@@ -436,7 +429,6 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared&
       slot.stamp = WriteStamp::of(*row.parameter);
     }
   }
-  if (!prepared.published.empty()) publish(prepared.published);
 }
 
 // --- The CPU -----------------------------------------------------------------------------------
@@ -629,7 +621,7 @@ struct StepEngine::AtenCall {
 };
 
 /// Bumps the versions of all tensors that ATen's fused optimizers wrote, which they do not do: so
-/// autograd and a WeightCache notice.
+/// autograd notices.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
     for (const at::Tensor& tensor : written) bump_version(tensor);
