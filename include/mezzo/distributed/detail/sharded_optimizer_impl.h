@@ -11,7 +11,7 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/detail/step_witness.h>
+#include <mezzo/optim/detail/step_words.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -8,7 +8,6 @@
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -250,7 +249,6 @@ inline at::Tensor optim::FusedOptimizer::step_with(
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  detail::tell_witness(*this, /*scale=*/{});
   apply(plan());
   return loss;
 }

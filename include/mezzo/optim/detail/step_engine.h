@@ -2,7 +2,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/fused_optimizer.h>

@@ -9,7 +9,6 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones.h>
@@ -263,7 +262,6 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
   detail::OptimizerRecord& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_.original();
-  detail::tell_witness(fused, scale, options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
   const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_.inverse();
   StepPlan plan = fused.plan();
@@ -299,7 +297,6 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  detail::tell_witness(optimizer, scale_.original(), options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
@@ -362,7 +359,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  detail::tell_witness(optimizer, /*scale=*/{}, options.max_norm);
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
