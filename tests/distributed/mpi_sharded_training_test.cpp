@@ -101,8 +101,8 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
 TEST(ShardedTraining, AddsUpMicroBatchesOf16BitWeightsInFloat) {
   Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}, torch::kBFloat16).requires_grad_();
-  ShardedOptimizer<mezzo::optim::SGD> optimizer(
-      {weight}, ranks, mezzo::optim::SGDOptions(1.).accumulate_in_float(true));
+  mezzo::accumulate_in_float({weight});
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   {
     const auto local = optimizer.no_sync();
     for (int i = 0; i < 999; ++i) weight.sum().backward();

@@ -149,8 +149,8 @@ TEST_F(SplitParameter, ThatIsWrittenInEachIterationIsWarnedAbout) {
   EXPECT_THAT(warnings.texts.front(), HasSubstr("has been written between steps more than once"));
 }
 
-TEST(KeptWeights, OfParametersWithGapsSurviveTiesWhenAMasterIsSplit) {
-  const auto parameter = torch::ones({4, 6}, torch::kBFloat16).slice(1, 0, 6, 2).requires_grad_();
+TEST(KeptWeights, SurviveTiesWhenAMasterIsSplit) {
+  const auto parameter = torch::ones({4, 3}, torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter},
                   AdamWOptions(0).weight_decay(0).weight_storage(WeightStorage::master));
   set_gradient(parameter, 0);

@@ -275,6 +275,7 @@ class AmpProgram {
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       for (const Tensor& parameter : sides_[i].parameters()) pin(parameter);
+      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(sides_[i].parameters());
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
@@ -302,6 +303,7 @@ class AmpProgram {
     const Tensor parameter = make_late_parameter(weight);
     side.model->put(side.parameters().size(), weight, parameter);
     pin(parameter);
+    if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
@@ -358,7 +360,6 @@ class AmpProgram {
   bool plain_unscale(std::size_t i) {
     PlainPasses& passes = passes_[i];
     PlainLoss& loss = losses_[*passes.scaled_by];
-    plain_[i].follow_masters();
     for (PlainWeight& one : plain_[i].weights) one.widen();
     passes.unscaled_by = std::exchange(passes.scaled_by, std::nullopt);
     if (!plain_[i].has_gradient()) return false;
@@ -424,7 +425,7 @@ class AmpProgram {
       case 12:
         return drop_gradient(i);
       case 13:
-        return drop_at_master(i);
+        return drop_gradient(i);
       case 14:
         return write_weight(i);
       case 15:
@@ -571,7 +572,6 @@ class AmpProgram {
     losses_[id].waiting.insert(i);
     passes_[i].scaled_by = id;
     if (!passes_[i].unscaled_by) return std::nullopt;
-    plain_[i].follow_masters();
     Gradients aside;
     for (PlainWeight& one : plain_[i].weights) {
       aside.push_back(std::exchange(one.gradient, std::nullopt));
@@ -601,15 +601,11 @@ class AmpProgram {
     }
     const double limit = random_.of<double>({0.5, 1, 2});
     const bool at_masters = side.has_master_params() && random_.one_in(2);
-    for (const PlainWeight& one : side.weights) {
-      if (one.at_master && !at_masters) return;
-    }
     const bool by_value = random_.one_in(3);
     const std::string call = by_value ? "clip_grad_value_" : "clip_grad_norm_";
     report_.line("torch's ", call, "(", at_masters ? "amp.master_params" : "parameters",
                  " of optimizer ", i, ", ", limit, ")");
     count(call);
-    side.follow_masters();
     const double norm = side.norm();
     by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
     expect(false, [&] {
@@ -633,11 +629,6 @@ class AmpProgram {
                              : passes_[i].unscaled_by ? " after a pass"
                                                       : " after a step";
     count(by + ".zero_grad" + when);
-    if (by == "model") {  // it gives parameters another tensor, which counts for their masters too
-      for (PlainWeight& one : plain_[i].weights) {
-        if (one.gradient) one.at_master.reset();
-      }
-    }
     plain_[i].zero_grad(set_to_none);
     sums_[i] = 0;
     must_clear_[i] = false;
@@ -657,21 +648,8 @@ class AmpProgram {
     const std::size_t j = random_weight(plain_[i]);
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
-    plain_[i].weights[j].drop_gradient();
+    plain_[i].weights[j].gradient.reset();
     sides_[i].parameters()[j].mutable_grad() = Tensor();
-  }
-
-  void drop_at_master(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!is_true(i) || !side.has_master_params()) return drop_gradient(i);
-    const std::size_t j = random_weight(side);
-    if (!side.weights[j].has_master || !side.weights[j].gradient) return drop_gradient(i);
-    report_.line("amp.master_params(optimizer ", i, ")[", j, "].mutable_grad() = {}");
-    count("gradient dropped at the master");
-    side.follow_masters();
-    side.weights[j].at_master = std::optional<PlainGradient>();
-    if (!side.weights[j].gradient) side.weights[j].at_master.reset();
-    expect(false, [&] { amp_->master_params(*sides_[i].optimizer)[j].mutable_grad() = Tensor(); });
   }
 
   void look_at_masters(std::size_t i) {
@@ -679,7 +657,6 @@ class AmpProgram {
     if (!side.has_master_params()) return;
     report_.line("amp.master_params(optimizer ", i, ")");
     count("master_params");
-    side.follow_masters();
     expect(false, [&] {
       const auto masters = amp_->master_params(*sides_[i].optimizer);
       for (std::size_t j = 0; j < masters.size(); ++j) {
@@ -741,8 +718,6 @@ class AmpProgram {
   void freeze_or_thaw(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
-    // The gradients of a weight that thaws are added up in float from its next step on.
-    if (weight.is_frozen && weight.new_gradients != weight.dtype) return;
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
@@ -843,16 +818,10 @@ class AmpProgram {
     }
   }
 
-  bool has_news_at_master(std::size_t i) const {
-    const auto& all = plain_[i].weights;
-    return std::any_of(all.begin(), all.end(),
-                       [](const PlainWeight& one) { return one.at_master.has_value(); });
-  }
-
   /// A step that would write averages throws, and changes nothing but that the check counts.
   void step_on_averages(std::size_t i) {
     const PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_gradient() || has_news_at_master(i)) return;
+    if (!side.counts() || !side.has_gradient()) return;
     report_.line("amp.step(optimizer ", i, ") on averages");
     count("step on averages");
     plain_check(i);
@@ -860,7 +829,6 @@ class AmpProgram {
   }
 
   void move_gradients(std::size_t i) {
-    if (has_news_at_master(i)) return;
     report_.line("gradients of optimizer ", i, " move into a bucket");
     count("bucket");
     put_gradients_in_bucket(sides_[i].parameters());
@@ -904,7 +872,7 @@ class AmpProgram {
   /// A gradient that no step can take changes nothing, and is given up afterwards.
   void meet_bad_gradient(std::size_t i) {
     const PlainSide& side = plain_[i];
-    if (has_news_at_master(i) || (!side.recipe.of_mezzo && !is_enabled_)) return;
+    if (!side.recipe.of_mezzo && !is_enabled_) return;
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters()[j];
     const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
@@ -943,7 +911,6 @@ class AmpProgram {
                  ", .zero_grad = ", options.zero_grad, "})");
     bool throws = is_enabled_ && !passes.awaits_step();
     if (!throws) {
-      side.follow_masters();
       throws = passes.scaled_by && !side.has_gradient();
       // torch's optimizers are unscaled before it shows that there is nothing to unscale.
       const bool clips = std::isfinite(options.max_norm);
@@ -1008,9 +975,6 @@ class AmpProgram {
     }
     for (PlainLoss& loss : losses_) {
       if (loss.is_checked || !loss.stepped.empty()) return;
-    }
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      if (has_news_at_master(i)) return;
     }
     if (!saved_ || random_.one_in(3)) return save();
     load();
@@ -1177,9 +1141,7 @@ class AmpProgram {
   /// of mezzo's own where all have their default.
   Recipe loaded_recipe(const Recipe& saved, const Recipe& drawn) const {
     Recipe recipe = at_level(drawn);
-    const bool is_default = saved.storage == WeightStorage::plain && !saved.accumulates_in_float;
-    if (!recipe.of_mezzo || is_default) return recipe;
-    recipe.accumulates_in_float = saved.accumulates_in_float;
+    if (!recipe.of_mezzo || saved.storage == WeightStorage::plain) return recipe;
     recipe.storage = saved.storage;
     if (recipe.storage == WeightStorage::plain && has_masters()) {
       recipe.storage = WeightStorage::master;
@@ -1200,8 +1162,6 @@ class AmpProgram {
     const Recipe recipe = loaded_recipe(saved.recipe, drawn);
     if (recipe.storage == WeightStorage::split_master && recipe.dtype == torch::kHalf) return false;
     if (recipe.in_master_weights != saved.recipe.in_master_weights) return false;
-    // Once set, the dtype of a weight's gradients stays.
-    if (recipe.accumulates_in_float != at_level(drawn).accumulates_in_float) return false;
     for (std::size_t j = 0; j < saved.weights.size(); ++j) {
       const PlainWeight& weight = saved.weights[j];
       const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);

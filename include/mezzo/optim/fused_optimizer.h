@@ -3,6 +3,7 @@
 /// holds what one read of the gradients found, and `apply` does the rest in one pass.
 #pragma once
 
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -66,7 +67,6 @@ struct StepPlan {
 
   std::vector<Row> rows{};                     ///< device by device
   std::vector<detail::GroupNumbers> groups{};  ///< what the options of each group say
-  bool has_inference = false;                  ///< a parameter is an inference tensor
   bool has_devices = false;                    ///< gradients lie on several devices
   bool is_checked = false;  ///< gradients are dense, of our dtypes, on their parameters' devices
   /// A gradient is of half and its parameter keeps no master: unscaled, it would underflow.
@@ -93,8 +93,7 @@ namespace optim {
 /// states must not change.
 class FusedOptimizer : public OptimizerInterface {
  public:
-  /// Returns the plan of a step: one row for each parameter with a gradient. Writes no weight. A
-  /// gradient that the caller replaced at a master (see master_param) becomes the parameter's.
+  /// Returns the plan of a step: one row for each parameter with a gradient. Writes no weight.
   /// \throws c10::Error, naming the parameter or option, if `apply` could not take the step
   virtual StepPlan plan() = 0;
 
@@ -118,8 +117,7 @@ class FusedOptimizer : public OptimizerInterface {
 
   /// Returns the tensor that a step trains in place of `parameter`, of group number `group`: its
   /// float master, made if there is none and equal to the parameter as it is now; or the parameter.
-  /// Until the next step the master's `.grad` is the parameter's, the same tensor. A caller may
-  /// change it at either place. A parameter whose gradient is dropped at either place is left out.
+  /// Until the next step the master's `.grad` is the parameter's, the same tensor.
   /// \throws c10::Error for WeightStorage::split_master, whose master is no tensor
   virtual at::Tensor master_param([[maybe_unused]] std::size_t group, const at::Tensor& parameter) {
     return parameter;
@@ -135,10 +133,6 @@ class FusedOptimizer : public OptimizerInterface {
         "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
         "Adam, SGD, Lion or LAMB");
   }
-
-  /// Sets the dtype in which gradients of 16-bit weights are added up, where options ask for float.
-  /// `plan` does it too: call it where weights are cast, before the next backward pass.
-  virtual void set_grad_dtypes() const {}
 
   /// Called before gradients are unscaled where they lie, be it for clipping alone.
   /// \throws c10::Error where that cannot be right, and says what to do instead
@@ -157,6 +151,26 @@ class FusedOptimizer : public OptimizerInterface {
 };
 
 }  // namespace optim
+
+/// Makes autograd add up the gradients of bfloat16 and half parameters in float (libtorch's
+/// `set_grad_dtype`), as Megatron's main_grad: 1,000 micro-batches of 1 give 1000, where bfloat16
+/// gives 256. `.grad` is then a float tensor, 4 bytes an element in place of 2, which libtorch's
+/// clipping and every step take as any other. Converts gradients that there are, and passes over
+/// parameters of float and double.
+///
+/// Call it after the model is cast and before a DataParallel or GradBuckets of its parameters. The
+/// setting belongs to the parameters, frozen ones too, and is not taken back.
+inline void accumulate_in_float(const std::vector<at::Tensor>& parameters) {
+  for (const at::Tensor& parameter : parameters) {
+    if (!detail::is_low_precision(parameter) || parameter.grad_dtype() == at::kFloat) continue;
+    parameter.set_grad_dtype(at::kFloat);
+    const at::Tensor& gradient = parameter.grad();
+    if (gradient.defined() && gradient.layout() == at::kStrided) {
+      parameter.mutable_grad() = gradient.detach().to(at::kFloat);
+    }
+  }
+}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #include <mezzo/optim/detail/gradients.h>

@@ -174,7 +174,7 @@ inline void add_accumulation(Diagnosis& diagnosis, const NamedTensors& parameter
            c10::str("gradients of ", micro_batches,
                     " micro-batches are added up in 16 bits, which round each sum and stop at ",
                     most, " equal ones; in float they take ", bytes_text(bytes), " more"),
-       .remedy = "mezzo::optim::AdamWOptions(lr).accumulate_in_float(true)"});
+       .remedy = "mezzo::accumulate_in_float(model->parameters());"});
 }
 
 /// A result of 16 bits where float32's has 32: a loss that is computed outside of the region is a

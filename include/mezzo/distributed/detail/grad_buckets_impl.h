@@ -386,8 +386,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
                 "GradBuckets: gradients of ", parameter_words(number, slot.parameter),
                 " are added up in float32 by now, and these GradBuckets (or the DataParallel that ",
                 "made them) have room for ", dtype_name(slot.place.scalar_type()),
-                "; make the optimizer with accumulate_in_float, or call set_grad_dtype, before "
-                "them");
+                "; call mezzo::accumulate_in_float before them");
   }
 
   /// \throws c10::Error for a gradient of float, as `unscale_` leaves it for a float master, that a
@@ -398,8 +397,8 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
                 "GradBuckets: the gradient of ", parameter_words(number, slot.parameter),
                 " is float32, and its bucket would round it to ",
                 dtype_name(slot.place.scalar_type()),
-                "; take the step and zero_grad() first, or keep gradients in float32: make the "
-                "optimizer with accumulate_in_float before these GradBuckets");
+                "; take the step and zero_grad() first, or keep gradients in float32: call "
+                "mezzo::accumulate_in_float before these GradBuckets");
   }
 
   /// Brings one gradient to its place, wherever it is. `arrives`: autograd has just made it.

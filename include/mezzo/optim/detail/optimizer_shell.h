@@ -270,7 +270,6 @@ class OptimizerShell : public StepEngine {
       (void)group_numbers(group);
     }
     meet_parameters();
-    set_grad_dtypes();
   }
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
@@ -295,7 +294,6 @@ class OptimizerShell : public StepEngine {
       param_groups_.pop_back();
       throw;
     }
-    set_grad_dtypes();
   }
 
   /// Reads all of a file or nothing. States that the file lacks are dropped.
@@ -360,7 +358,6 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
   load_progress(progress);
-  set_grad_dtypes();
   if (!progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "

@@ -25,15 +25,12 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 // ParamSlot: the state of one parameter from step to step, namely its weights in more bits than the
@@ -41,83 +38,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The gradient of a master ------------------------------------------------------------------
-
-/// Shows a parameter's gradient at its master too, for callers that read or clip the gradients of
-/// masters. Both `.grad` are one tensor; the parameter's is its home.
-class ShownGradient {
- public:
-  /// Gives `master` the gradient of `parameter`, which may be none.
-  void show(const at::Tensor& parameter, const at::Tensor& master) {
-    master.mutable_grad() = parameter.grad();
-    shown_.emplace(parameter.grad().getIntrusivePtr());
-    shown_at_.emplace(master.getIntrusivePtr());
-  }
-
-  bool is_shown() const noexcept { return shown_.has_value(); }
-
-  /// Gives the parameter the master's gradient as the caller left it after `show`: another tensor,
-  /// or none if it was dropped. A parameter whose own gradient was replaced keeps its own.
-  void follow(const at::Tensor& parameter, const at::Tensor& master) {
-    if (!shown_) return;
-    const bool is_there =
-        master.defined() && shown_at_->_unsafe_get_target() == master.unsafeGetTensorImpl();
-    if (!is_there) return end(master);
-    const bool is_as_shown = shown_->_unsafe_get_target() == parameter.grad().unsafeGetTensorImpl();
-    if (is_as_shown) {
-      if (!master.grad().is_same(parameter.grad())) parameter.mutable_grad() = master.grad();
-    } else {
-      end(master);
-    }
-  }
-
-  /// Takes the gradient away from `master`.
-  void end(const at::Tensor& master) {
-    if (!shown_) return;
-    if (master.defined()) master.mutable_grad() = at::Tensor();
-    shown_.reset();
-    shown_at_.reset();
-  }
-
- private:
-  // Weak references: the memory is freed when the parameter drops it, but no later tensor gets the
-  // same address.
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  std::optional<WeakTensor> shown_;     // the gradient
-  std::optional<WeakTensor> shown_at_;  // the master
-};
-
 // --- Weights beside the parameter --------------------------------------------------------------
-
-struct KeptWeights;
-
-/// Lists the float masters of each parameter in the process: two optimizers with a master of one
-/// parameter would each round their own to it.
-class KnownMasters {
- public:
-  void add(const at::Tensor& parameter, const KeptWeights* kept) {
-    const std::lock_guard lock(mutex_);
-    masters_.emplace(parameter.unsafeGetTensorImpl(), kept);
-  }
-  void remove(const c10::TensorImpl* parameter, const KeptWeights* kept) noexcept {
-    const std::lock_guard lock(mutex_);
-    const auto [begin, end] = masters_.equal_range(parameter);
-    const auto found =
-        std::find_if(begin, end, [kept](const auto& one) { return one.second == kept; });
-    if (found != end) masters_.erase(found);
-  }
-  /// Returns whether another optimizer's step was the last to write `parameter`.
-  bool another_wrote(const at::Tensor& parameter, const KeptWeights* kept) const;
-
-  static KnownMasters& of_process() {
-    static KnownMasters& all = *new KnownMasters;
-    return all;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::unordered_multimap<const c10::TensorImpl*, const KeptWeights*> masters_;
-};
 
 /// The value of a parameter in more bits than the parameter has.
 struct KeptWeights {
@@ -130,43 +51,17 @@ struct KeptWeights {
   bool has_restarted = false;
   /// Stamp of the parameter when `master` or `lower_half` last agreed with it.
   WriteStamp stamp{};
-  ShownGradient shown{};
 
-  KeptWeights() = default;
-  KeptWeights(const KeptWeights& other)
-      : master(other.master), lower_half(other.lower_half), stamp(other.stamp) {}
-  KeptWeights& operator=(const KeptWeights& other) {
-    master = other.master;
-    lower_half = other.lower_half;
-    stamp = other.stamp;
-    shown = {};
-    return *this;
+  /// Shows a parameter's gradient at its master too, for callers that clip the gradients of
+  /// masters. Both `.grad` are one tensor until the next step.
+  void show_gradient(const at::Tensor& parameter) const {
+    master.mutable_grad() = parameter.grad();
   }
-  ~KeptWeights() { forget(); }
-
-  /// Makes the master known as `parameter`'s, once.
-  void make_known(const at::Tensor& parameter) {
-    if (known_as_ == parameter.unsafeGetTensorImpl()) return;
-    forget();
-    known_as_ = parameter.unsafeGetTensorImpl();
-    KnownMasters::of_process().add(parameter, this);
+  /// Ends show_gradient.
+  void hide_gradient() const {
+    if (master.defined()) master.mutable_grad() = at::Tensor();
   }
-
- private:
-  void forget() noexcept {
-    if (known_as_ != nullptr) KnownMasters::of_process().remove(known_as_, this);
-  }
-  const c10::TensorImpl* known_as_ = nullptr;
 };
-
-inline bool KnownMasters::another_wrote(const at::Tensor& parameter,
-                                        const KeptWeights* kept) const {
-  const std::lock_guard lock(mutex_);
-  const auto [begin, end] = masters_.equal_range(parameter.unsafeGetTensorImpl());
-  return std::any_of(begin, end, [&](const auto& one) {
-    return one.second != kept && one.second->stamp.is_current(parameter);
-  });
-}
 
 // A float's bits as a bfloat16 and the rest; see weight_formats.h.
 inline at::Tensor upper_half_of(const at::Tensor& floats) {
@@ -309,13 +204,6 @@ inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& 
 /// Sets the master to the parameter at elements that were written since the last step, where the
 /// parameter is no longer the rounded master. Writes in place: a caller may hold the master.
 inline void follow_writes(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool was_written = !kept.stamp.is_current(parameter);
-  if (was_written && KnownMasters::of_process().another_wrote(parameter, &kept)) {
-    TORCH_WARN_ONCE(
-        "A parameter (", tensor_words(parameter),
-        ") is trained by two optimizers, each of which keeps a float master of it: what one adds "
-        "below the parameter's 16 bits is lost to the other. Give it to one optimizer.");
-  }
   kept.master = kept.master.to(parameter.device(), at::kFloat);
   kept.master.copy_(at::where(is_rounded_from(kept.master, parameter), kept.master,
                               parameter.detach().to(at::kFloat)));
@@ -330,7 +218,6 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
              kept.master.device() != parameter.device()) {
     follow_writes(parameter, kept);
   }
-  kept.make_known(parameter);
 }
 
 /// Makes the lower half: from the master if a file has brought one, otherwise of zeros.
@@ -399,8 +286,13 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
 class ParamSlot : public KeptWeights {
  public:
   ParamSlot() = default;
-  ParamSlot(const ParamSlot&) = default;
-  ParamSlot& operator=(const ParamSlot&) = default;
+  /// Copies all but the owner: a copy may be another parameter's.
+  ParamSlot(const ParamSlot& other) : KeptWeights(other), scales(other.scales) {}
+  ParamSlot& operator=(const ParamSlot& other) {
+    KeptWeights::operator=(other);
+    scales = other.scales;
+    return *this;
+  }
   virtual ~ParamSlot() = default;
 
   /// Returns the k-th moment; the last one where there are fewer. In blocks of 8 bits it is bytes,
@@ -410,6 +302,9 @@ class ParamSlot : public KeptWeights {
   virtual StepCount count() noexcept = 0;
 
   std::array<at::Tensor, kMaxMoments> scales{};
+  /// The parameter, once a step has found this slot. libtorch finds a state by the address of its
+  /// parameter, which no other tensor gets while this reference lives.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> owner{};
 };
 
 /// Returns the k-th moment as floats (double for double), in memory of its own.
