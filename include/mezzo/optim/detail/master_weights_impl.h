@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
@@ -397,6 +398,7 @@ MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
     parameter.detach().copy_(weights->master);
     weights->stamp = detail::WriteStamp::of(parameter);
   }
+  detail::drop_weight_casts();
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
