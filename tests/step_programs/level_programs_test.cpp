@@ -783,7 +783,6 @@ class AmpProgram {
     compare_averages(i);
     const mezzo::EmaScope scope(*side.averages);
     compare_products(i, side.plain_averages);
-    if (passes_[i].awaits_step() && random_.one_in(2)) step_on_averages(i);
   }
 
   std::vector<Vector> averaged_values(std::size_t i) {
@@ -816,16 +815,6 @@ class AmpProgram {
       }
       right = actual;
     }
-  }
-
-  /// A step that would write averages throws, and changes nothing but that the check counts.
-  void step_on_averages(std::size_t i) {
-    const PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_gradient()) return;
-    report_.line("amp.step(optimizer ", i, ") on averages");
-    count("step on averages");
-    plain_check(i);
-    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
   }
 
   void move_gradients(std::size_t i) {

@@ -349,7 +349,6 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
     plan.has_bare_half |= is_half && !this->keeps_master(known.group, known.parameter);
-    detail::refuse_average(known.parameter, this->words());
   }
   return plan;
 }

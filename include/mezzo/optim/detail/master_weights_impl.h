@@ -280,7 +280,6 @@ MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
 MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
                                                     const at::Tensor& parameter) {
   if (!keeps_master(group, parameter)) return parameter;
-  detail::refuse_average(parameter, words());
   detail::KeptWeights& weights = settled(parameter);
   weights.show_gradient(parameter);
   return weights.master;
@@ -352,7 +351,6 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  if (detail::averaged_parameters_held.load() != 0) detail::refuse_averages(plan, words());
   const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);

@@ -75,7 +75,6 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
-  refuse_average(parameter, words());
   const NoGraphGuard no_graph;
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
@@ -276,7 +275,6 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  if (averaged_parameters_held.load() != 0) refuse_averages(plan, words());
   const NoGraphGuard no_graph;  // what is made are plain tensors under InferenceMode too
   bool is_counted = false;
   set_lrs(plan);
@@ -712,9 +710,6 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      const auto* const slot = dynamic_cast<const ParamSlot*>(found->second.get());
-      const bool is_split = slot != nullptr && slot->lower_half.defined();
-      if (is_split) refuse_average(parameter, words());  // the lower half belongs to the weight
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }

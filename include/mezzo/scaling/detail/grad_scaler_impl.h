@@ -72,12 +72,7 @@ inline void check_step_options(const StepOptions& options) {
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-/// \throws c10::Error, before any write, if an EmaScope has put an average in the place of one
 inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
-  for (const StepPlan::Row& row : plan.rows) {
-    if (!keeps_master(fused, row)) continue;
-    refuse_average(*row.parameter, {"unscale_", fused->optimizer().param_groups()});
-  }
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
