@@ -6,6 +6,7 @@
 #include <mezzo/autocast/weight_cache.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -13,6 +14,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -68,7 +70,7 @@ class Trainer {
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;
-  mezzo::optim::AdamW optimizer;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;  ///< AdamW or AdamW8bit
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;

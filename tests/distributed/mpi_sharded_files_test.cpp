@@ -160,14 +160,6 @@ TEST(ShardedFiles, MastersGoAlong) {
   expect_to_go_on_anywhere<SGD>(split, at::kBFloat16);
 }
 
-/// Ranks cut parameters between blocks: codes and scales are those of the optimizer alone.
-TEST(ShardedFiles, MomentsOf8BitsGoAlong) {
-  const auto block8 = AdamWOptions(0.01).moment_storage(mezzo::optim::MomentStorage::block8);
-  expect_to_go_on_anywhere<AdamW>(block8, at::kFloat, /*hidden=*/140);
-  const auto masters = AdamWOptions(block8).weight_storage(WeightStorage::master);
-  expect_to_go_on_anywhere<AdamW>(masters, at::kBFloat16, /*hidden=*/140);
-}
-
 /// Null where the optimizer has no state of the parameter.
 mezzo::optim::AdamWParamState* state_of(AdamW& optimizer, const at::Tensor& parameter) {
   const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());

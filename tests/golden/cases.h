@@ -3,7 +3,6 @@
 
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -519,17 +518,13 @@ inline std::vector<Recipe> mezzos() {
   const auto amsgrad = [](AdamWOptions& options) { options.amsgrad(true); };
   const auto nesterov = [](SGDOptions& options) { options.momentum(0.9).nesterov(true); };
   const auto dampening = [](SGDOptions& options) { options.momentum(0.9).dampening(0.3); };
-  const auto lamb = [](LAMBOptions& options) {
-    if (options.weight_decay() < 0.01) options.weight_decay(0);  // no trust ratio in this group
-  };
   return {{"adamw", subject_of<AdamW, AdamWOptions, AdamWParamState>(0.011, nothing)},
           {"amsgrad", subject_of<AdamW, AdamWOptions, AdamWParamState>(0.011, amsgrad)},
           {"adam", subject_of<Adam, AdamOptions, AdamParamState>(0.012, nothing)},
           {"sgd", subject_of<SGD, SGDOptions, SGDParamState>(0.13, nothing)},
           {"sgd_nesterov", subject_of<SGD, SGDOptions, SGDParamState>(0.11, nesterov)},
           {"sgd_dampening", subject_of<SGD, SGDOptions, SGDParamState>(0.12, dampening)},
-          {"lion", subject_of<Lion, LionOptions, LionParamState>(0.007, nothing)},
-          {"lamb", subject_of<LAMB, LAMBOptions, LAMBParamState>(0.013, lamb)}};
+          {"lion", subject_of<Lion, LionOptions, LionParamState>(0.007, nothing)}};
 }
 
 /// Optimizers of libtorch, with numbers that make ATen's products exact (see golden_test.cpp).

@@ -2,7 +2,6 @@
 
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -41,10 +40,6 @@ struct LionThere {
   using Optimizer = mezzo::optim::Lion;
   static mezzo::optim::LionOptions options() { return {0.1}; }
 };
-struct LambThere {
-  using Optimizer = mezzo::optim::LAMB;
-  static mezzo::optim::LAMBOptions options() { return {0.1}; }
-};
 
 constexpr int64_t kWeights = 70;
 
@@ -81,7 +76,7 @@ class StepUnderInference : public testing::Test {
   }
 };
 
-using AllThere = testing::Types<AdamThere, AdamWThere, SgdThere, LionThere, LambThere>;
+using AllThere = testing::Types<AdamThere, AdamWThere, SgdThere, LionThere>;
 TYPED_TEST_SUITE(StepUnderInference, AllThere);
 
 TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {

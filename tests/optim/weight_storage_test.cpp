@@ -3,7 +3,6 @@
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
@@ -109,7 +108,7 @@ struct Models {
     }
     low.push_back(torch::randn({6, 5}).to(dtype).t().requires_grad_());
     floats.push_back(low.back().detach().to(torch::kFloat).requires_grad_());
-    low.push_back(torch::randn({6, 8}).to(dtype).slice(1, 0, 8, 2).requires_grad_());
+    low.push_back(torch::randn({6, 4}).to(dtype).requires_grad_());
     floats.push_back(low.back().detach().to(torch::kFloat).requires_grad_());
   }
 
@@ -164,13 +163,7 @@ struct LionCase {
   using State = mezzo::optim::LionParamState;
   static auto options() { return mezzo::optim::LionOptions(1e-3); }
 };
-struct LambCase {
-  using Optimizer = mezzo::optim::LAMB;
-  using State = mezzo::optim::LAMBParamState;
-  static auto options() { return mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1); }
-};
-using Cases =
-    testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase, LambCase>;
+using Cases = testing::Types<AdamWCase, AmsgradCase, MomentumCase, PlainSgdCase, LionCase>;
 TYPED_TEST_SUITE(EveryOptimizer, Cases, );
 
 TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {

@@ -1,5 +1,5 @@
 /// \file
-/// How optimizers store 16-bit weights and moments between steps.
+/// How optimizers store 16-bit weights between steps.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -33,22 +33,6 @@ enum class WeightStorage : std::uint8_t {
   /// The random bits follow from `seed`, the step and the element's index: they are the same for
   /// any number of threads, on any device, and in a resumed run.
   stochastic,
-};
-
-/// How an optimizer stores its moments (exp_avg, exp_avg_sq, momentum_buffer) between steps.
-enum class MomentStorage : std::uint8_t {
-  /// As WeightStorage says: in the parameter's dtype, or in float beside a master.
-  as_weights,
-  /// In float, also where weights have 16 bits. double for double.
-  float32,
-  /// In 8 bits, with one float scale for each block of 256 elements: bitsandbytes' block-wise
-  /// dynamic quantization (Dettmers et al., 2022). AdamW takes 10 bytes a float parameter with its
-  /// gradient, in place of 16; 6 in place of 8 with WeightStorage::stochastic.
-  ///
-  /// Each step computes in float and rounds the moments to the nearest code afterwards. Parameters
-  /// of fewer than 4,096 elements keep float moments, as in bitsandbytes. Keep embeddings in float
-  /// too: give them a parameter group with `float32`. Refuses double parameters.
-  block8,
 };
 
 }  // namespace optim

@@ -44,10 +44,10 @@ namespace detail {
 template <class Traits>
 Traits traits_of(const OptimizerShell<Traits>& optimizer);  // never called
 
-/// Whether an element's update looks at nothing but that element.
+/// Whether the optimizer is a rule that looks at one element at a time.
 template <class OptimizerType>
 concept StepsElementByElement = requires(const OptimizerType& optimizer) {
-  requires decltype(traits_of(optimizer))::kIsElementByElement;
+  traits_of(optimizer);
 };
 
 /// The shell of mezzo's optimizer `OptimizerType`, which its ShardedOptimizer has as well.

@@ -71,12 +71,6 @@ struct StochasticWeights {
   static constexpr bool kIsStochastic = true;
 };
 
-/// Weights kept as `Weights`, with moments that are floats while they are computed with.
-template <class Weights>
-struct FloatMoments : Weights {
-  using Moment = float;
-};
-
 /// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
 /// the bfloat16.
 template <class BitLanes, class ValueLanes>

@@ -7,7 +7,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/verdict.h>
 #include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/optimizer_interface.h>
@@ -56,10 +55,8 @@ struct StepPlan {
     // mezzo's optimizers set the following.
     /// How the parameter is kept: `plain` for float and double.
     optim::WeightStorage storage = optim::WeightStorage::plain;
-    /// How its moments are kept: `as_weights` where there are none, or no other format.
-    optim::MomentStorage moments = optim::MomentStorage::as_weights;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
-    detail::StepLoop loop{};            ///< on the CPU
+    detail::StepLoop loop = nullptr;    ///< on the CPU
     /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
     /// rows of slices, and keeps the state of its slice as the whole parameter's.
     const at::Tensor* owner = nullptr;
@@ -131,7 +128,7 @@ class FusedOptimizer : public OptimizerInterface {
         false,
         "enable_master_weights: this optimizer keeps no float masters; give "
         "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
-        "Adam, SGD, Lion or LAMB");
+        "Adam, SGD or Lion");
   }
 
   /// Called before gradients are unscaled where they lie, be it for clipping alone.
@@ -142,12 +139,6 @@ class FusedOptimizer : public OptimizerInterface {
   /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they
   /// are, and returns what the closure returned.
   inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
-
-  /// Memory for the launches of a step on a device.
-  detail::TableMemory& table_memory() noexcept { return table_memory_; }
-
- private:
-  detail::TableMemory table_memory_;
 };
 
 }  // namespace optim

@@ -1,6 +1,6 @@
 /// \file
 /// FusedOptions: what the options of mezzo's optimizers add to libtorch's, namely the storage of
-/// 16-bit weights and of moments (mezzo/base/weight_storage.h).
+/// 16-bit weights (mezzo/base/weight_storage.h).
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -28,7 +28,6 @@ namespace detail {
 struct ExtraOptions {
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
   std::uint64_t seed = 0;
-  optim::MomentStorage moment_storage = optim::MomentStorage::as_weights;
   bool operator==(const ExtraOptions&) const = default;
 };
 
@@ -101,10 +100,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   /// Sets how 16-bit weights are kept.
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
-  /// Returns how moments are kept.
-  MomentStorage moment_storage() const noexcept { return extras_.moment_storage; }
-  /// Sets how moments are kept. It may change between steps: the next step converts the moments.
-  Own& moment_storage(MomentStorage value) { return set(extras_.moment_storage, value); }
 
   /// Seed of the random bits of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
@@ -146,7 +141,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     detail::each_member(own(), [&add](const auto& member) { add(member.key, member.value); });
     add("weight_storage", static_cast<int>(extras_.weight_storage));
     add("seed", extras_.seed);
-    add("moment_storage", static_cast<int>(extras_.moment_storage));
     return lines;
   }
 
@@ -191,11 +185,11 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     was_read_ = archive.try_read("weight_storage", storage);
     if (!was_read_) return;
     extras_ = {as_storage(storage, "weight_storage", WeightStorage::stochastic),
-               static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed")),
-               MomentStorage::as_weights};
-    if (archive.try_read("moment_storage", storage)) {
-      extras_.moment_storage = as_storage(storage, "moment_storage", MomentStorage::block8);
-    }
+               static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed"))};
+    TORCH_CHECK(!archive.try_read("moment_storage", storage) || storage.toInt() == 0,
+                "The archive of an optimizer has moments of 8 bits, or of float beside 16-bit "
+                "weights, which this version of mezzo does not keep; read it with mezzo 0.2, or "
+                "begin anew");
   }
 
   /// Reads an enumerator; `last` is the highest that there is.
@@ -213,7 +207,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     if (extras_ == detail::ExtraOptions{}) return;
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
-    archive.write("moment_storage", c10::IValue(static_cast<int64_t>(extras_.moment_storage)));
   }
 
   bool was_read_ = false;

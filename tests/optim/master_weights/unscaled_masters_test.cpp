@@ -54,7 +54,9 @@ std::vector<MakeKeeper> keepers() {
                               ours<SGD>(mezzo::optim::SGDOptions(1e-2)),
                               ours<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)),
                               ours<Lion>(LionOptions(1e-3)),
-                              ours<LAMB>(LAMBOptions(1e-3))};
+                              adapter([](const Groups& groups) {
+                                return std::make_unique<LAMB>(groups, LAMBOptions(1e-3));
+                              })};
   for (const MakeOptimizer& make : libtorch_optimizers()) all.push_back(adapter(make));
   return all;
 }

@@ -8,10 +8,14 @@
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/distributed/reduce_scatter_float.h>
-#include <mezzo/kernels/compress_tensors.h>
 
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/ScalarType.h>
@@ -30,6 +34,31 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Computes to = from * factor, rounded.
+inline void narrow_into(at::Tensor to, const at::Tensor& from, double factor) {
+  at::mul_out(to, from, at::scalar_tensor(factor, from.scalar_type()));
+}
+
+/// Computes to = from * factor + residual * scale, rounded. The rounding error divided by `scale`
+/// becomes the new residual. If `from` is 0, 0 is sent and the residual stays; an inf or NaN leaves
+/// a residual of 0. `scale` is undefined for 1.
+inline void narrow_into(const at::Tensor& to, const at::Tensor& from, const at::Tensor& residual,
+                        double factor, const at::Tensor& scale) {
+  const at::Tensor by = scale.defined() ? scale : at::scalar_tensor(1., from.scalar_type());
+  const at::Tensor waits = from == 0;
+  const at::Tensor wanted = at::where(waits, from, from * factor + residual * by);
+  to.copy_(wanted);
+  const at::Tensor lost = (wanted - to.to(from.scalar_type())) / by;
+  residual.copy_(at::where(waits, residual, at::where(at::isfinite(lost), lost, 0.)));
+}
+
+/// Computes to = from * factor. Returns whether all results are finite, as a bool on their device.
+inline at::Tensor widen_into(const at::Tensor& to, const at::Tensor& from, double factor) {
+  to.copy_(from);
+  if (factor != 1.) to.mul_(factor);
+  return at::isfinite(to).all();
+}
 
 /// Sends gradients of float and double in two bytes an element, as this rank's part of the average,
 /// so that their sum overflows only where the average does. The result is widened, and multiplied
@@ -78,7 +107,7 @@ class CompressedExchange final : public BucketExchange {
     const at::Tensor sent = beside.sent.narrow(0, 0, of.flat.numel());
     const double share = 1. / group_->getSize();
     if (error_feedback_) {
-      narrow_into(sent, of.flat, beside.residual, {share, scale_like(of.flat)});
+      narrow_into(sent, of.flat, beside.residual, share, scale_like(of.flat));
       requests_.add(
           request(CollectiveCall(c10d::OpType::_REDUCE_SCATTER_BASE, beside.sent), *group_,
                   [&] { return reduce_scatter_float(group_, beside.own_sum, beside.sent); }));
@@ -102,7 +131,7 @@ class CompressedExchange final : public BucketExchange {
     plain_.finish();
     if (error_feedback_ && !begun_.empty()) {
       for (const std::size_t bucket : begun_plain_) {
-        note(finite, all_finite(gradients_.buckets()[bucket].flat));
+        note(finite, at::isfinite(gradients_.buckets()[bucket].flat).all());
       }
       drop_unless(finite);
     }
@@ -141,8 +170,8 @@ class CompressedExchange final : public BucketExchange {
     for (std::size_t i = 0; i < begun_.size(); ++i) {
       requests_.wait_for(i);
       const Beside& beside = beside_[begun_[i]];
-      narrow_into(beside.own_part, beside.own_sum, beside.own_sum_residual,
-                  {1., scale_like(beside.own_sum)});
+      narrow_into(beside.own_part, beside.own_sum, beside.own_sum_residual, 1.,
+                  scale_like(beside.own_sum));
       gathers_.add(all_gather(group_, beside.sent, beside.own_part));
     }
   }

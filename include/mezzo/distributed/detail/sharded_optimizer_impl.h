@@ -90,13 +90,8 @@ inline constexpr const char* kShardCountKey = "mezzo_shard_count";
 inline constexpr const char* kShardKey = "mezzo_shard";
 inline constexpr const char* kShardAppliedKey = "mezzo_shard_applied_steps";
 
-/// The kinds of tensors of a slot that go with its slice: the master, the moments, and the scales
-/// of moments in blocks.
-inline constexpr std::size_t kKeptKinds = 1 + 2 * kMaxMoments;
-
-/// Returns for how many of a slice's elements a tensor of this kind has one. A slice begins with a
-/// block of moments.
-inline int64_t elements_of_one(std::size_t kind) { return kind <= kMaxMoments ? 1 : kBlock8; }
+/// The kinds of tensors of a slot that go with its slice: the master and the moments.
+inline constexpr std::size_t kKeptKinds = 1 + kMaxMoments;
 
 /// Lists the tensors of `slot` by kind; null for moments that the optimizer has under no options.
 inline std::array<at::Tensor*, kKeptKinds> kept_tensors(ParamSlot& slot) {
@@ -105,7 +100,6 @@ inline std::array<at::Tensor*, kKeptKinds> kept_tensors(ParamSlot& slot) {
     at::Tensor* const moment = &slot.moment(static_cast<int>(k));
     const bool is_last_again = std::find(kept.begin(), kept.end(), moment) != kept.end();
     kept[1 + k] = is_last_again ? nullptr : moment;
-    kept[1 + kMaxMoments + k] = &slot.scales[k];
   }
   return kept;
 }
@@ -134,8 +128,8 @@ inline at::Tensor table_of_slots(const ShardedWeights& weights, const std::vecto
   return largest.cpu();
 }
 
-/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float, which holds the
-/// codes of 8 bits too, or, of double parameters, in double:
+/// Puts the ranks' slots together on rank 0. Tensors go bucket by bucket, in float, or, of double
+/// parameters, in double:
 ///
 ///   table = table_of_slots                          which parameters have what, on any rank
 ///   for each bucket, each kind of kept tensor:      all-gather the slices, if there are any
@@ -164,23 +158,20 @@ inline void gather_slots(const ShardedWeights& weights, const std::vector<ParamS
     for (std::size_t kind = 0; kind < kKeptKinds; ++kind) {
       const auto has = [&](std::size_t number) { return entry(number, 1 + kind) != 0; };
       if (std::none_of(like.parameters.begin(), like.parameters.end(), has)) continue;
-      const int64_t per = elements_of_one(kind);
-      const at::Tensor buffer =
-          at::zeros({(like.flat.numel() + per - 1) / per}, like.flat.options().dtype(dtype));
+      const at::Tensor buffer = at::zeros({like.flat.numel()}, like.flat.options().dtype(dtype));
       for (std::size_t i = 0; i < own.size(); ++i) {
         const ShardSlice& slice = weights.slices()[i];
         if (slice.bucket != bucket || own[i] == nullptr || !has(slice.parameter)) continue;
         const at::Tensor& tensor = *kept_tensors(*own[i])[kind];
         if (!tensor.defined()) continue;
-        buffer.narrow(0, slice.weights.storage_offset() / per, tensor.numel()).copy_(tensor);
+        buffer.narrow(0, slice.weights.storage_offset(), tensor.numel()).copy_(tensor);
       }
       all_gather(group, buffer, own_part(buffer, group)).wait();
       for (const std::size_t number : like.parameters) {
         if (wholes[number][kind] == nullptr || !has(number)) continue;
         const at::Tensor& place = weights.place(number);
         const at::Tensor whole =
-            per == 1 ? buffer.as_strided(place.sizes(), place.strides(), place.storage_offset())
-                     : buffer.narrow(0, place.storage_offset() / per, blocks8_of(place.numel()));
+            buffer.as_strided(place.sizes(), place.strides(), place.storage_offset());
         *wholes[number][kind] =
             whole.to(at::kCPU, static_cast<at::ScalarType>(entry(number, 1 + kind) - 1),
                      /*non_blocking=*/false, /*copy=*/true);
@@ -196,7 +187,6 @@ inline void check_whole(ParamSlot& whole, const at::Tensor& parameter,
   for (std::size_t kind = 0; kind <= kMaxMoments; ++kind) {
     if (kept[kind] == nullptr || !kept[kind]->defined()) continue;
     check_shape_of(*kept[kind], kind == 0 ? "a master" : "a moment", parameter, words);
-    if (kind > 0) check_blocks(whole, static_cast<int>(kind) - 1, parameter, words);
   }
 }
 
@@ -209,19 +199,7 @@ inline void cut_slot(ParamSlot& whole, ParamSlot& part, const ShardSlice& slice,
   const auto to = kept_tensors(part);
   for (std::size_t kind = 0; kind <= kMaxMoments; ++kind) {
     if (from[kind] == nullptr || !from[kind]->defined()) continue;
-    at::Tensor own = *from[kind];
-    if (kind > 0) {
-      const at::Tensor& scales = *from[kind + kMaxMoments];
-      if (scales.defined() && same_layout(place, own)) {
-        const int64_t blocks = blocks8_of(slice.weights.numel());
-        *to[kind + kMaxMoments] = scales.narrow(0, slice.begin / kBlock8, blocks)
-                                      .to(place.device(), at::kFloat, /*non_blocking=*/false,
-                                          /*copy=*/true);
-      } else if (scales.defined()) {  // blocks of another order
-        own = moment_values(whole, static_cast<int>(kind) - 1);
-      }
-    }
-    const at::Tensor laid_out = in_layout_of(place, own);
+    const at::Tensor laid_out = in_layout_of(place, *from[kind]);
     *to[kind] =
         laid_out.as_strided({slice.weights.numel()}, {1}, laid_out.storage_offset() + slice.begin)
             .to(place.device(), laid_out.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
@@ -239,9 +217,7 @@ ShardedOptimizer<OptimizerType>::ShardedOptimizer(
     const ShardedOptimizerOptions& options)
     : Shell(groups, defaults),
       group_(detail::checked(std::move(group), "ShardedOptimizer")),
-      buckets_(start_alike(), {.bucket_bytes = options.bucket_bytes,
-                               .parts = group_->getSize(),
-                               .alignment = detail::kBlock8 * int64_t{sizeof(float)}}),
+      buckets_(start_alike(), {.bucket_bytes = options.bucket_bytes, .parts = group_->getSize()}),
       exchange_(std::make_shared<detail::ShardExchange>(*detail::shared(buckets_), group_)),
       weights_(detail::shared(buckets_), group_),
       slices_(this->param_groups_.size()) {

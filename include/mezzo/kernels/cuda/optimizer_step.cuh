@@ -130,25 +130,19 @@ struct StepStreams {
     }
   };
 
-  template <StepPass kPass>
   __device__ void load(Packs& packs) const {
-    if (kPass != StepPass::move) load_pack(base.gradient, packs.gradient);
+    load_pack(base.gradient, packs.gradient);
     load_pack(base.parameter, packs.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
     if (Body::kIsSplit) load_pack(base.low_half_or_copy, packs.low_half);
   }
 
-  template <StepPass kPass>
   __device__ void store(const Packs& packs) const {
-    if (kPass != StepPass::learn) {
-      store_pack(packs.parameter, base.parameter);
-      if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
-    }
-    if (kPass != StepPass::move) {
-      MEZZO_UNROLL
-      for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
-    }
+    store_pack(packs.parameter, base.parameter);
+    if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
+    MEZZO_UNROLL
+    for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
   }
 
   /// Writes the 16-bit copy of the new parameters, if the step keeps one.
@@ -167,7 +161,7 @@ struct StepStreams {
   /// Steps the pack at `base`, whose first element has `number` in the parameter.
   __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
     Packs packs;
-    load<StepPass::whole>(packs);
+    load(packs);
     Scalar parameters[kPack];
     Scalar moments[kPack][Place::kMomentSlots];
     MEZZO_UNROLL
@@ -176,7 +170,7 @@ struct StepStreams {
     for (int i = 0; i < kPack; ++i) {
       step.write(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], moments[i]);
     }
-    store<StepPass::whole>(packs);
+    store(packs);
     store_beside(parameters, step);
   }
 
@@ -196,7 +190,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 
 template <class Table, class Slice>
 __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const StepInputs& inputs) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   StepUse use{.copies_half = slice.copies_half != 0,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
@@ -211,7 +205,7 @@ __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const St
 template <class Table, class Slice>
 __device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
                                       const StepInputs& inputs, const StepUse& use) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 
@@ -231,31 +225,23 @@ struct BlockStep {
 };
 
 /// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
-/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. `adapt` changes the
-/// coefficients first.
-template <class Body, class Table, class Slice, class Adapt>
+/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic.
+template <class Body, class Table, class Slice>
 __device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs, const Adapt& adapt) {
+                                      const StepInputs& inputs) {
   MEZZO_SHARED(BlockStep<Body>, of_block);
   if (threadIdx.x == 0) {
     const StepUse use = use_of_slice(table, slice, inputs);
-    auto coefficients = coefficients_of_slice(table, slice, inputs, use);
-    adapt(coefficients);
-    of_block = {Body(coefficients, use), random_key_of_slice(slice, use)};
+    of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
+                random_key_of_slice(slice, use)};
   }
   __syncthreads();
   return of_block;  // in registers, which no store can change
 }
 
-template <class Body, class Table, class Slice>
-__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs) {
-  return block_step<Body>(table, slice, inputs, [](const auto&) {});
-}
-
 template <class Parameter, class Gradient, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
+    optimizer_step_kernel(MEZZO_ARGUMENT(Table) table, const StepInputs inputs) {
   using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
@@ -280,15 +266,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
                                           const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
-}
-
-template <class Parameter, class Gradient, class Rule, class Weights, class Table>
-void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           Stream stream) {
-  if (table.blocks() == 0) return;
-  launch<optimizer_step_kernel<Parameter, Gradient, Rule, Weights, Table>>(
-      table.blocks(), kStepThreads, stream, table, inputs);
+  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
+    *table.counter[i] += 1.0F;
+  }
 }
 
 }  // namespace detail::cuda

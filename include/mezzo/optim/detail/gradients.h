@@ -136,8 +136,7 @@ inline void join(Verdict& total, const Verdict& more) {
 }
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.
-inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
-                              TableMemory* memory = nullptr) {
+inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale) {
   Verdict all;
   auto row = plan.rows.begin();
   do {
@@ -146,7 +145,7 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
     for (; row != plan.rows.end() && row->gradient.device() == device; ++row) {
       read.add(plan.is_checked ? row->gradient : values_of(plan, *row));
     }
-    const Verdict one = read.finish(memory);
+    const Verdict one = read.finish();
     if (all.defined()) {
       join(all, one);
     } else {
@@ -222,7 +221,7 @@ class LentGradients {
 
 inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
-  return detail::read_gradients(plan, inv_scale, &table_memory_);
+  return detail::read_gradients(plan, inv_scale);
 }
 
 inline at::Tensor optim::FusedOptimizer::step_with(

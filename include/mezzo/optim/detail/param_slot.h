@@ -6,7 +6,6 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block8_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/member_table.h>
@@ -115,66 +114,11 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
   return wanted;
 }
 
-/// Parameters of fewer elements keep float moments: a block's scale would cost much and save
-/// little.
-inline constexpr int64_t kFewestInBlocks = 4096;
-
-/// Returns whether a parameter of 16 bits has nothing beside it: its moments have 16 bits too.
-inline bool stands_alone(const at::Tensor& parameter, optim::WeightStorage storage) {
-  using optim::WeightStorage;
-  return is_low_precision(parameter) &&
-         (storage == WeightStorage::plain || storage == WeightStorage::stochastic);
-}
-
-/// Returns how the moments of `parameter` are kept, if not as the weights are: `as_weights` where
-/// `wanted`, the option of its group, makes no difference.
-/// \throws c10::Error where blocks are wanted for a double parameter
-inline optim::MomentStorage moments_of(const at::Tensor& parameter, optim::WeightStorage storage,
-                                       optim::MomentStorage wanted,
-                                       const OptimizerWords& optimizer) {
-  using optim::MomentStorage;
-  TORCH_CHECK(wanted != MomentStorage::block8 || parameter.scalar_type() != at::kDouble, optimizer,
-              ": MomentStorage::block8 takes parameters of float32, bfloat16 or float16, not ",
-              optimizer.parameter(parameter),
-              "; give it a parameter group with MomentStorage::as_weights");
-  if (wanted == MomentStorage::block8 && parameter.numel() >= kFewestInBlocks) return wanted;
-  return stands_alone(parameter, storage) ? MomentStorage::float32 : MomentStorage::as_weights;
-}
-
-/// Returns the dtype of moments that are not in blocks.
-inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage,
-                                   optim::MomentStorage moments) {
-  const bool is_wide = moments != optim::MomentStorage::as_weights ||
-                       storage == optim::WeightStorage::master ||
-                       storage == optim::WeightStorage::split_master;
-  return is_wide ? wide_dtype(parameter) : parameter.scalar_type();
-}
-
-/// A moment in blocks of 8 bits: codes of the parameter's shape and layout, and a scale a block.
-struct Blocks8 {
-  at::Tensor codes;
-  at::Tensor scales;
-};
-
-/// Returns the values of a moment in blocks, as floats of the same shape and layout; by way of the
-/// CPU, and so it waits for another device.
-inline at::Tensor widened(const at::Tensor& codes, const at::Tensor& scales, bool is_signed) {
-  const at::Tensor from = codes.cpu();
-  const at::Tensor by = scales.cpu();
-  const at::Tensor values = at::empty_like(from, from.options().dtype(at::kFloat));
-  widen_block8(is_signed, from.const_data_ptr<uint8_t>(), by.const_data_ptr<float>(),
-               values.mutable_data_ptr<float>(), from.numel());
-  return values.to(codes.device());
-}
-
-/// The reverse, of dense values.
-inline Blocks8 in_blocks(const at::Tensor& values, bool is_signed) {
-  const at::Tensor from = values.to(at::kCPU, at::kFloat);
-  const at::Tensor codes = at::empty_like(from, from.options().dtype(at::kByte));
-  const at::Tensor scales = at::empty({blocks8_of(from.numel())}, from.options());
-  narrow_block8(is_signed, from.const_data_ptr<float>(), codes.mutable_data_ptr<uint8_t>(),
-                scales.mutable_data_ptr<float>(), from.numel());
-  return {codes.to(values.device()), scales.to(values.device())};
+/// Returns the dtype of moments.
+inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
+  const bool has_floats =
+      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
+  return has_floats ? wide_dtype(parameter) : parameter.scalar_type();
 }
 
 /// \throws c10::Error where `kept`, which may come from a file, is of another model
@@ -287,49 +231,21 @@ class ParamSlot : public KeptWeights {
  public:
   ParamSlot() = default;
   /// Copies all but the owner: a copy may be another parameter's.
-  ParamSlot(const ParamSlot& other) : KeptWeights(other), scales(other.scales) {}
+  ParamSlot(const ParamSlot& other) : KeptWeights(other) {}
   ParamSlot& operator=(const ParamSlot& other) {
     KeptWeights::operator=(other);
-    scales = other.scales;
     return *this;
   }
   virtual ~ParamSlot() = default;
 
-  /// Returns the k-th moment; the last one where there are fewer. In blocks of 8 bits it is bytes,
-  /// and `scales[k]` has a float for each block.
+  /// Returns the k-th moment; the last one where there are fewer.
   virtual at::Tensor& moment(int k) noexcept = 0;
   /// Returns the number of steps applied to the parameter.
   virtual StepCount count() noexcept = 0;
-
-  std::array<at::Tensor, kMaxMoments> scales{};
   /// The parameter, once a step has found this slot. libtorch finds a state by the address of its
   /// parameter, which no other tensor gets while this reference lives.
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> owner{};
 };
-
-/// Returns the k-th moment as floats (double for double), in memory of its own.
-inline at::Tensor moment_values(ParamSlot& slot, int k) {
-  const at::Tensor& moment = slot.moment(k);
-  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
-  if (scales.defined()) return widened(moment, scales, /*is_signed=*/k == 0);
-  return moment.defined() ? moment.to(wide_dtype(moment), /*non_blocking=*/false, /*copy=*/true)
-                          : at::Tensor();
-}
-
-/// \throws c10::Error where the k-th moment, which may come from a file, is not what its scales say
-inline void check_blocks(ParamSlot& slot, int k, const at::Tensor& parameter,
-                         const OptimizerWords& optimizer) {
-  const at::Tensor& moment = slot.moment(k);
-  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
-  const bool are_codes = moment.defined() && moment.scalar_type() == at::kByte;
-  const bool fit = scales.defined() && scales.scalar_type() == at::kFloat &&
-                   scales.is_contiguous() && scales.numel() == blocks8_of(parameter.numel()) &&
-                   are_codes && is_dense_memory(moment) && scales.device() == moment.device();
-  TORCH_CHECK(fit || (!scales.defined() && !are_codes), optimizer, ": the state of ",
-              optimizer.parameter(parameter),
-              " has a moment in blocks of 8 bits whose codes and scales do not belong together; it "
-              "is damaged, or was put together by hand: load the optimizer's own file");
-}
 
 /// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
 /// split one.
@@ -380,12 +296,6 @@ class ParamState : public Base, public ParamSlot {
 
   StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
-  /// Returns a copy of the k-th moment in float (double for double), however it is kept; undefined
-  /// before the first step. Moments count in the order of their accessors: exp_avg is 0.
-  at::Tensor moment_values(int k) const {
-    return detail::moment_values(const_cast<ParamState&>(*this), k);
-  }
-
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {
     return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
@@ -428,14 +338,10 @@ class ParamState : public Base, public ParamSlot {
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
 
-  /// Lists the tensors that a file holds: the moments, the master and the scales of moments.
+  /// Lists the tensors that a file holds: the moments and the master.
   template <class Self>
   static auto tensors(Self& self) {
-    auto& [first, second, third] = self.scales;
-    return std::tuple_cat(
-        MemberTable::of(self),
-        std::tuple{member("master", self.master()), member("moment_0_scales", first),
-                   member("moment_1_scales", second), member("moment_2_scales", third)});
+    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
   }
 
   DeviceCount device_count_;

@@ -104,11 +104,6 @@ MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weig
   check_shape_of(slot.master, "a master", weights, words());
   for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", weights, words());
-    const at::Tensor& moment = slot.moment(k);
-    const bool has_codes = moment.defined() && moment.scalar_type() == at::kByte;
-    if (has_codes || slot.scales[static_cast<std::size_t>(k)].defined()) {
-      check_blocks(slot, k, weights, words());
-    }
   }
 }
 
@@ -128,38 +123,21 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
   return *slot;
 }
 
-/// Returns the k-th moment in memory laid out as the parameter's, in the storage of `row`: made
-/// when there is none yet, and converted when it was loaded from elsewhere or is to be kept
-/// otherwise.
+/// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
+/// converted when it was loaded from elsewhere or is to be kept otherwise.
 MEZZO_INLINE at::Tensor& StepEngine::fitting_moment(const Row& row, int k,
                                                     const at::Tensor& parameter) {
   at::Tensor& moment = row.slot->moment(k);
-  at::Tensor& scales = row.slot->scales[static_cast<std::size_t>(k)];
-  const bool is_in_blocks = row.moments == optim::MomentStorage::block8;
-  const at::ScalarType dtype =
-      is_in_blocks ? at::kByte : moment_dtype(parameter, row.storage, row.moments);
+  const at::ScalarType dtype = moment_dtype(parameter, row.storage);
   const bool is_as_kept =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  const bool is_laid_out = moment.defined() && is_plain(moment) && same_layout(parameter, moment);
-  if (is_as_kept && is_laid_out) return moment;
+  if (is_as_kept && is_plain(moment) && same_layout(parameter, moment)) return moment;
   if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
-  const auto options = parameter.options().requires_grad(false);
   if (!moment.defined()) {
-    moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
-    if (is_in_blocks) {
-      scales = at::zeros({blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
-    }
-    return moment;
+    const auto options = parameter.options().requires_grad(false);
+    return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
   }
-  if (is_as_kept && !scales.defined()) return moment = in_layout_of(parameter, moment);
-  at::Tensor values =
-      scales.defined() ? widened(moment, scales, /*is_signed=*/k == 0) : moment.detach();
-  values =
-      in_layout_of(parameter, values.to(parameter.device(), is_in_blocks ? at::kFloat : dtype));
-  Blocks8 kept{values, {}};
-  if (is_in_blocks) kept = in_blocks(values, /*is_signed=*/k == 0);
-  scales = kept.scales;
-  return moment = kept.codes;
+  return moment = in_layout_of(parameter, moment.detach().to(parameter.device(), dtype));
 }
 
 // --- The plan ----------------------------------------------------------------------------------
@@ -212,11 +190,6 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
                                       std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
-  optim::MomentStorage moments = optim::MomentStorage::as_weights;
-  if (numbers.moments > 0) moments = numbers.extras.moment_storage;
-  if (moments != optim::MomentStorage::as_weights) {
-    moments = moments_of(parameter, storage, moments, words());
-  }
   const bool has_master = storage == optim::WeightStorage::master;
   const at::Tensor& gradient = weights.grad();
   if (!gradient.defined()) return;
@@ -225,13 +198,9 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   check_gradient(weights, gradient, words());
   const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  // A parameter that stands alone has no loop with moments of another format: it becomes a float.
-  const bool is_widened =
-      moments != optim::MomentStorage::as_weights && stands_alone(weights, storage);
   const StepLoop loop =
-      rule_->loop(numbers.is_variant, is_widened ? optim::WeightStorage::plain : storage,
-                  has_master || is_widened ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+      rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
+  TORCH_CHECK(loop != nullptr && (own == given || takes_gradient(own, given)), words(), ": ",
               words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
@@ -239,8 +208,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back(
-      {&weights, gradient, group, number, storage, moments, slot, loop, &parameter});
+  plan.rows.push_back({&weights, gradient, group, number, storage, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -266,10 +234,6 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
       rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
       "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
       words.parameter(*row.parameter), " has none; use WeightStorage::master there");
-  TORCH_CHECK(row.moments == optim::MomentStorage::as_weights, rule.name,
-              ": MomentStorage::block8 and float32 need mezzo's kernels, which there are for the "
-              "CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-              words.parameter(*row.parameter), " has none; use MomentStorage::as_weights there");
   rule.check_aten(numbers);
 }
 
@@ -420,24 +384,14 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
-/// Sets where the scales of a row's moments are, if they lie in blocks.
-inline void set_scales(const StepPlan::Row& row, int moments, float* (&scales)[kMaxMoments]) {
-  if (row.moments != optim::MomentStorage::block8) return;
-  for (int k = 0; k < moments; ++k) {
-    scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
-  }
-}
-
 /// Returns the bytes of an element of each stream of `row`.
 inline StepElementSizes element_sizes(const StepPlan::Row& row) {
   const bool has_master = row.storage == optim::WeightStorage::master;
   const auto own = static_cast<int64_t>(row.parameter->element_size());
-  return {.parameter = has_master ? int64_t{sizeof(float)} : own,
-          .gradient = static_cast<int64_t>(row.gradient.element_size()),
-          .moment = row.moments == optim::MomentStorage::block8
-                        ? int64_t{1}
-                        : static_cast<int64_t>(c10::elementSize(
-                              moment_dtype(*row.parameter, row.storage, row.moments)))};
+  return {
+      .parameter = has_master ? int64_t{sizeof(float)} : own,
+      .gradient = static_cast<int64_t>(row.gradient.element_size()),
+      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*row.parameter, row.storage)))};
 }
 
 MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
@@ -467,13 +421,6 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
     task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
-    task.is_staged = row.moments != optim::MomentStorage::as_weights;
-    if (task.is_staged) {
-      set_scales(row, numbers.moments, task.scales);
-      const bool is_widened = stands_alone(*row.parameter, row.storage);
-      if (is_widened) task.parameter_dtype = row.parameter->scalar_type();
-      task.is_stochastic = row.storage == optim::WeightStorage::stochastic;
-    }
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
     } else {
@@ -487,7 +434,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
-  rule_->run_cpu(prepared.tasks);
+  run_step_cpu(prepared.tasks);
   finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
 }
 
@@ -546,9 +493,6 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
         {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
          static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
          has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
-    StepRow& step_row = step_rows.back();
-    step_row.is_staged = row.moments != optim::MomentStorage::as_weights;
-    set_scales(row, numbers.moments, step_row.scales);
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
@@ -559,11 +503,10 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
-  cuda::begin_step_(device, table_memory());
-  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs, table_memory());
+  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
-    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+    cuda::count_steps_(device, counters, inputs.found_inf);
   }
   finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
 }

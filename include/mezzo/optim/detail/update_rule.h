@@ -61,7 +61,6 @@ struct UpdateRule {
 
   StepNumbers (*coefficients)(const StepNumbers& constants, double lr, int64_t step);
   StepLoop (*loop)(bool is_variant, optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa);
-  void (*run_cpu)(const std::vector<StepTask>& tasks);
 
   std::unique_ptr<torch::optim::OptimizerParamState> (*make_state)();
   /// Returns the state as a slot, and takes over one of libtorch's; null where it is another's.
