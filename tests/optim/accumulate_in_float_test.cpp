@@ -1,8 +1,9 @@
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/sgd.h>
 
-#include <gtest/gtest.h>
 #include <torch/torch.h>
+
+#include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>

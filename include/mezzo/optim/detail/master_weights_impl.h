@@ -281,7 +281,7 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
                                                     const at::Tensor& parameter) {
   if (!keeps_master(group, parameter)) return parameter;
   detail::KeptWeights& weights = settled(parameter);
-  weights.show_gradient(parameter);
+  weights.show(parameter);
   return weights.master;
 }
 
@@ -290,9 +290,7 @@ MEZZO_INLINE MasterWeights::Kept* MasterWeights::find_kept(const at::Tensor& par
   return found == masters_.end() ? nullptr : found->second.get();
 }
 
-/// Returns the master, in agreement with the parameter as it is now; made if there is none. The two
-/// are compared at each step: an optimizer of libtorch's that steps alone writes through `data()`,
-/// which bumps no version.
+/// Returns the master, in agreement with the parameter as it is now; made if there is none.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
   const detail::NoGraphGuard no_graph;
   auto& kept = masters_[parameter.unsafeGetTensorImpl()];
@@ -301,11 +299,8 @@ MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& param
   detail::KeptWeights& weights = kept->weights;
   const bool is_resized = weights.master.defined() && weights.master.sizes() != parameter.sizes();
   if (is_resized) weights.master = at::Tensor();  // all of the parameter was written
-  if (weights.master.defined()) {
-    detail::follow_writes(parameter, weights);
-    weights.stamp = detail::WriteStamp::of(parameter);
-  }
-  detail::settle_weights(parameter, optim::WeightStorage::master, weights);
+  detail::settle_master(parameter, weights);
+  detail::heal_master(parameter, weights);
   weights.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
   return weights;
 }
@@ -356,7 +351,7 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
     step_inner(plan, *factor);
     applied_count().set(applied_steps() + 1);
   }
-  for (auto& [parameter, kept] : masters_) kept->weights.hide_gradient();
+  for (auto& [parameter, kept] : masters_) kept->weights.end_step();
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
@@ -394,7 +389,6 @@ MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
   for (const auto& [parameter, weights] : all) {
     if (weights == nullptr) continue;
     parameter.detach().copy_(weights->master);
-    weights->stamp = detail::WriteStamp::of(parameter);
   }
   detail::drop_weight_casts();
 }

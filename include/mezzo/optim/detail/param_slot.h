@@ -3,7 +3,6 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -46,19 +45,21 @@ struct KeptWeights {
   at::Tensor master{};
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor lower_half{};
-  /// Whether `lower_half` began anew because the parameter was written.
-  bool has_restarted = false;
-  /// Stamp of the parameter when `master` or `lower_half` last agreed with it.
-  WriteStamp stamp{};
+  /// The version of a master that a caller has been given, after mezzo's last write to it: with
+  /// another version the caller has written it.
+  std::optional<int64_t> shown_version{};
 
-  /// Shows a parameter's gradient at its master too, for callers that clip the gradients of
-  /// masters. Both `.grad` are one tensor until the next step.
-  void show_gradient(const at::Tensor& parameter) const {
+  /// Prepares the master to be given to a caller, with the parameter's gradient as its own until
+  /// the next step.
+  void show(const at::Tensor& parameter) {
     master.mutable_grad() = parameter.grad();
+    shown_version = master._version();
   }
-  /// Ends show_gradient.
-  void hide_gradient() const {
-    if (master.defined()) master.mutable_grad() = at::Tensor();
+  /// Called after a step has written the master or has been skipped.
+  void end_step() {
+    if (!master.defined()) return;
+    if (master.grad().defined()) master.mutable_grad() = at::Tensor();
+    if (shown_version) shown_version = master._version();
   }
 };
 
@@ -71,7 +72,11 @@ inline at::Tensor lower_half_of(const at::Tensor& floats) {
 }
 inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_half) {
   const at::Tensor upper = parameter.detach().view(at::kShort).to(at::kInt);
-  return upper.bitwise_left_shift(16).add(lower_half.to(at::kInt)).view(at::kFloat);
+  const at::Tensor magnitude = upper.bitwise_and(0x7FFF), lower = lower_half.to(at::kInt);
+  const at::Tensor is_stale = magnitude.eq(0)
+                                  .logical_and(lower.lt(0))
+                                  .logical_or(magnitude.eq(0x7F80).logical_and(lower.gt(0)));
+  return upper.bitwise_left_shift(16).add(lower.masked_fill(is_stale, 0)).view(at::kFloat);
 }
 
 /// Returns, element by element, whether a step would have rounded `master` to the 16-bit
@@ -131,65 +136,61 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
               "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
-/// Returns whether the lower half completes the parameter as it is now. It cannot tell which
-/// elements were written, so that any write to the parameter makes all of it useless.
-inline bool completes(const at::Tensor& parameter, const KeptWeights& kept) {
-  return kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
-         kept.lower_half.sizes() == parameter.sizes() && kept.stamp.is_current(parameter);
-}
-
 /// Returns a copy of the trained value, in float (double for double).
 inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& kept) {
   if (kept.master.defined()) return kept.master.clone();
-  if (completes(parameter, kept)) return joined(parameter, kept.lower_half);
+  const bool is_split = kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
+                        kept.lower_half.sizes() == parameter.sizes();
+  if (is_split) return joined(parameter, kept.lower_half);
   return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
 }
 
-/// Sets the master to the parameter at elements that were written since the last step, where the
-/// parameter is no longer the rounded master. Writes in place: a caller may hold the master.
-inline void follow_writes(const at::Tensor& parameter, KeptWeights& kept) {
-  kept.master = kept.master.to(parameter.device(), at::kFloat);
-  kept.master.copy_(at::where(is_rounded_from(kept.master, parameter), kept.master,
-                              parameter.detach().to(at::kFloat)));
-}
-
+/// Makes the master, if there is none, and brings it to where the parameter is. A caller who has
+/// written the master since it was shown has written the parameter too.
 inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
-  if (!kept.master.defined()) {
+  const at::Tensor before = kept.master;
+  if (!before.defined()) {
     check_is_warm(parameter.device(), "a float master");
     kept.master = trained_value(parameter, kept);
+    if (kept.lower_half.defined()) parameter.detach().copy_(kept.master);  // ties may differ
     kept.lower_half = at::Tensor();
-  } else if (!kept.stamp.is_current(parameter) || kept.master.scalar_type() != at::kFloat ||
-             kept.master.device() != parameter.device()) {
-    follow_writes(parameter, kept);
+  } else if (kept.shown_version && *kept.shown_version != before._version()) {
+    parameter.detach().copy_(before);
+    kept.shown_version = before._version();
   }
+  kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
+  if (!kept.master.is_same(before)) kept.shown_version.reset();
 }
 
-/// Makes the lower half: from the master if a file has brought one, otherwise of zeros.
+/// Makes the parameter's value the master at elements where the parameter does not have the bits
+/// that the master rounds to: somebody has written the parameter. mezzo's loops do so by
+/// themselves. Writes in place: a caller may hold the master.
+inline void heal_master(const at::Tensor& parameter, KeptWeights& kept) {
+  const at::Tensor own = parameter.detach();
+  const at::Tensor rounded = kept.master.to(own.scalar_type());
+  const at::Tensor is_rounded = rounded.view(at::kShort).eq(own.view(at::kShort));
+  kept.master.copy_(at::where(is_rounded, kept.master, own.to(at::kFloat)));
+  if (kept.shown_version) kept.shown_version = kept.master._version();
+}
+
+/// Makes the lower half: from the master if a file has brought one, otherwise of zeros. Whether the
+/// parameter has been written since does not show: what is left below is less than a digit.
 inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool is_kept = !kept.master.defined() && completes(parameter, kept);
-  if (!is_kept) check_is_warm(parameter.device(), "the lower halves of weights");
   if (kept.master.defined()) {
+    check_is_warm(parameter.device(), "the lower halves of weights");
     const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
     const at::Tensor is_current = is_rounded_from(master, parameter);
     const at::Tensor own = parameter.detach().view(at::kShort);
     own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
-    const at::Tensor rest = lower_half_of(master);
-    kept.lower_half = at::where(is_current, rest, at::zeros_like(rest));
+    kept.lower_half = lower_half_of(master).masked_fill(is_current.logical_not(), 0);
     kept.master = at::Tensor();
-  } else if (!is_kept) {
-    const bool was_written = kept.lower_half.defined();
-    if (was_written && std::exchange(kept.has_restarted, true)) {
-      TORCH_WARN_ONCE(
-          "A parameter (", tensor_words(parameter),
-          ") of WeightStorage::split_master has been written between steps more than once. Each "
-          "time the 16 bits below it are lost, as with WeightStorage::plain. Use "
-          "WeightStorage::master for weights that are clamped, swapped or averaged during "
-          "training.");
-    }
+  } else if (!kept.lower_half.defined() || kept.lower_half.sizes() != parameter.sizes()) {
+    check_is_warm(parameter.device(), "the lower halves of weights");
     kept.lower_half =
         at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                        at::MemoryFormat::Preserve);
   }
+  kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
 }
 
 /// Drops the master of a parameter that is trained as it is. A float parameter takes its value
@@ -205,8 +206,7 @@ inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
   kept.lower_half = at::Tensor();
 }
 
-/// Makes `kept` hold the tensors that `storage` needs, and no others, in agreement with the
-/// parameter as it is now. The parameter must not be written between this and the step.
+/// Makes `kept` hold the tensors that `storage` needs, and no others, in the parameter's layout.
 inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
                            KeptWeights& kept) {
   switch (storage) {
@@ -220,7 +220,6 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
     case optim::WeightStorage::stochastic:
       give_up_master(parameter, kept);
   }
-  kept.stamp = WriteStamp::of(parameter);
 }
 
 // --- Slots and states --------------------------------------------------------------------------

@@ -78,9 +78,9 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
   const NoGraphGuard no_graph;
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
-  settle_weights(parameter, storage, slot);
-  slot.master = in_layout_of(parameter, slot.master);
-  slot.show_gradient(parameter);
+  settle_master(parameter, slot);
+  heal_master(parameter, slot);
+  slot.show(parameter);
   return slot.master;
 }
 
@@ -342,11 +342,9 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
     }
   }
   if (row.storage == optim::WeightStorage::master) {
-    row.slot->master = in_layout_of(parameter, row.slot->master);
     span.low_half_or_copy = span.parameter;
     span.parameter = row.slot->master.mutable_data_ptr();
   } else if (row.storage == optim::WeightStorage::split_master) {
-    row.slot->lower_half = in_layout_of(parameter, row.slot->lower_half);
     span.low_half_or_copy = row.slot->lower_half.mutable_data_ptr();
   }
   return span;
@@ -366,10 +364,7 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared&
       slot.count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
     }
     if (slot.master.defined()) bump_version(slot.master);
-    slot.hide_gradient();
-    if (slot.master.defined() || slot.lower_half.defined()) {
-      slot.stamp = WriteStamp::of(*row.parameter);
-    }
+    slot.end_step();
   }
 }
 
@@ -399,7 +394,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
   if (!factor) {
     for (const Row& row : rows) {
-      if (row.slot != nullptr) row.slot->hide_gradient();
+      if (row.slot != nullptr) row.slot->end_step();
       if (options.zero_grad) clear_gradient(row.gradient);
     }
     return;
@@ -621,7 +616,7 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
                                           std::vector<StepCount>& counts, Copies& copies) {
   at::Tensor parameter = *row.parameter;
   if (row.storage == optim::WeightStorage::master) {
-    row.slot->master = in_layout_of(parameter, row.slot->master);
+    heal_master(parameter, *row.slot);
     parameter = row.slot->master;
     copies.emplace_back(*row.parameter, parameter);
   }
