@@ -317,6 +317,25 @@ TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
   }
 }
 
+TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const auto warned = [](WeightStorage storage, torch::ScalarType second) {
+    const test_support::Warnings warnings;
+    const auto x = torch::ones({2}).requires_grad_();
+    const auto y = torch::ones({2}, second).requires_grad_();
+    AdamW optimizer({x, y}, AdamWOptions(0.1).weight_storage(storage));
+    for (const auto& one : {x, y}) one.mutable_grad() = torch::ones_like(one.detach());
+    optimizer.step();
+    return warnings.texts;
+  };
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
+    EXPECT_THAT(warned(storage, torch::kFloat),
+                testing::ElementsAre(HasSubstr("Cast it with model->to(torch::kBFloat16)")));
+    EXPECT_THAT(warned(storage, torch::kBFloat16), testing::ElementsAre());
+  }
+  EXPECT_THAT(warned(WeightStorage::master, torch::kFloat), testing::ElementsAre());
+}
+
 TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
   for (const auto& [storage, name] : std::vector<std::pair<WeightStorage, std::string>>{
            {WeightStorage::split_master, "split_master"},

@@ -146,15 +146,15 @@ class Ema {
 ///
 /// The constructor gives the parameters other memory, which holds the averages rounded to their
 /// dtypes, and takes their gradients away. The destructor gives memory and gradients back,
-/// untouched, so training continues bitwise identically, also with whole or split masters. The price
-/// is memory for one copy of the weights. Copies and files of the model that are made within the
-/// scope have the averaged weights.
+/// untouched, so training continues bitwise identically, also with whole or split masters. The
+/// price is memory for one copy of the weights. Copies and files of the model that are made within
+/// the scope have the averaged weights.
 ///
 /// Evaluate within the scope; do not train: what is written to the parameters, and gradients made
 /// within the scope, are lost at its end. CheckpointManager (mezzo/checkpoint/checkpoint.h) refuses
 /// to save or load such parameters, Ema to update, and another scope to begin on them. Buffers keep
-/// their training values: to get batch-norm statistics for the averaged weights, run some batches in
-/// training mode, and restore the buffers afterwards. Older views of the parameters and captured
+/// their training values: to get batch-norm statistics for the averaged weights, run some batches
+/// in training mode, and restore the buffers afterwards. Older views of the parameters and captured
 /// CUDA graphs keep using the training weights. No other thread may use the parameters while the
 /// guard begins or ends.
 class [[nodiscard]] EmaScope {

@@ -100,7 +100,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   /// Sets how 16-bit weights are kept.
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
 
-
   /// Seed of the random bits of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
   /// Sets the seed.

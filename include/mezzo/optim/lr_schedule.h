@@ -127,7 +127,8 @@ class LrSchedule {
   /// that.
   void step(const StepResult& result);
 
-  /// Moves the rates after a step without a scaler, which always runs.
+  /// Moves the rates after a step without a scaler, which always runs. Warns once after a step of a
+  /// libtorch optimizer that a scaler of this thread has skipped, which it counts all the same.
   void step();
 
   /// Returns how many steps were applied. An optimizer of mezzo's counts all that it applied, and

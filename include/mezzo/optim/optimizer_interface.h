@@ -305,6 +305,10 @@ class OptimizerInterface {
 
 namespace detail {
 
+/// The optimizer not mezzo's whose last step with a GradScaler in this thread was skipped; null if
+/// that step ran. Only compared, never followed.
+inline thread_local const torch::optim::Optimizer* skipped_optimizer = nullptr;
+
 /// A class that steps an optimizer and is none itself: MasterWeights, or one of yours.
 template <class T>
 concept StepsAnother = std::derived_from<T, optim::OptimizerInterface> &&

@@ -86,6 +86,26 @@ TEST(LrSchedule, StandsStillForASkippedStep) {
   EXPECT_EQ(schedule.applied_steps(), 1);
 }
 
+TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const auto warned = [](auto&& optimizer, double slope) {
+    const test_support::Warnings warnings;
+    const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
+    LinearSchedule schedule(optimizer, {.total_steps = 4});
+    mezzo::GradScaler scaler = quiet_scaler();
+    scaler.scale(parameter.mul(slope).sum()).backward();
+    scaler.step(optimizer, {});
+    scaler.update();
+    schedule.step();
+    return warnings.texts;
+  };
+  const double inf = std::numeric_limits<double>::infinity();
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), inf),
+              ElementsAre(HasSubstr("schedule.step(result)")));
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), 1), ElementsAre());
+  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), inf), ElementsAre());
+}
+
 TEST(LrSchedule, CountsEveryStepWithoutAScaler) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});

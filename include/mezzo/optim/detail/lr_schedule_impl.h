@@ -114,6 +114,11 @@ void LrSchedule<Curve>::step(const StepResult& result) {
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
+  if (detail::skipped_optimizer == &optimizer_.optimizer() && optimizer_.mezzos() == nullptr) {
+    TORCH_WARN_ONCE(
+        "LrSchedule::step() counts a step that the GradScaler has skipped. Give it the result: "
+        "auto result = scaler.step(optimizer); scaler.update(); schedule.step(result);");
+  }
   ++known_steps_;
   show_lrs();
 }

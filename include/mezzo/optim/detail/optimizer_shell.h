@@ -212,7 +212,7 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose comment the compiler prints.
+/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose line the compiler prints.
 struct OptionsAreSetByCalls {
   double lr = 0;
   std::tuple<double, double> betas{};
@@ -253,8 +253,9 @@ class OptimizerShell : public StepEngine {
   }
 
   /// Refuses `{.lr = 1e-3}`: options are set as libtorch's are, AdamWOptions(1e-3).eps(1e-7).
-  template <class = void>  // a template, so that {1e-3} and {} still mean Options
-  OptimizerShell(std::vector<at::Tensor> parameters, const OptionsAreSetByCalls&) = delete;
+  template <class = void>                  // a template, so that {1e-3} and {} still mean Options
+  OptimizerShell(std::vector<at::Tensor>,  // set options by calls: AdamWOptions(1e-3).eps(1e-7)
+                 const OptionsAreSetByCalls&) = delete;
 
   /// Adds a group with all of its options. libtorch's own function, called through
   /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.

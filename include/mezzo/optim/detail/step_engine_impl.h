@@ -169,6 +169,21 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
+/// Warns once where options ask for a storage of bfloat16 and no weight of a step has 16 bits.
+inline void warn_of_unused_storage(const StepPlan& plan, const OptimizerWords& optimizer) {
+  const auto wants = [](const GroupNumbers& group) {
+    return group.extras.weight_storage == optim::WeightStorage::split_master ||
+           group.extras.weight_storage == optim::WeightStorage::stochastic;
+  };
+  if (std::none_of(plan.groups.begin(), plan.groups.end(), wants) || plan.rows.empty()) return;
+  const auto is_used = [](const StepPlan::Row& row) { return is_low_precision(*row.parameter); };
+  if (std::any_of(plan.rows.begin(), plan.rows.end(), is_used)) return;
+  TORCH_WARN_ONCE(optimizer,
+                  ": WeightStorage::split_master and stochastic are for weights of bfloat16, and "
+                  "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
+                  "before its optimizer is made.");
+}
+
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
   StepPlan plan{.is_checked = true};
@@ -182,6 +197,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
   }
   if (number != parameters_ || state_.size() > number) meet_parameters();
   if (plan.has_devices) group_by_device(plan);
+  warn_of_unused_storage(plan, words());
   return plan;
 }
 

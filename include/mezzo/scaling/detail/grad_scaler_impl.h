@@ -350,6 +350,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     skipped_scale_ = outcome.scale;
   }
   record.stage = detail::Stage::stepped;
+  detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
