@@ -262,10 +262,10 @@ class OptimizerInterface {
 
   /// Returns whether there is a table of factors.
   bool has_schedule() const noexcept { return !lr_factors_.empty(); }
-  /// Returns the base rates that the device multiplies by its table's factor; none where the host
-  /// knows the rates of the next step, `lrs()`.
+  /// Returns the base rates that a device multiplies by its table's factor; none without a table,
+  /// and where the user has written a rate: then the rates of the next step are `lrs()`.
   std::optional<std::vector<double>> lrs_for_device() {
-    if (lr_factors_.empty() || counts_on_host()) return std::nullopt;
+    if (lr_factors_.empty()) return std::nullopt;
     const auto& groups = optimizer().param_groups();
     for (std::size_t i = 0; i < groups.size(); ++i) {
       if (scheduled_.is_written(i, groups[i].options().get_lr())) return std::nullopt;

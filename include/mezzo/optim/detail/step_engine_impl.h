@@ -283,8 +283,8 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   if (!is_counted) count_applied(plan, verdict);
 }
 
-/// Sets the rates of a step under a schedule: those of the step where the host knows them or steps
-/// itself, otherwise the bases, which the device multiplies.
+/// Sets the rates of a step under a schedule: on a device the bases, which it multiplies, otherwise
+/// the rates of the step.
 MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.rows.empty()) return;
   const bool steps_here = plan.has_devices || has_cpu_loops(plan.rows.front().parameter->device());
