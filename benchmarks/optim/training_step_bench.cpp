@@ -48,7 +48,6 @@ struct Way {
   std::string name;
   torch::ScalarType model = kFloat;
   bool autocast = false;
-  bool publishes = false;
   bool is_torchs = false;
   WeightStorage storage = WeightStorage::plain;
 };
@@ -58,7 +57,6 @@ const std::vector<Way>& ways() {
       {.name = "float32", .model = kFloat},
       {.name = "O1: at::autocast, torch::optim::AdamW", .autocast = true, .is_torchs = true},
       {.name = "O1: at::autocast, mezzo's AdamW", .autocast = true},
-      {.name = "O1: published weights", .autocast = true, .publishes = true},
       {.name = "O2: bfloat16, master", .model = kBFloat16, .storage = WeightStorage::master},
       {.name = "bfloat16, split master",
        .model = kBFloat16,
@@ -81,18 +79,13 @@ class Training {
     } else {
       ours_ = std::make_unique<AdamW>(model_->parameters(),
                                       AdamWOptions(1e-4).weight_storage(way.storage));
-      if (way.publishes) ours_->publish_to(cache_, kBFloat16);
     }
   }
 
   void step(const torch::Tensor& input) {
     {
       std::optional<mezzo::Autocast<torch::kCPU>> autocast;
-      if (way_.publishes) {
-        autocast.emplace(mezzo::AutocastSetting{.cache = cache_});
-      } else if (way_.autocast) {
-        autocast.emplace();
-      }
+      if (way_.autocast) autocast.emplace();
       model_->forward(input).to(kFloat).square().mean().backward();
     }
     if (torchs_ != nullptr) {

@@ -99,8 +99,6 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
   precision_.cache = weights_;
-  auto* const fused = dynamic_cast<mezzo::optim::AdamW*>(optimizer.get());
-  if (precision_.enabled && fused != nullptr) fused->publish_to(weights_, dtype_of(precision_));
 }
 
 double Trainer::bytes_a_parameter() const {

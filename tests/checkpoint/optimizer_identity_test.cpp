@@ -172,11 +172,9 @@ TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorageWhateverElseTheFileSays) {
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
     return static_cast<const AdamWOptions&>(loaded.param_groups()[0].options()).weight_storage();
   };
-  const auto in_float = [](AdamWOptions& options) { options.accumulate_in_float(true); };
   for (const auto storage :
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
     EXPECT_EQ(storage_after_load(saved_with(), storage), storage);
-    EXPECT_EQ(storage_after_load(saved_with(in_float), storage), storage);
   }
 }
 

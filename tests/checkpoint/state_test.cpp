@@ -296,8 +296,7 @@ TEST(Checkpoint, OptionsThatAFailedLoadHasSetAreTakenBack) {
   using mezzo::optim::AdamWOptions;
   const Scratch scratch;
   torch::nn::Linear saved(2, 2), loaded(2, 2);
-  mezzo::optim::AdamW first(saved->parameters(),
-                            AdamWOptions(1e-3).accumulate_in_float(true).seed(3));
+  mezzo::optim::AdamW first(saved->parameters(), AdamWOptions(1e-3).seed(3));
   mezzo::optim::AdamW second(loaded->parameters(), AdamWOptions(1e-2));
   std::vector<torch::optim::OptimizerParamGroup> of_libtorch;
   of_libtorch.emplace_back(loaded->parameters(),

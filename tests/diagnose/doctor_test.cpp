@@ -197,8 +197,7 @@ TEST(Doctor, AdvisesFloatForTheGradientsOfManyMicroBatches) {
   const auto found = [](at::ScalarType dtype, int64_t micro_batches, bool in_float = false) {
     torch::nn::Linear layer(8, 8);
     layer->to(dtype);
-    const mezzo::optim::AdamW optimizer(layer->parameters(),
-                                        mezzo::optim::AdamWOptions().accumulate_in_float(in_float));
+    if (in_float) mezzo::accumulate_in_float(layer->parameters());
     mezzo::DoctorOptions options = kInBfloat16;
     options.micro_batches = micro_batches;
     return diagnose(layer, torch::ones({8, 8}).to(dtype), torch::kCPU, options).findings;

@@ -84,8 +84,7 @@ Run script(const std::string& faulty, const std::string& cure) {
 std::string micro_batches(bool cured) {
   PatientImpl model;
   model.to(torch::kBFloat16);
-  const mezzo::optim::AdamW optimizer(model.parameters(),
-                                      mezzo::optim::AdamWOptions(1e-3).accumulate_in_float(cured));
+  if (cured) mezzo::accumulate_in_float(model.parameters());
   return doctor_of(model, torch::kBFloat16, 64, batch_of_ones().to(torch::kBFloat16));
 }
 
@@ -204,7 +203,7 @@ std::vector<PlantedFault> before_the_run() {
        "64 micro-batches that add up in bfloat16",
        micro_batches,
        {"64 micro-batches are added up in 16 bits"},
-       "accumulate_in_float(true)"},
+       "accumulate_in_float(model->parameters())"},
       {"DoctorScriptMask",
        "masked_fill with -1e9 in TorchScript",
        script("y.masked_fill(y > 1e4, -1e9)", "y.masked_fill(y > 1e4, -float('inf'))"),

@@ -132,28 +132,6 @@ TEST(ShardedSteps, RefuseAnotherLargestNormInTheNextStep) {
   EXPECT_THAT(error_of(step), names_last(ranks, "max_norm: 0.5", "max_norm: 1"));
 }
 
-TEST(MpiDataParallelSteps, AnotherLargestNormIsToldInTheNextPass) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  for (const bool scales : {false, true}) {
-    for (const bool is_mezzos : {false, true}) {
-      mezzo::DataParallel ddp(small_model(), ranks);
-      AdamW own(ddp->parameters(), AdamWOptions(0.1));
-      torch::optim::SGD libtorchs(ddp->parameters(), 0.1);
-      GradScaler scaler({.enabled = scales});
-      const mezzo::StepOptions options{.max_norm = on_last(ranks, 1, 0.5)};
-      const auto step = [&] {
-        own.zero_grad();
-        scaler.scale(ddp(torch::ones({2, 4})).sum()).backward();
-        is_mezzos ? scaler.step(own, options) : scaler.step(libtorchs, options);
-        scaler.update();
-      };
-      step();
-      EXPECT_THAT(error_of(step), names_last(ranks, "max_norm: 0.5", "max_norm: 1"));
-    }
-  }
-}
-
 TEST(MpiDataParallelOptions, ThatDifferAreToldBeforeAnyIsUsed) {
   const Ranks ranks = everyone();
   if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
@@ -229,82 +207,7 @@ TEST(MpiDataParallelSteps, WeightsThatOneRankAloneHasLoadedAreToldInTheFirstPass
   }
 }
 
-TEST(MpiDataParallelSteps, AnotherLossScaleIsToldInTheNextPass) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  mezzo::DataParallel ddp(small_model(), ranks);
-  AdamW optimizer(ddp->parameters(), AdamWOptions(0.1));
-  GradScaler scaler({.init_scale = on_last(ranks, 65536, 1024)});
-  train(ddp, scaler, optimizer);
-  EXPECT_THAT(error_of([&] { train(ddp, scaler, optimizer); }),
-              names_last(ranks, "loss scale: 1024", "loss scale: 65536"));
-}
-
-TEST(MpiDataParallelSteps, AnotherRateOfLibtorchsOptimizerIsToldInTheNextPass) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  mezzo::DataParallel ddp(small_model(), ranks);
-  torch::optim::SGD optimizer(ddp->parameters(), on_last(ranks, 0.1, 0.2));
-  GradScaler scaler;
-  train(ddp, scaler, optimizer);
-  EXPECT_THAT(error_of([&] { train(ddp, scaler, optimizer); }),
-              names_last(ranks, "group 0 lr: 0.2", "group 0 lr: 0.1"));
-}
-
-TEST(MpiDataParallelSteps, AnotherOptionIsToldWithoutALossScale) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  mezzo::DataParallel ddp(small_model(), ranks);
-  AdamW optimizer(ddp->parameters(),
-                  AdamWOptions(0.1).weight_decay(on_last(ranks, 0.01, 0.5)).seed(1));
-  const auto step = [&] {
-    ddp(torch::ones({2, 4})).sum().backward();
-    optimizer.step();
-  };
-  step();
-  EXPECT_THAT(error_of(step),
-              names_last(ranks, "group 0 weight_decay: 0.5", "group 0 weight_decay: 0.01"));
-}
-
-TEST(MpiDataParallelSteps, AnOptionOfMasterWeightsIsToldWithAndWithoutALossScale) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  for (const bool scales : {false, true}) {
-    mezzo::DataParallel ddp(small_model(), ranks);
-    // The first parameter is no gradient's that ranks share.
-    const at::Tensor own = at::ones({2}).requires_grad_();
-    torch::optim::SGD sgd({own}, 0.1);
-    sgd.add_param_group({ddp->parameters(), std::make_unique<torch::optim::SGDOptions>(0.1)});
-    auto& options = static_cast<torch::optim::SGDOptions&>(sgd.param_groups()[1].options());
-    options.momentum(on_last(ranks, 0.9, 0.5));
-    mezzo::MasterWeights masters(sgd);
-    GradScaler scaler({.enabled = scales});
-    const auto step = [&] {
-      sgd.zero_grad();
-      scaler.scale(ddp(torch::ones({2, 4})).sum()).backward();
-      scales ? (void)scaler.step(masters) : (void)masters.step();
-      if (scales) scaler.update();
-    };
-    step();
-    EXPECT_THAT(error_of(step),
-                names_last(ranks, "group 1 momentum: 0.5", "group 1 momentum: 0.9"));
-  }
-}
-
-TEST(MpiDataParallelSteps, AStepThatOneRankAloneTookIsToldInTheNextPass) {
-  const Ranks ranks = everyone();
-  if (ranks->getSize() == 1) GTEST_SKIP() << "one rank has none to differ from";
-  mezzo::DataParallel ddp(small_model(), ranks);
-  AdamW optimizer(ddp->parameters(), AdamWOptions(0.1));
-  ddp(torch::ones({2, 4})).sum().backward();
-  if (ranks->getRank() == ranks->getSize() - 1) optimizer.step();
-  EXPECT_THAT(error_of([&] {
-                ddp(torch::ones({2, 4})).sum().backward();
-              }),
-              names_last(ranks, "group 0 lr: 0.1", "nothing more"));
-}
-
-TEST(MpiDataParallelSteps, AreComparedWithoutACollectiveOfTheirOwn) {
+TEST(MpiDataParallelSteps, TakeTwoCollectivesABucket) {
   std::vector<std::string> log;
   const Ranks ranks = distributed_test::recording_ranks(everyone(), log);
   auto model = small_model();

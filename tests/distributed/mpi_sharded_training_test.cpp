@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
@@ -102,8 +101,8 @@ TEST(ShardedTraining, RanksWithPartsOfABatchFollowOneWithAllOfItClipped) {
 TEST(ShardedTraining, AddsUpMicroBatchesOf16BitWeightsInFloat) {
   Ranks ranks = world();
   const at::Tensor weight = torch::zeros({301}, torch::kBFloat16).requires_grad_();
-  ShardedOptimizer<mezzo::optim::SGD> optimizer(
-      {weight}, ranks, mezzo::optim::SGDOptions(1.).accumulate_in_float(true));
+  mezzo::accumulate_in_float({weight});
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   {
     const auto local = optimizer.no_sync();
     for (int i = 0; i < 999; ++i) weight.sum().backward();
@@ -385,10 +384,6 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
   EXPECT_THAT(error_of([&] { optimizer.enable_master_weights(); }),
               HasSubstr("make the optimizer from the cast model"));
   own_loss(model, batches(1)[0], ranks).backward();
-  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  optimizer.publish_to(cache, at::kBFloat16);
-  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("stop_publishing()"));
-  optimizer.stop_publishing();
   static_cast<AdamWOptions&>(optimizer.param_groups()[0].options())
       .weight_storage(WeightStorage::stochastic);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("use WeightStorage::master"));

@@ -200,8 +200,8 @@ struct Case {
 /// The columns of a case's line in a recording.
 using Line = std::vector<std::string>;
 
-// Parameter 4 is channels_last, parameter 5 has no gradient in every third step, parameter 6 has
-// gaps in its memory. Parameter 3 is cut into two pieces by mezzo's loops.
+// Parameter 4 is channels_last, parameter 5 has no gradient in every third step. Parameter 3 is cut
+// into two pieces by mezzo's loops.
 inline constexpr std::size_t kParameters = 7;
 inline constexpr std::size_t kSometimesWithoutGradient = 5;
 
@@ -231,7 +231,6 @@ inline std::vector<Tensor> make_parameters(const Weights& weights, torch::Device
     Tensor values = values_like(shape_of(i), dtype, uint64_t{i} << 32, 1.0);
     if (i == 4) values = values.contiguous(torch::MemoryFormat::ChannelsLast);
     values = values.to(device);
-    if (i == 6) values = torch::zeros({5, 10}, values.options()).narrow(1, 0, 9).copy_(values);
     parameters.push_back(values.detach().requires_grad_());
   }
   return parameters;

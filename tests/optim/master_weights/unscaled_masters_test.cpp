@@ -299,23 +299,6 @@ TEST_P(Unscaled, MissingGradientsStayMissing) {
   EXPECT_EQ(y_[0].item<float>(), -1.0F);
 }
 
-TEST_P(Unscaled, AGradientThatIsDroppedAtTheMasterIsLeftOut) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  master().mutable_grad() = torch::Tensor();
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), 0.0F);
-  EXPECT_EQ(y_[0].item<float>(), -3.0F);
-}
-
-TEST_P(Unscaled, AGradientThatIsReplacedAtTheMasterIsTaken) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  master().mutable_grad() = torch::full({2}, 7.0F);
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), -7.0F);
-}
-
 TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
   GradScaler disabled({.enabled = false});
   for (const float max_norm : {1.0F, 2.0F}) {

@@ -7,7 +7,7 @@
 #include <mezzo/checkpoint/detail/optimizer_identity.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/detail/step_witness.h>
+#include <mezzo/optim/detail/step_words.h>
 #include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
 

@@ -174,7 +174,7 @@ inline void add_accumulation(Diagnosis& diagnosis, const NamedTensors& parameter
            c10::str("gradients of ", micro_batches,
                     " micro-batches are added up in 16 bits, which round each sum and stop at ",
                     most, " equal ones; in float they take ", bytes_text(bytes), " more"),
-       .remedy = "mezzo::optim::AdamWOptions(lr).accumulate_in_float(true)"});
+       .remedy = "mezzo::accumulate_in_float(model->parameters());"});
 }
 
 /// A result of 16 bits where float32's has 32: a loss that is computed outside of the region is a
@@ -250,9 +250,9 @@ inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>
                             dtype_name(diagnosis.dtype), " in every forward pass, ",
                             bytes_text(bytes), " read and written");
   if (again > 0) finding.reason += c10::str("; ", again, " of them more than once");
-  finding.remedy = "optimizer.publish_to(cache, " +
+  finding.remedy = "model->to(" +
                    std::string(diagnosis.dtype == at::kHalf ? "torch::kHalf" : "torch::kBFloat16") +
-                   ");  // cache = mezzo::install_op_overrides(mezzo::WeightCache())";
+                   ");  // before its optimizer, with weight_storage(WeightStorage::master)";
   diagnosis.findings.push_back(std::move(finding));
 }
 

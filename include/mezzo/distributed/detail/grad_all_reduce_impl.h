@@ -264,11 +264,9 @@ inline GradAllReduce::GradAllReduce(GradBuckets& buckets, c10::intrusive_ptr<c10
   } else {
     exchange = std::make_shared<detail::AllReduceExchange>(*gradients_, group, options.average);
   }
-  const int group_size = group->getSize();
   auto reduction =
       std::make_shared<detail::GradientReduction>("GradAllReduce", *gradients_, std::move(group),
                                                   std::move(exchange), detail::words_of(options));
-  if (group_size > 1) gradients_->begin_noting_steps();
   callback_ = gradients_->on_ready([reduction](std::size_t bucket) { reduction->ready(bucket); });
 }
 

@@ -4,7 +4,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/grad_buckets.h>
-#include <mezzo/optim/detail/step_witness.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -229,24 +228,10 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
     });
   }
 
-  /// Notes the steps of the parameters from here on, in words that ranks compare
-  /// (GradientReduction): on the CPU each step, on a device, for which the words wait, the step
-  /// after one backward pass of a hundred.
-  void begin_noting_steps() noexcept { notes_steps_ = true; }
-  void note_step(AnyOptimizer optimizer, const at::Tensor& scale, double max_norm) {
-    if (noted_steps_before(passes_ + 1)) steps_ += words_of_step(optimizer, scale, max_norm);
-  }
-  /// Returns the words of the steps since the last call.
-  std::string take_steps() { return std::exchange(steps_, {}); }
-  /// Whether the steps before backward pass number `pass` were noted.
-  bool noted_steps_before(int64_t pass) const {
-    return notes_steps_ && (buckets_.front().device.is_cpu() || pass % 100 == 2);
-  }
-
  private:
-  /// Hears that a parameter's gradient is there, and of steps. A tensor has one slot for such a
+  /// Hears that a parameter's gradient is there. A tensor has one slot for such a
   /// hook, so this hook keeps, and calls first, the one that it found there.
-  class Hook final : public torch::autograd::PostAccumulateGradHook, public StepWitness {
+  class Hook final : public torch::autograd::PostAccumulateGradHook {
    public:
     using Any = torch::autograd::PostAccumulateGradHook;
 
@@ -256,12 +241,6 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
     void operator()(const at::Tensor& parameter) override {
       if (previous_ != nullptr) (*previous_)(parameter);
       if (const auto state = state_.lock()) state->arrived(number_);
-    }
-
-    void note_step(AnyOptimizer optimizer, const at::Tensor& scale, double max_norm) override {
-      if (const auto state = state_.lock()) state->note_step(optimizer, scale, max_norm);
-      auto* const next = dynamic_cast<StepWitness*>(previous_.get());
-      if (next != nullptr) next->note_step(optimizer, scale, max_norm);
     }
 
     static void install(const std::shared_ptr<BucketedGradients>& state, std::size_t number,
@@ -407,8 +386,7 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
                 "GradBuckets: gradients of ", parameter_words(number, slot.parameter),
                 " are added up in float32 by now, and these GradBuckets (or the DataParallel that ",
                 "made them) have room for ", dtype_name(slot.place.scalar_type()),
-                "; make the optimizer with accumulate_in_float, or call set_grad_dtype, before "
-                "them");
+                "; call mezzo::accumulate_in_float before them");
   }
 
   /// \throws c10::Error for a gradient of float, as `unscale_` leaves it for a float master, that a
@@ -419,8 +397,8 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
                 "GradBuckets: the gradient of ", parameter_words(number, slot.parameter),
                 " is float32, and its bucket would round it to ",
                 dtype_name(slot.place.scalar_type()),
-                "; take the step and zero_grad() first, or keep gradients in float32: make the "
-                "optimizer with accumulate_in_float before these GradBuckets");
+                "; take the step and zero_grad() first, or keep gradients in float32: call "
+                "mezzo::accumulate_in_float before these GradBuckets");
   }
 
   /// Brings one gradient to its place, wherever it is. `arrives`: autograd has just made it.
@@ -545,8 +523,6 @@ class BucketedGradients final : public std::enable_shared_from_this<BucketedGrad
   std::vector<GradientSlot> slots_;
   std::vector<GradBucket> buckets_;
 
-  bool notes_steps_ = false;
-  std::string steps_;
   std::atomic<int> reductions_ = 0;
   std::atomic<int64_t> passes_ = 0;
 

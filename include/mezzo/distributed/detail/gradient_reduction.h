@@ -196,8 +196,8 @@ class GradientReduction {
     }
     has_gradient.push_back(refused.empty() ? 0 : 1);
     const bool is_first = std::exchange(is_first_pass_, false);
-    std::string words = gradients_.take_steps();
-    if (is_first && group_->getSize() > 1) words += words_of_weights(gradients_.parameters());
+    std::string words;
+    if (is_first && group_->getSize() > 1) words = words_of_weights(gradients_.parameters());
     const Fingerprint own = fingerprint(words.data(), words.size());
     has_gradient.insert(has_gradient.end(), own.begin(), own.end());
     const at::Tensor anywhere = at::tensor(
@@ -207,18 +207,15 @@ class GradientReduction {
     exchange_->finish();
     request.wait();
     TORCH_CHECK(refused.empty(), caller_, " on rank ", group_->getRank(), ": ", refused);
-    if (anywhere.is_cpu() || is_first || gradients_.noted_steps_before(passes_)) {
-      check_ranks(anywhere, own, words);
-    }
+    if (anywhere.is_cpu() || is_first) check_ranks(anywhere, own, words);
     if (!all) adopt(anywhere.cpu());
     next_ = 0;
     is_under_way_ = false;
   }
 
-  /// Throws where a rank refuses a gradient, and where the ranks have taken different steps or, in
-  /// the first pass, have different weights. Called in each pass on the CPU; on a device, for which
-  /// it waits, in the first pass and where the steps before were noted. A rank that goes on without
-  /// knowing waits in its next pass, until a Watchdog ends it.
+  /// Throws where a rank refuses a gradient, and where the ranks have different weights in the first
+  /// pass. Called in each pass on the CPU, and on a device, for which it waits, in the first pass. A
+  /// rank that goes on without knowing waits in its next pass, until a Watchdog ends it.
   void check_ranks(const at::Tensor& anywhere, const Fingerprint& own, const std::string& words) {
     constexpr int64_t kBytes = 1 + kFingerprintBytes;
     const at::Tensor largest = anywhere.narrow(0, anywhere.numel() - kBytes, kBytes).cpu();

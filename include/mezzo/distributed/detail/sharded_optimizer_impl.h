@@ -11,7 +11,7 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/detail/step_witness.h>
+#include <mezzo/optim/detail/step_words.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -325,7 +325,6 @@ StepPlan ShardedOptimizer<OptimizerType>::plan() {
     const at::Tensor& gradient = known.parameter.grad();
     const bool is_half = gradient.defined() && gradient.scalar_type() == at::kHalf;
     plan.has_bare_half |= is_half && !this->keeps_master(known.group, known.parameter);
-    detail::refuse_average(known.parameter, this->words());
   }
   return plan;
 }
@@ -356,9 +355,6 @@ template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdict,
                                             const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  TORCH_CHECK(!this->publishes(),
-              "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
-              "makes a part alone; call stop_publishing(), and regions cast as ever");
   if (!exchange_->has_summed()) prepare();  // which throws for a plan that has been used up
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const bool needs_average = !verdict.defined() && device;

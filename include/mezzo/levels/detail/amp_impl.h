@@ -94,9 +94,6 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
     for (const auto& model : models.modules()) {
       if (input_dtype_) detail::cast_model(*model, *input_dtype_, level.keep_batchnorm_fp32());
     }
-    for (const Given& one : given_) {
-      if (const auto* const fused = detail::as_fused(one.stepper)) fused->set_grad_dtypes();
-    }
   }
   for (const auto& model : models.modules()) models_.emplace_back(model);
 }

@@ -6,9 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -173,22 +171,6 @@ class StepWithoutVersion {
   bool is_one_;
 };
 
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
-/// changes there is lost with the scope, and a master would follow the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  if (averaged_parameters_held.load() == 0) return;
-  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
-              optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
-}
-
-/// Calls refuse_average for each parameter of a step.
-inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
-  for (const StepPlan::Row& row : plan.rows) {
-    refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
-  }
-}
-
 /// Multiplies the gradients of an optimizer by `factor` for the time of its step, for optimizers
 /// that do not read a verdict. The end puts the gradients back, except those that the optimizer
 /// itself replaced or wrote.
@@ -249,7 +231,6 @@ inline at::Tensor optim::FusedOptimizer::step_with(
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  detail::tell_witness(*this, /*scale=*/{});
   apply(plan());
   return loss;
 }

@@ -9,7 +9,6 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones.h>
@@ -73,12 +72,7 @@ inline void check_step_options(const StepOptions& options) {
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-/// \throws c10::Error, before any write, if an EmaScope has put an average in the place of one
 inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
-  for (const StepPlan::Row& row : plan.rows) {
-    if (!keeps_master(fused, row)) continue;
-    refuse_average(*row.parameter, {"unscale_", fused->optimizer().param_groups()});
-  }
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
@@ -263,7 +257,6 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
   detail::OptimizerRecord& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_->original();
-  detail::tell_witness(fused, scale, options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
   const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_->inverse();
   StepPlan plan = fused.plan();
@@ -299,7 +292,6 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  detail::tell_witness(optimizer, scale_->original(), options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
@@ -358,6 +350,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     skipped_scale_ = outcome.scale;
   }
   record.stage = detail::Stage::stepped;
+  detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
@@ -366,7 +359,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  detail::tell_witness(optimizer, /*scale=*/{}, options.max_norm);
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;

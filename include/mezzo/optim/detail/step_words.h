@@ -1,14 +1,11 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/fused_options.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
@@ -83,32 +80,6 @@ inline std::string words_of_step(AnyOptimizer optimizer, const at::Tensor& scale
     words += "applied steps: " + std::to_string(optimizer.mezzos()->applied_steps()) + '\n';
   }
   return words;
-}
-
-/// Hears of the steps that train a parameter. A post-accumulate hook of the parameter may be one,
-/// as GradBuckets' is.
-class StepWitness {
- public:
-  virtual void note_step(AnyOptimizer optimizer, const at::Tensor& scale, double max_norm) = 0;
-
- protected:
-  ~StepWitness() = default;
-};
-
-/// Tells the witness of the first parameter that has one of a step that is about to be taken with
-/// the loss scale `scale`, which is undefined where there is none, and clip to `max_norm`.
-inline void tell_witness(AnyOptimizer optimizer, const at::Tensor& scale,
-                         double max_norm = kNoMaxNorm) {
-  for (const auto& group : optimizer.optimizer().param_groups()) {
-    for (const at::Tensor& parameter : group.params()) {
-      if (!parameter.defined() || !parameter.requires_grad()) continue;
-      auto* const hook = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
-      auto* const witness = dynamic_cast<StepWitness*>(hook);
-      if (witness == nullptr) continue;
-      if (capture_on(parameter.device()) == 0) witness->note_step(optimizer, scale, max_norm);
-      return;
-    }
-  }
 }
 
 }  // namespace detail
