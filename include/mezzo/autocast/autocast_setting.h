@@ -128,8 +128,10 @@ struct AutocastSetting {
   /// type.
   std::optional<c10::DeviceType> device = std::nullopt;
 
-  /// The dtype of the lowered ops: half or bfloat16. None: default_autocast_dtype(device), also
-  /// inside a region of another dtype (an inner `torch.autocast` in Python inherits that).
+  /// The dtype of the lowered ops: half or bfloat16. None: as with `torch.autocast`, the thread's
+  /// `at::autocast::get_autocast_dtype(device)`. This is the surrounding region's, or what
+  /// set_autocast_dtype was told, or else default_autocast_dtype. `Autocast<device>` has it in its
+  /// type.
   ///
   /// Half on the CPU wants a processor with instructions for it, and a region warns once where they
   /// are missing. oneDNN refuses torch::nn::LSTM in
@@ -174,8 +176,8 @@ struct AutocastSetting {
 ///
 /// `recommended` knows the machine and not the model. A model of small products or convolutions can
 /// be slower in bfloat16 although the instructions are there, since casts and calls outweigh them
-/// (an mnist network took 1.2 times as long). compare_precisions (mezzo/diagnose.h) times the
-/// model's own steps.
+/// (an mnist network took 1.2 times as long). examples/compare_precisions times
+/// the model's own steps.
 ///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
 /// CPUID and two environment variables, or asks the CUDA driver. Any thread.
