@@ -6,7 +6,5 @@
 #include <mezzo/optim/step_result.h>             // IWYU pragma: export
 #include <mezzo/scaling/accumulate.h>            // IWYU pragma: export
 #include <mezzo/scaling/accumulate_if_finite.h>  // IWYU pragma: export
-#include <mezzo/scaling/clip_grad.h>             // IWYU pragma: export
 #include <mezzo/scaling/grad_scaler.h>           // IWYU pragma: export
-#include <mezzo/scaling/scaler_tensors.h>        // IWYU pragma: export
 #include <mezzo/scaling/skipped_step.h>          // IWYU pragma: export

@@ -28,10 +28,10 @@ class WeightCache;
 
 /// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 ///
-/// A step with options writes no gradient, except zeros on request: afterwards, whether the step
-/// ran or was skipped, `.grad` is zero with `zero_grad`, and otherwise holds what it held before,
-/// with the loss scale unless `unscale_` took it off. This holds for every optimizer on every
-/// device.
+/// Afterwards, whether the step ran or was skipped, `.grad` is zero with `zero_grad`. Otherwise an
+/// optimizer of mezzo's or a MasterWeights leaves `.grad` as it was, with the loss scale unless
+/// `unscale_` took it off; any other optimizer's `.grad` is unscaled, and clipped where it stepped,
+/// as after torch.amp's calls.
 struct StepOptions {
   /// Largest 2-norm of all gradients, taken as one vector. Larger ones are multiplied by
   /// max_norm / (norm + 1e-6) as they are used, as `clip_grad_norm_` does. Infinity: no clipping.
