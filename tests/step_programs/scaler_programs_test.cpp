@@ -579,7 +579,7 @@ class Program {
       if (plain_unscale_into(i)) return {.throws = true};
       is_true = true;
     }
-    if (!side.has_gradient() && !record.found) return {.throws = true};
+    if (is_true ? !record.found : !side.has_gradient()) return {.throws = true};
     const bool found = record.found.value_or(false) || !side.is_finite();
     record.found = found;
     record.stage = Stage::stepped;

@@ -38,12 +38,7 @@ struct StepOptions {
   double max_norm = std::numeric_limits<double>::infinity();
   /// Sets the gradients to zero in the same pass. They stay defined.
   bool zero_grad = false;
-  /// The gradients carry no loss scale, because other code took it off (see GradScaler::forget).
-  /// After `scaler.unscale_(optimizer)` the scaler knows this by itself.
-  bool is_unscaled = false;
-  /// A float of one element, not 0 if another loss's scaler has reported an inf in these gradients
-  /// already. An inf that this step finds then skips the step, and does not lower this scale.
-  at::Tensor known_inf = {};
+};
 };
 
 /// The parameters that take part in one step, with their gradients and state. One walk over the

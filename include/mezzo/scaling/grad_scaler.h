@@ -132,18 +132,6 @@ class GradScaler {
   /// Refuses a number alone: write `step(optimizer, {.max_norm = 1.0})`.
   StepResult step(AnyOptimizer, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
 
-  /// Returns whether `optimizer`'s gradients have lost the scale since the last `update`: by
-  /// `unscale_`, or by a `step(optimizer)` that called it and then threw. False when disabled.
-  bool is_unscaled(AnyOptimizer optimizer) const;
-
-  /// Forgets what was called for `optimizer` in this iteration, so that it may be unscaled again
-  /// after another backward pass. The caller may drop its gradients, or keep them for a step with
-  /// StepOptions::is_unscaled. An inf found in them still counts for the next scale. No host sync
-  /// on a device.
-  /// \return a float of one element on the scale's device, not 0 where an inf or NaN was found;
-  ///   undefined if nothing was checked
-  at::Tensor forget(AnyOptimizer optimizer);
-
   /// Ends the iteration: moves the scale by what the checks found, and forgets the optimizers. No
   /// host sync, unless the host skipped a step and a callback wants to know the new scale.
   /// \throws c10::Error if no optimizer was checked since the last `update`
@@ -184,19 +172,19 @@ class GradScaler {
   /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
   void forget_iteration() noexcept {
     records_.clear();
-    forgotten_.clear();
     letters_.clear();
     skipped_scale_.reset();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
-  bool is_in_iteration() const noexcept { return !records_.empty() || !forgotten_.empty(); }
+  bool is_in_iteration() const noexcept { return !records_.empty(); }
 
   /// Returns the rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
 
-  /// Calls `callback` for every iteration with a skipped step, at its `update` or, where a device
-  /// decides, at a later one; not for replays of a CUDA graph. It takes the place of the line on
+  /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
+  /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
+  /// CUDA graph. It takes the place of the line on
   /// std::cerr, which is written for the first eleven skips in a row, once for a scale at its
   /// floor, and in both cases for every 1000th skip after that. A null callback is silent.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
@@ -228,14 +216,13 @@ class GradScaler {
   Record& record_of(AnyOptimizer optimizer) { return records_[&optimizer.optimizer()]; }
   Record& record_to_step(AnyOptimizer optimizer);
   void unscale_into(AnyOptimizer optimizer);
-  void check_verdict(Record& record, Verdict& verdict, const at::Tensor& known_inf);
+  void check_verdict(Record& record, Verdict& verdict);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
   StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_with_closure(AnyOptimizer optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
-  void note_skip(const Record& record, float scale);
-  void post_skip(const at::Tensor& found_inf);
+  void note_skip(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
   at::Tensor scale_on(at::Device device);
   LossScaleState read_state() const;
@@ -259,7 +246,6 @@ class GradScaler {
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
-  std::vector<at::Tensor> forgotten_;  // what checks found in the gradients of forgotten optimizers
 
   // For steps on a device:
   detail::LetterPool letter_pool_;

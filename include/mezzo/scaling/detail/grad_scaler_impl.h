@@ -196,28 +196,6 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   record.stage = Stage::unscaled;
 }
 
-MEZZO_INLINE bool GradScaler::is_unscaled(AnyOptimizer optimizer) const {
-  const auto known = records_.find(&optimizer.optimizer());
-  return known != records_.end() && known->second.stage == Stage::unscaled;
-}
-
-MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
-  const auto known = records_.find(&optimizer.optimizer());
-  if (known == records_.end()) return {};
-  const c10::NoGradGuard no_grad;
-  const Record record = known->second;
-  records_.erase(known);
-  if (record.found_inf.defined()) forgotten_.push_back(record.found_inf);
-  const bool is_told_by_step = record.stage == Stage::stepped;  // not by one that threw
-  if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
-  if (!scale_->original().is_cpu()) {
-    post_skip(record.found_inf);
-  } else {
-    note_skip(record, scale_->original().item<float>());
-  }
-  return record.found_inf;
-}
-
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
@@ -251,33 +229,12 @@ MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(AnyOptimizer optimiz
   return record;
 }
 
-/// Notes a skip for `on_skip`, unless the inf was known before this scaler's checks.
-MEZZO_INLINE void GradScaler::note_skip(const Record& record, float scale) {
-  if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
-}
-
-/// Notes a skip that only the device knows of: `on_skip` is called once the letter has arrived.
-MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
-  const at::Tensor& scale = scale_->original();
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
-  letters_.push_back(letter);
-}
-
 /// Adds what `unscale_` has noted to what a read of the gradients found. Afterwards
 /// `verdict.found_inf` decides the step, and `record.found_inf` counts for the next scale.
-/// \param known_inf  not 0: an inf was found before this scaler's checks; what the read finds then
-///   prevents the step but does not move the scale
-MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict,
-                                            const at::Tensor& known_inf) {
+MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
   const at::Tensor found = detail::on_device(verdict.found_inf, scale_->original().device());
-  const auto joined = [before = record.found_inf](const at::Tensor& flag) {
-    return before.defined() ? before.add(flag) : flag;
-  };
-  verdict.found_inf = detail::on_device(joined(found), verdict.inv_scale.device());
-  record.found_inf = !known_inf.defined()
-                         ? joined(found)
-                         : joined(found.mul(detail::on_device(known_inf, found.device()).eq(0.0)));
+  record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
+  verdict.found_inf = detail::on_device(record.found_inf, verdict.inv_scale.device());
 }
 
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
@@ -286,16 +243,16 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   Record& record = record_to_step(fused);
   const at::Tensor& scale = scale_->original();
   detail::tell_witness(fused, scale, options.max_norm);
-  const bool was_unscaled = options.is_unscaled || record.stage == Stage::unscaled;
+  const bool was_unscaled = record.stage == Stage::unscaled;
   StepPlan plan = fused.plan();
   if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
     detail::refuse_half_gradients(fused, plan);
   }
   Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale) : scale_->inverse());
-  detail::check_has_gradients(plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
-                              fused.optimizer());
   if (!was_unscaled) record.found_inf = at::Tensor();  // of a step that threw
-  check_verdict(record, verdict, options.known_inf);
+  detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
+                              fused.optimizer());
+  check_verdict(record, verdict);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
   fused.apply(std::move(plan), verdict, options);
@@ -303,15 +260,11 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   if (scale.is_cpu()) {
     StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
     clipping_.see(outcome);
-    if (outcome.found_inf) note_skip(record, outcome.scale);
+    if (outcome.found_inf) skipped_scale_ = outcome.scale;
     return StepResult(std::move(outcome));
   }
   letter->send(scale, verdict, was_unscaled);
-  if (options.known_inf.defined()) {
-    post_skip(record.found_inf);
-  } else {
-    letters_.push_back(letter);
-  }
+  letters_.push_back(letter);
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
@@ -322,18 +275,15 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
   Record& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_->original();
   detail::tell_witness(optimizer, scale, options.max_norm);
-  const bool was_unscaled = options.is_unscaled || record.stage == Stage::unscaled;
+  const bool was_unscaled = record.stage == Stage::unscaled;
   if (!was_unscaled) unscale_into(optimizer);
-  const StepPlan plan = detail::plan_of(optimizer);
-  detail::check_has_gradients(plan.has_rows() || options.is_unscaled || record.found_inf.defined(),
-                              optimizer.optimizer());
+  detail::check_has_gradients(record.found_inf.defined(), optimizer.optimizer());
   Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = record.found_inf};
+  StepPlan plan;
   if (was_unscaled || detail::clips(options)) {
+    plan = detail::plan_of(optimizer);
     verdict = detail::read_gradients(plan, at::ones_like(scale));
-    check_verdict(record, verdict, options.known_inf);
-  } else if (options.known_inf.defined()) {
-    record.found_inf =
-        record.found_inf.mul(detail::on_device(options.known_inf, scale.device()).eq(0.0));
+    check_verdict(record, verdict);
   }
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
   letter->send_and_wait(scale, verdict, was_unscaled);
@@ -346,13 +296,11 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     outcome.value = detail::step_of_libtorch(optimizer);
   }
   record.stage = Stage::stepped;
-  if (!scale.is_cpu() && options.known_inf.defined()) {
-    post_skip(record.found_inf);
-  } else if (!scale.is_cpu()) {
-    letters_.push_back(letter);
-  } else {
+  if (scale.is_cpu()) {
     clipping_.see(outcome);
-    if (outcome.found_inf) note_skip(record, outcome.scale);
+    if (outcome.found_inf) skipped_scale_ = outcome.scale;
+  } else {
+    letters_.push_back(letter);
   }
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
@@ -398,12 +346,13 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 MEZZO_INLINE void GradScaler::update() {
   if (!enabled_) return;
   require_scale("update");
-  at::Tensor found;  // of which none requires grad
-  const auto join = [&found](const at::Tensor& one) {
-    if (one.defined()) found = found.defined() ? found.add(one) : one;
-  };
-  for (const auto& [optimizer, record] : records_) join(record.found_inf);
-  for (const at::Tensor& one : forgotten_) join(one);
+  at::Tensor found;
+  for (const auto& [optimizer, record] : records_) {
+    const at::Tensor& one = record.found_inf;
+    if (!one.defined()) continue;
+    found = found.defined() ? found.add(one) : one;
+    if (record.stage == Stage::unscaled) note_skip(one);  // no step tells of it
+  }
   TORCH_CHECK(
       found.defined(),
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
@@ -411,6 +360,18 @@ MEZZO_INLINE void GradScaler::update() {
       "iteration");
   scale_->advance(rule_, found);
   finish_iteration();
+}
+
+/// Notes an inf that was found in this iteration, for `on_skip`.
+MEZZO_INLINE void GradScaler::note_skip(const at::Tensor& found_inf) {
+  const at::Tensor& scale = scale_->original();
+  if (scale.is_cpu()) {
+    if (found_inf.item<float>() != 0.0F) skipped_scale_ = scale.item<float>();
+    return;
+  }
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
+  letters_.push_back(letter);
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
@@ -441,7 +402,6 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 /// skipped a step. On the CPU that is this one.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
-  forgotten_.clear();
   Letters letters = std::exchange(letters_, {});
   const std::optional<float> skipped_scale = std::exchange(skipped_scale_, std::nullopt);
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
