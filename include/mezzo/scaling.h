@@ -1,5 +1,5 @@
 /// \file
-/// Loss scaling: GradScaler, its state in files, clipping, micro-batches that are dropped.
+/// Loss scaling: GradScaler, and micro-batches that add up or are dropped.
 #pragma once
 
 #include <mezzo/base/loss_scale.h>               // IWYU pragma: export

@@ -57,8 +57,8 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
   TORCH_CHECK(
       false, "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
       parameters,
-      " in all) has a gradient; call scaler.scale(loss).backward() before step(), and make the "
-      "optimizer from the parameters() of the model that computed the loss");
+      " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
+      "it, and make the optimizer from the parameters() of the model that computed the loss");
 }
 
 inline constexpr const char* kNoneHasNoNewScale =

@@ -71,9 +71,7 @@ class StepLetter {
   /// \param was_unscaled  whether the gradients had lost the scale before the step
   void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
     write(scale, verdict, was_unscaled, /*non_blocking=*/true);
-    has_arrived_ = device_.is_cpu();  // at once
-    is_under_way_ = !device_.is_cpu() && !is_captured_;
-    if (is_under_way_) event_.record(current_stream());
+    mark();
   }
   /// Sends the numbers of a step, and waits until they are there.
   /// \throws c10::Error while the device is being captured
@@ -156,6 +154,12 @@ class StepLetter {
       all.push_back(number.to(wide).reshape({}));
     }
     return at::stack(all);
+  }
+
+  void mark() {
+    has_arrived_ = device_.is_cpu();  // at once
+    is_under_way_ = !device_.is_cpu() && !is_captured_;
+    if (is_under_way_) event_.record(current_stream());
   }
 
   c10::Stream current_stream() const {
