@@ -5,7 +5,6 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -339,7 +338,7 @@ TEST(ShardedTraining, ARankWithoutAnyPartGoesAlong) {
   EXPECT_TRUE(at::equal(weight, torch::full({3}, -2.25))) << weight;
 }
 
-TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
+TEST(ShardedTraining, GradientsCannotBeUnscaledWhereTheyLie) {
   Ranks ranks = world();
   Model model;
   Sharded optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
@@ -349,10 +348,6 @@ TEST(ShardedTraining, GradientsCannotBeUnscaledOrClippedWhereTheyLie) {
     scaler.scale(own_loss(model, batches(1)[0], ranks)).backward();
     const std::string wanted = "use scaler.step(optimizer, {.max_norm = ...})";
     EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr(wanted));
-    EXPECT_THAT(error_of([&] { mezzo::clip_grad_norm_(scaler, optimizer, 1.); }),
-                HasSubstr(wanted));
-    EXPECT_THAT(error_of([&] { mezzo::clip_grad_value_(scaler, optimizer, 1.); }),
-                HasSubstr(wanted));
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.}).ran()) << "which has lost nothing";
     scaler.update();
   }

@@ -97,7 +97,7 @@ class Cases {
     }
     add(named(libtorchs_, "torch_sgd"), {weights_named("bfloat16"), Way::norm});
     add(named(libtorchs_, "torch_sgd_momentum"), {weights_named("float"), Way::norm_zero});
-    for (const Way way : {Way::step, Way::norm, Way::clip_norm, Way::norm_zero, Way::bare}) {
+    for (const Way way : {Way::step, Way::norm, Way::unscale_norm, Way::norm_zero, Way::bare}) {
       add(named(libtorchs_, "masters_sgd"), {with_masters("half"), way});
       add(named(libtorchs_, "masters_sgd"), {with_masters("mixed_master"), way});
     }

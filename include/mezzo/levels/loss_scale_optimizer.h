@@ -53,7 +53,7 @@ class LossScaleOptimizer {
   /// GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
-    if (std::exchange(threw_, false)) (void)scaler_.forget(inner_);
+    if (std::exchange(threw_, false)) scaler_.forget_iteration();
     return scaler_.scale(outputs);
   }
 
