@@ -94,13 +94,11 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
-  precision_.cache = weights_;
   if (ranks.is_distributed()) all_ranks_.emplace(model, ranks.group());
-  if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 
 double Trainer::bytes_a_parameter() const {
-  auto bytes = static_cast<double>(weights_.statistics().bytes_held);
+  double bytes = 0;
   double parameters = 0;
   const auto add = [&](const torch::Tensor& tensor) {
     if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
@@ -120,7 +118,7 @@ double Trainer::bytes_a_parameter() const {
 
 /// This rank's share of the batch's mean; the ranks' shares add up to it.
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
+  // Forward and loss in low precision where it pays.
   mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
   const auto logits = all_ranks_ ? (*all_ranks_)(ids, mask) : model(ids, mask);

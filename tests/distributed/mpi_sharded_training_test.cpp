@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
@@ -385,10 +384,6 @@ TEST(ShardedTraining, WhatItCannotShardIsRefused) {
   EXPECT_THAT(error_of([&] { optimizer.enable_master_weights(); }),
               HasSubstr("make the optimizer from the cast model"));
   own_loss(model, batches(1)[0], ranks).backward();
-  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  optimizer.publish_to(cache, at::kBFloat16);
-  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("stop_publishing()"));
-  optimizer.stop_publishing();
   static_cast<AdamWOptions&>(optimizer.param_groups()[0].options())
       .weight_storage(WeightStorage::stochastic);
   EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("use WeightStorage::master"));

@@ -3,7 +3,6 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -241,16 +240,13 @@ TEST(PoolThreads, KeepNothingOfATask) {
   Tensor weight = torch::randn({4, 4}).requires_grad_();
   c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
   {
-    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
-        {.cache = cache, .policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
+        {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
     pool.run(mezzo::with_current_autocast([&] {
           EXPECT_EQ(torch::exp(x).scalar_type(), torch::kHalf);
           EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kHalf);
-          EXPECT_GT(cache.statistics().bytes_held, 0);
         }))
         .wait();
-    EXPECT_EQ(cache.statistics().bytes_held, 0) << "after the region of the task";
   }
   pool.run([&] {
         after = CpuState();
@@ -261,24 +257,6 @@ TEST(PoolThreads, KeepNothingOfATask) {
   EXPECT_EQ(after, fresh);
   weight.reset();
   EXPECT_TRUE(watched.expired());
-}
-
-TEST(PoolThreads, LetGoOfPublishedCopiesWithTheirCache) {
-  Pool pool;
-  const Tensor x = torch::randn({4, 4}), weight = torch::randn({4, 4});
-  c10::weak_intrusive_ptr<c10::StorageImpl> copy(torch::empty({1}).storage().getWeakStorageImpl());
-  {
-    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-    pool.run([&] {
-          const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-          torch::linear(x, weight);
-          const Tensor held = cache.buffer_for(weight, torch::kBFloat16);
-          copy = held.storage().getWeakStorageImpl();
-        })
-        .wait();
-    EXPECT_FALSE(copy.expired());
-  }
-  EXPECT_TRUE(copy.expired());
 }
 
 }  // namespace

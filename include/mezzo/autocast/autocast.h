@@ -4,8 +4,7 @@
 /// the range in float32.
 ///
 /// Autocast state belongs to a thread. libtorch's cache of weight casts belongs to the whole
-/// process: see AutocastCache, and weight_cache.h for a better one. autocast_module.h wraps
-/// modules.
+/// process: see AutocastSetting::cache. autocast_module.h wraps modules.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -26,7 +25,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
-///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
+///     mezzo::Autocast<torch::kCPU> autocast({.cache = false, .policy = policy});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
 /// cache flag, nesting. The thread's outermost exit clears libtorch's weight cache. Scopes of one
@@ -51,8 +50,8 @@ class Autocast {
 
  public:
   /// Enters a region of `setting`. The type says device and dtype.
-  /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, for a policy
-  ///   with an op that install_op_overrides was not called for, and for a WeightCache likewise
+  /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, and for a
+  ///   policy with an op that install_op_overrides was not called for
   [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
       : region_(detail::checked_region(setting, Device, Dtype)) {}
 
@@ -145,8 +144,8 @@ template <class F>
   return Function(std::forward<F>(function), detail::checked_region(setting));
 }
 
-/// Holds the autocast state of a thread, for all device types: enabled, dtype, op policy, weight
-/// cache, and whether casts are cached. A new thread starts with autocast off; capture the state
+/// Holds the autocast state of a thread, for all device types: enabled, dtype, op policy, and
+/// whether casts are cached. A new thread starts with autocast off; capture the state
 /// where it is set, and hand it over:
 ///
 ///     pool.submit([state = mezzo::AutocastState::capture()] {
@@ -155,9 +154,7 @@ template <class F>
 ///     });
 ///
 /// A value: copy it and keep it as long as you like. at::ThreadLocalState carries more (grad mode,
-/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy, nor a
-/// WeightCache. The other thread shares a WeightCache's pinned and published copies, and casts
-/// other trainable weights for itself.
+/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy.
 class AutocastState {
  public:
   /// Returns the calling thread's state.

@@ -57,11 +57,10 @@ struct CastRecord {
   CastDecider decider;     ///< whose list the category is from
   OpCategory category;     ///< fallthrough where autocast is off
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
-  at::ScalarType runs_in;   ///< the dtype that the op computes in; Undefined without tensors
-  std::int64_t calls;       ///< how many calls this record adds up
-  std::int64_t casts;       ///< made; cache hits are not counted
-  std::int64_t bytes;       ///< read and written by the casts
-  std::int64_t cache_hits;  ///< casts in whose place a WeightCache gave a copy that it held
+  at::ScalarType runs_in;  ///< the dtype that the op computes in; Undefined without tensors
+  std::int64_t calls;      ///< how many calls this record adds up
+  std::int64_t casts;      ///< made, not those that libtorch's cache saved
+  std::int64_t bytes;      ///< read and written by the casts
 };
 
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a

@@ -187,8 +187,7 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& poli
 ///
 ///     const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
 ///
-/// Several policies that meet in nested regions are installed one by one. A WeightCache has an
-/// install_op_overrides of its own (weight_cache.h).
+/// Several policies that meet in nested regions are installed one by one.
 /// \throws c10::Error, before it changes anything, if a library that was built with another version
 ///   of mezzo overrides one of the ops
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy);

@@ -43,8 +43,6 @@ struct InitializeOptions {
   int verbosity = 1;
   /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
   PolicyRef policy = {};
-  /// The cache for cast weights in regions of O1; see weight_cache.h.
-  WeightCacheRef weight_cache = {};
 };
 
 /// Options of one `scale_loss`.
@@ -210,7 +208,6 @@ class Amp {
   std::optional<at::ScalarType> input_dtype_;
   std::optional<at::ScalarType> output_dtype_;
   PolicyRef policy_;
-  WeightCacheRef weight_cache_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
   detail::LossPasses passes_;
@@ -239,7 +236,7 @@ class Amp {
 /// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
 ///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
 ///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,
-///   and a policy or weight cache with a level without op lists
+///   and a policy with a level without op lists
 inline Amp initialize(ModelList models, const OptimizerList& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {

@@ -151,7 +151,7 @@ TEST(CastTrace, CountsCallsCastsAndTheBytesTheyMoved) {
   EXPECT_EQ(trace.total_bytes(), mm->bytes);
 }
 
-TEST(CastTrace, DoesNotCountCastsThatTheWeightCacheSaved) {
+TEST(CastTrace, DoesNotCountCastsThatLibtorchsCacheSaved) {
   const auto weight = torch::ones({4, 4}, torch::requires_grad());
   CastTrace trace;
   const Autocast<kCPU> autocast;

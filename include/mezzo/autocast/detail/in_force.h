@@ -1,6 +1,6 @@
 /// \file
-/// The op policy and the weight cache that are in force in a thread, for guards and for the kernels
-/// in front of ops. The hot path of an overridden op reads only this.
+/// The op policy that is in force in a thread, for guards and for the kernels in front of ops. The
+/// hot path of an overridden op reads only this.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -9,25 +9,18 @@
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
-#include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <new>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
-
-namespace at {
-class Tensor;
-}
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -78,7 +71,6 @@ struct OpRecord {
   /// The category that libtorch, or whoever registered the op's autocast kernel, gives it.
   std::array<OpCategory, kPolicyDevices.size()> registered;
   std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< has an OverrideKernel
-  std::atomic<bool> asks_cache = false;    ///< weight caches keep copies for it
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
 
   /// Whether a policy that gives the op this category acts on the device.
@@ -175,100 +167,6 @@ class PolicyScope {
   c10::DeviceType device_;
   bool active_;
   std::shared_ptr<const PolicyEdits> outer_;
-};
-
-struct ThreadCache;
-
-/// The part of a WeightCache that regions and op kernels use; all handles of one cache share it. A
-/// function pointer stands where a virtual function would do: g++ counts every class that it knows
-/// among the targets of a virtual call, and would compile the weight cache into each unit that has
-/// a region.
-class CacheOwner {
- public:
-  using Lower = at::Tensor (*)(const at::Tensor& tensor, at::ScalarType dtype, ThreadCache& cache);
-
-  /// Returns `tensor` in `dtype`, a held copy or a new one, with autograd's edge to `tensor`.
-  /// `tensor` must have another floating dtype, and the caller has excluded autocast.
-  const Lower lower;
-
- protected:
-  explicit CacheOwner(Lower how) : lower(how) {}
-  ~CacheOwner() = default;  // a shared_ptr knows the derived class
-};
-
-/// The cache in force for one device in one thread; none as a rule.
-struct ThreadCache {
-  std::shared_ptr<CacheOwner> owner;
-  /// The copies of trainable weights that this region has cast. The owner makes them at the first
-  /// cast and knows their type. They end with the outermost region that has the cache.
-  std::shared_ptr<void> region_copies;
-};
-
-/// By policy_device_index.
-using ThreadCaches = std::array<ThreadCache, kPolicyDevices.size()>;
-
-/// Returns this thread's caches. Exported for the reason given at thread_policies, as the next two
-/// functions are.
-C10_EXPORT inline ThreadCaches& thread_caches() {
-  static constinit thread_local NeverDestroyed<ThreadCaches> caches;
-  return caches.get();
-}
-
-/// Counts the copies that ops of this thread were given in place of a cast; CastTrace takes
-/// differences.
-C10_EXPORT inline std::int64_t& cache_hits() {
-  static thread_local std::int64_t hits = 0;
-  return hits;
-}
-
-/// Whether the ops that ask weight caches have their kernels in this process.
-C10_EXPORT inline std::atomic<bool>& cache_ops_are_installed() {
-  static constinit std::atomic<bool> are_installed = false;
-  return are_installed;
-}
-
-/// Puts a cache, or none, in force for one device until the scope ends. Where it already is in
-/// force nothing changes, so nested regions of one cache share their copies.
-class CacheScope {
- public:
-  /// `device` is an index into ThreadCaches.
-  CacheScope(std::size_t device, std::shared_ptr<CacheOwner> owner) noexcept
-      : device_(device), changes_(thread_caches()[device].owner != owner) {
-    if (changes_) outer_ = std::exchange(thread_caches()[device], {std::move(owner), nullptr});
-  }
-  /// Does what a region's setting says. `{.cache = false}` puts no cache in force.
-  CacheScope(c10::DeviceType device, const AutocastCache& cache) noexcept
-      : CacheScope(policy_device_index(device), owner_in(device, cache)) {}
-  ~CacheScope() {
-    if (changes_) std::swap(thread_caches()[device_], outer_);
-  }
-  CacheScope(const CacheScope&) = delete;
-  CacheScope& operator=(const CacheScope&) = delete;
-
-  static void check_installed(const AutocastCache& cache) {
-    TORCH_CHECK(cache.weight_cache().empty() || cache_ops_are_installed(),
-                "cache: the ops that would ask this WeightCache are not overridden in this "
-                "process. Call mezzo::install_op_overrides(cache) once, before other threads run "
-                "ops.");
-  }
-
-  /// Whether casts come from a WeightCache on any device, by this scope or one around it.
-  static bool in_force() noexcept {
-    const ThreadCaches& caches = thread_caches();
-    return std::any_of(caches.begin(), caches.end(),
-                       [](const ThreadCache& cache) { return cache.owner != nullptr; });
-  }
-
- private:
-  static std::shared_ptr<CacheOwner> owner_in(c10::DeviceType device, const AutocastCache& cache) {
-    const bool says_nothing = cache.weight_cache().empty() && cache.enabled().value_or(true);
-    return says_nothing ? thread_caches()[policy_device_index(device)].owner
-                        : cache.weight_cache().owner_;
-  }
-
-  std::size_t device_;
-  bool changes_;
-  ThreadCache outer_;
 };
 
 }  // namespace detail

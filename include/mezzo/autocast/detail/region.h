@@ -19,7 +19,6 @@
 #include <concepts>
 #include <cstddef>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <type_traits>
 #include <utility>
@@ -32,7 +31,7 @@ struct RegionState {
   c10::DeviceType device;
   at::ScalarType dtype;
   bool enabled;
-  AutocastCache cache;
+  std::optional<bool> cache;
   PolicyRef policy;
   std::optional<at::ScalarType> output = std::nullopt;  ///< of results, where there are some
 };
@@ -54,7 +53,6 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
   TORCH_CHECK(!setting.output || at::isFloatingType(*setting.output),
               "output: results cannot be of ", *setting.output, "; use torch::kFloat");
   PolicyScope::check_installed(device, setting.policy);
-  CacheScope::check_installed(setting.cache);
   if (setting.enabled) warn_of_hardware(device, dtype);
   return {device, dtype, setting.enabled, setting.cache, setting.policy, setting.output};
 }
@@ -120,9 +118,7 @@ class Nesting {
   bool drops_casts_;
 };
 
-/// A region of one device type in this thread. Where a WeightCache is in force, libtorch's cache is
-/// off for all devices, which share one switch: it would hand out stale weights to the few ops that
-/// do not ask mezzo's.
+/// A region of one device type in this thread.
 class Region {
  public:
   explicit Region(const RegionState& region) noexcept
@@ -130,10 +126,8 @@ class Region {
         enabled_(region.enabled),
         found_(found()),
         nesting_(region.dtype != found_.dtype),
-        policy_(region.device, region.policy),
-        cache_(region.device, region.cache) {
-    const bool caches = region.cache.enabled().value_or(found_.libtorch_caches);
-    install({region.enabled, region.dtype, caches && !CacheScope::in_force()});
+        policy_(region.device, region.policy) {
+    install({region.enabled, region.dtype, region.cache.value_or(found_.caches)});
   }
   ~Region() { install(found_); }
   Region(const Region&) = delete;
@@ -145,7 +139,7 @@ class Region {
   struct Flags {
     bool enabled;
     at::ScalarType dtype;
-    bool libtorch_caches;
+    bool caches;
   };
 
   Flags found() const noexcept {
@@ -156,7 +150,7 @@ class Region {
   void install(const Flags& flags) const noexcept {
     at::autocast::set_autocast_enabled(device_, flags.enabled);
     at::autocast::set_autocast_dtype(device_, flags.dtype);
-    at::autocast::set_autocast_cache_enabled(flags.libtorch_caches);
+    at::autocast::set_autocast_cache_enabled(flags.caches);
   }
 
   c10::DeviceType device_;
@@ -164,7 +158,6 @@ class Region {
   Flags found_;
   Nesting nesting_;
   PolicyScope policy_;
-  CacheScope cache_;
 };
 
 /// The region of a guard, which returns nothing and may end before its scope does.
@@ -191,7 +184,6 @@ struct ThreadState {
   std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes;
   bool cache_enabled;
   ThreadPolicies policies;
-  std::array<std::shared_ptr<CacheOwner>, kPolicyDevices.size()> weight_caches;
 };
 
 inline ThreadState this_thread_state() noexcept {
@@ -199,18 +191,13 @@ inline ThreadState this_thread_state() noexcept {
   ThreadState state{.disabled = excluded & c10::autocast_dispatch_keyset,
                     .dtypes = {},
                     .cache_enabled = at::autocast::is_autocast_cache_enabled(),
-                    .policies = thread_policies(),
-                    .weight_caches = {}};
-  for (std::size_t i = 0; i < state.weight_caches.size(); ++i) {
-    state.weight_caches[i] = thread_caches()[i].owner;
-  }
+                    .policies = thread_policies()};
   for (std::size_t i = 0; i < state.dtypes.size(); ++i) {
     state.dtypes[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
   }
   return state;
 }
 
-/// Installs all of `state` but its weight caches, which a CacheScope puts in force.
 inline void install_in_this_thread(const ThreadState& state) noexcept {
   c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | state.disabled;
@@ -226,9 +213,7 @@ inline void install_in_this_thread(const ThreadState& state) noexcept {
 class ThreadStateScope {
  public:
   explicit ThreadStateScope(const ThreadState& state) noexcept
-      : found_(this_thread_state()),
-        nesting_(state.dtypes != found_.dtypes),
-        caches_{CacheScope(0, state.weight_caches[0]), CacheScope(1, state.weight_caches[1])} {
+      : found_(this_thread_state()), nesting_(state.dtypes != found_.dtypes) {
     install_in_this_thread(state);
   }
   ~ThreadStateScope() { install_in_this_thread(found_); }
@@ -238,7 +223,6 @@ class ThreadStateScope {
  private:
   ThreadState found_;
   Nesting nesting_;
-  std::array<CacheScope, kPolicyDevices.size()> caches_;
 };
 
 /// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,

@@ -250,9 +250,9 @@ inline void add_weight_casts(Diagnosis& diagnosis, const std::vector<SeenWeight>
                             dtype_name(diagnosis.dtype), " in every forward pass, ",
                             bytes_text(bytes), " read and written");
   if (again > 0) finding.reason += c10::str("; ", again, " of them more than once");
-  finding.remedy = "optimizer.publish_to(cache, " +
-                   std::string(diagnosis.dtype == at::kHalf ? "torch::kHalf" : "torch::kBFloat16") +
-                   ");  // cache = mezzo::install_op_overrides(mezzo::WeightCache())";
+  finding.remedy =
+      "model->to(torch::kBFloat16);  // before the optimizer is made, with a WeightStorage of 16 "
+      "bits";
   diagnosis.findings.push_back(std::move(finding));
 }
 

@@ -380,9 +380,6 @@ template <class OptimizerType>
 void ShardedOptimizer<OptimizerType>::apply(StepPlan plan, const Verdict& verdict,
                                             const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  TORCH_CHECK(!this->publishes(),
-              "ShardedOptimizer: it writes no copies of weights for a WeightCache, of which it "
-              "makes a part alone; call stop_publishing(), and regions cast as ever");
   if (!exchange_->has_summed()) prepare();  // which throws for a plan that has been used up
   const std::optional<at::Device> device = weights_.device_of_gradients();
   const bool needs_average = !verdict.defined() && device;

@@ -125,7 +125,7 @@ MEZZO_INLINE std::vector<CastRecord> CastTrace::records() const {
     records.push_back({call.scope, call.op, call.device,
                        call.decided.by_policy ? CastDecider::policy : CastDecider::libtorch,
                        call.decided.category, call.inputs, call.runs_in, cost.calls, cost.casts,
-                       cost.bytes, cost.cache_hits});
+                       cost.bytes});
   }
   std::stable_sort(records.begin(), records.end(), [](const CastRecord& a, const CastRecord& b) {
     return std::pair(a.bytes, a.calls) > std::pair(b.bytes, b.calls);
@@ -142,23 +142,21 @@ MEZZO_INLINE std::int64_t CastTrace::total_bytes() const {
 
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastTrace& trace) {
   const auto records = trace.records();
-  std::vector<std::array<std::string, 10>> rows = {{"cast bytes", "casts", "cache hits", "calls",
-                                                    "op", "inputs", "runs in", "category", "by",
-                                                    "scope"}};
+  std::vector<std::array<std::string, 9>> rows = {
+      {"cast bytes", "casts", "calls", "op", "inputs", "runs in", "category", "by", "scope"}};
   for (const auto& record : records) {
     rows.push_back({std::to_string(record.bytes), std::to_string(record.casts),
-                    std::to_string(record.cache_hits), std::to_string(record.calls), record.op,
-                    detail::join_dtypes(record.inputs), c10::toString(record.runs_in),
-                    std::string(to_string(record.category)), detail::to_text(record.decider),
-                    record.scope});
+                    std::to_string(record.calls), record.op, detail::join_dtypes(record.inputs),
+                    c10::toString(record.runs_in), std::string(to_string(record.category)),
+                    detail::to_text(record.decider), record.scope});
   }
-  std::array<std::size_t, 10> widths{};
+  std::array<std::size_t, 9> widths{};
   for (const auto& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) {
       widths[i] = std::max(widths[i], row[i].size());
     }
   }
-  constexpr std::size_t kNumbers = 4;
+  constexpr std::size_t kNumbers = 3;
   for (const auto& row : rows) {
     for (std::size_t i = 0; i < row.size(); ++i) {
       stream << (i < kNumbers ? std::right : std::left) << std::setw(static_cast<int>(widths[i]))

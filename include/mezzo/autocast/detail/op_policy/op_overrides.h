@@ -1,9 +1,9 @@
 /// \file
 /// OverrideKernel, which mezzo puts in front of libtorch's autocast kernel of one op and device: it
-/// looks up the thread's policy and weight cache, and where neither concerns the op it calls the
-/// kernel that was there. And OverrideRegistry, which has the records of all ops and installs these
-/// kernels. There is one registry for each version of mezzo. It is never destroyed: taking a kernel
-/// out of the dispatcher while another thread calls the op crashes.
+/// looks up the thread's policy, and where that is silent it calls the kernel that was there. And
+/// OverrideRegistry, which has the records of all ops and installs these kernels. There is one
+/// registry for each version of mezzo. It is never destroyed: taking a kernel out of the dispatcher
+/// while another thread calls the op crashes.
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
@@ -68,13 +68,10 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
   }
 }
 
-/// Casts the tensors in `argument`, by `cache` if it has an owner.
-inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device,
-                          ThreadCache& cache) {
+/// Casts the tensors in `argument`.
+inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device) {
   const auto cast = [&](const at::Tensor& tensor) {
-    return cache.owner != nullptr && is_eligible(tensor, device) && tensor.scalar_type() != dtype
-               ? cache.owner->lower(tensor, dtype, cache)
-               : at::autocast::cached_cast(dtype, tensor, device);
+    return at::autocast::cached_cast(dtype, tensor, device);
   };
   if (argument.isTensor()) {
     const at::Tensor& tensor = argument.toTensor();
@@ -149,12 +146,12 @@ class OverrideKernel final : public c10::OperatorKernel {
     const OpCategory registered = record_.registered[device_index_];
     const OpCategory category =
         edits == nullptr ? registered : edits->find(record_.slot).value_or(registered);
-    if (category == registered && !casts_from_cache(category, keys)) {
+    if (category == registered) {
       pass_on(op, keys, stack);
     } else if (category == OpCategory::fallthrough) {
       skip_autocast(op, keys, stack);
     } else {
-      run(category, op, keys, stack);
+      run(category, op, stack);
     }
   }
 
@@ -173,17 +170,7 @@ class OverrideKernel final : public c10::OperatorKernel {
     op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
   }
 
-  /// Whether copies of weights replace casts: in a region with a WeightCache, for the ops that ask
-  /// caches and for those that a policy allows. In a trace a copy would become a constant.
-  bool casts_from_cache(OpCategory category, c10::DispatchKeySet keys) const {
-    const bool asks =
-        record_.asks_cache || record_.registered[device_index_] != OpCategory::lower_precision;
-    return category == OpCategory::lower_precision && asks &&
-           thread_caches()[device_index_].owner != nullptr && !keys.has(c10::DispatchKey::Tracer);
-  }
-
-  void run(OpCategory category, const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-           c10::Stack* stack) const {
+  void run(OpCategory category, const c10::OperatorHandle& op, c10::Stack* stack) const {
     TORCH_CHECK(category != OpCategory::banned, full_name(op.operator_name()),
                 " is banned under autocast by the op policy of this region; call it on float32 "
                 "tensors where autocast is off, or lift the ban with OpPolicy::allow_banned");
@@ -191,11 +178,8 @@ class OverrideKernel final : public c10::OperatorKernel {
     c10::IValue* arguments = stack->data() + (stack->size() - arity_);
     const OpArguments view(arguments, arity_);
     if (const auto dtype = cast_target(category, view, device_)) {
-      ThreadCache none;
-      ThreadCache& cache = casts_from_cache(category, keys) ? thread_caches()[device_index_] : none;
-      std::for_each(arguments, arguments + arity_, [&](c10::IValue& argument) {
-        cast_argument(argument, *dtype, device_, cache);
-      });
+      std::for_each(arguments, arguments + arity_,
+                    [&](c10::IValue& argument) { cast_argument(argument, *dtype, device_); });
     } else if (category == OpCategory::fp32_set_opt_dtype) {
       set_dtype(arguments);
     } else if (category == OpCategory::fp32_append_dtype) {
@@ -239,7 +223,7 @@ inline constexpr std::string_view kOwnVersion = MEZZO_QUOTE_NAME(MEZZO_ABI_NAMES
 #undef MEZZO_QUOTE
 
 /// \throws c10::Error if another version of mezzo, or this one built otherwise, overrides the op:
-///   neither knows the other's policies and caches, and one would be ignored
+///   neither knows the other's policies, and one would be ignored
 inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
   const std::string kernels = op.dumpState();
   for (std::size_t at = kernels.find(kOverrideBy); at != std::string::npos;
@@ -306,15 +290,6 @@ class OverrideRegistry {
     record.is_installed = true;
   }
 
-  /// Lets the op ask weight caches, on every device where libtorch lowers it.
-  void install_for_caches(const c10::OperatorHandle& op) {
-    const std::lock_guard lock(mutex_);
-    OpRecord& record = record_of(op);
-    override_where(op, record,
-                   [](OpCategory registered) { return registered == OpCategory::lower_precision; });
-    record.asks_cache = true;
-  }
-
  private:
   OpRecord& record_of(const c10::OperatorHandle& op) {
     std::string name = full_name(op.operator_name());
@@ -343,7 +318,7 @@ class OverrideRegistry {
       const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
       handles_.push_back(c10::Dispatcher::singleton().registerImpl(
           op.operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-          c10::str(kOverrideBy, kOwnVersion, " for op policies and weight caches")));
+          c10::str(kOverrideBy, kOwnVersion, " for op policies")));
       record.is_overridden[i] = true;
     }
   }

@@ -133,7 +133,6 @@ struct TracedCost {
   std::int64_t calls = 0;
   std::int64_t casts = 0;
   std::int64_t bytes = 0;
-  std::int64_t cache_hits = 0;
 };
 
 /// The thing that the start of an op opened, for its end to close.
@@ -156,7 +155,6 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     TracedCall call;
     TracedCost cost;
     bool casting;
-    std::int64_t hits_before;
   };
 
   friend OpListener;
@@ -198,16 +196,12 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      open_.back().cost.cache_hits += cache_hits() - open_.back().hits_before;
       return OpenedByOp::nothing;
     }
-    if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
-      note_cast(inputs);
-    } else if (name.name == "aten::copy_") {  // a weight cache renews a copy in its place
-      note_cast(inputs[1].toTensor(), inputs[0].toTensor().scalar_type());
-    } else {
+    if (name.name != "aten::_to_copy" || inputs.empty() || !inputs[0].isTensor()) {
       return name.name == "aten::to" ? std::optional(OpenedByOp::nothing) : std::nullopt;
     }
+    note_cast(inputs);
     in_cast_ = true;
     return OpenedByOp::cast;
   }
@@ -215,10 +209,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
   void note_cast(OpArguments inputs) {
     const at::Tensor& source = inputs[0].toTensor();
     const bool given = inputs.size() > 1 && inputs[1].isInt();
-    note_cast(source, given ? inputs[1].toScalarType() : source.scalar_type());
-  }
-
-  void note_cast(const at::Tensor& source, at::ScalarType target) {
+    const auto target = given ? inputs[1].toScalarType() : source.scalar_type();
     const auto written = static_cast<std::int64_t>(c10::elementSize(target));
     open_.back().cost.casts += 1;
     open_.back().cost.bytes += source.numel() * (source.element_size() + written);
@@ -243,11 +234,8 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
         scope(), full_name(name),       *device,
         decided, tensor_dtypes(inputs), runs_in(*op, decided.category, inputs, *device)};
     if (decided.category == OpCategory::lower_precision) note_product(call.runs_in);
-    open_.push_back({name.name,
-                     std::move(call),
-                     {.calls = 1},
-                     decided.category != OpCategory::fallthrough,
-                     cache_hits()});
+    open_.push_back(
+        {name.name, std::move(call), {.calls = 1}, decided.category != OpCategory::fallthrough});
     return true;
   }
 
@@ -265,7 +253,6 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     cost.calls += closed.cost.calls;
     cost.casts += closed.cost.casts;
     cost.bytes += closed.cost.bytes;
-    cost.cache_hits += closed.cost.cache_hits;
   }
 
   static bool is_view(const c10::FunctionSchema& schema) {
