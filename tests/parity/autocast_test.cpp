@@ -1,6 +1,6 @@
 // Apex's tests of casts (basic_casts, promotion, cache, rnn) and torch's of its autocast, on the
-// CPU, with half and with bfloat16 as the low precision. Apex's lists are CUDA's, which
-// OpPolicy::cuda_like() gives to the CPU.
+// CPU, with half and with bfloat16 as the low precision. Apex's lists are CUDA's, which a policy
+// gives to the CPU.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
@@ -12,12 +12,13 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "../support/like_cuda.h"
 
 namespace {
 
@@ -38,7 +39,7 @@ constexpr int64_t kT = 10;
 
 /// Made once: it edits some two hundred ops.
 const OpPolicy& cuda_like() {
-  static const OpPolicy policy = mezzo::install_op_overrides(OpPolicy::cuda_like());
+  static const OpPolicy policy = mezzo::install_op_overrides(test_support::like_cuda());
   return policy;
 }
 
@@ -139,21 +140,12 @@ TEST_P(Casts, AreNoneInAMoveToADevice) {
   expect(Expected::as_input, {[](const Tensor& x) { return x.cpu(); }}, {kB, kH});
 }
 
-TEST_P(Casts, BanBinaryCrossEntropyUnlessItIsAllowed) {
+TEST_P(Casts, OfBinaryCrossEntropyAreToFloatWhereItIsDenied) {
   const auto target = torch::rand({kB, kH});
   const auto x = torch::rand({kB, kH}).to(lower());
-  const std::vector<Function> functions{
-      [&](const Tensor& input) { return torch::nn::BCELoss()(input, target); },
-      [&](const Tensor& input) { return F::binary_cross_entropy(input, target); }};
-  for (const Function& function : functions) {
-    {
-      const AutocastGuard autocast(setting(cuda_like()));
-      EXPECT_THROW(function(x), c10::Error);
-    }
-    const AutocastGuard autocast(
-        setting(mezzo::install_op_overrides(cuda_like().allow_banned("binary_cross_entropy"))));
-    EXPECT_EQ(function(x).scalar_type(), kFloat);
-  }
+  const AutocastGuard autocast(setting(cuda_like()));
+  EXPECT_EQ(torch::nn::BCELoss()(x, target).scalar_type(), kFloat);
+  EXPECT_EQ(F::binary_cross_entropy(x, target).scalar_type(), kFloat);
 }
 
 using Binary = std::function<Tensor(Tensor, const Tensor&)>;

@@ -22,7 +22,6 @@
 #include <vector>
 
 #include "../autocast/dtype_of_product.h"
-#include "../support/warnings.h"
 
 namespace {
 
@@ -117,40 +116,6 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
     after.first = CpuState();
   });
   return after;
-}
-
-std::vector<std::string> warnings_of(const std::function<void()>& work) {
-  std::vector<std::string> texts;
-  in_a_thread([&] {
-    const test_support::Warnings warnings;
-    work();
-    texts = warnings.texts;
-  });
-  return texts;
-}
-
-TEST(Coroutines, AGuardThatEndsBeforeAnInnerOneWarns) {
-  const auto warnings = warnings_of([] {
-    const auto outer = hold_across_a_suspension<mezzo::Autocast<torch::kCPU, torch::kHalf>>();
-    const auto inner = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
-    for (const auto* coroutine : {&outer, &inner, &outer, &inner}) coroutine->resume();
-  });
-  ASSERT_FALSE(warnings.empty());
-  EXPECT_NE(warnings.front().find("before a region inside it did"), std::string::npos);
-}
-
-TEST(Coroutines, AGuardThatEndsInAnotherThreadWarns) {
-  const auto coroutine = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
-  in_a_thread([&] { coroutine.resume(); });
-  EXPECT_EQ(warnings_of([&] { coroutine.resume(); }).size(), 1U);
-}
-
-TEST(Coroutines, GuardsThatEndInReverseOrderDoNotWarn) {
-  const auto warnings = warnings_of([] {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> outer;
-    const mezzo::Autocast<torch::kCPU> inner;
-  });
-  EXPECT_TRUE(warnings.empty());
 }
 
 // Wrong with either, and with torch.autocast around an await.

@@ -20,8 +20,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class OpPolicy;
 
 namespace detail {
-class PolicyEdits;
 class PolicyScope;
+struct PolicyEdits;
 }  // namespace detail
 
 /// Returns the dtype that libtorch's autocast lowers to by default: half on CUDA, bfloat16 on the

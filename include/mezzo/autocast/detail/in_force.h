@@ -16,11 +16,10 @@
 #include <atomic>
 #include <cstddef>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -44,70 +43,22 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
                                           : c10::DispatchKey::AutocastCUDA;
 }
 
-/// A thread-local T that is made at first use and never destroyed: a guard with static lifetime
-/// uses it after the main thread has destroyed its thread_locals. Guards take out what they put in,
-/// so nothing is left in it when a thread ends.
-template <class T>
-class NeverDestroyed {
- public:
-  T& get() {
-    if (value_ == nullptr) value_ = ::new (static_cast<void*>(memory_)) T();
-    return *value_;
-  }
-
- private:
-  T* value_ = nullptr;
-  alignas(T) std::byte memory_[sizeof(T)] = {};
-};
-
-/// An op's index in the OverrideRegistry.
-using OpSlot = std::size_t;
-
-/// An op as the OverrideRegistry knows it, for the life of the process. Arrays are indexed by
-/// policy_device_index.
+/// An op as the OverrideRegistry knows it, for the life of the process.
 struct OpRecord {
   std::string name;  ///< with its overload
-  OpSlot slot;
-  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it.
+  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it, by
+  /// policy_device_index.
   std::array<OpCategory, kPolicyDevices.size()> registered;
-  std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< has an OverrideKernel
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
-
-  /// Whether a policy that gives the op this category acts on the device.
-  bool serves(OpCategory category, std::size_t device) const {
-    return is_installed && (registered[device] == category || is_overridden[device]);
-  }
-  bool serves_everywhere(OpCategory category) const {
-    for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
-      if (!serves(category, i)) return false;
-    }
-    return true;
-  }
 };
 
-/// The edits of an OpPolicy, by op.
-class PolicyEdits {
- public:
-  struct Edit {
-    const OpRecord* op = nullptr;  ///< null where the policy has no edit of the slot's op
-    OpCategory category = OpCategory::unknown;
-  };
+/// The edits of an OpPolicy.
+struct PolicyEdits {
+  std::unordered_map<const OpRecord*, OpCategory> by_op;
 
-  std::optional<OpCategory> find(OpSlot slot) const {
-    const bool says = slot < by_slot_.size() && by_slot_[slot].op != nullptr;
-    return says ? std::optional(by_slot_[slot].category) : std::nullopt;
-  }
-
-  void set(const OpRecord& op, OpCategory category) {
-    if (op.slot >= by_slot_.size()) by_slot_.resize(op.slot + 1);
-    by_slot_[op.slot] = {&op, category};
-  }
-
-  template <class Visit>
-  void for_each(Visit visit) const {
-    for (const Edit& edit : by_slot_) {
-      if (edit.op != nullptr) visit(edit);
-    }
+  std::optional<OpCategory> find(const OpRecord& op) const {
+    const auto found = by_op.find(&op);
+    return found == by_op.end() ? std::nullopt : std::optional(found->second);
   }
 
   /// Returns the edits of both; `inner` wins where both edit an op.
@@ -116,13 +67,10 @@ class PolicyEdits {
     if (outer == nullptr || inner == nullptr || outer == inner) {
       return inner != nullptr ? inner : outer;
     }
-    auto both = std::make_shared<PolicyEdits>(*outer);
-    inner->for_each([&both](const Edit& edit) { both->set(*edit.op, edit.category); });
+    auto both = std::make_shared<PolicyEdits>(*inner);
+    both->by_op.insert(outer->by_op.begin(), outer->by_op.end());
     return both;
   }
-
- private:
-  std::vector<Edit> by_slot_;
 };
 
 /// The edits in force, by policy_device_index. Copying the value hands a policy to another thread.
@@ -131,8 +79,8 @@ using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDev
 /// Returns this thread's policies: one object for each thread and version of mezzo. The symbol is
 /// exported even from units compiled with hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
-  static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
-  return policies.get();
+  static thread_local ThreadPolicies policies;
+  return policies;
 }
 
 /// Puts a policy in force for one device until the scope ends, on top of the one in force.
@@ -153,14 +101,13 @@ class PolicyScope {
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
 
-  static void check_installed(c10::DeviceType device, const PolicyRef& policy) {
+  static void check_installed(const PolicyRef& policy) {
     if (policy.empty()) return;
-    policy.edits_->for_each([device](const PolicyEdits::Edit& edit) {
-      TORCH_CHECK(edit.op->serves(edit.category, policy_device_index(device)), "policy: it makes ",
-                  edit.op->name, " ", to_string(edit.category),
+    for (const auto& [op, category] : policy.edits_->by_op) {
+      TORCH_CHECK(op->is_installed, "policy: it makes ", op->name, " ", to_string(category),
                   ", and mezzo's override of that op is not installed in this process. Call "
                   "mezzo::install_op_overrides(policy) once, before other threads run ops.");
-    });
+    }
   }
 
  private:

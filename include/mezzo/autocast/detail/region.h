@@ -8,6 +8,7 @@
 #include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/output_dtype.h>
 #include <mezzo/autocast/detail/recommended.h>
+#include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/version.h>
 
 #include <c10/core/DispatchKeySet.h>
@@ -15,7 +16,6 @@
 #include <c10/util/Exception.h>
 
 #include <array>
-#include <atomic>
 #include <concepts>
 #include <cstddef>
 #include <functional>
@@ -52,7 +52,7 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
               dtype, "; use Half or BFloat16, or a disabled region for full precision");
   TORCH_CHECK(!setting.output || at::isFloatingType(*setting.output),
               "output: results cannot be of ", *setting.output, "; use torch::kFloat");
-  PolicyScope::check_installed(device, setting.policy);
+  PolicyScope::check_installed(setting.policy);
   if (setting.enabled) warn_of_hardware(device, dtype);
   return {device, dtype, setting.enabled, setting.cache, setting.policy, setting.output};
 }
@@ -65,56 +65,22 @@ inline RegionState checked_region(const AutocastSetting& setting) {
                         setting.dtype.value_or(at::autocast::get_autocast_dtype(*setting.device)));
 }
 
-/// libtorch's cache of weight casts. libtorch makes this static object at its first use; a guard
-/// with static lifetime, or in a thread that outlives main, may outlive it.
-class LibtorchCasts {
- public:
-  /// Call this before a region begins, so that the cache is there until a static guard has ended.
-  static void make() noexcept { static const LibtorchCasts casts; }
-
-  static void clear() noexcept {
-    if (!are_gone_) at::autocast::clear_cache();
-  }
-
- private:
-  LibtorchCasts() noexcept { at::autocast::clear_cache(); }
-  ~LibtorchCasts() { are_gone_ = true; }
-
-  static inline std::atomic<bool> are_gone_ = false;
-};
-
-/// Counts this thread's regions, as libtorch does, and clears libtorch's weight cache at the
-/// outermost exit. It also does so where an inner region begins or ends with another dtype than the
-/// one around it: the cache is keyed by the weight alone and would hand out the wrong dtype. Warns
-/// of a region that ends in the wrong thread or order, which nothing else would tell.
+/// Counts this thread's regions, as libtorch does, and clears libtorch's cache of casts at the
+/// outermost exit. Also clears it where an inner region begins or ends with another dtype than the
+/// one around it: the cache is keyed by the weight alone and would hand out the wrong dtype.
 class Nesting {
  public:
   explicit Nesting(bool dtype_changes) noexcept
-      : depth_(at::autocast::increment_nesting()), drops_casts_(depth_ > 1 && dtype_changes) {
-    LibtorchCasts::make();
-    if (drops_casts_) LibtorchCasts::clear();
+      : drops_casts_(at::autocast::increment_nesting() > 1 && dtype_changes) {
+    if (drops_casts_) at::autocast::clear_cache();
   }
   ~Nesting() {
-    const int left = at::autocast::decrement_nesting();
-    if (left <= 0 || drops_casts_) LibtorchCasts::clear();
-    if (left != depth_ - 1) warn_of_order();
+    if (at::autocast::decrement_nesting() <= 0 || drops_casts_) at::autocast::clear_cache();
   }
   Nesting(const Nesting&) = delete;
   Nesting& operator=(const Nesting&) = delete;
 
  private:
-  static void warn_of_order() noexcept {
-    try {
-      TORCH_WARN(
-          "An autocast region ended in another thread than it began in, or before a region inside "
-          "it did: these threads' autocast state is now that of neither. End guards in reverse "
-          "order, in their own thread; in a coroutine enter a mezzo::AutocastState::Scope after "
-          "each suspension.");
-    } catch (...) {  // of a warning handler; a destructor has nobody to tell
-    }
-  }
-
-  int depth_;  ///< of this region, from 1
   bool drops_casts_;
 };
 
@@ -225,52 +191,33 @@ class ThreadStateScope {
   Nesting nesting_;
 };
 
-/// Calls `F` exactly as a plain `F` would be called: same overloads, arguments, value category,
-/// result and noexcept. Builds a `Scope`, whose constructor must not throw, from `State` before the
-/// call and destroys it after. A state with an `output` has it applied to results.
-template <class F, class Scope, class State>
-class ScopedFunction {
- public:
-  template <class G>
-  ScopedFunction(G&& function, State state)
-      : function_(std::forward<G>(function)), state_(std::move(state)) {}
+/// Calls a function in a `Scope` that is made of `state`, and casts its results as the state's
+/// `output` says, if it has one.
+template <class Scope, class State>
+struct InScope {
+  State state;
 
-  template <class... Args>
-  requires std::invocable<F&, Args...> std::invoke_result_t<F&, Args...>
-  operator()(Args&&... args) & noexcept(std::is_nothrow_invocable_v<F&, Args...>) {
-    return run(
-        [&]() -> decltype(auto) { return std::invoke(function_, std::forward<Args>(args)...); });
-  }
-
-  template <class... Args>
-  requires std::invocable<const F&, Args...> std::invoke_result_t<const F&, Args...>
-  operator()(Args&&... args) const& noexcept(std::is_nothrow_invocable_v<const F&, Args...>) {
-    return run(
-        [&]() -> decltype(auto) { return std::invoke(function_, std::forward<Args>(args)...); });
-  }
-
-  template <class... Args>
-  requires std::invocable<F, Args...> std::invoke_result_t<F, Args...>
-  operator()(Args&&... args) && noexcept(std::is_nothrow_invocable_v<F, Args...>) {
-    return run([&]() -> decltype(auto) {
-      return std::invoke(std::move(function_), std::forward<Args>(args)...);
-    });
-  }
-
- private:
-  template <class Call>
-  decltype(auto) run(Call&& call) const {
-    const Scope scope(state_);
-    if constexpr (requires { state_.output; }) {
-      return with_output(state_.output, call);
+  template <class F, class... Args>
+  requires std::invocable<F&, Args...>
+  decltype(auto) operator()(F& function, Args&&... args) const {
+    const Scope scope(state);
+    const auto call = [&]() -> decltype(auto) {
+      return std::invoke(function, std::forward<Args>(args)...);
+    };
+    if constexpr (requires { state.output; }) {
+      return with_output(state.output, call);
     } else {
       return call();
     }
   }
-
-  F function_;
-  State state_;
 };
+
+/// Returns `function` as a callable that runs in scopes of `state`.
+template <class Scope, class F, class State>
+auto in_scopes_of(State state, F&& function) {
+  using Around = InScope<Scope, State>;
+  return WrappedFunction<std::decay_t<F>, Around>(std::forward<F>(function), {std::move(state)});
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

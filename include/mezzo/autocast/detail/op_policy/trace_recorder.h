@@ -40,7 +40,7 @@ inline DecidedCategory decided_category(const c10::OperatorHandle& op, c10::Devi
   const auto& edits = thread_policies()[policy_device_index(device)];
   if (edits != nullptr) {
     const OpRecord* known = override_registry().find(op);
-    if (const auto edit = known != nullptr ? edits->find(known->slot) : std::nullopt) {
+    if (const auto edit = known != nullptr ? edits->find(*known) : std::nullopt) {
       return {*edit, true};
     }
   }
@@ -96,18 +96,16 @@ inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments argumen
   return dtype;
 }
 
-/// Returns the product that an unlisted op is made of, if autocast lowers that product: the op
-/// takes its inputs as they come, and computes in the product's dtype.
-inline std::optional<c10::OperatorHandle> product_within(const c10::OperatorName& op) {
-  static constexpr std::array<std::pair<std::string_view, const char*>, 5> kProducts = {
-      {{"aten::einsum", "aten::bmm"},
-       {"aten::inner", "aten::mm"},
-       {"aten::tensordot", "aten::mm"},
-       {"aten::linalg_multi_dot", "aten::mm"},
-       {"aten::chain_matmul", "aten::mm"}}};
-  const auto* const found = std::find_if(kProducts.begin(), kProducts.end(),
-                                         [&op](const auto& each) { return each.first == op.name; });
-  return found == kProducts.end() ? std::nullopt : find_op(found->second);
+/// Returns the index of the op's argument `ScalarType? dtype`, if it has one.
+inline std::optional<std::size_t> optional_dtype_index(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "dtype" &&
+        arguments[i].type()->kind() == c10::TypeKind::OptionalType) {
+      return i;
+    }
+  }
+  return std::nullopt;
 }
 
 /// The key of a line in a trace: calls that are equal in all of it are added up.
@@ -227,7 +225,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
     const auto decided = decided_category(*op, *device);
     const bool listed = decided.by_policy || decided.category != OpCategory::fallthrough;
-    if (!listed && (!open_.empty() || is_view(op->schema()))) {
+    if (!listed && (!open_.empty() || returns_view(op->schema()))) {
       return false;
     }
     TracedCall call{
@@ -253,11 +251,6 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     cost.calls += closed.cost.calls;
     cost.casts += closed.cost.casts;
     cost.bytes += closed.cost.bytes;
-  }
-
-  static bool is_view(const c10::FunctionSchema& schema) {
-    const auto& returns = schema.returns();
-    return !schema.is_mutable() && !returns.empty() && returns[0].alias_info() != nullptr;
   }
 
   // A dtype that the caller asked for wins over the category's.
