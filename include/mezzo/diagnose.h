@@ -1,18 +1,14 @@
 /// \file
 /// Tools that show what low precision does to a model and a run: why steps were skipped, where an
-/// inf or NaN began, whether a run diverges, telemetry and its page, a comparison of precisions,
-/// the doctor, underflow counts, times of matrix products.
+/// inf or NaN began, whether a run diverges, telemetry and its page, the doctor, underflow counts.
 #pragma once
 
-#include <mezzo/diagnose/anomaly.h>             // IWYU pragma: export
-#include <mezzo/diagnose/anomaly_trace.h>       // IWYU pragma: export
-#include <mezzo/diagnose/compare_precisions.h>  // IWYU pragma: export
-#include <mezzo/diagnose/divergence_watch.h>    // IWYU pragma: export
-#include <mezzo/diagnose/doctor.h>              // IWYU pragma: export
-#include <mezzo/diagnose/gemm_times.h>          // IWYU pragma: export
-#include <mezzo/diagnose/overflow_report.h>     // IWYU pragma: export
-#include <mezzo/diagnose/run_report.h>          // IWYU pragma: export
-#include <mezzo/diagnose/telemetry.h>           // IWYU pragma: export
-#include <mezzo/diagnose/telemetry_files.h>     // IWYU pragma: export
-#include <mezzo/diagnose/underflow.h>           // IWYU pragma: export
-#include <mezzo/diagnose/update_watch.h>        // IWYU pragma: export
+#include <mezzo/diagnose/anomaly.h>           // IWYU pragma: export
+#include <mezzo/diagnose/anomaly_trace.h>     // IWYU pragma: export
+#include <mezzo/diagnose/divergence_watch.h>  // IWYU pragma: export
+#include <mezzo/diagnose/doctor.h>            // IWYU pragma: export
+#include <mezzo/diagnose/overflow_report.h>   // IWYU pragma: export
+#include <mezzo/diagnose/run_report.h>        // IWYU pragma: export
+#include <mezzo/diagnose/telemetry.h>         // IWYU pragma: export
+#include <mezzo/diagnose/telemetry_files.h>   // IWYU pragma: export
+#include <mezzo/diagnose/underflow.h>         // IWYU pragma: export

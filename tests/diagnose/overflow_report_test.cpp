@@ -63,8 +63,8 @@ TEST(OverflowReport, WritesTheLineOfTheScalerAndOneOfCause) {
             "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to "
             "32768.0\n"
             "  1.weight and 1 more, in 2 of 3 layers: 1.weight has 1 inf and 1 NaN in 9 gradients, "
-            "the first, -inf, at [1, 2], made by the backward pass; the largest norm without these "
-            "is 3.74, of layer 0\n");
+            "the first, -inf, at [1, 2], found after the backward pass; the largest norm without "
+            "these is 3.74, of layer 0\n");
 }
 
 TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
@@ -109,6 +109,14 @@ TEST(OverflowReport, TellsTheCallbackNamesCountsAndNorms) {
   EXPECT_DOUBLE_EQ(heard.layers[1].norm, 3);
   EXPECT_TRUE(
       torch::equal(gradient_of(model, "0.weight").view(torch::kInt), before.view(torch::kInt)));
+}
+
+TEST(OverflowReport, DoesNotBlameTheBackwardPassForAnInfOfTheBatch) {
+  torch::nn::Linear model(2, 1);
+  model->forward(torch::full({1, 2}, kInf)).sum().backward();
+  const std::string cause = find_overflow(mezzo::name_parameters(*model)).cause();
+  EXPECT_THAT(cause, HasSubstr("the first, inf, at [0, 0], found after the backward pass"));
+  EXPECT_THAT(cause, Not(HasSubstr("made by")));
 }
 
 TEST(OverflowReport, TellsWhatUnscalingMadeFromWhatTheBackwardPassMade) {

@@ -39,7 +39,7 @@ struct PlantedFault {
 std::vector<PlantedFault> anomalies();       // asked of AnomalyTrace
 std::vector<PlantedFault> divergences();     // asked of DivergenceWatch
 std::vector<PlantedFault> overflows();       // asked of OverflowReport
-std::vector<PlantedFault> lost_precision();  // of UnderflowReport, UpdateWatch, compare_precisions
+std::vector<PlantedFault> lost_precision();  // asked of UnderflowReport
 std::vector<PlantedFault> before_the_run();  // asked of the doctor
 
 /// A run that is well; `said` asks a tool.

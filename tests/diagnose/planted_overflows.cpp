@@ -108,7 +108,8 @@ std::vector<PlantedFault> overflows() {
        "an inf in the gradient of head.weight",
        report_of_sgd,
        {"reducing loss scale to 32768", "head.weight, in 1 of 3 layers",
-        "has 1 inf and 0 NaN in 64 gradients, the first, inf, at [1, 2], made by the backward"}},
+        "has 1 inf and 0 NaN in 64 gradients, the first, inf, at [1, 2], found after the "
+        "backward"}},
       {"InfThatUnscaleSaw",
        "an inf under torch::optim::SGD, unscaled and clipped by hand",
        report_of_unscaled,

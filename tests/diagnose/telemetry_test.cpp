@@ -1,5 +1,4 @@
 #include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/compare_precisions.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -244,17 +243,6 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
       report(sample(step));
     }
   }
-  mezzo::PrecisionComparison comparison;
-  comparison.max_gradient_error = 0.05;
-  comparison.rows.push_back({.setting = {.name = "float32"}, .step_seconds = 2});
-  comparison.rows.push_back({.setting = {.name = "bf16 <autocast>"},
-                             .gradient_error = 0.0123,
-                             .step_seconds = 1,
-                             .peak_bytes = 1 << 20,
-                             .single_batch_error = 0.02,
-                             .ops = {{"aten::mm", 0.001}}});
-  comparison.rows.push_back({.setting = {.name = "fp16"}, .failure = "no kernel for \"Half\""});
-  report.add("Precisions", comparison);
   mezzo::UnderflowReport exponents(torch::kHalf);
   torch::manual_seed(1);
   exponents.add("layer <1>", torch::randn({4096}) * 1e-3);
@@ -275,7 +263,6 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   const std::string page = test_support::bytes_of(folder + "/run.html");
   EXPECT_THAT(page, HasSubstr("<title>run &lt;1&gt; &amp; &quot;more&quot;</title>"));
   EXPECT_THAT(page, HasSubstr("<title>step 7 skipped</title>"));
-  EXPECT_THAT(page, HasSubstr("bf16 &lt;autocast&gt;"));
   EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
   EXPECT_THAT(page, HasSubstr("layer &lt;1&gt;"));
   EXPECT_THAT(page, Not(HasSubstr("Lnan")));

@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/diagnose/telemetry.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adam.h>
@@ -22,7 +21,6 @@
 #include <string>
 #include <vector>
 
-#include "../support/warnings.h"
 #include "alike_ranks.h"
 
 // After backward a gradient is the average over the ranks, a plain tensor that nobody divides
@@ -420,28 +418,6 @@ TEST(GradientsAreAverages, OverSeveralLossesInAmp) {
     }
   };
   expect_as_alone(sgd(), loop);
-}
-
-// They are clipped to a 1024th of the bound.
-TEST(GradientsAreAverages, AndClippingThemBeforeTheyAreUnscaledIsNoticed) {
-  for (const MakeOptimizer& make :
-       {sgd(), made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-3))}) {
-    const test_support::Warnings warnings;
-    const Loop loop = [](Training& training) {
-      mezzo::Telemetry telemetry;
-      GradScaler scaler({.init_scale = 1024});
-      for (int64_t i = 0; i < 12; ++i) {
-        training.net->zero_grad();
-        scaler.scale(loss_of(training.net, i)).backward();
-        torch::nn::utils::clip_grad_norm_(training.net->parameters(), 0.1);
-        telemetry.record(scaler.step(*training.optimizer, {.max_norm = 1.0}), at::Tensor());
-        scaler.update();
-      }
-    };
-    train_together(3, make, loop, at::kFloat);
-    ASSERT_EQ(warnings.texts.size(), 1U);
-    EXPECT_THAT(warnings.texts[0], testing::HasSubstr("clipped while they still carry"));
-  }
 }
 
 TEST(GradientsAreAverages, WhereBucketsAreRead) {

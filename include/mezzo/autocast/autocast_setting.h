@@ -128,8 +128,8 @@ struct AutocastSetting {
 ///
 /// `recommended` knows the machine and not the model. A model of small products or convolutions can
 /// be slower in bfloat16 although the instructions are there, since casts and calls outweigh them
-/// (an mnist network took 1.2 times as long). compare_precisions (mezzo/diagnose.h) times the
-/// model's own steps.
+/// (an mnist network took 1.2 times as long). examples/compare_precisions times
+/// the model's own steps.
 ///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
 /// CPUID and two environment variables, or asks the CUDA driver. Any thread.

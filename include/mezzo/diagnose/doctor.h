@@ -71,7 +71,7 @@ struct DoctorFinding {
 
 /// How fast this machine multiplies matrices of a dtype.
 struct DtypeSpeed {
-  std::string name;     ///< "float32", "tf32", "bfloat16", "float16"
+  std::string name;     ///< "float32", "bfloat16", "float16"
   bool native = false;  ///< whether the hardware has instructions for it, as far as it tells
   double gflops = 0;    ///< 10^9 additions and multiplications a second
 };

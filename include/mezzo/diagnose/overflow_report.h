@@ -8,7 +8,7 @@
 ///
 ///     Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
 ///       head.weight and 3 more, in 2 of 6 layers: head.weight has 3 inf and 1 NaN in 512 gradients,
-///       the first, inf, at [0, 17], made by the backward pass; ...
+///       the first, inf, at [0, 17], found after the backward pass; ...
 #pragma once
 
 #include <mezzo/base/named_tensors.h>

@@ -86,7 +86,7 @@ class RunReport {
   void add(const Overflow& overflow);
 
   /// A section with what `finding` prints: an AnomalyTrace, an UnderflowReport, a
-  /// PrecisionComparison, a Diagnosis.
+  /// Diagnosis.
   template <class Finding>
   void add(const std::string& title, const Finding& finding) {
     std::ostringstream text;

@@ -16,7 +16,6 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/clip_watch.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/List.h>
@@ -152,13 +151,7 @@ struct TelemetryStep {
 /// others, is dropped: a warning (TORCH_WARN) names it, the first time and then each 1000th, and
 /// writers never hear of it.
 ///
-/// The first 64 steps that a Telemetry hands over are checked for gradients that were clipped while
-/// they still carried the loss scale, to a bound that is thousands of times too tight: when their
-/// norm, or their largest magnitude, is a round number eight times in a row while the gradients
-/// change, one warning (TORCH_WARN) says so. Only steps are checked that have a
-/// `StepResult::grad_norm` (with an optimizer of mezzo's, or a `max_norm`).
-///
-/// Several optimizers are recorded under a name each. Steps are numbered, timed and checked for
+/// Several optimizers are recorded under a name each. Steps are numbered and timed for
 /// each name by itself, and a RunReport draws its curves for each:
 ///
 ///     telemetry.record("generator", generator_result, generator_loss);
@@ -230,7 +223,6 @@ class Telemetry {
   struct Source {
     std::int64_t next_step;
     std::optional<std::chrono::steady_clock::time_point> last_call = std::nullopt;
-    detail::ClipWatch clip_watch = {};
   };
 
   struct Reader {
@@ -363,10 +355,6 @@ MEZZO_INLINE TelemetryRecord Telemetry::finished(Pending& pending) {
   record.scale = pending.result.scale();
   record.skipped = !pending.result.ran();
   record.grad_norm = pending.result.grad_norm();
-  const std::optional<double> max_abs = pending.result.grad_max_abs();
-  if (!pending.result.was_unscaled() && record.grad_norm && max_abs) {
-    source(record.name).clip_watch.see(record.scale, *record.grad_norm, *max_abs);
-  }
   if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(pending.max_norm)) {
     record.clip_ratio = std::min(1.0, pending.max_norm / (*record.grad_norm + 1e-6));
   }

@@ -5,7 +5,6 @@
 #include <mezzo/autocast/detail/recommended.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
-#include <mezzo/diagnose/detail/gemm_times_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/doctor.h>
 
@@ -13,12 +12,18 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/mm.h>
 #include <c10/util/StringUtil.h>
+#include <torch/cuda.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
 #include <iterator>
+#include <limits>
 #include <optional>
 #include <string>
 #include <thread>
@@ -31,47 +36,56 @@ namespace detail {
 /// Which dtypes the hardware multiplies by instructions of its own.
 struct NativeDtypes {
   bool known = false;
-  bool tf32 = false;
   bool bfloat16 = false;
   bool float16 = false;
 
   static NativeDtypes of(c10::Device device) {
     if (device.is_cpu()) {
       const CpuFeatures cpu = cpu_features();
-      return {.known = cpu.known, .tf32 = false, .bfloat16 = cpu.bf16(), .float16 = cpu.fp16()};
+      return {.known = cpu.known, .bfloat16 = cpu.bf16(), .float16 = cpu.fp16()};
     }
     const auto gpu = compute_capability(device);
     const int major = gpu ? gpu->major : 0;
-    return {.known = gpu.has_value(),
-            .tf32 = major >= 8,
-            .bfloat16 = major >= 8,
-            .float16 = major >= 7};
+    return {.known = gpu.has_value(), .bfloat16 = major >= 8, .float16 = major >= 7};
   }
 
   bool has(at::ScalarType dtype) const { return dtype == at::kHalf ? float16 : bfloat16; }
 };
 
+/// Returns the seconds of one product of square matrices, the fastest of some: what else the
+/// machine does only adds.
+inline double product_seconds(c10::Device device, at::ScalarType dtype, std::int64_t size) {
+  constexpr double kSeconds = 0.03;
+  const at::Tensor factor = at::full({size, size}, 0.5, at::TensorOptions(device).dtype(dtype));
+  at::Tensor product = at::empty_like(factor);
+  double fastest = std::numeric_limits<double>::infinity(), spent = 0;
+  for (int round = 0; round < 4 || (spent < kSeconds && fastest < kSeconds); ++round) {
+    const auto begin = std::chrono::steady_clock::now();
+    at::mm_out(product, factor, factor);  // autocast does not touch it
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
+    spent += passed.count();
+    if (round > 0) fastest = std::min(fastest, passed.count());  // the first one sets up
+  }
+  return fastest;
+}
+
 /// Times one square product in each dtype.
 inline std::vector<DtypeSpeed> measured_speeds(c10::Device device) {
-  constexpr double kSecondsEach = 0.03;
   const at::NoGradGuard no_grad;
   const std::int64_t size = device.is_cpu() ? 256 : 4096;
-  const GemmMicroseconds times =
-      GemmStopwatch(device, kSecondsEach).time({.m = size, .n = size, .k = size});
-  NativeDtypes native = NativeDtypes::of(device);
+  const NativeDtypes native = NativeDtypes::of(device);
+  const double float32 = product_seconds(device, at::kFloat, size);
   const double giga_operations = 2e-9 * static_cast<double>(size * size * size);
-  const auto speed = [&](const char* name, bool is_native, double microseconds) {
+  std::vector<DtypeSpeed> speeds{
+      {.name = "float32", .native = true, .gflops = giga_operations / float32}};
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    const double seconds = product_seconds(device, dtype, size);
     // Where the instruction set cannot be read, the clock decides.
-    const bool is_fast = microseconds < times.float32 / 1.2;
-    return DtypeSpeed{.name = name,
-                      .native = native.known ? is_native : is_fast,
-                      .gflops = giga_operations / (1e-6 * microseconds)};
-  };
-  std::vector<DtypeSpeed> speeds{speed("float32", true, times.float32)};
-  speeds.front().native = true;
-  if (times.tf32) speeds.push_back(speed("tf32", native.tf32, *times.tf32));
-  speeds.push_back(speed("bfloat16", native.bfloat16, times.bfloat16));
-  speeds.push_back(speed("float16", native.float16, times.float16));
+    speeds.push_back({.name = std::string(dtype_name(dtype)),
+                      .native = native.known ? native.has(dtype) : seconds < float32 / 1.2,
+                      .gflops = giga_operations / seconds});
+  }
   return speeds;
 }
 

@@ -5,8 +5,9 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/cast_trace.h>
 #include <mezzo/autocast/op_policy.h>
+#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/detail/bench_scopes.h>
 #include <mezzo/diagnose/detail/doctor_findings.h>
 #include <mezzo/diagnose/detail/doctor_machine.h>
 #include <mezzo/diagnose/detail/doctor_trace.h>
@@ -17,6 +18,7 @@
 #include <ATen/record_function.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cmath>
@@ -55,6 +57,49 @@ inline std::string first_line(const std::exception& thrown) {
   if (cause != std::string::npos) text = text.substr(cause + 14);
   return text.substr(0, text.find('\n'));
 }
+
+/// Lends buffers other memory, and at the end gives them back their own, with their versions; and
+/// the default random generators.
+class BorrowedBuffers {
+ public:
+  explicit BorrowedBuffers(const NamedTensors& buffers) {
+    for (const auto& [name, tensor] : buffers) {
+      TORCH_CHECK(!tensor.is_inference(), name,
+                  " was made in inference mode; make the model outside of it");
+      all_.push_back(
+          {tensor, tensor.variable_data(), torch::autograd::impl::version_counter(tensor)});
+      torch::autograd::impl::set_version_counter(tensor, c10::VariableVersion(0));
+    }
+  }
+  ~BorrowedBuffers() {
+    const at::NoGradGuard no_grad;
+    for (Lent& lent : all_) {
+      lent.tensor.set_data(lent.value);
+      torch::autograd::impl::set_version_counter(lent.tensor, lent.version);
+    }
+    random_.install();
+  }
+  BorrowedBuffers(const BorrowedBuffers&) = delete;
+  BorrowedBuffers& operator=(const BorrowedBuffers&) = delete;
+
+  /// Fresh copies of what the buffers held, and of the random state.
+  void reset() {
+    const at::NoGradGuard no_grad;
+    const at::DisableRecordFunctionGuard untraced;
+    for (Lent& lent : all_) lent.tensor.set_data(lent.value.clone());
+    random_.install();
+  }
+
+ private:
+  struct Lent {
+    at::Tensor tensor;  // the model's own
+    at::Tensor value;   // its memory
+    c10::VariableVersion version;
+  };
+
+  std::vector<Lent> all_;
+  RandomState random_;
+};
 
 class Doctor {
  public:
@@ -128,7 +173,7 @@ class Doctor {
 
   Outcome run(std::optional<at::ScalarType> low, const RunOptions& how) {
     Outcome outcome;
-    borrowed_.reset(std::nullopt);
+    borrowed_.reset();
     try {
       const AutocastGuard region({.device = found_.device.type(),
                                   .dtype = low.value_or(found_.dtype),
@@ -250,8 +295,7 @@ class Doctor {
       if (std::isfinite(error) && error > kSmallError) {
         tell_forward(c10::str("the result under autocast to ", dtype_name(*low), " differs from ",
                               "float32's by ", digits(100 * error, 2),
-                              " % of it: which op loses it is not known, compare_precisions ranks "
-                              "them by their gradients' error"),
+                              " % of it: which op loses it is not known"),
                      tried_remedy(ops));
         found_.findings.back().severity = FindingSeverity::warning;
       }
@@ -335,7 +379,7 @@ class Doctor {
   DoctorOptions options_;
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
-  BorrowedModel borrowed_{case_.buffers};
+  BorrowedBuffers borrowed_{case_.buffers};
   std::vector<SeenConstant> constants_;
   std::optional<std::set<std::string>> casts_;  // of a whole run in low precision
   bool exact_is_finite_ = true;

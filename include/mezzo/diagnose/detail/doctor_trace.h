@@ -7,7 +7,6 @@
 #include <mezzo/autocast/detail/op_policy/trace_recorder.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/gemm_times_impl.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/parameter_names.h>
 #include <mezzo/diagnose/detail/value_range.h>
@@ -35,6 +34,20 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// The factors of mm, addmm, bmm and baddbmm, where they hold floating numbers.
+inline std::optional<std::pair<at::Tensor, at::Tensor>> matrix_factors(std::string_view op,
+                                                                       OpArguments inputs) {
+  const bool adds = op == "aten::addmm" || op == "aten::baddbmm";
+  if (!adds && op != "aten::mm" && op != "aten::bmm") return std::nullopt;
+  const std::size_t left = adds ? 1 : 0;
+  if (inputs.size() < left + 2 || !inputs[left].isTensor() || !inputs[left + 1].isTensor()) {
+    return std::nullopt;
+  }
+  std::pair factors(inputs[left].toTensor(), inputs[left + 1].toTensor());
+  if (!factors.first.is_floating_point()) return std::nullopt;
+  return factors;
+}
 
 /// "masked_fill" of "aten::masked_fill.Scalar"
 inline std::string short_name(const std::string& op) {

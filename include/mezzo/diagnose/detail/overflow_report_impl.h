@@ -218,14 +218,15 @@ MEZZO_INLINE std::string Overflow::cause() const {
   const std::size_t others = parameters.size() - 1;
   const LayerNorm& largest = *std::max_element(
       layers.begin(), layers.end(), [](const auto& a, const auto& b) { return a.norm < b.norm; });
-  return c10::str(
-      where, first.name, others > 0 ? c10::str(" and ", others, " more") : "", ", in ",
-      overflowed_layers().size(), " of ", layers.size(), " layers: ", first.name, " has ",
-      first.infs, " inf and ", first.nans, " NaN in ", first.elements, " gradients, the first, ",
-      detail::number_text(first.value), ", at [", c10::Join(", ", first.first), "], ",
-      first.by_unscaling ? "made by dividing by a loss scale below 1" : "made by the backward pass",
-      "; the largest norm without these is ", detail::digits(largest.norm), ", of layer ",
-      largest.layer);
+  return c10::str(where, first.name, others > 0 ? c10::str(" and ", others, " more") : "", ", in ",
+                  overflowed_layers().size(), " of ", layers.size(), " layers: ", first.name,
+                  " has ", first.infs, " inf and ", first.nans, " NaN in ", first.elements,
+                  " gradients, the first, ", detail::number_text(first.value), ", at [",
+                  c10::Join(", ", first.first), "], ",
+                  first.by_unscaling ? "made by dividing by a loss scale below 1"
+                                     : "found after the backward pass",
+                  "; the largest norm without these is ", detail::digits(largest.norm),
+                  ", of layer ", largest.layer);
 }
 
 MEZZO_INLINE OverflowReport::OverflowReport(const torch::nn::Module& model,
