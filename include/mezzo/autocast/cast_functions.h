@@ -8,7 +8,7 @@
 /// In a region of autocast the returned callable casts the tensors among its arguments and runs the
 /// function with autocast off, so that nothing inside is cast again; elsewhere it just calls. It
 /// forwards all arguments, also those without tensors, perfectly, and returns what the function
-/// returns, a copy where that is a reference.
+/// returns, a copy where that is a reference to tensors.
 ///
 /// A tensor is cast if it is floating, not double, and on a device whose autocast is enabled in the
 /// calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef, std::pair,
@@ -46,6 +46,11 @@ inline bool autocast_is_on() {
                      [](auto device) { return at::autocast::is_autocast_enabled(device); });
 }
 
+/// `R`, or a value where it is a reference to tensors, which may lead into a cast argument.
+template <class R>
+using WithoutTensorReference =
+    std::conditional_t<std::is_reference_v<R> && carries_tensors<R>(), std::decay_t<R>, R>;
+
 /// Says to which dtype a cast function's tensors are cast.
 enum class CastTarget { fixed, of_region, widest };
 
@@ -54,10 +59,9 @@ struct WithCasts {
   CastTarget target;
   at::ScalarType fixed = at::kFloat;
 
-  /// Returns by value where the function returns a reference, which may lead into a cast argument.
   template <class F, class... Args>
-  requires std::invocable<F&, Args...>
-  auto operator()(F& function, Args&&... args) const {
+  requires std::invocable<F&, Args...> WithoutTensorReference<std::invoke_result_t<F&, Args...>>
+  operator()(F& function, Args&&... args) const {
     if (!autocast_is_on()) {
       return std::invoke(function, std::forward<Args>(args)...);
     }
@@ -74,7 +78,8 @@ struct WithCasts {
         map_tensors(std::forward<Args>(args), cast)...};
     const AutocastOff off;
     return std::apply(
-        [&function](auto&&... each) -> decltype(auto) {
+        [&function](
+            auto&&... each) -> WithoutTensorReference<std::invoke_result_t<F&, decltype(each)...>> {
           return std::invoke(function, std::forward<decltype(each)>(each)...);
         },
         std::move(arguments));

@@ -103,19 +103,12 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
                 "mezzo::initialize, or a module inside one");
   const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
   ForwardRegions regions;
-  if constexpr (detail::IsScript<std::remove_cvref_t<Model>>) {
-    // Use the ScriptModule that was made for this script; making another walks the whole script.
-    auto& known = find_and_enter(model._ivalue().get(), "the script", regions);
-    auto& script = dynamic_cast<ScriptModuleImpl&>(known);
-    return detail::run_cast(script, dtypes, std::forward<Args>(args)...);
-  } else {
-    const auto module = detail::module_pointer(model);
-    TORCH_CHECK(
-        module != nullptr,
-        "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
-    find_and_enter(detail::identity_of(*module), module->name(), regions);
-    return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
-  }
+  const auto module = detail::module_pointer(model);
+  TORCH_CHECK(
+      module != nullptr,
+      "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
+  find_and_enter(module.get(), module->name(), regions);
+  return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
 }
 
 inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
