@@ -194,7 +194,8 @@ class GradScaler {
   /// Returns the rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
 
-  /// Calls `callback` for every iteration with a skipped step, at its `update` or, where a device
+  /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
+  /// and no step came after, at its `update` or, where a device
   /// decides, at a later one; not for replays of a CUDA graph. It takes the place of the line on
   /// std::cerr, which is written for the first eleven skips in a row, once for a scale at its
   /// floor, and in both cases for every 1000th skip after that. A null callback is silent.

@@ -413,7 +413,14 @@ MEZZO_INLINE void GradScaler::update() {
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration");
   {
-    const c10::NoGradGuard no_grad;  // not for the callback
+    const c10::NoGradGuard no_grad;                                 // not for the callback
+    for (const at::Tensor& flag : records_.found_without_step()) {  // no step tells of it
+      if (scale_->original().is_cpu()) {
+        note_skip({.found_inf = flag}, scale_->original().item<float>());
+      } else {
+        post_skip(flag);
+      }
+    }
     at::Tensor found = checks.front();
     for (std::size_t i = 1; i < checks.size(); ++i) found = found.add(checks[i]);
     scale_->advance(rule_, found, next_scale_place());
