@@ -1,5 +1,4 @@
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/doctor.h>
 #include <mezzo/optim/adamw.h>
@@ -335,13 +334,6 @@ TEST(Doctor, CountsWeightsThatAreCastAgainAndAgain) {
               Contains(finding(FindingSeverity::warning, casts, "layer.weight",
                                "1 of 1 parameters are cast to bfloat16 in every forward pass, 768 "
                                "B read and written; 1 of them more than once")));
-  mezzo::DoctorOptions cached = kInBfloat16;
-  const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  cache.pin(model.parameters());
-  cached.cache = cache;
-  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, cached).findings,
-              Not(Contains(about(casts))))
-      << "the cache holds the copy from the first run on";
 }
 
 TEST(Doctor, TellsOpsThatRunInFloat32AndWhatTheirCastsCost) {

@@ -52,8 +52,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The trace sees ops that go through libtorch's dispatcher. What a kernel of another library or a
 /// collective writes shows when the next op reads it, as `arrived`. Modules are known by their
 /// parameters' memory: an op of a module without parameters goes by the name of the module before
-/// it, and copies that a WeightCache made before the trace are not recognised. Ask it, and destroy
-/// it, in the thread that made it.
+/// it. Ask it, and destroy it, in the thread that made it.
 class AnomalyTrace {
  public:
   /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already

@@ -103,9 +103,9 @@ inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis
 struct DoctorOptions {
   /// Half or bfloat16; unset: default_autocast_dtype(device).
   std::optional<at::ScalarType> dtype = std::nullopt;
-  AutocastCache cache = {};  ///< as the training's regions have it
-  PolicyRef policy = {};     ///< likewise
-  bool measure = true;       ///< whether to time the hardware, which takes a second
+  std::optional<bool> cache = std::nullopt;  ///< as the training's regions have it
+  PolicyRef policy = {};                     ///< likewise
+  bool measure = true;                       ///< whether to time the hardware, which takes a second
   /// How many backward passes add to the gradients before a step.
   std::int64_t micro_batches = 1;
   /// Of training with weights of 16 bits and WeightStorage::plain. Adam moves a weight by about the

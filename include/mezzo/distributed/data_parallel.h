@@ -5,7 +5,6 @@
 #pragma once
 
 #include <mezzo/base/model_list.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/distributed/grad_buckets.h>
@@ -13,7 +12,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/jit/api/module.h>
 
 #include <cstdint>
 #include <memory>
@@ -58,8 +56,8 @@ class Replica;
 /// \endcode
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
-/// std::shared_ptr to a module; for a torch::jit::Module it is ScriptModule. The model is shared,
-/// not copied: `ddp->` is the model, and its state dict has the model's own names.
+/// std::shared_ptr to a module. The model is shared, not copied: `ddp->` is the model, and its
+/// state dict has the model's own names.
 ///
 /// When `backward()` returns, each gradient is the average over the ranks and still carries the
 /// loss scale. All ranks have the same bits, so that they skip the same steps. Parameters that
@@ -127,11 +125,6 @@ DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
 /// `M` is the type of the holder.
 template <class M>
 DataParallel(M, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions) -> DataParallel<M>;
-/// A TorchScript module is held by a ScriptModule.
-DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>)->DataParallel<ScriptModule>;
-/// A TorchScript module is held by a ScriptModule.
-DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions)
-    ->DataParallel<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

@@ -322,8 +322,7 @@ class Doctor {
       others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
       const DoctorTrace ops(case_.parameters, std::move(others));
       const bool is_whole = run(low).thrown.empty();
-      // A WeightCache may hold casts of runs before.
-      if (is_whole && options_.cache.weight_cache().empty()) casts_ = ops.casts();
+      if (is_whole) casts_ = ops.casts();
       std::vector<SeenConstant> seen = ops.constants();
       for (SeenConstant& constant : seen) {
         if (constant.dtype == low) constant.dtype = found_.dtype;

@@ -1,5 +1,6 @@
 /// \file
-/// TorchScript as a torch::nn::Module.
+/// TorchScript as a torch::nn::Module, for programs that train exported models from C++. No other
+/// header of mezzo's includes this one or knows of TorchScript.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -35,9 +36,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-template <class M>
-concept IsScript = std::derived_from<M, torch::jit::Module>;
-
 /// Returns the first node of `block`, and of the blocks in it, for which `is_meant(node)` holds;
 /// null if there is none.
 template <class IsMeant>
@@ -51,18 +49,13 @@ const torch::jit::Node* find_node(const torch::jit::Block& block, const IsMeant&
   return nullptr;
 }
 
-/// Whether a `with` statement enters an autocast region.
-inline bool opens_autocast(const torch::jit::Node& node) {
-  return node.kind() == c10::prim::Enter &&
-         node.input(0)->type()->str().find("autocast") != std::string::npos;
-}
-
 inline bool is_fork(const torch::jit::Node& node) {
   return node.kind() == c10::prim::fork || node.kind() == c10::prim::awaitable;
 }
 
-/// Whether something else than aten::wait reads the result of a fork, such as a list.
-inline bool is_lost_fork(const torch::jit::Node& node) {
+/// What libtorch would run by executors of their own, which write casts by other op lists.
+inline bool is_run_elsewhere(const torch::jit::Node& node) {
+  if (node.kind() == c10::prim::CallMethod || node.kind() == c10::prim::CallFunction) return true;
   if (!is_fork(node)) return false;
   const auto& uses = node.output()->uses();
   return node.kind() != c10::prim::fork ||
@@ -70,52 +63,52 @@ inline bool is_lost_fork(const torch::jit::Node& node) {
                      [](const auto& use) { return use.user->kind() != c10::aten::wait; });
 }
 
-/// Whether the target is known only during the run: a method of an interface.
-inline bool is_call(const torch::jit::Node& node) {
-  return node.kind() == c10::prim::CallMethod || node.kind() == c10::prim::CallFunction;
+/// Whether a `with` statement enters an autocast region.
+inline bool opens_autocast(const torch::jit::Node& node) {
+  return node.kind() == c10::prim::Enter &&
+         node.input(0)->type()->str().find("autocast") != std::string::npos;
 }
 
 /// Returns the graph of `forward`, with its calls and forks inlined and without autocast's casts.
-/// \throws c10::Error for what libtorch would run by executors of their own, which write casts by
-///   other op lists
+/// \throws c10::Error for forks and calls that cannot be inlined, and for a region of autocast
 inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Module& script) {
   // Under autocast libtorch would write casts into the graph, and keep that graph.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
   const torch::jit::Block& block = *graph->block();
+  const auto refuse = [&block](const auto& is_meant, const char* what) {
+    const torch::jit::Node* const node = find_node(block, is_meant);
+    TORCH_CHECK(node == nullptr, "ScriptModule: ", what, ": ", node->sourceRange().str());
+  };
   torch::jit::Inline(*graph);
   while (find_node(block, is_fork) != nullptr) {  // again for a fork in a fork
-    const torch::jit::Node* const lost = find_node(block, is_lost_fork);
-    TORCH_CHECK(lost == nullptr,
-                "ScriptModule: the result of a torch.jit.fork is kept in a list "
-                "or passed on, so that libtorch runs the fork by op lists of its own: ",
-                lost->sourceRange().str(),
-                "\nWait for each fork by its name, or call the functions one after the other");
+    refuse([](const auto& node) { return is_fork(node) && is_run_elsewhere(node); },
+           "the result of a torch.jit.fork is kept in a list or passed on, so that libtorch runs "
+           "the fork by op lists of its own; wait for each fork by its name, or call the functions "
+           "one after the other");
     torch::jit::InlineForkWait(graph);
     torch::jit::Inline(*graph);
   }
-  const torch::jit::Node* const call = find_node(block, is_call);
-  TORCH_CHECK(call == nullptr,
-              "ScriptModule: forward calls a method of an interface, which "
-              "libtorch runs by op lists of its own: ",
-              call->sourceRange().str(),
-              "\nDeclare the submodule with its class, not with the interface");
-  TORCH_CHECK(
-      find_node(block, opens_autocast) == nullptr,
-      "ScriptModule: this script opens a torch.autocast region in its forward, which means "
-      "nothing when its ops run one by one; save it without, and use mezzo::Autocast and op "
-      "policies, or call it outside of autocast");
+  refuse(is_run_elsewhere,
+         "forward calls a method of an interface, which libtorch runs by op lists of its own; "
+         "declare the submodule with its class, not with the interface");
+  refuse(opens_autocast,
+         "this script opens a torch.autocast region in its forward, which means nothing when its "
+         "ops run one by one; save it without, and use mezzo::Autocast and op policies, or call it "
+         "outside of autocast");
   return graph;
 }
 
-/// Converts the arguments of a call, one vector or one by one, to a vector of IValues.
+/// Returns the arguments of a call as IValues; one vector of IValues is the arguments themselves.
 template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
-  return {c10::IValue(std::forward<Args>(args))...};
-}
-inline std::vector<c10::IValue> script_arguments(std::vector<c10::IValue> arguments) {
-  return arguments;
+  if constexpr (sizeof...(Args) == 1 &&
+                (std::same_as<std::remove_cvref_t<Args>, std::vector<c10::IValue>> && ...)) {
+    return {std::forward<Args>(args)...};
+  } else {
+    return {c10::IValue(std::forward<Args>(args))...};
+  }
 }
 
 }  // namespace detail
@@ -138,9 +131,12 @@ class ScriptModuleImpl : public torch::nn::Module {
     }
   }
 
-  /// Runs the script's `forward`. Under autocast each op is cast as in a model written in C++:
-  /// libtorch's graph optimizer, which has op lists of its own, is not used.
-  c10::IValue forward(std::vector<c10::IValue> arguments) {
+  /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
+  /// Under autocast each op is cast as in a model written in C++: libtorch's graph optimizer, which
+  /// has op lists of its own, is not used.
+  template <class... Args>
+  c10::IValue forward(Args&&... args) {
+    std::vector<c10::IValue> arguments = detail::script_arguments(std::forward<Args>(args)...);
     const bool is_autocast =
         at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
     c10::IValue result =
@@ -163,12 +159,6 @@ class ScriptModuleImpl : public torch::nn::Module {
       script_._ivalue()->setAttr(item.key(), item.value());
     }
     for (const auto& child : scripts_) child->settle_buffers();
-  }
-
-  /// Runs the script's `forward` with the arguments given one by one.
-  template <class... Args>
-  c10::IValue call(Args&&... args) {
-    return forward(detail::script_arguments(std::forward<Args>(args)...));
   }
 
   /// Returns the script.
@@ -257,8 +247,8 @@ class ScriptModuleImpl : public torch::nn::Module {
 /// Parameters, buffers and children are the script's own, under its names, not copies: `to`,
 /// `train`, loading and optimizers act on both. Under autocast call the ScriptModule, not the
 /// script: `script.forward` follows libtorch's op lists for TorchScript (docs/guide.md).
-/// AutocastModule, initialize, DataParallel and TrainingState accept a torch::jit::Module and wrap
-/// it themselves.
+/// Make one and keep it: AutocastModule, initialize, DataParallel and TrainingState take it as any
+/// module, and every call that makes another walks the whole script.
 ///
 /// Only parameters that require grad are trained; torch::jit::load restores that flag from the
 /// file. A frozen model (torch::jit::freeze) has no parameters. Parameters that are registered
@@ -277,28 +267,8 @@ class ScriptModule : public torch::nn::ModuleHolder<ScriptModuleImpl> {
   /// Runs the script's `forward`. Arguments: tensors, numbers, lists, or one vector of IValues.
   template <class... Args>
   c10::IValue operator()(Args&&... args) const {
-    return impl_->call(std::forward<Args>(args)...);
+    return impl_->forward(std::forward<Args>(args)...);
   }
 };
 
-namespace detail {
-
-/// Calls `module.forward(args...)`, or `call(args...)` for a script.
-template <class Module, class... Args>
-decltype(auto) run_forward(Module& module, Args&&... args) {
-  if constexpr (std::derived_from<Module, ScriptModuleImpl>) {
-    return module.call(std::forward<Args>(args)...);
-  } else {
-    return module.forward(std::forward<Args>(args)...);
-  }
-}
-
-/// An address that identifies a model. Several ScriptModules may share one script object, so a
-/// script is identified by that object.
-inline const void* identity_of(const torch::nn::Module& module) {
-  const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module);
-  return script != nullptr ? static_cast<const void*>(script->script()._ivalue().get()) : &module;
-}
-
-}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
