@@ -65,7 +65,6 @@ void record_to_tensorboard(benchmark::State& state) {
 
 void write_to_all(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
   telemetry.write_to(mezzo::CsvFile(scratch("mezzo_telemetry.csv")));
-  telemetry.write_to(mezzo::JsonLinesFile(scratch("mezzo_telemetry.jsonl")));
   telemetry.write_to(mezzo::TensorBoardFile(scratch("mezzo_telemetry_events")));
   telemetry.write_to(std::ref(report));
 }
@@ -122,15 +121,6 @@ void step_asleep(benchmark::State& state) {
   }
 }
 
-void step_own_gradients(benchmark::State& state) {
-  Training training;
-  training.scaler.on_skip(mezzo::OverflowReport(*training.model, {.own_gradients = true}));
-  for (auto _ : state) {
-    training.backward();
-    training.step();
-  }
-}
-
 void step_traced(benchmark::State& state) {
   Training training;
   for (auto _ : state) {
@@ -169,7 +159,6 @@ BENCHMARK(record_to_tensorboard);
 BENCHMARK(record_to_all);
 BENCHMARK(step_off)->Name("bert_step/off")->Iterations(3)->Apply(repeat);
 BENCHMARK(step_asleep)->Name("bert_step/asleep")->Iterations(3)->Apply(repeat);
-BENCHMARK(step_own_gradients)->Name("bert_step/own_gradients")->Iterations(3)->Apply(repeat);
 BENCHMARK(step_traced)->Name("bert_step/traced")->Iterations(3)->Apply(repeat);
 BENCHMARK(read_gradients)->Apply(repeat);
 BENCHMARK(overflow_report)->Apply(repeat);
