@@ -3,7 +3,7 @@
 //   skipped: nothing but what telemetry takes, which should be under 1 % of the step;
 // - record_*: telemetry alone, to nobody and to each writer;
 // - overflow_report against read_gradients: a report should cost under one more read of them;
-// - bert_step/own_gradients and bert_step/traced: what looks at gradients or ops in each step.
+// - bert_step/traced: what looks at all ops of each step.
 // Steps differ by less than a machine's noise. Compare minima of interleaved repetitions:
 //   OMP_NUM_THREADS=1 diagnose_bench --benchmark_enable_random_interleaving=true
 //     --benchmark_report_aggregates_only=true

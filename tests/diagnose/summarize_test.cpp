@@ -76,7 +76,7 @@ TEST(Names, FindTiedWeightsViewsAndParametersOfOneBuffer) {
   EXPECT_EQ(names.name_of(layer->weight.t()), "c");
   EXPECT_EQ(names.name_of(torch::zeros({4})), "");
   const std::vector<c10::IValue> inputs = {torch::zeros({2}), flat.narrow(0, 4, 6)};
-  EXPECT_EQ(names.module_of({inputs.data(), inputs.size()}), "b");
+  EXPECT_EQ(names.module_of(mezzo::detail::OpArguments(inputs.data(), inputs.size())), "b");
   layer->weight.set_data(torch::zeros({2, 2}));
   EXPECT_EQ(names.name_of(flat), "a.weight");
 }

@@ -33,7 +33,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline OpArguments arguments_in(const std::vector<c10::IValue>& values) {
-  return {values.data(), values.size()};
+  return OpArguments(values.data(), values.size());
 }
 
 inline std::vector<at::Tensor> tensors_in(OpArguments values) {
@@ -192,8 +192,9 @@ class OpObserver {
     auto context = std::make_unique<OpContext>();
     const OpArguments inputs = recorded_inputs(function);
     for (OpObserver* const observer : thread->active) {
-      ObservedOp op{
-          .handle = *handle, .inputs = {inputs.begin(), inputs.end()}, .depth = thread->depth};
+      ObservedOp op{.handle = *handle,
+                    .inputs = std::vector<c10::IValue>(inputs.begin(), inputs.end()),
+                    .depth = thread->depth};
       observer->enter(op, function.seqNr(), thread->node_of_ops());
       context->ops.emplace_back(observer, std::move(op));
     }
