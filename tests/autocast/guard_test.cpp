@@ -147,6 +147,27 @@ TEST(AutocastGuard, TakesTheDeviceDefaultWithoutADtype) {
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
 }
 
+TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
+  {
+    const AutocastGuard guard({.device = torch::kCPU});
+    EXPECT_EQ(dtype_of_product(), torch::kHalf);
+  }
+  at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
+  const AutocastGuard outer(torch::kCPU, torch::kHalf);
+  EXPECT_EQ(mezzo::autocast({.device = torch::kCPU}, dtype_of_product), torch::kHalf);
+}
+
+TEST(AutocastGuard, TellsWhetherItsRegionIsEnabled) {
+  AutocastGuard guard(torch::kCPU);
+  EXPECT_TRUE(guard.is_enabled());
+  const AutocastGuard exact({.device = torch::kCPU, .enabled = false});
+  EXPECT_FALSE(exact.is_enabled());
+  AutocastGuard inner(torch::kCPU);
+  inner.end();
+  EXPECT_FALSE(inner.is_enabled());
+}
+
 TEST(AutocastGuard, TakesDtypeAndOptionsAtRunTimeAndRestoresThem) {
   const Found before;
   {

@@ -163,6 +163,17 @@ struct Refusal {
   std::function<LossScale()> make;
 };
 
+// set_growth_interval may lower the interval below a tracker, which then counts on. A file takes no
+// count above this one.
+TEST(LossScale, ATrackerStopsAtTheLargestCountThatFilesTake) {
+  constexpr int32_t kLargest = std::numeric_limits<int32_t>::max();
+  const LossScale rule = LossScale::dynamic({.init_scale = 4, .growth_interval = 2});
+  const mezzo::LossScaleState state{.scale = 4, .growth_tracker = kLargest - 1};
+  const mezzo::LossScaleState last = rule.next(state, /*found_inf=*/false);
+  EXPECT_EQ(last.growth_tracker, kLargest);
+  EXPECT_EQ(rule.next(last, /*found_inf=*/false), last);
+}
+
 TEST(LossScale, RefusesValuesOutOfRangeByName) {
   const std::vector<Refusal> refusals{
       {"init_scale is 0;", [] { return LossScale::dynamic({.init_scale = 0}); }},

@@ -7,10 +7,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <signal.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <cstdint>
 #include <filesystem>
 #include <iterator>
@@ -151,6 +154,88 @@ TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
   EXPECT_FALSE(saves_in_child());
   checkpoints.save(state, 3);
   EXPECT_EQ(checkpoints.files().size(), 2U);
+}
+
+/// A pipe on which one process tells another that it may go on.
+class Signal {
+ public:
+  Signal() { EXPECT_EQ(::pipe(ends_.data()), 0); }
+  ~Signal() {
+    for (const int end : ends_) ::close(end);
+  }
+  Signal(const Signal&) = delete;
+  Signal& operator=(const Signal&) = delete;
+  void give() const { (void)!::write(ends_[1], "x", 1); }
+  void await() const {
+    char c = 0;
+    (void)!::read(ends_[0], &c, 1);
+  }
+
+ private:
+  std::array<int, 2> ends_{};
+};
+
+TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
+  const Scratch scratch;
+  int64_t value = 1;
+  const auto state = TrainingState().add("value", value);
+  const Signal saved, over;
+  const pid_t trainer = fork();
+  if (trainer == 0) {
+    CheckpointManager checkpoints(scratch.path());
+    checkpoints.save(state, 1);
+    if (fork() == 0) {  // a worker of its data loader, say
+      saved.give();
+      over.await();
+      _exit(0);
+    }
+    over.await();
+    _exit(0);
+  }
+  saved.await();
+  std::vector<std::string> warnings;
+  const auto hearing = [&](const std::string& text) { warnings.push_back(text); };
+  CheckpointManager next(scratch.path(), {.on_warning = hearing});
+  EXPECT_THAT(warnings, testing::ElementsAre(
+                            HasSubstr("is being saved to by process " + std::to_string(trainer))));
+  EXPECT_THAT(error_of([&] { next.save(state, 2); }), HasSubstr("is being saved to by another"));
+  kill(trainer, SIGKILL);
+  waitpid(trainer, nullptr, 0);
+  EXPECT_EQ(error_of([&] { next.save(state, 2); }), "no error");
+  over.give();
+}
+
+TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {
+  namespace fs = std::filesystem;
+  const Scratch scratch;
+  int64_t value = 4;
+  const auto state = TrainingState().add("value", value);
+  const auto target = scratch.path() / "store" / "best.pt", link = scratch.path() / "best.pt";
+  mezzo::save_checkpoint(target, state, 1);
+  fs::permissions(target, fs::perms::owner_read | fs::perms::owner_write);
+  fs::create_symlink("store/best.pt", link);
+  mezzo::save_checkpoint(link, state, 2);
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_EQ(mezzo::load_checkpoint(target, state).step, 2);
+  EXPECT_EQ(fs::status(target).permissions(), fs::perms::owner_read | fs::perms::owner_write);
+  fs::remove(target);
+  mezzo::save_checkpoint(link, state, 3);
+  EXPECT_TRUE(fs::is_symlink(link));
+  EXPECT_EQ(mezzo::load_checkpoint(target, state).step, 3);
+}
+
+TEST(Checkpoint, WhatIsNoRegularFileIsNotReplaced) {
+  const Scratch scratch;
+  int64_t value = 4;
+  const auto state = TrainingState().add("value", value);
+  const auto pipe = scratch.path() / "pipe", device = scratch.path() / "null";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  std::filesystem::create_symlink("/dev/null", device);
+  for (const auto& path : {pipe, device, scratch.path()}) {
+    EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(path, state, 1); }),
+                HasSubstr("is not a regular file"));
+  }
+  EXPECT_TRUE(std::filesystem::is_fifo(pipe));
 }
 
 TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {

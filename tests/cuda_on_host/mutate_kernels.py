@@ -83,8 +83,6 @@ CHANGES = [
 
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
-    ("copies of the scale on other devices stay", "scaling/detail/device_scale.h",
-     "hysteresis_left_, told}, found_inf);\n    copies_.clear();", "hysteresis_left_, told}, found_inf);"),
     ("a line without the next scale", "scaling/detail/device_scale.h", "hysteresis_left_, told}, found_inf)",
      "hysteresis_left_}, found_inf)"),
     ("a letter's event before its kernel", "scaling/detail/step_letter.h",

@@ -10,7 +10,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
@@ -79,20 +78,18 @@ class InverseWatch {
     EXPECT_EQ(scale_.original().item<float>(), scale);
     EXPECT_EQ(inverse.item<float>(), 1.0F / scale);
     EXPECT_EQ(inverse.const_data_ptr(), place_) << "written in place";
-    EXPECT_FALSE(scale_.on(torch::kMeta).is_same(copy_)) << "and the scale is copied anew";
-    copy_ = scale_.on(torch::kMeta);
   }
 
  private:
   mezzo::detail::DeviceScale& scale_;
   const void* place_;
-  torch::Tensor copy_;  // on another device, for which "meta" stands in
 };
 
 TEST(DeviceScale, WritesTheInverseWhereverItWritesTheScale) {
   const auto rule = LossScale::dynamic(
       {.init_scale = 12, .growth_factor = 3, .growth_interval = 1, .max_scale = 1000});
-  mezzo::detail::DeviceScale scale(rule.initial_state(), torch::kCPU);
+  mezzo::detail::DeviceScale scale;
+  scale.make(rule.initial_state(), torch::kCPU);
   InverseWatch watch(scale);
   watch.expect_inverse_of(12);
   scale.advance(rule, torch::zeros({}));
@@ -157,26 +154,6 @@ TEST(GradScaler, ComputesNoInverseInAStep) {
     EXPECT_THAT(called.names(), Not(Contains("aten::reciprocal")));
     EXPECT_THAT(called.names(), Not(IsEmpty())) << "ops are seen";
   }
-}
-
-// "meta" tensors stand in for a second device.
-TEST(DeviceScale, IsCopiedOnceADeviceUntilTheScaleChanges) {
-  const auto rule = LossScale::dynamic({.init_scale = 8});
-  mezzo::detail::DeviceScale scale(rule.initial_state(), torch::kCPU);
-  EXPECT_TRUE(scale.on(torch::kCPU).is_same(scale.original()));
-  const std::vector<std::function<void()>> changes{
-      [&] { scale.write({.scale = 4}); }, [&] { scale.write_scale(2.0F); },
-      [&] { scale.write_scale(torch::full({1}, 16.0), 1.0F, 32.0F); },
-      [&] { scale.advance(rule, torch::ones({})); }};
-  for (const auto& change : changes) {
-    const auto copy = scale.on(torch::kMeta);
-    EXPECT_TRUE(copy.is_meta());
-    EXPECT_TRUE(scale.on(torch::kMeta).is_same(copy));
-    change();
-    EXPECT_FALSE(scale.on(torch::kMeta).is_same(copy));
-    EXPECT_EQ(scale.inverse().item<float>(), 1 / scale.read().scale);
-  }
-  EXPECT_EQ(scale.read().scale, 8.0F);
 }
 
 TEST(Gradients, AreGroupedByDevice) {

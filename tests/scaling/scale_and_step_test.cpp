@@ -265,6 +265,19 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
 
+TEST(GradScaler, StepWithOptionsRefusesHalfGradientsToo) {
+  const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
+  auto optimizer = sgd({x});
+  for (const mezzo::StepOptions& options :
+       {mezzo::StepOptions{}, mezzo::StepOptions{.max_norm = 1.0}, {.zero_grad = true}}) {
+    auto scaler = quiet_scaler({});
+    x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer, options); }),
+                testing::StartsWith("Attempting to unscale FP16 gradients."));
+  }
+  EXPECT_EQ(x.item<float>(), 0.0F);
+}
+
 TEST(GradScaler, RefusesComplexGradients) {
   auto scaler = quiet_scaler({});
   const auto x = torch::zeros({1}, torch::dtype(torch::kComplexFloat).requires_grad(true));

@@ -93,8 +93,7 @@ class Player {
                  .backoff_factor = double_of(words.at(2)),
                  .growth_interval = std::stoll(words.at(3)),
                  .enabled = words.at(4) == "1",
-                 .min_scale = 0,
-                 .recheck = false} {
+                 .min_scale = 0} {
     parameters_ = {{zeros({2}, torch::kFloat)},
                    {zeros({3}, torch::kFloat), zeros({2}, torch::kBFloat16)},
                    {zeros({1}, torch::kDouble), zeros({3, 1}, torch::kFloat)},
@@ -267,8 +266,9 @@ struct Line {
   std::string state;
 };
 
-// 1,000 sequences, 17,000 calls: half a second.
-TEST(GradScalerTorchParity, ReplaysAThousandRecordedSequences) {
+// 165 sequences, 3446 calls, which hold every two consecutive calls, with their outcomes, of 1,000
+// random sequences.
+TEST(GradScalerTorchParity, ReplaysRecordedSequences) {
   std::ifstream recording(MEZZO_TORCH_SEQUENCES);
   const OneThread one_thread;
   ASSERT_TRUE(recording) << "cannot read " << MEZZO_TORCH_SEQUENCES;
@@ -304,7 +304,7 @@ TEST(GradScalerTorchParity, ReplaysAThousandRecordedSequences) {
     }
     ASSERT_EQ(player->state(), line.state) << where;
   }
-  EXPECT_EQ(sequences, 1000);
+  EXPECT_EQ(sequences, 165);
 }
 
 }  // namespace

@@ -116,17 +116,13 @@ struct PlainLoss {
   int64_t clean = 0;
   bool is_checked = false;
   bool found = false;
-  std::set<std::size_t>
-      waiting{};  ///< optimizers that it was scaled for, and that have not stepped
-  std::set<std::size_t> stepped{};
 };
 
 /// What is known of an optimizer between its steps.
 struct PlainPasses {
   std::optional<std::size_t> scaled_by{};  ///< the loss whose scale its gradients carry
-  std::optional<std::size_t> unscaled_by{};
-  bool knows_inf = false;
-  bool awaits_step() const { return scaled_by || unscaled_by; }
+  bool awaits_step = false;
+  bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
 
 /// How the cache for cast weights is used at O1.
@@ -360,27 +356,25 @@ class AmpProgram {
   // --- What is right ---------------------------------------------------------------------------
 
   /// Checks gradients that carry the scale of a loss; they are true ones from here on.
-  bool plain_unscale(std::size_t i) {
+  bool plain_unscale_one(std::size_t i) {
     PlainPasses& passes = passes_[i];
     PlainLoss& loss = losses_[*passes.scaled_by];
     plain_[i].follow_masters();
     for (PlainWeight& one : plain_[i].weights) one.widen();
-    passes.unscaled_by = std::exchange(passes.scaled_by, std::nullopt);
+    passes.scaled_by.reset();
     if (!plain_[i].has_gradient()) return false;
     const bool found = !plain_[i].is_finite();
     loss.is_checked = true;
     loss.found |= found;
-    passes.knows_inf |= found;
     return found;
   }
 
-  void plain_end_iteration(std::size_t id) {
+  /// Takes a loss's scale off all gradients that carry it, and moves it.
+  void plain_unscale(std::size_t id) {
     for (std::size_t i = 0; i < passes_.size(); ++i) {
-      if (passes_[i].scaled_by == id) plain_unscale(i);
+      if (passes_[i].scaled_by == id) plain_unscale_one(i);
     }
     PlainLoss& loss = losses_[id];
-    loss.waiting.clear();
-    loss.stepped.clear();
     if (!loss.is_checked) return;
     if (loss.found) skips_[id] = {loss.scale, skips_[id].second + 1};
     if (!is_dynamic_) {
@@ -393,17 +387,6 @@ class AmpProgram {
       loss.clean = 0;
     }
     loss.is_checked = loss.found = false;
-  }
-
-  void plain_finish(std::size_t i) {
-    passes_[i] = {};
-    for (PlainLoss& loss : losses_) {
-      if (loss.waiting.erase(i) != 0) loss.stepped.insert(i);
-    }
-    for (std::size_t id = 0; id < losses_.size(); ++id) {
-      const PlainLoss& loss = losses_[id];
-      if (loss.stepped.count(i) != 0 && loss.waiting.empty()) plain_end_iteration(id);
-    }
   }
 
   // --- The calls -------------------------------------------------------------------------------
@@ -494,16 +477,10 @@ class AmpProgram {
     report_.line("scale_loss, loss ", id, delays ? ", delayed" : "",
                  throws ? ", which throws after backward" : "");
     count(throws ? "pass that throws" : delays ? "delayed pass" : "pass");
-    // What the library does first: the scale may move, and other scales come off.
-    for (const std::size_t i : who) {
-      if (losses_[id].stepped.count(i) != 0) {
-        plain_end_iteration(id);
-        count("scale that moves before a pass");
-        break;
-      }
-    }
-    for (const std::size_t i : who) {
-      if (passes_[i].scaled_by.value_or(id) != id) plain_unscale(i);
+    for (const std::size_t i : who) {  // other scales come off first
+      if (passes_[i].scaled_by.value_or(id) == id) continue;
+      plain_unscale(*passes_[i].scaled_by);
+      count("scale that moves before a pass");
     }
     std::vector<torch::optim::Optimizer*> optimizers;
     Tensor loss = torch::zeros({});
@@ -535,12 +512,21 @@ class AmpProgram {
     }
     const bool has_graph = loss.requires_grad();
     // Then what the pass has brought is unscaled and joins what was there.
-    bool is_bad = false;
+    const bool has_aside =
+        std::any_of(aside.begin(), aside.end(), [](const auto& one) { return one.has_value(); });
+    const bool comes_off = is_enabled_ && !throws && (!delays || has_aside);
+    std::vector<bool> is_bad;
+    if (comes_off) {
+      for (const std::size_t i : who) {
+        is_bad.push_back(plain_[i].has_gradient() && !plain_[i].is_finite());
+      }
+      plain_unscale(id);
+    }
+    const bool overflows = std::find(is_bad.begin(), is_bad.end(), true) != is_bad.end();
     for (std::size_t k = 0; k < who.size() && is_enabled_; ++k) {
       PlainSide& side = plain_[who[k]];
       if (throws && aside[k]) passes_[who[k]].scaled_by.reset();
-      if (throws ? !aside[k] : delays && !aside[k]) continue;
-      if (!throws) is_bad |= plain_unscale(who[k]);
+      if (overflows && !delays && who.size() > 1) mark_bad(side);
       for (std::size_t j = 0; j < side.weights.size() && aside[k]; ++j) {
         if (throws) side.weights[j].gradient.reset();
         add(side.weights[j], (*aside[k])[j]);
@@ -557,26 +543,26 @@ class AmpProgram {
     } catch (const std::exception& exception) {
       if (!throws) report_.fail("it throws: ", exception.what());
     }
-    if (throws || delays || who.size() == 1 || !is_bad) return;
-    // A loss that overflowed holds for all of its optimizers.
+  }
+
+  /// A loss that overflowed holds for all of its optimizers.
+  void mark_bad(PlainSide& side) {
     count("inf of one optimizer that another skips for");
-    for (const std::size_t i : who) {
-      passes_[i].knows_inf = true;
-      for (PlainWeight& one : plain_[i].weights) {
-        if (!one.gradient || one.gradient->values.empty() || one.gradient->is_bare) continue;
-        one.gradient->values[0] = std::nan("");
-        break;
-      }
+    for (PlainWeight& one : side.weights) {
+      if (!one.gradient || one.gradient->values.empty() || one.gradient->is_bare) continue;
+      one.gradient->values[0] = std::nan("");
+      break;
     }
   }
 
   /// Sets true gradients aside; none where the pass goes on from scaled ones.
   std::optional<Gradients> plain_begin_pass(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
-    losses_[id].waiting.insert(i);
-    passes_[i].scaled_by = id;
-    if (!passes_[i].unscaled_by) return std::nullopt;
+    const bool has_true_gradients = passes_[i].has_true_gradients();
     plain_[i].follow_masters();
+    passes_[i].awaits_step = true;
+    passes_[i].scaled_by = id;
+    if (!has_true_gradients) return std::nullopt;
     Gradients aside;
     for (PlainWeight& one : plain_[i].weights) {
       aside.push_back(std::exchange(one.gradient, std::nullopt));
@@ -635,7 +621,7 @@ class AmpProgram {
     const bool set_to_none = !random_.one_in(3);
     report_.line(by, ".zero_grad of optimizer ", i, set_to_none ? "" : ", set_to_none = false");
     const char* const when = passes_[i].scaled_by     ? " after a delayed pass"
-                             : passes_[i].unscaled_by ? " after a pass"
+                             : passes_[i].awaits_step ? " after a pass"
                                                       : " after a step";
     count(by + ".zero_grad" + when);
     if (by == "model") {  // it gives parameters another tensor, which counts for their masters too
@@ -646,7 +632,7 @@ class AmpProgram {
     plain_[i].zero_grad(set_to_none);
     sums_[i] = 0;
     must_clear_[i] = false;
-    if (by == "amp") plain_finish(i);
+    if (by == "amp") passes_[i] = {};
     expect(false, [&] {
       if (by == "amp") return amp_->zero_grad(*sides_[i].optimizer, set_to_none);
       if (by == "model") return sides_[i].model->zero_grad(set_to_none);
@@ -813,7 +799,7 @@ class AmpProgram {
     compare_averages(i);
     const mezzo::EmaScope scope(*side.averages);
     compare_products(i, side.plain_averages);
-    if (passes_[i].awaits_step() && random_.one_in(2)) step_on_averages(i);
+    if (passes_[i].awaits_step && random_.one_in(2)) step_on_averages(i);
   }
 
   std::vector<Vector> averaged_values(std::size_t i) {
@@ -854,13 +840,24 @@ class AmpProgram {
                        [](const PlainWeight& one) { return one.at_master.has_value(); });
   }
 
-  /// A step that would write averages throws, and changes nothing but that the check counts.
+  /// Whether a scale is taken off the gradients of another optimizer together with these.
+  bool shares_scale(std::size_t i) const {
+    const std::size_t other = 1 - i;
+    return other < passes_.size() && passes_[i].scaled_by &&
+           passes_[i].scaled_by == passes_[other].scaled_by;
+  }
+
+  /// A step that would write averages throws, and changes nothing but that a scale comes off, where
+  /// no average stands in for a weight with a master.
   void step_on_averages(std::size_t i) {
     const PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_gradient() || has_news_at_master(i)) return;
+    if (!side.counts() || !side.has_gradient() || has_news_at_master(i) || shares_scale(i)) return;
     report_.line("amp.step(optimizer ", i, ") on averages");
     count("step on averages");
-    plain_check(i);
+    const bool has_master =
+        std::any_of(side.weights.begin(), side.weights.end(),
+                    [](const PlainWeight& one) { return one.has_master && one.gradient; });
+    if (passes_[i].scaled_by && !has_master) plain_unscale(*passes_[i].scaled_by);
     expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
   }
 
@@ -910,6 +907,7 @@ class AmpProgram {
   void meet_bad_gradient(std::size_t i) {
     const PlainSide& side = plain_[i];
     if (has_news_at_master(i) || (!side.recipe.of_mezzo && !is_enabled_)) return;
+    if (shares_scale(i)) return;  // the other's may have lost it already
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters()[j];
     const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
@@ -930,36 +928,24 @@ class AmpProgram {
     return options;
   }
 
-  /// Checks the gradients of a step; returns whether one is inf or NaN.
-  bool plain_check(std::size_t i) {
-    const PlainPasses& passes = passes_[i];
-    PlainLoss& loss = losses_[passes.scaled_by ? *passes.scaled_by : *passes.unscaled_by];
-    const bool found = !plain_[i].is_finite();
-    loss.is_checked = true;
-    loss.found |= found && !passes.knows_inf;
-    return found;
-  }
-
   void step(std::size_t i) {
     PlainSide& side = plain_[i];
     PlainPasses& passes = passes_[i];
     const mezzo::StepOptions options = random_step_options();
     report_.line("amp.step(optimizer ", i, ", {.max_norm = ", options.max_norm,
                  ", .zero_grad = ", options.zero_grad, "})");
-    bool throws = is_enabled_ && !passes.awaits_step();
+    bool throws = is_enabled_ && !passes.awaits_step;
     if (!throws) {
       side.follow_masters();
-      throws = passes.scaled_by && !side.has_gradient();
-      // torch's optimizers are unscaled before it shows that there is nothing to unscale.
-      const bool clips = std::isfinite(options.max_norm);
-      if (throws && !side.counts() && options.zero_grad && !clips) {
-        passes.unscaled_by = std::exchange(passes.scaled_by, std::nullopt);
+      if (passes.scaled_by) {
+        count("step of delayed passes");
+        plain_unscale(*passes.scaled_by);
       }
     }
     bool ran = false;
     const double norm = side.norm();
     if (!throws) {
-      ran = !is_enabled_ || !plain_check(i);
+      ran = !is_enabled_ || side.is_finite();
       for (const PlainWeight& one : side.weights) {
         if (ran && one.rounded_to && one.gradient) count("step from the master of a file");
       }
@@ -969,7 +955,6 @@ class AmpProgram {
       sums_[i] = 0;
       count(ran ? "step" : "skipped step");
       count(is_enabled_ ? "step at " + std::string(level_->name()) : "step of a disabled Amp");
-      if (passes.scaled_by) count("step of delayed passes");
     } else {
       count("step that throws");
     }
@@ -992,15 +977,7 @@ class AmpProgram {
       if (ran) follow_average(i);
     });
     if (throws) return;
-    // Gradients that still carry a scale after the step are the caller's to clear.
-    const bool was_scaled = passes.scaled_by.has_value();
-    plain_finish(i);
-    if (was_scaled && !options.zero_grad) {
-      side.zero_grad(true);
-      must_clear_[i] = false;
-      sides_[i].optimizer->zero_grad();
-      report_.line("optimizer ", i, ".zero_grad()");
-    }
+    passes = {};
     compare();
     if (likes_files_ && !report_.failed() && random_.one_in(2)) save_or_load();
   }
@@ -1009,10 +986,7 @@ class AmpProgram {
 
   void save_or_load() {
     for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
-      if (passes_[i].awaits_step()) zero_grad(i, "amp");
-    }
-    for (PlainLoss& loss : losses_) {
-      if (loss.is_checked || !loss.stepped.empty()) return;
+      if (passes_[i].awaits_step) zero_grad(i, "amp");
     }
     for (std::size_t i = 0; i < plain_.size(); ++i) {
       if (has_news_at_master(i)) return;

@@ -609,6 +609,8 @@ class Program {
     } else if (!is_true && (!has_options || (options.zero_grad && !clips))) {
       if (plain_unscale_into(i)) return {.throws = true};
       is_true = true;
+    } else if (!is_true && refuses_half(side)) {
+      return {.throws = true};
     }
     const bool reads = side.counts() || clips || (was_unscaled ? scaler_.rechecks : !is_true);
     if (!side.has_gradient() && reads && !record.found) return {.throws = true};

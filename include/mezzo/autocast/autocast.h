@@ -80,12 +80,15 @@ class AutocastGuard {
 
   /// Enters a region as `torch.autocast(device, dtype)` does.
   /// \param device a device or its type
-  /// \param dtype of the lowered ops; none means default_autocast_dtype(device)
+  /// \param dtype of the lowered ops; none means `at::autocast::get_autocast_dtype(device)`
   template <class Device>
   requires(std::same_as<Device, c10::Device> || std::same_as<Device, c10::DeviceType>)
       [[nodiscard]] explicit AutocastGuard(Device device,
                                            std::optional<at::ScalarType> dtype = std::nullopt)
       : AutocastGuard(AutocastSetting{.device = c10::Device(device).type(), .dtype = dtype}) {}
+
+  /// Whether the region is enabled and has not ended.
+  [[nodiscard]] bool is_enabled() const noexcept { return region_.is_enabled(); }
 
   /// Ends the region here, as Autocast::end does.
   void end() noexcept { region_.end(); }

@@ -128,8 +128,10 @@ struct AutocastSetting {
   /// type.
   std::optional<c10::DeviceType> device = std::nullopt;
 
-  /// The dtype of the lowered ops: half or bfloat16. None: default_autocast_dtype(device), also
-  /// inside a region of another dtype (an inner `torch.autocast` in Python inherits that).
+  /// The dtype of the lowered ops: half or bfloat16. None: as with `torch.autocast`, the thread's
+  /// `at::autocast::get_autocast_dtype(device)`. This is the surrounding region's, or what
+  /// set_autocast_dtype was told, or else default_autocast_dtype. `Autocast<device>` has it in its
+  /// type.
   ///
   /// Half on the CPU wants a processor with instructions for it, and a region warns once where they
   /// are missing. oneDNN refuses torch::nn::LSTM in

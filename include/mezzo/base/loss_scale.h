@@ -134,6 +134,7 @@ class LossScale {
   ///
   /// Products are computed in double and rounded to float. As in torch, the tracker is compared for
   /// equality: an interval lowered below the present tracker takes effect after the next overflow.
+  /// The tracker stops at 2^31 - 1.
   C10_HOST_DEVICE LossScaleState next(LossScaleState state, bool found_inf) const noexcept;
 
   /// Returns `scale` forced into [min_scale, max_scale]; NaN stays NaN.
@@ -303,7 +304,7 @@ C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
     return state;
   }
   state.hysteresis_left = hysteresis_;
-  ++state.growth_tracker;
+  if (state.growth_tracker < std::numeric_limits<int32_t>::max()) ++state.growth_tracker;
   if (state.growth_tracker != growth_interval_) return state;
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor_);

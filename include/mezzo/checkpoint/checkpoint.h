@@ -149,15 +149,15 @@ struct CheckpointManagerOptions {
 /// the one that was saved last, whatever its step.
 ///
 /// A folder has one writer. The first `save` takes a lock, which the destructor or the end of the
-/// process releases. A forked child has to take the lock itself. If the folder or its lock was
-/// removed, the next `save` makes them anew. A relative folder is found from the working directory
+/// process releases, whether or not forked children live on. If the folder or its lock was removed,
+/// the next `save` makes them anew. A relative folder is found from the working directory
 /// at construction. With several processes let one save, or use DistributedCheckpointManager.
 /// Reading takes no lock; any process may read. One thread at a time. Save at the end of an
 /// iteration, after `scaler.update()`.
 class CheckpointManager {
  public:
-  /// Does not touch the disk; `save` creates the folder. \throws c10::Error unless keep is at
-  /// least 1
+  /// Writes nothing; `save` creates the folder. Warns if another process is saving to it.
+  /// \throws c10::Error unless keep is at least 1
   explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
 
   /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
@@ -218,8 +218,9 @@ class CheckpointManager {
 };
 
 /// Saves to one file of your choice, which replaces an existing file atomically, as
-/// CheckpointManager does. Takes no lock: one process at a time.
-/// \throws c10::Error as CheckpointManager::save
+/// CheckpointManager does. Follows links, and keeps an existing file's mode. Takes no lock: one
+/// process at a time.
+/// \throws c10::Error as CheckpointManager::save, and if the path is a folder, a pipe or a device
 SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                 std::int64_t step = 0);
 

@@ -51,11 +51,8 @@ struct InitializeOptions {
 struct ScaleLossOptions {
   int64_t loss_id = 0;  ///< which scale
   /// Whether the gradients stay scaled. Use it for all micro-batches of an accumulation except the
-  /// last, which are then unscaled together; or before `step(optimizer, {.max_norm = 1.0})`, which
-  /// unscales, checks and clips in one pass.
-  ///
-  /// Scaled gradients are checked when they are unscaled. If that happens in `step`, each optimizer
-  /// is checked by itself, and only optimizers with an inf or NaN skip, as in torch.amp.
+  /// last, which are then unscaled together. The step unscales what is still scaled; each optimizer
+  /// is then checked by itself, as in torch.amp.
   bool delay_unscale = false;
 };
 
@@ -79,9 +76,9 @@ struct ScaleLossOptions {
 /// Calls refer to an optimizer by the object that was given to `initialize`. That object must
 /// outlive this one and stay at its address. Param groups may be added to it later.
 ///
-/// There is no `update`. A loss's scale moves when all optimizers that the loss was scaled for have
-/// stepped; if one of them does not step every time, the scale moves when the loss is scaled again
-/// for one that has stepped. One thread at a time, except that several threads may call models.
+/// There is no `update`: a loss's scale moves when its `scale_loss` ends, as in Apex, or when the
+/// scale of delayed passes is taken off. One thread at a time, except that several threads may call
+/// models.
 class Amp {
  public:
   /// Apex's form: {"loss_scaler0": {"loss_scale": ..., "unskipped": ...}, ...}. Each entry also has
@@ -111,8 +108,8 @@ class Amp {
   ///
   /// Several calls before a step add their gradients up; each call sets the true gradients aside
   /// while it runs. Gradients from before the first call are taken for scaled ones: clear them. A
-  /// loss that overflows leaves an inf or NaN in the gradients of all `optimizers`, so that they
-  /// skip their next step. It lowers its own scale only.
+  /// loss that overflows lowers its own scale at once, writes the line about a skip, and leaves an
+  /// inf or NaN in the gradients of all `optimizers`, so that they skip their next step.
   ///
   /// Rethrows what backward throws. Gradients that were unscaled before the call are then restored,
   /// and the next call adds to them. Other gradients are as backward left them: clear them with
@@ -138,8 +135,8 @@ class Amp {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
   }
 
-  /// Steps, or skips the step if a loss overflowed or a gradient is inf or NaN; see
-  /// `GradScaler::step(optimizer, options)`. Unscales gradients that are still scaled. Rethrows
+  /// Steps, or skips the step if a gradient is inf or NaN; see `GradScaler::step(optimizer,
+  /// options)`. Unscales gradients that are still scaled. The result's scale is 1. Rethrows
   /// what the optimizer's own step throws; then call this again, or give the batch up with
   /// `zero_grad`.
   /// \throws c10::Error unless a loss was scaled for the optimizer since its last step

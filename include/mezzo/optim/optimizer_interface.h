@@ -4,6 +4,7 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/step_count.h>
@@ -327,8 +328,10 @@ class AnyOptimizer {
   /// Takes a step with the gradients as they are. `closure`, if given, is called first, and its
   /// loss returned.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
-    return mezzos_ != nullptr ? mezzos_->step(std::move(closure))
-                              : optimizer_->step(std::move(closure));
+    if (mezzos_ != nullptr) return mezzos_->step(std::move(closure));
+    at::Tensor loss = optimizer_->step(std::move(closure));
+    detail::drop_weight_casts();
+    return loss;
   }
   /// Writes the optimizer's file.
   void save(torch::serialize::OutputArchive& archive) const {

@@ -2,6 +2,7 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
@@ -63,8 +64,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The scale lives on the device of the first tensor that `scale` sees. On CUDA the host waits for
 /// the device in `get_scale` and `state_dict` and, with an optimizer that is not mezzo's, in `step`
 /// and for the line about a skip; nothing else waits. docs/cuda.md shows how to capture a step into
-/// a CUDA graph. One thread at a time. Between two calls of `update` no optimizer may move in
-/// memory.
+/// a CUDA graph. Threads may call `scale` at once; all else is for one thread at a time. Between
+/// two calls of `update` no optimizer may move in memory.
 class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
@@ -87,6 +88,7 @@ class GradScaler {
   ~GradScaler() = default;
 
   /// Returns `outputs` times the scale. Differentiable; never mutates its argument; no host sync.
+  /// Threads may call it at once, the first time too.
   /// \param outputs  a tensor, or a std::vector, array, pair, tuple, map, unordered_map or optional
   ///   of tensors, nested as you like; on any devices
   /// \return an object of the same type, each tensor in its own dtype
@@ -192,7 +194,8 @@ class GradScaler {
   /// Returns the rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
 
-  /// Calls `callback` for every iteration with a skipped step, at its `update` or, where a device
+  /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
+  /// and no step came after, at its `update` or, where a device
   /// decides, at a later one; not for replays of a CUDA graph. It takes the place of the line on
   /// std::cerr, which is written for the first eleven skips in a row, once for a scale at its
   /// floor, and in both cases for every 1000th skip after that. A null callback is silent.
@@ -225,7 +228,7 @@ class GradScaler {
   void note_skip(const detail::OptimizerRecord& record, float scale);
   void post_skip(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
-  const at::Tensor& scale_on(at::Device device);
+  at::Tensor scale_on(at::Device device);
   LossScaleState read_state() const;
   at::Tensor next_scale_place() const;
   void finish_iteration();
@@ -243,7 +246,8 @@ class GradScaler {
   int64_t times_in_a_row_ = 0;
   std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
 
-  detail::DeviceScale scale_;  // undefined until the first `scale`; then on the loss's device
+  // Made at the first `scale`, on the loss's device.
+  std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   detail::IterationRecords records_;
 
   // For steps that a device decides:
@@ -332,7 +336,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
                 "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
   if (!enabled_) return outputs;
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
-    const at::Tensor& scale = scale_on(output.device());
+    const at::Tensor scale = scale_on(output.device());
     return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
   });
 }
@@ -348,7 +352,9 @@ requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
   const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
   if (!enabled_) {
     const detail::StepWithoutVersion step(AnyOptimizer(optimizer).optimizer());
-    return StepResult(StepOutcome{.ran = true, .value = call_step()});
+    StepOutcome outcome{.ran = true, .value = call_step()};
+    detail::drop_weight_casts();
+    return StepResult(std::move(outcome));
   }
   TORCH_CHECK(
       !has_closure,

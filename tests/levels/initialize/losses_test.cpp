@@ -270,6 +270,23 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
   EXPECT_EQ(amp.scaler(1).get_scale(), kScale);
 }
 
+// As Apex's update_scale, at the end of the context manager.
+TEST(ScaleLoss, MovesTheScaleWhenItEndsAndNotWhenItIsDelayed) {
+  Vector model;
+  torch::optim::SGD optimizer(model->parameters(), 1.0);
+  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
+  std::vector<float> told;
+  amp.scaler().on_skip([&](const mezzo::SkippedStep& skip) { told.push_back(skip.next_scale); });
+  amp.scale_loss(amp(model, filled(0.25)), optimizer, {.delay_unscale = true});
+  EXPECT_EQ(amp.scaler().get_scale(), kScale);
+  amp.scale_loss(amp(model, filled(kInfinity)), optimizer);
+  EXPECT_EQ(amp.scaler().get_scale(), kScale / 2);
+  EXPECT_THAT(told, testing::ElementsAre(kScale / 2));
+  EXPECT_FALSE(amp.step(optimizer).ran());
+  EXPECT_EQ(amp.scaler().get_scale(), kScale / 2);
+  EXPECT_EQ(told.size(), 1U);
+}
+
 TEST(ScaleLoss, MovesTheScaleThoughOneOfItsOptimizersIsSteppedEverySecondTime) {
   for (const auto& make : makers()) {
     Trio trio(scaled(OptLevel::O2_bf16()), make, 1);

@@ -64,7 +64,7 @@ inline RegionState checked_region(const AutocastSetting& setting) {
   TORCH_CHECK(setting.device.has_value(),
               "device: the AutocastSetting names none; give it torch::kCPU or torch::kCUDA");
   return checked_region(setting, *setting.device,
-                        setting.dtype.value_or(default_autocast_dtype(*setting.device)));
+                        setting.dtype.value_or(at::autocast::get_autocast_dtype(*setting.device)));
 }
 
 /// libtorch's cache of weight casts. libtorch makes this static object at its first use; a guard
@@ -127,6 +127,7 @@ class Region {
  public:
   explicit Region(const RegionState& region) noexcept
       : device_(region.device),
+        enabled_(region.enabled),
         found_(found()),
         nesting_(region.dtype != found_.dtype),
         policy_(region.device, region.policy),
@@ -137,6 +138,8 @@ class Region {
   ~Region() { install(found_); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
+
+  bool is_enabled() const noexcept { return enabled_; }
 
  private:
   struct Flags {
@@ -157,6 +160,7 @@ class Region {
   }
 
   c10::DeviceType device_;
+  bool enabled_;
   Flags found_;
   Nesting nesting_;
   PolicyScope policy_;
@@ -172,6 +176,7 @@ class GuardedRegion {
                 "mezzo::autocast(setting, [&] { return ...; }) or to mezzo::AutocastModule");
     region_.emplace(region);
   }
+  bool is_enabled() const noexcept { return region_ && region_->is_enabled(); }
   void end() noexcept { region_.reset(); }
 
  private:

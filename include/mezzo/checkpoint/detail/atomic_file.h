@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -96,6 +97,10 @@ class AtomicFile {
       file_ = OpenFile(calls, temporary_, kNewFile);
     }
     if (!file_.is_open()) fail("cannot be created", errno);
+    struct stat replaced {};
+    if (::stat(target_.c_str(), &replaced) == 0) {
+      (void)::fchmod(file_.descriptor(), replaced.st_mode & 07777);  // 0600 stays 0600
+    }
     buffer_.reserve(kBlockBytes);
   }
   ~AtomicFile() {

@@ -3,22 +3,27 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 
+#include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
-#include <sys/file.h>
+#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 // Names in a folder of checkpoints. "checkpoint-000012-step-3400.pt" is the twelfth that was saved;
@@ -73,6 +78,21 @@ inline std::filesystem::path checkpoint_path(const std::filesystem::path& folder
 inline std::filesystem::path temporary_of(const std::filesystem::path& target) {
   return target.parent_path() /
          ("." + target.filename().string() + "." + std::to_string(::getpid()) + ".tmp");
+}
+
+/// Returns the file that `path` names, through links, which may dangle. \throws c10::Error if
+/// something else than a regular file is there
+inline std::filesystem::path replaceable_file(std::filesystem::path path) {
+  std::error_code error;
+  for (int links = 0; std::filesystem::is_symlink(path, error); ++links) {
+    TORCH_CHECK(links < 40, path.string(), " is a link in a circle of links; remove it");
+    path = path.parent_path() / std::filesystem::read_symlink(path);
+  }
+  const auto status = std::filesystem::status(path, error);
+  TORCH_CHECK(!std::filesystem::exists(status) || std::filesystem::is_regular_file(status),
+              path.string(),
+              " is not a regular file, and a checkpoint would replace it; name another path");
+  return path.has_parent_path() ? path : "." / path;
 }
 
 /// Returns all names in `folder`; none if it does not exist.
@@ -151,38 +171,104 @@ inline bool is_there(const std::filesystem::path& path) {
          std::filesystem::file_type::not_found;
 }
 
-/// The lock of a folder of checkpoints: of its file ".lock", and of the process that took it.
+/// The folders of checkpoints that this process has locked, by the device and inode of their lock
+/// files. The system's record locks do not tell two owners in one process apart, and closing any
+/// descriptor of a file drops them. Exported, so that shared libraries agree on it.
+struct LockedFolders {
+  std::mutex mutex{};
+  std::map<std::pair<dev_t, ino_t>, pid_t> owners{};  // a forked child finds its parent's entries
+
+  bool holds(const struct stat& file) const {
+    const auto found = owners.find({file.st_dev, file.st_ino});
+    return found != owners.end() && found->second == ::getpid();
+  }
+};
+C10_EXPORT inline LockedFolders& locked_folders() {
+  static LockedFolders& folders = *new LockedFolders;
+  return folders;
+}
+
+/// The lock of a folder of checkpoints: a record lock of its file ".lock". It ends with the process
+/// that took it, whose forked children do not inherit it.
 class FolderLock {
  public:
   enum class Outcome { held, taken_by_another, not_offered };
 
+  FolderLock() = default;
+  FolderLock(FolderLock&& other) noexcept
+      : file_(std::move(other.file_)), process_(std::exchange(other.process_, 0)) {}
+  FolderLock(const FolderLock&) = delete;
+  FolderLock& operator=(const FolderLock&) = delete;
+  FolderLock& operator=(FolderLock&&) = delete;
+  ~FolderLock() {
+    const std::lock_guard guard(locked_folders().mutex);
+    release();
+  }
+
   /// Takes the lock, unless this object holds it. Call it before each save: in the meantime the
-  /// folder or its lock may have been removed, and a forked child does not hold its parent's lock.
-  /// The destructor, or the end of the process, releases the lock.
+  /// folder or its lock may have been removed, or the process may be a forked child.
   Outcome hold(const FileCalls& calls, const std::filesystem::path& folder) {
     const auto path = folder / ".lock";
-    if (is_held() && process_ == ::getpid() && is_of(path)) return Outcome::held;
+    LockedFolders& locked = locked_folders();
+    const std::lock_guard guard(locked.mutex);
+    if (is_held() && is_of(path)) return Outcome::held;
+    release();
     do {
-      file_ = OpenFile();  // closed before the next open: a child's old descriptor has the lock
+      struct stat status {};
+      if (::stat(path.c_str(), &status) == 0 && locked.holds(status)) {
+        return Outcome::taken_by_another;
+      }
+      file_ = OpenFile();
       file_ = OpenFile(calls, path, O_RDWR | O_CREAT);
       TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
-      if (::flock(file_.descriptor(), LOCK_EX | LOCK_NB) != 0) {
-        const bool is_taken = errno == EWOULDBLOCK;
+      struct flock record = whole_file();
+      if (::fcntl(file_.descriptor(), F_SETLK, &record) != 0) {
+        const bool is_taken = errno == EACCES || errno == EAGAIN;
         file_ = OpenFile();
         return is_taken ? Outcome::taken_by_another : Outcome::not_offered;
       }
     } while (!is_of(path));  // removed, and perhaps made anew, before it was locked
     process_ = ::getpid();
+    locked.owners[key()] = process_;
     return Outcome::held;
   }
-  bool is_held() const noexcept { return file_.is_open(); }
+  bool is_held() const noexcept { return file_.is_open() && process_ == ::getpid(); }
+
+  /// Returns the process that holds the lock of `folder`; 0 if it is this one, none, or not known.
+  static pid_t holder(const std::filesystem::path& folder) {
+    const auto path = folder / ".lock";
+    LockedFolders& locked = locked_folders();
+    const std::lock_guard guard(locked.mutex);
+    struct stat status {};
+    if (::stat(path.c_str(), &status) != 0 || locked.holds(status)) return 0;
+    const OpenFile file({}, path, O_RDONLY);
+    struct flock record = whole_file();
+    if (!file.is_open() || ::fcntl(file.descriptor(), F_GETLK, &record) != 0) return 0;
+    return record.l_type == F_UNLCK ? 0 : record.l_pid;
+  }
 
  private:
+  static struct flock whole_file() {
+    struct flock record {};
+    record.l_type = F_WRLCK;
+    record.l_whence = SEEK_SET;
+    return record;
+  }
+
+  std::pair<dev_t, ino_t> key() const {
+    struct stat own {};
+    ::fstat(file_.descriptor(), &own);
+    return {own.st_dev, own.st_ino};
+  }
+
   bool is_of(const std::filesystem::path& path) const {
-    struct stat own {
-    }, there{};
-    return ::fstat(file_.descriptor(), &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
-           own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+    struct stat there {};
+    return ::stat(path.c_str(), &there) == 0 && key() == std::pair(there.st_dev, there.st_ino);
+  }
+
+  void release() {
+    if (is_held()) locked_folders().owners.erase(key());
+    file_ = OpenFile();
   }
 
   OpenFile file_;

@@ -53,6 +53,10 @@ MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
       calls_(std::move(calls)) {
   TORCH_CHECK(options_.keep >= 1, "CheckpointManager: keep is ", options_.keep,
               "; it should be at least 1, and 2 to have one to fall back to");
+  if (const pid_t holder = detail::FolderLock::holder(folder_); holder != 0) {
+    warn(folder_.string() + " is being saved to by process " + std::to_string(holder) +
+         ": a save from here will be refused until that one ends; loading is not");
+  }
 }
 
 MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
@@ -229,7 +233,7 @@ MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
   detail::check_can_be_saved("save_checkpoint", state);
   TORCH_CHECK(step >= 0, "save_checkpoint: step is ", step, "; it should be at least 0");
   const detail::FileCalls calls;
-  const std::filesystem::path target = file.has_parent_path() ? file : "." / file;
+  const std::filesystem::path target = detail::replaceable_file(file);
   auto unflushed = detail::make_folder(target.parent_path());
   const int folder_error = detail::flush_folders(calls, unflushed);
   detail::AtomicFile atomic(calls, detail::temporary_of(target), target);

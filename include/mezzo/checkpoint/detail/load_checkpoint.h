@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
@@ -266,6 +267,7 @@ class LoadedParts {
 inline void apply_parts(const std::string& file, std::vector<PendingPart> pending) {
   LoadedParts parts(file, std::move(pending));
   const std::string failure = parts.apply();
+  drop_weight_casts();
   if (failure.empty()) return;
   const std::string left = parts.put_back();
   TORCH_CHECK(false, failure, left.empty() ? "; everything is as it was before" : left);

@@ -160,7 +160,7 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
     if (enabled_) passes_.give_up(pass);
     throw;
   }
-  if (enabled_) passes_.end(std::move(pass), options.delay_unscale);
+  if (enabled_) passes_.end(pass, options.delay_unscale);
 }
 
 inline void Amp::refuse_within_backward(const char* call) const {

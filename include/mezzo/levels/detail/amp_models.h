@@ -3,6 +3,7 @@
 /// finding the tensors of batch norms in C++ and in TorchScript.
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
@@ -174,6 +175,7 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
     for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) cast(buffer);
     flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
   });
+  drop_weight_casts();
 }
 
 /// Refuses an optimizer of another model. It would step parameters that never get a gradient, and

@@ -9,6 +9,7 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/where.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -25,15 +26,16 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Combines several losses, each with its own scale, into one step of an optimizer.
+/// Combines several losses, each with its own scale, into one step of an optimizer, as Apex does:
 ///
-/// Between calls, `.grad` holds either gradients with the scale of one loss, or true gradients. A
-/// pass sets true gradients aside, unscales the gradients that it has computed, and adds the others
-/// back. An inf stays in `.grad`, where the step finds it.
+///     pass:          set true gradients aside, run backward from the scaled loss,
+///                    take the scale off, move it, add back what was set aside
+///     delayed pass:  run backward from the scaled loss; the gradients keep the scale until
+///                    the next pass that is not delayed, a pass of another loss, or the step
+///     step:          skip if a gradient is inf or NaN
 ///
-/// A scale moves when all optimizers that its loss was scaled for have stepped; if one of them does
-/// not step every time, when the loss is scaled again for one that has stepped. Optimizers are
-/// identified by the objects whose groups are trained.
+/// A scale moves whenever it is taken off, which is from all gradients that carry it. An inf stays
+/// in `.grad`, where the step finds it.
 class LossPasses {
  public:
   using Optimizers = std::vector<torch::optim::Optimizer*>;
@@ -42,9 +44,12 @@ class LossPasses {
   /// true gradients.
   struct Pass {
     at::Tensor scaled{};  ///< the loss to run backward from
+    std::size_t loss = 0;
     Optimizers optimizers{};
-    std::vector<std::unique_ptr<SetAside>> aside{};  ///< an optimizer
+    std::vector<std::unique_ptr<SetAside>> aside{};  ///< an optimizer; null if it had none
   };
+
+  LossPasses() { verdict_.on_skip(nullptr); }
 
   void add_loss(const LossScaleOptions& options) { losses_.emplace_back(options); }
   void add_optimizer(AnyOptimizer optimizer) { all_.push_back({optimizer}); }
@@ -55,31 +60,28 @@ class LossPasses {
 
   /// Whether a loss was scaled for `optimizer` since its last step.
   bool awaits_step(const torch::optim::Optimizer& optimizer) const {
-    return known(optimizer).awaits_step();
+    return known(optimizer).awaits_step;
   }
   bool any_awaits_step() const {
-    return std::any_of(all_.begin(), all_.end(),
-                       [](const Known& one) { return one.awaits_step(); });
+    return std::any_of(all_.begin(), all_.end(), [](const Known& one) { return one.awaits_step; });
   }
 
   /// Begins the backward pass of `value`, loss number `loss`.
   Pass begin(std::size_t loss, const at::Tensor& value, const Optimizers& optimizers) {
-    Loss& own = losses_[loss];
+    if (losses_[loss].was_taken_off) move_scale(loss);  // which threw halfway
     for (const auto* optimizer : optimizers) {
-      if (contains(own.stepped, optimizer)) end_iteration(loss);
-    }
-    for (const auto* optimizer : optimizers) {
-      Known& one = known(*optimizer);
-      if (one.scaled_by.value_or(loss) != loss) unscale(one);
-      if (one.unscaled_by) follow_masters(one);
+      const Known& one = known(*optimizer);
+      if (one.scaled_by.value_or(loss) != loss) move_scale(*one.scaled_by);
+      follow_masters(one.optimizer);
     }
     const bool is_low = is_low_precision(value.scalar_type());
-    Pass pass{own.scaler.scale(is_low ? value.to(at::kFloat) : value), optimizers};
+    Pass pass{scaler(loss).scale(is_low ? value.to(at::kFloat) : value), loss, optimizers};
     for (auto* optimizer : optimizers) {  // after all that may throw
       Known& one = known(*optimizer);
       auto& aside = pass.aside.emplace_back();
-      if (one.unscaled_by) aside = std::make_unique<SetAside>(parameters_of(*optimizer));
-      if (!contains(own.waiting, optimizer)) own.waiting.push_back(optimizer);
+      const bool has_true_gradients = one.awaits_step && !one.scaled_by;
+      if (has_true_gradients) aside = std::make_unique<SetAside>(parameters_of(*optimizer));
+      one.awaits_step = true;
       one.scaled_by = loss;
     }
     return pass;
@@ -93,74 +95,51 @@ class LossPasses {
     }
   }
 
-  /// Unscales the gradients of the pass, and adds those that were set aside. If `delays` is true,
-  /// does so only if gradients were set aside. An inf in the gradients of one optimizer counts for
-  /// all optimizers of the pass, since the loss has overflowed.
-  void end(Pass pass, bool delays) {
-    std::vector<at::Tensor> found;
-    for (std::size_t i = 0; i < pass.optimizers.size(); ++i) {
-      if (delays && !pass.aside[i]) continue;
-      Known& one = known(*pass.optimizers[i]);
-      const at::Tensor own = unscale(one);
-      if (own.defined()) found.push_back(own);
-      if (pass.aside[i]) pass.aside[i]->add_back();
+  /// Takes the scale off and moves it, and adds the gradients that were set aside; if `delays` is
+  /// true, only where gradients were set aside. Without a delay an inf in the gradients of one
+  /// optimizer counts for all optimizers of the pass, since the loss has overflowed.
+  void end(const Pass& pass, bool delays) {
+    const auto& aside = pass.aside;
+    const bool has_aside =
+        std::any_of(aside.begin(), aside.end(), [](const auto& one) { return one != nullptr; });
+    if (delays && !has_aside) return;
+    take_scale_off(pass.loss);
+    if (!delays) share_inf(pass.optimizers);
+    for (const auto& one : aside) {
+      if (one) one->add_back();
     }
-    if (pass.optimizers.size() == 1 || delays) return;
-    for (const auto* optimizer : pass.optimizers) {
-      for (const at::Tensor& one : found) spoil_gradients(known(*optimizer), one);
-    }
+    end_iteration(pass.loss);
   }
 
   /// Steps an optimizer for which a loss was scaled.
-  StepResult step(torch::optim::Optimizer& optimizer, StepOptions options) {
+  StepResult step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
     Known& one = known(optimizer);
-    options.is_unscaled = !one.scaled_by;
-    options.known_inf = one.known_inf;
-    GradScaler& own = scaler(one.scaled_by ? *one.scaled_by : *one.unscaled_by);
-    const auto forget = [&] {  // also after a step that threw
-      if (one.scaled_by && own.is_unscaled(one.optimizer)) {
-        one.unscaled_by = std::exchange(one.scaled_by, std::nullopt);
-      }
-      (void)own.forget(one.optimizer);
-    };
-    try {
-      StepResult result = own.step(one.optimizer, options);
-      forget();
-      finish(optimizer);
-      return result;
-    } catch (...) {
-      forget();
-      throw;
-    }
+    if (one.scaled_by) move_scale(*one.scaled_by);
+    StepResult result = step_if_finite(one.optimizer, options);
+    one = Known{one.optimizer};
+    return result;
   }
 
   /// Discards the losses that were scaled for `optimizer` since its last step.
   void zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
     optimizer.zero_grad(set_to_none);
-    finish(optimizer);
+    Known& one = known(optimizer);
+    one = Known{one.optimizer};
   }
 
  private:
   /// The state of an optimizer between its steps.
   struct Known {
     AnyOptimizer optimizer;
-    std::optional<std::size_t> scaled_by{};    // the loss whose scale the gradients carry
-    std::optional<std::size_t> unscaled_by{};  // the loss whose scale was taken off last
-    at::Tensor known_inf{};                    // what the checks of all passes so far have found
-    bool awaits_step() const noexcept { return scaled_by || unscaled_by; }
+    bool awaits_step = false;
+    std::optional<std::size_t> scaled_by{};  ///< the loss whose scale the gradients carry
   };
 
-  /// A loss, and the state of its scale's iteration.
   struct Loss {
     explicit Loss(const LossScaleOptions& options) : scaler(options) {}
     GradScaler scaler;
-    Optimizers waiting{};  // scaled for, and not stepped yet
-    Optimizers stepped{};
+    bool was_taken_off = false;  ///< since the scale moved last
   };
-
-  static bool contains(const Optimizers& list, const torch::optim::Optimizer* optimizer) {
-    return std::find(list.begin(), list.end(), optimizer) != list.end();
-  }
 
   const Known& known(const torch::optim::Optimizer& optimizer) const {
     const auto is_it = [&](const Known& one) { return &one.optimizer.optimizer() == &optimizer; };
@@ -180,69 +159,87 @@ class LossPasses {
   }
 
   /// Updates gradients after the caller has changed those of masters.
-  static void follow_masters(const Known& one) {
-    if (optim::FusedOptimizer* const fused = as_fused(one.optimizer)) (void)fused->plan();
+  static void follow_masters(AnyOptimizer optimizer) {
+    if (optim::FusedOptimizer* const fused = as_fused(optimizer)) (void)fused->plan();
   }
 
-  /// Unscales the gradients; returns found_inf.
-  at::Tensor unscale(Known& one) {
-    GradScaler& own = scaler(*one.scaled_by);
-    own.unscale_(one.optimizer);
-    one.unscaled_by = std::exchange(one.scaled_by, std::nullopt);
-    const at::Tensor found = own.forget(one.optimizer);
-    if (found.defined()) note_inf(one, found);
+  /// Returns the gradient of some parameter; undefined if there is none.
+  static at::Tensor a_gradient(AnyOptimizer optimizer) {
+    at::Tensor found;
+    for_each_parameter(optimizer.optimizer(), [&](std::size_t, const at::Tensor& parameter) {
+      if (!found.defined()) found = parameter.mutable_grad();
+    });
     return found;
   }
 
-  static void note_inf(Known& one, const at::Tensor& found) {
-    one.known_inf = one.known_inf.defined()
-                        ? one.known_inf.add(on_device(found, one.known_inf.device()))
-                        : found;
+  static at::Tensor one_on(at::Device device) {
+    return at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
   }
 
-  /// If `found` is nonzero, writes a NaN into the gradients of an optimizer, so that its step is
-  /// skipped. Clearing the gradients clears this mark too. No host sync.
-  static void spoil_gradients(Known& one, const at::Tensor& found) {
-    const c10::NoGradGuard no_grad;
-    for (const StepPlan::Row& row : plain_plan(one.optimizer.optimizer()).rows) {
-      at::Tensor first = gradient_values(*row.parameter);
-      if (first.numel() == 0) continue;
-      while (first.dim() > 0) first = first.select(0, 0);
-      const at::Tensor is_bad = on_device(found, first.device()).ne(0);
-      first.copy_(
-          at::where(is_bad, at::full_like(first, std::numeric_limits<double>::quiet_NaN()), first));
-      break;
-    }
-    note_inf(one, found);
-  }
-
-  /// Marks the optimizer's step as done. Losses that waited for this optimizer only move their
-  /// scale.
-  void finish(torch::optim::Optimizer& optimizer) {
-    Known& one = known(optimizer);
-    one = Known{one.optimizer};
-    for (Loss& loss : losses_) {
-      if (std::erase(loss.waiting, &optimizer) != 0) loss.stepped.push_back(&optimizer);
-    }
-    for (std::size_t id = 0; id < losses_.size(); ++id) {
-      const Loss& loss = losses_[id];
-      if (contains(loss.stepped, &optimizer) && loss.waiting.empty()) end_iteration(id);
-    }
-  }
-
-  /// Moves the scale of a loss, after unscaling the gradients that still carry it.
-  void end_iteration(std::size_t loss) {
+  void take_scale_off(std::size_t loss) {
     for (Known& one : all_) {
-      if (one.scaled_by == loss) (void)unscale(one);
+      if (one.scaled_by != loss) continue;
+      if (a_gradient(one.optimizer).defined()) {
+        scaler(loss).unscale_(one.optimizer);
+        losses_[loss].was_taken_off = true;
+      }
+      one.scaled_by.reset();
     }
-    losses_[loss].waiting.clear();
-    losses_[loss].stepped.clear();
-    GradScaler& own = losses_[loss].scaler;
-    if (own.is_in_iteration()) own.update();  // a callback may throw
+  }
+
+  void end_iteration(std::size_t loss) {
+    const bool has_found = std::exchange(losses_[loss].was_taken_off, false);
+    if (has_found) scaler(loss).update();  // a callback may throw
+  }
+
+  void move_scale(std::size_t loss) {
+    take_scale_off(loss);
+    end_iteration(loss);
+  }
+
+  /// If one of the optimizers has an inf or NaN, writes a NaN into the gradients of the others, so
+  /// that their steps are skipped. Clearing the gradients clears this mark too. No host sync.
+  static void share_inf(const Optimizers& optimizers) {
+    if (optimizers.size() < 2) return;
+    const c10::NoGradGuard no_grad;
+    std::vector<StepPlan> plans;
+    std::vector<at::Tensor> found;
+    for (const auto* optimizer : optimizers) {
+      const StepPlan& plan = plans.emplace_back(plain_plan(*optimizer));
+      if (plan.rows.empty()) continue;
+      found.push_back(read_gradients(plan, one_on(plan.rows[0].gradient.device())).found_inf);
+    }
+    for (const StepPlan& plan : plans) {
+      for (const StepPlan::Row& row : plan.rows) {
+        at::Tensor first = gradient_values(*row.parameter);
+        if (first.numel() == 0) continue;
+        while (first.dim() > 0) first = first.select(0, 0);
+        for (const at::Tensor& one : found) {
+          const at::Tensor is_bad = on_device(one, first.device()).ne(0);
+          const double nan = std::numeric_limits<double>::quiet_NaN();
+          first.copy_(at::where(is_bad, at::full_like(first, nan), first));
+        }
+        break;
+      }
+    }
+  }
+
+  /// Checks, clips and steps with true gradients.
+  StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options) {
+    follow_masters(optimizer);
+    const at::Tensor gradient = a_gradient(optimizer);
+    if (!gradient.defined()) return StepResult({.ran = true, .value = optimizer.step()});
+    if (!std::exchange(has_verdict_scale_, true)) (void)verdict_.scale(one_on(gradient.device()));
+    verdict_.forget_iteration();  // of a step that threw
+    StepResult result = verdict_.step(optimizer, options);
+    verdict_.update();
+    return result;
   }
 
   std::vector<Known> all_;
   std::vector<Loss> losses_;
+  GradScaler verdict_{{.kind = LossScaleKind::none, .allow_fp16_gradients = true}};
+  bool has_verdict_scale_ = false;
 };
 
 }  // namespace detail

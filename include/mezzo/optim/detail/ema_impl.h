@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
@@ -143,6 +144,7 @@ inline void Ema::copy_to(const torch::nn::Module& model) const {
   }
   const detail::NoGraphGuard no_graph;
   for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
+  detail::drop_weight_casts();
 }
 
 namespace detail {
@@ -277,6 +279,7 @@ inline EmaScope::EmaScope(const Ema& ema) {
       lent_.emplace_back(parameters[i]);
       parameters[i].set_data(rounded[i]);
     }
+    detail::drop_weight_casts();
   } catch (...) {
     put_back();
     throw;
@@ -291,6 +294,7 @@ inline void EmaScope::put_back() noexcept {
   const c10::NoGradGuard no_grad;
   for (auto lent = lent_.rbegin(); lent != lent_.rend(); ++lent) lent->put_back();
   lent_.clear();
+  detail::drop_weight_casts();
 }
 
 // Templates, as for GradScaler, since the headers of archives take long to compile.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
@@ -416,6 +417,7 @@ MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
       published.emplace_back(parameter, copy);
     }
   }
+  detail::drop_weight_casts();
   if (!published.empty()) publish(published);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -318,6 +319,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     }
     begin = end;
   }
+  drop_weight_casts();
   if (!is_counted) count_applied(plan, verdict);
 }
 

@@ -11,7 +11,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <vector>
+#include <atomic>
+#include <mutex>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -22,11 +23,12 @@ namespace detail {
 /// not be written outside of InferenceMode.
 class DeviceScale {
  public:
-  /// An undefined scale, before the first loss.
-  DeviceScale() = default;
-
+  /// Makes the tensors, unless they are there. Threads may call it at once, and read `original`
+  /// after it, until one of them writes.
   /// \throws c10::Error while `device` is being captured: the scale has to be made before
-  DeviceScale(const LossScaleState& state, at::Device device) {
+  void make(const LossScaleState& state, at::Device device) {
+    const std::lock_guard lock(making_);
+    if (defined()) return;
     check_is_warm(device, "the loss scale");
     const c10::InferenceMode no_inference(false);
     const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
@@ -35,21 +37,11 @@ class DeviceScale {
     inverse_ = at::full({}, inverse_scale(state.scale), number);
     growth_tracker_ = at::full({}, state.growth_tracker, count);
     hysteresis_left_ = at::full({}, state.hysteresis_left, count);
+    is_made_.store(true, std::memory_order_release);
   }
 
-  bool defined() const noexcept { return inverse_.defined(); }
+  bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
   const at::Tensor& original() const noexcept { return scale_; }
-
-  /// Returns the scale on `device`: a copy is made when first asked for, and kept until the scale
-  /// changes.
-  const at::Tensor& on(at::Device device) {
-    if (device == scale_.device()) return scale_;
-    for (const at::Tensor& copy : copies_) {
-      if (copy.device() == device) return copy;
-    }
-    const bool non_blocking = !device.is_cpu();  // the host reads at once, the device in order
-    return copies_.emplace_back(scale_.to(device, at::kFloat, non_blocking, /*copy=*/true));
-  }
 
   /// Returns 1 / scale, on the scale's device.
   const at::Tensor& inverse() const noexcept { return inverse_; }
@@ -95,20 +87,19 @@ class DeviceScale {
   void advance(const LossScale& rule, const at::Tensor& found_inf, const at::Tensor& told = {}) {
     const c10::NoGradGuard no_grad;
     update_scale_(rule, {scale_, inverse_, growth_tracker_, hysteresis_left_, told}, found_inf);
-    copies_.clear();
   }
 
  private:
   void written(const at::Tensor& told) {
     if (told.defined()) told.copy_(scale_, /*non_blocking=*/true);
-    copies_.clear();
   }
 
   at::Tensor scale_;
   at::Tensor inverse_;
   at::Tensor growth_tracker_;
   at::Tensor hysteresis_left_;
-  std::vector<at::Tensor> copies_;  // of the scale, on other devices
+  std::mutex making_;
+  std::atomic<bool> is_made_ = false;
 };
 
 }  // namespace detail

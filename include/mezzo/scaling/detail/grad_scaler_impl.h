@@ -163,15 +163,15 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   StepPlan plan = detail::plan_of(optimizer);
   if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
-    detail::check_unscalable(values, detail::on_device(scale_.inverse(), values.front().device()));
+    detail::check_unscalable(values, detail::on_device(scale_->inverse(), values.front().device()));
   }
   detail::widen_for_masters(fused, plan);
   record.found_inf = at::Tensor();
   for (const auto& values : detail::values_by_device(plan)) {
-    const at::Tensor inv_scale = detail::on_device(scale_.inverse(), values.front().device());
+    const at::Tensor inv_scale = detail::on_device(scale_->inverse(), values.front().device());
     at::Tensor found = at::zeros({}, inv_scale.options());
     detail::unscale_and_check_(values, found, inv_scale);
-    found = detail::on_device(found, scale_.original().device());
+    found = detail::on_device(found, scale_->original().device());
     record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
   }
   detail::show_at_masters(fused, plan);
@@ -191,10 +191,10 @@ MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
   records_.forget(optimizer.optimizer());
   const bool is_told_by_step = record.stage == detail::Stage::stepped;  // not by one that threw
   if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
-  if (!scale_.original().is_cpu()) {
+  if (!scale_->original().is_cpu()) {
     post_skip(record.found_inf);
   } else {
-    note_skip(record, scale_.original().item<float>());
+    note_skip(record, scale_->original().item<float>());
   }
   return record.found_inf;
 }
@@ -228,9 +228,9 @@ MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, f
 
 /// Notes a skip that only the device knows of: `on_skip` is called once the letter has arrived.
 MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
-  const at::Tensor& scale = scale_.original();
+  const at::Tensor& scale = scale_->original();
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send(scale, {.inv_scale = scale_.inverse(), .found_inf = found_inf});
+  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
   letters_.push_back(letter);
 }
 
@@ -242,7 +242,7 @@ MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
 MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Verdict& verdict,
                                             bool was_unscaled, bool counts,
                                             const at::Tensor& known_inf) {
-  const at::Device device = scale_.original().device();
+  const at::Device device = scale_->original().device();
   at::Tensor found = detail::on_device(verdict.found_inf, device);
   if (!counts) found = at::zeros_like(found);
   const at::Tensor before = was_unscaled ? record.found_inf : at::Tensor();
@@ -262,10 +262,10 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
   detail::OptimizerRecord& record = record_to_step(optimizer);
-  const at::Tensor& scale = scale_.original();
+  const at::Tensor& scale = scale_->original();
   detail::tell_witness(fused, scale, options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_.inverse();
+  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_->inverse();
   StepPlan plan = fused.plan();
   if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
     detail::refuse_half_gradients(fused, plan);
@@ -299,21 +299,24 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
                                                  const StepFunction& torch_step) {
   detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  detail::tell_witness(optimizer, scale_.original(), options.max_norm);
+  detail::tell_witness(optimizer, scale_->original(), options.max_norm);
   const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
   const bool unscales_here =
       !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
   if (unscales_here) unscale_into(optimizer);
   const bool is_true = was_unscaled || unscales_here;  // `.grad` has lost the scale
-  Verdict verdict{.inv_scale = scale_.inverse(), .found_inf = record.found_inf};
+  Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = record.found_inf};
   const bool counts = was_unscaled ? recheck_ : !unscales_here;
   if (counts || detail::clips(options)) {
     const c10::NoGradGuard no_grad;
     const StepPlan plan = detail::plan_of(optimizer);
     const bool is_known = options.is_unscaled || record.found_inf.defined();
     detail::check_has_gradients(plan.has_rows() || is_known, optimizer.optimizer());
-    verdict =
-        detail::read_gradients(plan, is_true ? at::ones_like(scale_.original()) : scale_.inverse());
+    if (!is_true && plan.has_bare_half && !allow_fp16_gradients_) {
+      detail::refuse_half_gradients(optimizer, plan);
+    }
+    verdict = detail::read_gradients(
+        plan, is_true ? at::ones_like(scale_->original()) : scale_->inverse());
     check_verdict(record, verdict, is_true, counts, options.known_inf);
   }
   detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
@@ -323,13 +326,14 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
     record.found_inf = record.found_inf.mul(known.eq(0.0));
   }
   const std::shared_ptr<detail::StepLetter> letter =
-      letter_pool_.letter_for(scale_.original().device());
-  letter->send_and_wait(scale_.original(), verdict, was_unscaled);
+      letter_pool_.letter_for(scale_->original().device());
+  letter->send_and_wait(scale_->original(), verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
   if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
   if (outcome.ran && torch_step != nullptr) {
     const detail::StepWithoutVersion step(optimizer.optimizer());
     outcome.value = torch_step();
+    detail::drop_weight_casts();
   } else if (outcome.ran) {
     const double inverse = is_true ? 1.0 : detail::inverse_scale(outcome.scale);
     const double clip = detail::clips(options)
@@ -409,10 +413,17 @@ MEZZO_INLINE void GradScaler::update() {
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration");
   {
-    const c10::NoGradGuard no_grad;  // not for the callback
+    const c10::NoGradGuard no_grad;                                 // not for the callback
+    for (const at::Tensor& flag : records_.found_without_step()) {  // no step tells of it
+      if (scale_->original().is_cpu()) {
+        note_skip({.found_inf = flag}, scale_->original().item<float>());
+      } else {
+        post_skip(flag);
+      }
+    }
     at::Tensor found = checks.front();
     for (std::size_t i = 1; i < checks.size(); ++i) found = found.add(checks[i]);
-    scale_.advance(rule_, found, next_scale_place());
+    scale_->advance(rule_, found, next_scale_place());
   }
   finish_iteration();
 }
@@ -423,7 +434,7 @@ MEZZO_INLINE void GradScaler::update(double new_scale) {
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
-  scale_.write_scale(static_cast<float>(new_scale), next_scale_place());
+  scale_->write_scale(static_cast<float>(new_scale), next_scale_place());
   finish_iteration();
 }
 
@@ -437,7 +448,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  scale_.write_scale(new_scale, rule_.min_scale(), rule_.max_scale(), next_scale_place());
+  scale_->write_scale(new_scale, rule_.min_scale(), rule_.max_scale(), next_scale_place());
   finish_iteration();
 }
 
@@ -445,7 +456,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 /// undefined if nobody will be told of it.
 MEZZO_INLINE at::Tensor GradScaler::next_scale_place() const {
   const bool is_told = on_skip_ && !letters_.empty() && !skipped_scale_ &&
-                       detail::capture_on(scale_.original().device()) == 0;
+                       detail::capture_on(scale_->original().device()) == 0;
   return is_told ? letters_.back()->next_scale_place() : at::Tensor();
 }
 
@@ -454,7 +465,7 @@ MEZZO_INLINE at::Tensor GradScaler::next_scale_place() const {
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   const auto letters = std::exchange(letters_, {});
-  if (detail::capture_on(scale_.original().device()) != 0) return;  // no callback in a graph
+  if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   const auto tell = [&](float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
@@ -470,7 +481,7 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   const auto end_row = [&] { times_at_floor_ = times_in_a_row_ = 0; };
   if (skipped_scale_) {
     const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
-    if (callback) tell(overflowed, scale_.original().item<float>());
+    if (callback) tell(overflowed, scale_->original().item<float>());
   } else if (!letters.empty() && callback) {
     letters.back()->next_scale_sent();
     pending_lines_.add(letters);
@@ -482,18 +493,18 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
 
 MEZZO_INLINE void GradScaler::require_scale(const char* call) const {
   TORCH_CHECK(
-      scale_.defined(), "Attempted ", call,
+      scale_->defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
       "outputs) earlier in the iteration. In C++: call scaler.scale(loss).backward() first; the "
       "scale is made with the first tensor that is scaled");
 }
 
-MEZZO_INLINE const at::Tensor& GradScaler::scale_on(at::Device device) {
-  if (!scale_.defined()) {
+MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
+  if (!scale_->defined()) {
     detail::require_update_kernel(rule_, device);
-    scale_ = detail::DeviceScale(initial_state_, device);
+    scale_->make(initial_state_, device);
   }
-  return scale_.on(device);
+  return detail::on_device(scale_->original(), device);
 }
 
 // --- State -------------------------------------------------------------------------------------
@@ -559,7 +570,7 @@ MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
 }
 
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
-  return scale_.defined() ? scale_.read() : initial_state_;
+  return scale_->defined() ? scale_->read() : initial_state_;
 }
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
@@ -602,10 +613,10 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
   next.hysteresis_left =
       static_cast<int32_t>(reader.count("_hysteresis_left", next.hysteresis_left));
-  if (scale_.defined()) detail::require_update_kernel(rule, scale_.original().device());
+  if (scale_->defined()) detail::require_update_kernel(rule, scale_->original().device());
   rule_ = rule;
   initial_state_ = next;
-  if (scale_.defined()) scale_.write(next);
+  if (scale_->defined()) scale_->write(next);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

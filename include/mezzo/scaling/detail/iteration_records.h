@@ -76,6 +76,18 @@ class IterationRecords {
     return all;
   }
 
+  /// Returns the flags of optimizers that were unscaled and have not stepped.
+  std::vector<at::Tensor> found_without_step() const {
+    std::vector<at::Tensor> all;
+    for (const Entry& entry : entries_) {
+      const OptimizerRecord& record = entry.record;
+      if (record.stage == Stage::unscaled && record.found_inf.defined()) {
+        all.push_back(record.found_inf);
+      }
+    }
+    return all;
+  }
+
  private:
   // Weak, so that the memory goes with the model, and no later tensor takes a known address.
   using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;

@@ -24,6 +24,8 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <deque>
@@ -249,6 +251,18 @@ inline void check_no_other_mezzo_overrides(const c10::OperatorHandle& op) {
                 kOwnVersion,
                 "; build both libraries with one version of mezzo, alike with or without its CUDA "
                 "kernels, or name other ops in one of the policies");
+  }
+}
+
+/// Hidden, so that each library that holds mezzo has its own.
+__attribute__((visibility("hidden"))) inline constexpr char kInThisLibrary = 0;
+
+/// Keeps the library that holds this code loaded after its last dlclose: the dispatcher calls the
+/// kernels for the life of the process. The program itself cannot be closed.
+__attribute__((visibility("hidden"))) inline void keep_loaded() {
+  Dl_info library;
+  if (dladdr(&kInThisLibrary, &library) != 0) {
+    dlopen(library.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
   }
 }
 

@@ -215,6 +215,7 @@ MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
     const auto op = detail::find_op(edit.op->name);
     if (op.has_value()) detail::check_no_other_mezzo_overrides(*op);
   });
+  detail::keep_loaded();
   policy.edits_->for_each(
       [](const auto& edit) { detail::override_registry().install(*edit.op, edit.category); });
   return policy;
