@@ -1,7 +1,6 @@
 // Saving a checkpoint of several ranks: all of them succeed, or all throw the same words.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/diagnose/run_report.h>
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -206,7 +205,7 @@ struct Shared {
     ema = std::make_unique<mezzo::Ema>(net->parameters());
     state.add("model", net).add("optimizer", *optimizer).add("sharded", *sharded);
     state.add("plain", *plain).add("scaler", scaler).add("ema", *ema);
-    state.add("mean", mean).add("list", list).add("norm", norm).add("report", report);
+    state.add("mean", mean).add("list", list).add("norm", norm);
   }
   torch::nn::Sequential net, sharded_net, plain_net;
   torch::nn::BatchNorm1d norm{3};
@@ -215,7 +214,6 @@ struct Shared {
   std::unique_ptr<torch::optim::Adam> plain;
   std::unique_ptr<mezzo::Ema> ema;
   mezzo::GradScaler scaler;
-  mezzo::RunReport report{"report"};
   at::Tensor mean = torch::ones({3});
   std::vector<at::Tensor> list{torch::ones({2}), torch::ones({4})};
   TrainingState state;
@@ -265,7 +263,6 @@ TEST(DistributedCheckpoints, ARankWithOtherBitsOfAnyObjectIsNamedOnAllAndNothing
   EXPECT_THAT(checkpoints.files(), IsEmpty());
   EXPECT_EQ(error_after([](Shared& own) {
               own.norm->running_mean.add_(1);  // each rank's own, until the next forward pass
-              own.report(mezzo::TelemetryRecord());
             }),
             "no error");
 }

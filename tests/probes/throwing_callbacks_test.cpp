@@ -110,9 +110,8 @@ const CallbackPlace kCallbackPlaces[] = {
     {"OverflowReport",
      [](CallbackRun& run) {
        run.scaler.on_skip(mezzo::OverflowReport(
-           *run.model, {.stream = nullptr,
-                        .callback = [&run](const mezzo::Overflow&) { run.in_callback(); },
-                        .own_gradients = true}));
+           *run.model,
+           {.stream = nullptr, .callback = [&run](const mezzo::Overflow&) { run.in_callback(); }}));
      }},
     {"TelemetryWriter",
      [](CallbackRun& run) {
@@ -129,7 +128,7 @@ const CallbackPlace kCallbackPlaces[] = {
      [](CallbackRun& run) {
        run.telemetry.write_to(mezzo::DivergenceWatch(
            *run.model, {.skips_in_a_row = 2,
-                        .callback = [&run](const mezzo::Divergence&) { run.in_callback(); }}));
+                        .callback = [&run](const mezzo::Finding&) { run.in_callback(); }}));
      }},
     {"OnReady",
      [](CallbackRun& run) { run.buckets.on_ready([&run](std::size_t) { run.in_callback(); }); }},
