@@ -1,7 +1,6 @@
 // GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
 // master_params(optimizer), and gone when the iteration is over.
 
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
