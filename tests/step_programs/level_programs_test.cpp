@@ -709,7 +709,7 @@ class AmpProgram {
     std::optional<torch::NoGradGuard> no_grad;
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
-    const double of_level = half_ulp(has_regions() ? level_->precision().compute() : model_dtype());
+    const double of_level = half_ulp(has_regions() ? level_->precision().compute : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const PlainWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.rounded_to.value_or(weight.dtype)));
@@ -829,7 +829,7 @@ class AmpProgram {
     count("region");
     if (region_) return region_.reset();
     region_.emplace(
-        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute()});
+        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
   }
 
   /// A gradient that no step can take changes nothing, and is given up afterwards.

@@ -117,7 +117,7 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     for (std::size_t i = 0; i < regions.size(); ++i) {
       if (!model.runs_on(detail::kPolicyDevices[i])) continue;
       regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
-                                                 .dtype = level_.precision().compute(),
+                                                 .dtype = level_.precision().compute,
                                                  .policy = policy_}));
     }
     return *found;
