@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Device.h>
@@ -11,10 +12,10 @@
 
 #include <exception>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -60,6 +61,7 @@ struct LoadContext {
 struct CheckpointPart {
   using Apply = std::function<void()>;
 
+  const char* kind;  ///< what the object is, for errors
   /// Returns the object's value, with the object's own tensors, not copies of them. May call
   /// collectives (ShardedOptimizer).
   std::function<c10::IValue(const ParameterNames& names)> save;

@@ -18,6 +18,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/Type.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -144,7 +145,8 @@ module_part(std::function<std::shared_ptr<torch::nn::Module>()> module) {
     for (const auto& one : module()->named_parameters()) all.emplace_back(one.key(), one.value());
     return all;
   };
-  return {.save = [module, dict](const ParameterNames&) { return dict(state_dict_of(*module())); },
+  return {.kind = "module",
+          .save = [module, dict](const ParameterNames&) { return dict(state_dict_of(*module())); },
           .load = [module](const c10::IValue& value, const LoadContext&) -> CheckpointPart::Apply {
             auto own = state_dict_of(*module());
             auto values = check_state_dict(value, own);
@@ -368,6 +370,7 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
     return c10::IValue(form);
   };
   return {
+      .kind = "optimizer",
       .save = save,
       .load = [optimizer, check_parameters](const c10::IValue& value,
                                             const LoadContext& context) -> CheckpointPart::Apply {
@@ -399,7 +402,8 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
 MEZZO_INLINE CheckpointPart
 archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
              std::function<void(torch::serialize::InputArchive&)> take) {
-  return {.save =
+  return {.kind = "object",
+          .save =
               [put](const ParameterNames&) {
                 const c10::NoGradGuard no_grad;
                 torch::serialize::OutputArchive archive;
@@ -421,7 +425,8 @@ archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
 }
 
 MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
-  return {.save =
+  return {.kind = "tensor",
+          .save =
               [&tensor](const ParameterNames&) {
                 TORCH_CHECK(tensor.defined(),
                             "the tensor is undefined; give it a value before saving");
@@ -454,6 +459,7 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
 /// The part of tensors whose memory is shared. Loading copies into that memory.
 MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
   return {
+      .kind = "tensors",
       .save =
           [&tensors](const ParameterNames&) {
             auto list = python_list();
@@ -495,6 +501,7 @@ inline at::Tensor generator_state_read(const c10::IValue& value) {
 
 MEZZO_INLINE CheckpointPart generator_part(at::Generator& generator) {
   return {
+      .kind = "generator",
       .save =
           [&generator](const ParameterNames&) {
             TORCH_CHECK(generator.defined(), "the generator is undefined; make it first");
@@ -509,6 +516,7 @@ MEZZO_INLINE CheckpointPart generator_part(at::Generator& generator) {
 /// The states of the default generators of the CPU and of CUDA devices.
 MEZZO_INLINE CheckpointPart random_states_part() {
   return {
+      .kind = "random states",
       .save =
           [](const ParameterNames&) {
             auto states = python_list();

@@ -106,8 +106,9 @@ T integer_read(std::int64_t number) {
 /// Makes a part from `put`, which returns a value, and `read`, which checks one and returns what is
 /// then assigned to `object`.
 template <class T, class Put, class Read>
-CheckpointPart value_part(T& object, Put put, Read read) {
-  return {.save = [put](const ParameterNames&) { return c10::IValue(put()); },
+CheckpointPart value_part(const char* kind, T& object, Put put, Read read) {
+  return {.kind = kind,
+          .save = [put](const ParameterNames&) { return c10::IValue(put()); },
           .load =
               [&object, read](const c10::IValue& value, const LoadContext&) {
                 return [&object, ready = std::make_shared<T>(read(value))] {
@@ -151,21 +152,21 @@ CheckpointPart part_of(T& object) {
     return optimizer_part(object);
   } else if constexpr (std::same_as<T, std::string>) {
     return value_part(
-        object, [&object] { return object; },
+        "string", object, [&object] { return object; },
         [](const c10::IValue& value) {
           check_value(value.isString(), value, "a string");
           return value.toStringRef();
         });
   } else if constexpr (std::same_as<T, bool>) {
     return value_part(
-        object, [&object] { return object; },
+        "bool", object, [&object] { return object; },
         [](const c10::IValue& value) {
           check_value(value.isBool(), value, "a bool");
           return value.toBool();
         });
   } else if constexpr (std::integral<T>) {
     return value_part(
-        object, [&object] { return integer_to_save(object); },
+        "integer", object, [&object] { return integer_to_save(object); },
         [](const c10::IValue& value) {
           check_value(value.isInt(), value, "an integer");
           return integer_read<T>(value.toInt());
@@ -173,7 +174,7 @@ CheckpointPart part_of(T& object) {
   } else if constexpr (std::floating_point<T>) {
     static_assert(sizeof(T) <= sizeof(double));
     return value_part(
-        object, [&object] { return static_cast<double>(object); },
+        "real number", object, [&object] { return static_cast<double>(object); },
         [](const c10::IValue& value) {
           check_value(value.isDouble() || value.isInt(), value, "a real number");
           const double number = value.toScalar().toDouble();
@@ -189,7 +190,7 @@ CheckpointPart part_of(T& object) {
     return tensors_part(object);
   } else if constexpr (IsVectorOfIntegers<T>::value) {
     return value_part(
-        object,  // as a tensor, for it may be as long as a data set
+        "vector of integers", object,  // as a tensor, for it may be as long as a data set
         [&object] {
           std::vector<std::int64_t> all;
           for (const auto value : object) all.push_back(integer_to_save(value));
@@ -210,7 +211,7 @@ CheckpointPart part_of(T& object) {
     return generator_part(object);
   } else if constexpr (IsEngine<T>) {
     return value_part(
-        object, [&object] { return engine_text(object); }, engine_read<T>);
+        "engine", object, [&object] { return engine_text(object); }, engine_read<T>);
   } else {
     static_assert(
         GoesThroughArchives<T>,
@@ -234,7 +235,8 @@ CheckpointPart part_of_callables(Save save, Load load) {
                 "return a number, string, tensor or vector of integers, and load take it");
   const auto value = std::make_shared<Value>();
   const CheckpointPart part = part_of(*value);
-  return {.save =
+  return {.kind = part.kind,
+          .save =
               [value, save, part](const ParameterNames& names) mutable {
                 *value = save();
                 return part.save(names);
