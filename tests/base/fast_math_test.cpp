@@ -79,8 +79,9 @@ TEST(FastMathFma, RoundsOnce) {
   GTEST_SKIP() << "Clang makes two roundings of its own fma, which are bits and not promised";
 #endif
   volatile float a = 0x1.000126p+0F, b = 0x1.fffdb4p-1F, c = -0x1.000002p+24F;
-  float sum = 0;
-  mezzo::fast_math::detail::ScalarLanes<float>::fma(a, b, c, sum);
+  const float left = a, right = b;
+  float sum = c;
+  mezzo::fast_math::detail::ScalarLanes<float>::fma(left, right, sum, sum);
   EXPECT_EQ(sum, -0x1.000002p+24F);
 }
 
@@ -88,8 +89,9 @@ TEST(FastMathFma, KeepsInfinity) {
   volatile float a = 2.0F, b = 3.0F;
   volatile uint32_t infinity = kNonfinite[1];
   const auto c = std::bit_cast<float>(uint32_t{infinity});
+  const float left = a, right = b;
   float sum = 0;
-  mezzo::fast_math::detail::ScalarLanes<float>::fma(a, b, c, sum);
+  mezzo::fast_math::detail::ScalarLanes<float>::fma(left, right, c, sum);
   EXPECT_EQ(std::bit_cast<uint32_t>(sum), kNonfinite[1]);
 }
 

@@ -313,7 +313,9 @@ TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
 TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();
-  EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
+  at::Tensor found = torch::zeros({});
+  mezzo::detail::unscale_and_check_({gradient}, found, torch::ones({}));
+  EXPECT_EQ(found.item<float>(), 0);
   EXPECT_EQ(gradient._version(), before);
 }
 
