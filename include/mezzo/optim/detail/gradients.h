@@ -169,7 +169,6 @@ class StepWithoutVersion {
   bool is_one_;
 };
 
-
 }  // namespace detail
 
 inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {

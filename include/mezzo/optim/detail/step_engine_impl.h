@@ -10,7 +10,6 @@
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
@@ -607,8 +606,17 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   for (const Row& row : rows) {
     add_to_call(row, groups[row.group], copies_gradients, calls, counts, copies);
   }
-  make_calls(calls, counts_on(device, counts), own);
-  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {.copies = std::move(copies)});
+  const auto write_back = [&] {
+    for (const auto& [original, copy] : copies) original.copy_(copy);
+  };
+  try {
+    make_calls(calls, counts_on(device, counts), own);
+  } catch (...) {
+    write_back();  // of the calls before the one that threw
+    throw;
+  }
+  write_back();
+  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
 }
 
 /// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.
