@@ -50,14 +50,13 @@ struct CheckpointAccess;
 class TrainingState {
  public:
   /// Adds `object` under `name`. `object` may be
-  /// - a module, a ModuleHolder (`torch::nn::Linear`), a std::shared_ptr to a module, or a
-  ///   torch::jit::Module: its parameters and buffers, which keep their memory. A holder or pointer
-  ///   may be given another module later. The file must have the same names, dtypes and shapes;
+  /// - a module, a ModuleHolder (`torch::nn::Linear`), or a std::shared_ptr to a module: its
+  ///   parameters and buffers, which keep their memory. A holder or pointer may be given another
+  ///   module later. The file must have the same names, dtypes and shapes;
   /// - any torch::optim::Optimizer; mezzo's with masters, averages and step counts. The file must
   ///   be of the same class, over parameters of the same shapes and names in the same order;
   /// - MasterWeights;
-  /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema,
-  ///   Telemetry, RunReport;
+  /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor, or a std::vector of integers
   ///   (an epoch's shuffled order; its length may change): the position in the data;
   /// - an at::Generator, or an engine of the standard library (std::mt19937);

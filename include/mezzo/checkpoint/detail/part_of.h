@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/optim/optimizer_interface.h>
@@ -149,10 +148,6 @@ CheckpointPart part_of(T& object) {
   } else if constexpr (HoldsModule<T>) {
     return module_part(
         [&object] { return held_module(static_cast<bool>(object) ? &*object : nullptr); });
-  } else if constexpr (IsScript<T>) {
-    return module_part([&object]() -> std::shared_ptr<torch::nn::Module> {
-      return std::make_shared<ScriptModuleImpl>(object);
-    });
   } else if constexpr (IsOptimizer<T>) {
     return optimizer_part(object);
   } else if constexpr (std::same_as<T, std::string>) {

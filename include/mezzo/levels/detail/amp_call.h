@@ -1,48 +1,27 @@
 /// \file
-/// Calls a model, in C++ or TorchScript, and casts the tensors of its arguments and result.
+/// Calls a model, and casts the tensors of its arguments and result.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/detail/script_values.h>
 #include <mezzo/base/precision.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 
 #include <optional>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Returns `value` with its floating tensors in `dtype`.
-inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dtype) {
-  return map_script_tensors(value, [dtype](const at::Tensor& tensor) {
-    return is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
-  });
-}
 
 /// The dtypes that a level casts a call's arguments and result to.
 struct CastDtypes {
   std::optional<at::ScalarType> input;
   std::optional<at::ScalarType> output;
 };
-
-template <class... Args>
-c10::IValue run_cast(ScriptModuleImpl& script, const CastDtypes& dtypes, Args&&... args) {
-  std::vector<c10::IValue> arguments = script_arguments(std::forward<Args>(args)...);
-  if (dtypes.input) {
-    for (c10::IValue& argument : arguments) argument = cast_script_value(argument, *dtypes.input);
-  }
-  const c10::IValue result = script.forward(std::move(arguments));
-  return dtypes.output ? cast_script_value(result, *dtypes.output) : result;
-}
 
 /// Returns an argument for `forward`: a cast copy if it can hold tensors, otherwise the argument.
 template <class Argument>

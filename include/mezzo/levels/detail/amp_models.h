@@ -7,7 +7,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/precision.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -22,7 +21,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/rnn.h>
 #include <torch/optim/adagrad.h>
 
@@ -183,11 +181,11 @@ class AmpModel {
     }
   }
 
-  /// Returns the model or inner module with this identity (see identity_of), or null.
+  /// Returns the model or inner module at this address, or null.
   torch::nn::Module* find(const void* wanted) const {
-    if (identity_of(*module_) == wanted) return module_.get();
+    if (module_.get() == wanted) return module_.get();
     for (const auto& module : module_->modules(/*include_self=*/false)) {
-      if (identity_of(*module) == wanted) return module.get();
+      if (module.get() == wanted) return module.get();
     }
     return nullptr;
   }
