@@ -105,7 +105,7 @@ template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
   if constexpr (sizeof...(Args) == 1 &&
                 (std::same_as<std::remove_cvref_t<Args>, std::vector<c10::IValue>> && ...)) {
-    return {std::forward<Args>(args)...};
+    return std::vector<c10::IValue>(std::forward<Args>(args)...);
   } else {
     return {c10::IValue(std::forward<Args>(args))...};
   }
