@@ -4,6 +4,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -11,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -62,7 +64,7 @@ class Trainer {
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;
-  mezzo::optim::AdamW optimizer;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;  ///< AdamW or AdamW8bit
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;

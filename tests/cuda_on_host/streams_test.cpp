@@ -4,7 +4,6 @@
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/table_memory.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -26,7 +25,6 @@ namespace {
 
 using host_gpu::Fault;
 using host_gpu::Graph;
-using mezzo::detail::TableMemory;
 
 class Streams : public testing::TestWithParam<uint64_t> {
  protected:
@@ -246,59 +244,6 @@ TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
   const at::Tensor again = at::empty({7}, options);
   EXPECT_EQ(again.const_data_ptr(), address);
   EXPECT_TRUE(at::isnan(again.cpu()).all().item<bool>());
-}
-
-std::vector<std::byte> bytes_with(int value) {
-  return std::vector<std::byte>(40000, std::byte(value));
-}
-
-/// What kernels find there, in the stream's order.
-int first_byte_at(const void* there) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
-  host_gpu::run_all();
-  return at::from_blob(const_cast<void*>(there), {1}, options).item<uint8_t>();
-}
-
-TEST_P(Streams, ATableThatACaptureCopiesIsNobodyElses) {
-  TableMemory memory;
-  const c10::Device gpu = host_gpu::device();
-  const c10::StreamGuard guard(host_gpu::new_stream());
-  const auto on = [&](int value) {
-    return memory.on(gpu, bytes_with(value), host_device::capture_on(gpu));
-  };
-  const void* const warm = on(1);
-  Graph a;
-  Graph b;
-  const void* in_a = nullptr;
-  const void* in_b = nullptr;
-  host_gpu::capture(a, [&] {
-    EXPECT_EQ(on(1), warm) << "it is there";
-    in_a = on(2);
-    EXPECT_EQ(on(2), in_a);
-  });
-  host_gpu::capture(b, [&] { in_b = on(2); });
-  EXPECT_NE(in_a, in_b);
-  EXPECT_EQ(first_byte_at(on(2)), 2) << "before a replay";
-  b.replay();
-  EXPECT_EQ(first_byte_at(in_b), 2);
-  for (int i = 3; i < 9; ++i) {
-    memory.begin_step(gpu, 0);
-    EXPECT_EQ(first_byte_at(on(i)), i);
-  }
-  a.replay();
-  EXPECT_EQ(first_byte_at(in_a), 2);
-  EXPECT_EQ(first_byte_at(warm), 1) << "a graph reads it";
-}
-
-TEST_P(Streams, TwoDevicesKeepTheirTables) {
-  TableMemory memory;
-  for (int step = 0; step < 3; ++step) {
-    for (int index = 0; index < 2; ++index) {
-      memory.begin_step(host_gpu::device(index), 0);
-      memory.on(host_gpu::device(index), bytes_with(1), 0);
-    }
-    EXPECT_EQ(host_gpu::counts().copies_from_host, 2) << "one for each, and no more";
-  }
 }
 
 }  // namespace

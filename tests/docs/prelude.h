@@ -74,8 +74,6 @@ extern mezzo::Telemetry telemetry;
 extern mezzo::RunReport report;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;
-extern mezzo::StepResult result_g, result_d;
-extern torch::Tensor loss_g, loss_d;
 }  // namespace page_diagnosis
 namespace page_checkpoints {
 struct Loader {

@@ -11,10 +11,11 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -76,6 +77,7 @@ struct TrainerWithMasters {
 
 // Made before main, ended after it.
 Trainer before_main;
+mezzo::AnomalyTrace trace_before_main(*before_main.layer);
 TrainerWithMasters masters_before_main;
 
 /// Made at its first use, and so ended before the ones above.

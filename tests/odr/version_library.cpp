@@ -3,9 +3,9 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>

@@ -3,10 +3,10 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <torch/torch.h>

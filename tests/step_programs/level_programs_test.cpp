@@ -262,6 +262,7 @@ class AmpProgram {
                                      options));
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
+      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(sides_[i].parameters());
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
@@ -280,6 +281,7 @@ class AmpProgram {
     Side& side = sides_[i];
     const Tensor parameter = make_late_parameter(weight);
     side.model->put(side.parameters().size(), weight, parameter);
+    if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
@@ -336,7 +338,6 @@ class AmpProgram {
   bool plain_unscale_one(std::size_t i) {
     PlainPasses& passes = passes_[i];
     PlainLoss& loss = losses_[*passes.scaled_by];
-    plain_[i].follow_masters();
     for (PlainWeight& one : plain_[i].weights) one.widen();
     passes.scaled_by.reset();
     if (!plain_[i].has_gradient()) return false;
@@ -389,7 +390,7 @@ class AmpProgram {
       case 12:
         return drop_gradient(i);
       case 13:
-        return drop_at_master(i);
+        return drop_gradient(i);
       case 14:
         return write_weight(i);
       case 15:
@@ -536,7 +537,6 @@ class AmpProgram {
   std::optional<Gradients> plain_begin_pass(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
     const bool has_true_gradients = passes_[i].has_true_gradients();
-    plain_[i].follow_masters();
     passes_[i].awaits_step = true;
     passes_[i].scaled_by = id;
     if (!has_true_gradients) return std::nullopt;
@@ -569,15 +569,11 @@ class AmpProgram {
     }
     const double limit = random_.of<double>({0.5, 1, 2});
     const bool at_masters = side.has_master_params() && random_.one_in(2);
-    for (const PlainWeight& one : side.weights) {
-      if (one.at_master && !at_masters) return;
-    }
     const bool by_value = random_.one_in(3);
     const std::string call = by_value ? "clip_grad_value_" : "clip_grad_norm_";
     report_.line("torch's ", call, "(", at_masters ? "amp.master_params" : "parameters",
                  " of optimizer ", i, ", ", limit, ")");
     count(call);
-    side.follow_masters();
     const double norm = side.norm();
     by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
     expect(false, [&] {
@@ -601,11 +597,6 @@ class AmpProgram {
                              : passes_[i].awaits_step ? " after a pass"
                                                       : " after a step";
     count(by + ".zero_grad" + when);
-    if (by == "model") {  // it gives parameters another tensor, which counts for their masters too
-      for (PlainWeight& one : plain_[i].weights) {
-        if (one.gradient) one.at_master.reset();
-      }
-    }
     plain_[i].zero_grad(set_to_none);
     sums_[i] = 0;
     must_clear_[i] = false;
@@ -625,21 +616,8 @@ class AmpProgram {
     const std::size_t j = random_weight(plain_[i]);
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
-    plain_[i].weights[j].drop_gradient();
+    plain_[i].weights[j].gradient.reset();
     sides_[i].parameters()[j].mutable_grad() = Tensor();
-  }
-
-  void drop_at_master(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!is_true(i) || !side.has_master_params()) return drop_gradient(i);
-    const std::size_t j = random_weight(side);
-    if (!side.weights[j].has_master || !side.weights[j].gradient) return drop_gradient(i);
-    report_.line("amp.master_params(optimizer ", i, ")[", j, "].mutable_grad() = {}");
-    count("gradient dropped at the master");
-    side.follow_masters();
-    side.weights[j].at_master = std::optional<PlainGradient>();
-    if (!side.weights[j].gradient) side.weights[j].at_master.reset();
-    expect(false, [&] { amp_->master_params(*sides_[i].optimizer)[j].mutable_grad() = Tensor(); });
   }
 
   void look_at_masters(std::size_t i) {
@@ -647,7 +625,6 @@ class AmpProgram {
     if (!side.has_master_params()) return;
     report_.line("amp.master_params(optimizer ", i, ")");
     count("master_params");
-    side.follow_masters();
     expect(false, [&] {
       const auto masters = amp_->master_params(*sides_[i].optimizer);
       for (std::size_t j = 0; j < masters.size(); ++j) {
@@ -708,8 +685,6 @@ class AmpProgram {
   void freeze_or_thaw(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
-    // The gradients of a weight that thaws are added up in float from its next step on.
-    if (weight.is_frozen && weight.new_gradients != weight.dtype) return;
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
@@ -734,7 +709,7 @@ class AmpProgram {
     std::optional<torch::NoGradGuard> no_grad;
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
-    const double of_level = half_ulp(has_regions() ? level_->precision().compute() : model_dtype());
+    const double of_level = half_ulp(has_regions() ? level_->precision().compute : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const PlainWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.rounded_to.value_or(weight.dtype)));
@@ -775,7 +750,6 @@ class AmpProgram {
     compare_averages(i);
     const mezzo::EmaScope scope(*side.averages);
     compare_products(i, side.plain_averages);
-    if (passes_[i].awaits_step && random_.one_in(2)) step_on_averages(i);
   }
 
   std::vector<Vector> averaged_values(std::size_t i) {
@@ -810,12 +784,6 @@ class AmpProgram {
     }
   }
 
-  bool has_news_at_master(std::size_t i) const {
-    const auto& all = plain_[i].weights;
-    return std::any_of(all.begin(), all.end(),
-                       [](const PlainWeight& one) { return one.at_master.has_value(); });
-  }
-
   /// Whether a scale is taken off the gradients of another optimizer together with these.
   bool shares_scale(std::size_t i) const {
     const std::size_t other = 1 - i;
@@ -823,22 +791,7 @@ class AmpProgram {
            passes_[i].scaled_by == passes_[other].scaled_by;
   }
 
-  /// A step that would write averages throws, and changes nothing but that a scale comes off, where
-  /// no average stands in for a weight with a master.
-  void step_on_averages(std::size_t i) {
-    const PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_gradient() || has_news_at_master(i) || shares_scale(i)) return;
-    report_.line("amp.step(optimizer ", i, ") on averages");
-    count("step on averages");
-    const bool has_master =
-        std::any_of(side.weights.begin(), side.weights.end(),
-                    [](const PlainWeight& one) { return one.has_master && one.gradient; });
-    if (passes_[i].scaled_by && !has_master) plain_unscale(*passes_[i].scaled_by);
-    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
-  }
-
   void move_gradients(std::size_t i) {
-    if (has_news_at_master(i)) return;
     report_.line("gradients of optimizer ", i, " move into a bucket");
     count("bucket");
     put_gradients_in_bucket(sides_[i].parameters());
@@ -876,13 +829,13 @@ class AmpProgram {
     count("region");
     if (region_) return region_.reset();
     region_.emplace(
-        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute()});
+        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
   }
 
   /// A gradient that no step can take changes nothing, and is given up afterwards.
   void meet_bad_gradient(std::size_t i) {
     const PlainSide& side = plain_[i];
-    if (has_news_at_master(i) || (!side.recipe.of_mezzo && !is_enabled_)) return;
+    if (!side.recipe.of_mezzo && !is_enabled_) return;
     if (shares_scale(i)) return;  // the other's may have lost it already
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters()[j];
@@ -912,7 +865,6 @@ class AmpProgram {
                  ", .zero_grad = ", options.zero_grad, "})");
     bool throws = is_enabled_ && !passes.awaits_step;
     if (!throws) {
-      side.follow_masters();
       if (passes.scaled_by) {
         count("step of delayed passes");
         plain_unscale(*passes.scaled_by);
@@ -963,9 +915,6 @@ class AmpProgram {
   void save_or_load() {
     for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
       if (passes_[i].awaits_step) zero_grad(i, "amp");
-    }
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      if (has_news_at_master(i)) return;
     }
     if (!saved_ || random_.one_in(3)) return save();
     load();
@@ -1132,9 +1081,7 @@ class AmpProgram {
   /// of mezzo's own where all have their default.
   Recipe loaded_recipe(const Recipe& saved, const Recipe& drawn) const {
     Recipe recipe = at_level(drawn);
-    const bool is_default = saved.storage == WeightStorage::plain && !saved.accumulates_in_float;
-    if (!recipe.of_mezzo || is_default) return recipe;
-    recipe.accumulates_in_float = saved.accumulates_in_float;
+    if (!recipe.of_mezzo || saved.storage == WeightStorage::plain) return recipe;
     recipe.storage = saved.storage;
     if (recipe.storage == WeightStorage::plain && has_masters()) {
       recipe.storage = WeightStorage::master;
@@ -1155,8 +1102,6 @@ class AmpProgram {
     const Recipe recipe = loaded_recipe(saved.recipe, drawn);
     if (recipe.storage == WeightStorage::split_master && recipe.dtype == torch::kHalf) return false;
     if (recipe.in_master_weights != saved.recipe.in_master_weights) return false;
-    // Once set, the dtype of a weight's gradients stays.
-    if (recipe.accumulates_in_float != at_level(drawn).accumulates_in_float) return false;
     for (std::size_t j = 0; j < saved.weights.size(); ++j) {
       const PlainWeight& weight = saved.weights[j];
       const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);
@@ -1249,7 +1194,6 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "amp.zero_grad after a pass",
                                  "amp.zero_grad after a delayed pass",
                                  "gradient dropped",
-                                 "gradient dropped at the master",
                                  "master_params",
                                  "weight written",
                                  "weight replaced",
@@ -1261,7 +1205,6 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "averages",
                                  "averages follow",
                                  "averages that follow no skipped step",
-                                 "step on averages",
                                  "bad gradient",
                                  "bucket",
                                  "region",

@@ -93,8 +93,7 @@ class Amp {
   /// At O0, O2 and O3, floating tensors in `args` are cast to `level().cast_model_type()`, and
   /// those in the result to `cast_model_outputs()`, in nested containers and structs with
   /// `tensors()` too (see Precision). At O1 the call runs under autocast on the model's devices.
-  /// Other arguments and results pass unchanged. A struct of tensors without `tensors()` does not
-  /// compile.
+  /// Other arguments and results pass unchanged, structs without `tensors()` among them.
   /// \throws c10::Error for any other model
   template <class Model, class... Args>
   decltype(auto) operator()(Model&& model, Args&&... args) const;
@@ -222,12 +221,13 @@ class Amp {
 /// range, and likewise optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
 ///
 /// At O2 and O3 floating parameters and buffers are cast to `cast_model_type` in place, so
-/// optimizers still hold them. With keep_batchnorm_fp32, batch norms (modules with a buffer
-/// `running_var`) stay float32, running statistics too, and accept low-precision input. Integer
-/// buffers are not cast. At O2 parameters get float32 masters: mezzo's optimizers keep them
-/// (`WeightStorage::master` in groups that store weights `plain`), and any other optimizer is
-/// stepped through a MasterWeights. Pass models in float32, on their device, and optimizers before
-/// their first step; load a checkpoint afterwards.
+/// optimizers still hold them. With keep_batchnorm_fp32, batch norms stay float32, running
+/// statistics too, and accept low-precision input: BatchNorm1d to 3d, and every module, in
+/// TorchScript too, that has a buffer "running_var" of its own. Integer buffers are not cast. At O2
+/// parameters get float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups
+/// that store weights `plain`), and any other optimizer is stepped through a MasterWeights. Pass
+/// models in float32, on their device, and optimizers before their first step; load a checkpoint
+/// afterwards.
 /// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
 ///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
 ///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,

@@ -89,9 +89,6 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
     for (const auto& model : models.modules()) {
       if (input_dtype_) detail::cast_model(*model, *input_dtype_, level.keep_batchnorm_fp32());
     }
-    for (const Given& one : given_) {
-      if (const auto* const fused = detail::as_fused(one.stepper)) fused->set_grad_dtypes();
-    }
   }
   for (const auto& model : models.modules()) models_.emplace_back(model);
 }
@@ -120,7 +117,7 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     for (std::size_t i = 0; i < regions.size(); ++i) {
       if (!model.runs_on(detail::kPolicyDevices[i])) continue;
       regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
-                                                 .dtype = level_.precision().compute(),
+                                                 .dtype = level_.precision().compute,
                                                  .policy = policy_}));
     }
     return *found;

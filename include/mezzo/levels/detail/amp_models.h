@@ -1,6 +1,5 @@
 /// \file
-/// The models that were given to `initialize`: checks before anything is changed, the cast, and
-/// finding the tensors of batch norms.
+/// The models that were given to `initialize`: checks before anything is changed, and the cast.
 #pragma once
 
 #include <mezzo/base/detail/cast_cache.h>
@@ -28,7 +27,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -86,37 +84,32 @@ void flatten_recurrent_weights(torch::nn::Module& module) {
   (flatten(dynamic_cast<Layers*>(&module)), ...);
 }
 
-using TensorSet = std::unordered_set<const c10::TensorImpl*>;
-
-/// Whether a module is a batch norm, of libtorch's, another's or a script's: they all keep a
-/// running variance.
+/// Whether a module is a batch norm, by what its class is or by its running variance: torch's,
+/// mezzo's SyncBatchNorm, one in an AutocastModule or in TorchScript, one of your own.
 inline bool is_batch_norm(const torch::nn::Module& module) {
-  return module.named_buffers(/*recurse=*/false).contains("running_var");
-}
-
-/// Returns the parameters and buffers of the batch norms in `model`.
-inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
-  TensorSet tensors;
-  model.apply([&tensors](torch::nn::Module& module) {
-    if (is_batch_norm(module)) {
-      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
-      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
-    }
-  });
-  return tensors;
+  return module.named_buffers(/*recurse=*/false).contains("running_var") ||
+         dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
+         dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
 }
 
 /// Casts floating parameters and buffers. torch::nn::Module::to(dtype) would cast float8 and
 /// integer buffers too; a batch norm's count of batches would then stop at 2048 in half.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
-  const TensorSet kept = keep_batchnorm_fp32 ? tensors_of_batch_norms(model) : TensorSet();
-  const auto cast = [&](const at::Tensor& tensor) {
-    if (kept.count(tensor.unsafeGetTensorImpl()) == 0) cast_in_place(tensor, dtype);
+  std::unordered_set<const c10::TensorImpl*> kept;  // also where another module shares them
+  const auto each_tensor = [](torch::nn::Module& module, const auto& visit) {
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) visit(parameter);
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) visit(buffer);
   };
   model.apply([&](torch::nn::Module& module) {
-    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) cast(parameter);
-    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) cast(buffer);
+    if (!keep_batchnorm_fp32 || !is_batch_norm(module)) return;
+    each_tensor(module, [&](const at::Tensor& one) { kept.insert(one.unsafeGetTensorImpl()); });
+  });
+  model.apply([&](torch::nn::Module& module) {
+    each_tensor(module, [&](const at::Tensor& one) {
+      if (kept.count(one.unsafeGetTensorImpl()) == 0) cast_in_place(one, dtype);
+    });
     flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
   });
   drop_weight_casts();
