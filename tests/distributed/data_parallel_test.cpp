@@ -5,6 +5,7 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/torchscript.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -227,6 +228,27 @@ TEST(DataParallel, RefusesWhatItCannotTrain) {
                               /*create_graph=*/true);
               }),
               HasSubstr("has a history (create_graph)"));
+}
+
+TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
+  const mezzo::ScriptModule script(test_support::script_model());
+  const auto model = test_support::twin();
+  DataParallel ddp(script, alike_ranks(2));
+  DataParallel of_twin(model, alike_ranks(2));
+  DataParallel wrapped(mezzo::AutocastModule(mezzo::ScriptModule(test_support::script_model()),
+                                             {.device = torch::kCPU}),
+                       alike_ranks(2));
+  const auto x = torch::randn({4, 3, 6, 6});
+  {
+    const mezzo::Autocast<torch::kCPU> autocast;
+    ddp(x).toTensor().to(torch::kFloat).square().sum().backward();
+    of_twin(x).to(torch::kFloat).square().sum().backward();
+  }
+  const auto of_script = ddp->named_parameters();
+  for (const auto& item : of_twin->named_parameters()) {
+    EXPECT_TRUE(torch::equal(of_script[item.key()].grad(), item.value().grad())) << item.key();
+  }
+  EXPECT_EQ(wrapped(x).toTensor().scalar_type(), torch::kBFloat16);
 }
 
 }  // namespace

@@ -9,7 +9,6 @@
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/accumulate_if_finite.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -171,12 +170,6 @@ MakeOptimizer sgd() {
 
 TEST(GradientsAreAverages, ForUnscaleAndWhateverClips) {
   expect_as_alone(sgd(), scaled_loop(unscale_clip_and_step));
-  expect_as_alone(sgd(), scaled_loop([](Training& training, GradScaler& scaler) {
-                    const at::Tensor norm =
-                        mezzo::clip_grad_norm_(scaler, *training.optimizer, 0.5);
-                    training.norms.push_back(norm.item<double>());
-                    training.note(scaler.step(*training.optimizer, {.max_norm = 0.25}));
-                  }));
   expect_as_alone(sgd(), scaled_loop([](Training& training, GradScaler& scaler) {
                     scaler.unscale_(*training.optimizer);
                     training.optimizer->step();

@@ -160,18 +160,5 @@ TEST(DistributedCheckpoints, ARankWithOtherBitsOfAWeightIsNamedOnAllAndNothingIs
   EXPECT_THAT(checkpoints.files(), IsEmpty());
 }
 
-TEST(DistributedCheckpoints, ANameThatEntriesOfRanksTakeIsRefusedByAll) {
-  const Ranks world = everyone();
-  if (world->getSize() == 1) return;
-  const SharedFolder folder;
-  Own own(world);
-  int64_t other = 0;
-  own.state.add("position, rank 1", other);
-  EXPECT_THAT(
-      common_error_of(
-          world, [&] { DistributedCheckpointManager(folder.path(), world).save(own.state, 1); }),
-      HasSubstr("\"position, rank 1\" is given twice"));
-}
-
 }  // namespace
 }  // namespace checkpoint_ranks

@@ -26,13 +26,11 @@ namespace detail::cuda {
 void unscale_and_check_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
-void check_(const std::vector<at::Tensor>&, const at::Tensor&) { no_gpu(); }
 void update_scale_(const LossScale&, const ScaleTensors&, const at::Tensor&) { no_gpu(); }
 void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                const at::Tensor&, const at::Tensor&, TableMemory*) {
+                const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
-void begin_step_(at::Device, TableMemory&) { no_gpu(); }
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

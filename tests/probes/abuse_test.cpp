@@ -7,7 +7,6 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -491,11 +490,6 @@ TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
               HasSubstr("No inf checks were recorded for this optimizer"));
   EXPECT_THAT(error_of([&] { scaler.update(); }), HasSubstr("No inf checks were recorded"));
   EXPECT_FALSE(bytes_of(stepper.any()).empty());
-  // torch's clip_grad_norm_ of no gradient is 0.
-  GradScaler clipping({.init_scale = kLossScale});
-  (void)clipping.scale(torch::zeros({}));
-  EXPECT_EQ(mezzo::clip_grad_norm_(clipping, stepper.any(), 1.0).item<float>(), 0.0F);
-  EXPECT_NO_THROW(mezzo::clip_grad_value_(clipping, stepper.any(), 1.0));
 }
 
 TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {

@@ -107,9 +107,8 @@ const CallbackPlace kCallbackPlaces[] = {
     {"OverflowReport",
      [](CallbackRun& run) {
        run.scaler.on_skip(mezzo::OverflowReport(
-           *run.model, {.stream = nullptr,
-                        .callback = [&run](const mezzo::Overflow&) { run.in_callback(); },
-                        .own_gradients = true}));
+           *run.model,
+           {.stream = nullptr, .callback = [&run](const mezzo::Overflow&) { run.in_callback(); }}));
      }},
     {"TelemetryWriter",
      [](CallbackRun& run) {
@@ -126,7 +125,7 @@ const CallbackPlace kCallbackPlaces[] = {
      [](CallbackRun& run) {
        run.telemetry.write_to(mezzo::DivergenceWatch(
            *run.model, {.skips_in_a_row = 2,
-                        .callback = [&run](const mezzo::Divergence&) { run.in_callback(); }}));
+                        .callback = [&run](const mezzo::Finding&) { run.in_callback(); }}));
      }},
 };
 

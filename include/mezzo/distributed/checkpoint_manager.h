@@ -6,7 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
-#include <mezzo/checkpoint/detail/load_checkpoint.h>
+#include <mezzo/checkpoint/detail/state_file.h>
 #include <mezzo/distributed/detail/ranks.h>
 
 #include <ATen/core/List.h>
@@ -103,16 +103,17 @@ inline void DistributedCheckpointManager::check_states(const char* caller,
                 "the state is empty; add what training goes on from, as in "
                 "state.add(\"model\", model)");
     for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
-      lines << name << ": " << part->kind() << (is_per_rank ? " of each rank\n" : "\n");
-      part->each_parameter([&, &of = name](const std::string& parameter, const at::Tensor& tensor) {
-        lines << of << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
+      lines << name << ": " << part.kind << (is_per_rank ? " of each rank\n" : "\n");
+      if (!part.parameters) continue;
+      for (const auto& [parameter, tensor] : part.parameters()) {
+        lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
         if (with_parameters) {
           const at::Tensor bytes = tensor.detach().cpu().contiguous();
           lines << ", bits with the CRC-32C "
                 << detail::crc32c_text(bytes.const_data_ptr(), bytes.nbytes());
         }
         lines << '\n';
-      });
+      }
     }
   });
   detail::throw_together(group_, caller, failure);
@@ -126,43 +127,33 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
   constexpr const char* kCaller = "DistributedCheckpointManager::save";
   check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
   const auto& parts = detail::CheckpointAccess::parts(state);
+  const detail::ParameterNames names = detail::parameter_names(parts);
   // All ranks save all objects, for some of them gather: also after one that throws.
-  std::vector<detail::SavedValue> saved(parts.size());
+  detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
   std::string failure;
-  c10::impl::GenericList own(c10::AnyType::get());  // values and types of what is this rank's own
-  for (std::size_t i = 0; i < parts.size(); ++i) {
-    const std::string words = detail::failure_of([&] { saved[i] = parts[i].part->save(); });
-    if (failure.empty() && !words.empty()) failure = '"' + parts[i].name + "\": " + words;
-    if (!parts[i].is_per_rank || !words.empty() || group_->getRank() == 0) continue;
-    own.push_back(saved[i].value);
-    own.push_back(c10::IValue(c10::List<std::string>(saved[i].types)));
+  for (const detail::NamedPart& one : parts) {
+    c10::IValue value;
+    const std::string words = detail::failure_of([&] { value = one.part.save(names); });
+    if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
+    values.insert(one.name, value);
+    if (one.is_per_rank) own.insert(one.name, value);
   }
   detail::throw_together(group_, kCaller, failure);
   const std::vector<char> bytes = torch::jit::pickle_save(own);
   const auto of_ranks = detail::gather_texts(group_, std::string(bytes.begin(), bytes.end()));
   std::istringstream outcome(detail::from_rank_0(group_, kCaller, [&] {
-    const SavedCheckpoint written = files_.write(step, [&](detail::CheckpointZip& zip) {
-      std::vector<std::size_t> next(of_ranks.size());  // the objects that were taken of each rank
-      for (std::size_t i = 0; i < parts.size(); ++i) {
-        const auto& [name, part, is_per_rank] = parts[i];
-        const int owners = is_per_rank ? group_->getSize() : 1;
-        for (int rank = 0; rank < owners; ++rank) {
-          if (rank > 0) {
-            const auto of = static_cast<std::size_t>(rank);
-            const c10::IValue list =
-                torch::jit::pickle_load({of_ranks[of].begin(), of_ranks[of].end()});
-            saved[i].value = list.toListRef()[next[of]++];
-            saved[i].types = list.toListRef()[next[of]++].to<std::vector<std::string>>();
-          }
-          zip.add({.name = detail::name_of_rank(name, rank),
-                   .kind = part->kind(),
-                   .owner = {rank, owners},
-                   .layout = part->layout(),
-                   .identity = rank == 0 ? part->identity(parts) : std::string()},
-                  detail::pickled(saved[i], detail::key_prefix(i, rank)));
-        }
+    detail::check_can_be_saved("CheckpointManager::save", parts, step);
+    detail::PythonDict ranks = detail::python_dict();  // a list of values by name
+    for (const std::string& text : of_ranks) {
+      for (const auto& entry :
+           torch::jit::pickle_load({text.begin(), text.end()}).toGenericDict()) {
+        if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::python_list());
+        ranks.at(entry.key()).toList().push_back(entry.value());
       }
-    });
+    }
+    const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
+    const SavedCheckpoint written = files_.write(
+        detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
     std::ostringstream lines;
     lines.imbue(std::locale::classic());
     lines << written.file.filename().string() << '\n' << written.bytes << ' ' << written.durable;
@@ -191,32 +182,29 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
     return {};
   };
   for (std::string name; !(name = detail::from_rank_0(group_, kCaller, choose)).empty();) {
-    LoadedCheckpoint loaded{folder_ / name, 0};
-    detail::DecodedParts decoded;
+    const std::filesystem::path file = folder_ / name;
+    detail::CheckedLoad checked;
     std::string damage;
     const std::string refusal = detail::failure_of([&] {
       try {
-        decoded = detail::decode_file(
-            detail::FileCalls(), loaded.file, detail::CheckpointAccess::parts(state),
-            options.subset, options.device, loaded.step, {group_->getRank(), group_->getSize()});
+        checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
+                                     options.device, {group_->getRank(), group_->getSize()});
       } catch (const detail::UnusableCheckpoint& unusable) {
-        damage = unusable.words() + " on rank " + std::to_string(group_->getRank());
+        damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
       }
     });
     detail::throw_together(group_, kCaller, refusal);
     for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
       if (of_rank.empty() || !passed_over.insert(name).second) continue;
       damages += "\n  " + name + ' ' + of_rank;
-      if (group_->getRank() == 0) files_.pass_over(loaded.file, of_rank);
+      if (group_->getRank() == 0) files_.pass_over(file, of_rank);
     }
     if (passed_over.count(name) > 0) continue;
-    detail::throw_together(group_, kCaller, detail::failure_of([&] {
-                             detail::apply_parts(loaded.file.string(), std::move(decoded.pending));
-                           }));
-    for (const std::string& note : decoded.notes) {
-      if (group_->getRank() == 0) files_.warn(loaded.file.string() + ": " + note);
+    detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
+    for (const std::string& note : checked.notes) {
+      if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);
     }
-    return loaded;
+    return LoadedCheckpoint{checked.file, checked.step};
   }
   TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
               " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");

@@ -164,12 +164,12 @@ TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
   }
 }
 
-TEST(ScaleLoss, AddsUpInFloatFromTheFirstPassOnWhereTheOptionsAskForIt) {
+TEST(ScaleLoss, AddsUpInFloatAfterAccumulateInFloat) {
   for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
     Vector model;
-    const auto options = mezzo::optim::SGDOptions(1).accumulate_in_float(true);
-    mezzo::optim::SGD optimizer(model->parameters(), options);
+    mezzo::optim::SGD optimizer(model->parameters(), 1);
     Amp amp = mezzo::initialize(model, optimizer, scaled(level), kQuiet);
+    mezzo::accumulate_in_float(model->parameters());
     for (int i = 0; i < 1000; ++i) {
       amp.scale_loss(amp(model, filled(1)), optimizer, {.delay_unscale = true});
     }
