@@ -273,19 +273,19 @@ def kernel_of(demangled):
         own = BYTES[arguments[0]]
         return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, 16)
     if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
-        return Kernel(f"AdamW8bit {words[0] if words[0] == words[1] else words[0] + '/' + words[1]}")
+        return Kernel(f"AdamW8bit {words[0]}")
     if kind != "optimizer_step_kernel":
         return Kernel(kind[:-7])
-    rule, weights = arguments[2], arguments[3]
-    parameter, gradient = BYTES[arguments[0]], BYTES[arguments[1]]
+    rule, weights = arguments[1], arguments[2]
+    parameter = BYTES[arguments[0]]
+    gradient = 8 if parameter == 8 else 4  # the shortest way is that of gradients that need no conversion
     moment = 4 if "Split" in weights else parameter
     halves = 2 if "Split" in weights else 0
     moments = moment * MOMENTS.get(rule, 2)
     read = parameter + gradient + moments + halves
     written = parameter + halves + moments
-    dtypes = words[0] if words[0] == words[1] else f"{words[0]}/{words[1]}"
     how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
-    return Kernel(f"{TITLES.get(rule, rule)} {dtypes}{how}", read, written, smallest)
+    return Kernel(f"{TITLES.get(rule, rule)} {words[0]}{how}", read, written, smallest)
 
 
 def demangled(names):

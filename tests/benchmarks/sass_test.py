@@ -117,18 +117,16 @@ class Names(unittest.TestCase):
         table = ", mezzo::v0_cuda::detail::StepTable<StepTableRow, mezzo::v0_cuda::detail::AdamConstants, 300>"
         adam = "mezzo::v0_cuda::detail::AdamRule<false>"
         for arguments, title, read, written in [
-                (f"float, float, {adam}, PlainWeights<float>", "Adam float", 16, 12),
-                (f"c10::Half, c10::Half, {adam}, PlainWeights<c10::Half>", "Adam half", 8, 6),
-                (f"float, c10::BFloat16, {adam}, PlainWeights<float>", "Adam float/bfloat16", 14, 12),
-                (f"c10::BFloat16, c10::BFloat16, {adam}, SplitWeights", "Adam bfloat16 split", 14, 12),
-                (f"c10::BFloat16, float, {adam}, SplitWeights", "Adam bfloat16/float split", 16, 12),
-                (f"c10::BFloat16, float, {adam}, StochasticWeights", "Adam bfloat16/float stochastic", 10, 6),
-                (f"c10::Half, float, {adam}, PlainWeights<c10::Half>", "Adam half/float", 10, 6)]:
+                (f"float, {adam}, PlainWeights<float>", "Adam float", 16, 12),
+                (f"double, {adam}, PlainWeights<double>", "Adam double", 32, 24),
+                (f"c10::Half, {adam}, PlainWeights<c10::Half>", "Adam half", 10, 6),
+                (f"c10::BFloat16, {adam}, SplitWeights", "Adam bfloat16 split", 16, 12),
+                (f"c10::BFloat16, {adam}, StochasticWeights", "Adam bfloat16 stochastic", 10, 6)]:
             kernel = self.kernel(arguments + table)
             self.assertEqual((kernel.title, kernel.loaded, kernel.stored), (title, read, written))
 
     def test_moments_in_blocks(self):
-        self.assertEqual(self.kernel("c10::BFloat16, float", "adamw8bit_kernel").title, "AdamW8bit bfloat16/float")
+        self.assertEqual(self.kernel("c10::BFloat16", "adamw8bit_kernel").title, "AdamW8bit bfloat16")
 
     def test_summaries(self):
         summary = self.kernel("c10::Half", "summary_kernel")

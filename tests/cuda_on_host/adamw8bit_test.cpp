@@ -1,7 +1,7 @@
 // AdamW8bit's kernel on the device that the host plays, against the CPU's loop: codes, scales and
 // floats, odd tails and any alignment. The same bits, in any order of threads.
 
-#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
 #include <mezzo/kernels/cuda_launch.h>
 
 #include <ATen/ATen.h>

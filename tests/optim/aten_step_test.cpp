@@ -134,20 +134,6 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   EXPECT_TRUE(lion.state().empty());
 }
 
-// Which ATen does only when it is called: here a flag of another dtype than it knows.
-TEST(AtenStep, TakesBackTheCountsOfAStepThatAtenRefuses) {
-  const auto x = torch::ones({2});
-  x.mutable_grad() = torch::ones({2});
-  mezzo::optim::AdamW adam({x}, mezzo::optim::AdamWOptions(0.1));
-  adam.apply_with_aten(adam.plan());
-  const auto before = x.clone();
-  const Verdict verdict{torch::ones({}), torch::zeros({}, torch::kDouble)};
-  EXPECT_THROW(adam.apply_with_aten(adam.plan(), verdict), c10::Error);
-  EXPECT_EQ(steps_of(adam, x), 1);
-  EXPECT_EQ(adam.applied_steps(), 1);
-  EXPECT_TRUE(torch::equal(x, before));
-}
-
 /// Or a backward pass would go on with weights that are no longer those of its forward pass.
 TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto parameter = torch::ones({5}).requires_grad_();

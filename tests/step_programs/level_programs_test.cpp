@@ -2,7 +2,6 @@
 // losses, beside plain loops that add up the gradients since the last step.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/ema.h>
@@ -125,16 +124,12 @@ struct PlainPasses {
   bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
 
-/// How the cache for cast weights is used at O1.
-enum class Caching { none, of_regions, pinned };
-
 class AmpProgram {
  public:
   AmpProgram(uint64_t seed, Counts& counts) : random_(seed + (uint64_t{1} << 40)), counts_(counts) {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
-    caching_ = random_.of<Caching>({Caching::none, Caching::of_regions, Caching::pinned});
     const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
     loss_scale_ = is_dynamic_ ? mezzo::LossScale::dynamic({.init_scale = scale,
                                                            .growth_interval = interval_,
@@ -146,8 +141,7 @@ class AmpProgram {
     for (PlainLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
     report_.line("level ", level_->name(), is_enabled_ ? "" : ", not enabled", ", ", losses_.size(),
                  " losses, scale ", scale, is_dynamic_ ? ", growth_interval " : "",
-                 is_dynamic_ ? std::to_string(interval_) : " that is fixed", ", caching ",
-                 static_cast<int>(caching_));
+                 is_dynamic_ ? std::to_string(interval_) : " that is fixed");
     likes_files_ = random_.one_in(2);
     passes_.resize(random_.one_in(2) ? 2 : 1);
     for (std::size_t i = 0; i < passes_.size(); ++i) {
@@ -258,10 +252,8 @@ class AmpProgram {
       side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.parameters());
       side.options = side.optimizer->param_groups()[0].options().clone();
     }
-    const mezzo::InitializeOptions options{.num_losses = static_cast<int64_t>(losses_.size()),
-                                           .enabled = is_enabled_,
-                                           .verbosity = 0,
-                                           .weight_cache = cache_of_level()};
+    const mezzo::InitializeOptions options{
+        .num_losses = static_cast<int64_t>(losses_.size()), .enabled = is_enabled_, .verbosity = 0};
     if (sides_.size() == 1) {
       amp_.emplace(mezzo::initialize(sides_[0].model, *sides_[0].optimizer, *level_, options));
     } else {
@@ -270,7 +262,6 @@ class AmpProgram {
                                      options));
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
-      for (const Tensor& parameter : sides_[i].parameters()) pin(parameter);
       if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(sides_[i].parameters());
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
@@ -286,19 +277,10 @@ class AmpProgram {
     }
   }
 
-  mezzo::WeightCacheRef cache_of_level() const {
-    if (!has_regions() || caching_ == Caching::none) return {};
-    return mezzo::install_op_overrides(cache_);
-  }
-  void pin(const Tensor& parameter) const {
-    if (has_regions() && caching_ == Caching::pinned) cache_.pin({parameter});
-  }
-
   void add_parameter(std::size_t i, const PlainWeight& weight) {
     Side& side = sides_[i];
     const Tensor parameter = make_late_parameter(weight);
     side.model->put(side.parameters().size(), weight, parameter);
-    pin(parameter);
     if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
@@ -683,7 +665,6 @@ class AmpProgram {
     sides_[i].model->put(j, weight, place);
     place = make_late_parameter(weight);
     sides_[i].model->put(j, weight, place);
-    pin(place);
   }
 
   void add_weight(std::size_t i) {
@@ -728,7 +709,7 @@ class AmpProgram {
     std::optional<torch::NoGradGuard> no_grad;
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
-    const double of_level = half_ulp(has_regions() ? level_->precision().compute() : model_dtype());
+    const double of_level = half_ulp(has_regions() ? level_->precision().compute : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const PlainWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.rounded_to.value_or(weight.dtype)));
@@ -835,14 +816,14 @@ class AmpProgram {
     amp_.emplace(std::move(moved));
   }
 
-  /// A region of the caller's own around several calls, in which the cache keeps its copies.
+  /// A region of the caller's own around several calls.
   void open_or_close_region() {
-    if (!has_regions() || caching_ == Caching::none) return;
+    if (!has_regions()) return;
     report_.line(region_ ? "the region ends" : "a region begins");
     count("region");
     if (region_) return region_.reset();
-    region_.emplace(mezzo::AutocastSetting{
-        .device = torch::kCPU, .dtype = level_->precision().compute(), .cache = cache_of_level()});
+    region_.emplace(
+        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
   }
 
   /// A gradient that no step can take changes nothing, and is given up afterwards.
@@ -1158,8 +1139,6 @@ class AmpProgram {
   Report report_;
   bool is_enabled_ = true;
   bool is_dynamic_ = true;
-  Caching caching_ = Caching::none;
-  mezzo::WeightCache cache_;
   std::optional<mezzo::LossScale> loss_scale_;
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;

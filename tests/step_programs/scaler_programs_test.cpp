@@ -2,7 +2,6 @@
 // over doubles that do what the documentation says.
 
 #include <mezzo/optim/ema.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -36,7 +35,6 @@ struct PlainScaler {
   };
 
   bool is_enabled = true;
-  bool rechecks = true;
   bool allows_half = true;
   bool has_scaled = false;
   double scale = 1;
@@ -91,11 +89,9 @@ class Program {
       has_half_ |= side.recipe.dtype == torch::kHalf;
       has_rough_half_ |= side.recipe.dtype == torch::kHalf && !has_masters;
     }
-    scaler_.rechecks = has_half_ || !random_.one_in(6);
     make_library();
     report_.line("GradScaler(init_scale ", scaler_.scale, ", growth_interval ", scaler_.interval,
                  ", max_scale ", scaler_.max_scale, scaler_.is_enabled ? "" : ", disabled",
-                 scaler_.rechecks ? "" : ", no recheck",
                  scaler_.allows_half ? ", allow_fp16_gradients" : "", ")");
     if (!scaler_.is_enabled) scaler_.scale = 1;
   }
@@ -165,7 +161,6 @@ class Program {
                                       .enabled = scaler_.is_enabled,
                                       .min_scale = 1,
                                       .max_scale = scaler_.max_scale,
-                                      .recheck = scaler_.rechecks,
                                       .allow_fp16_gradients = scaler_.allows_half});
     library_->on_skip(nullptr);
   }
@@ -226,9 +221,8 @@ class Program {
         return unscale(i);
       case 8:
       case 9:
-        return clip_with_libtorch(i);
       case 10:
-        return clip_with_mezzo(i);
+        return clip_with_libtorch(i);
       case 11:
       case 12:
         return zero_grad(i);
@@ -276,7 +270,7 @@ class Program {
     }
     // Scaled gradients on top of true ones: what is trained is their sum. In half it may overflow.
     if (may_be_misuse && (has_rough_half_ || !random_.one_in(4))) return;
-    const bool with_inf = scaler_.is_enabled && scaler_.rechecks && random_.one_in(6);
+    const bool with_inf = scaler_.is_enabled && random_.one_in(6);
     Tensor loss = torch::zeros({});
     report_.line("backward");
     count(may_be_misuse ? "backward after unscale_" : "backward");
@@ -365,30 +359,6 @@ class Program {
     if (!is_near(actual, norm, norm / 50 + 1e-6)) {
       report_.fail("the norm is ", actual, "; right is ", norm);
     }
-  }
-
-  void clip_with_mezzo(std::size_t i) {
-    PlainSide& side = plain_[i];
-    const bool by_value = random_.one_in(3);
-    const double limit = random_.of<double>({0.5, 1, 2});
-    report_.line("mezzo::clip_grad_", by_value ? "value_" : "norm_", "(scaler, optimizer ", i, ", ",
-                 limit, ")");
-    count(by_value ? "mezzo's clip_grad_value_" : "mezzo's clip_grad_norm_");
-    const bool is_unscaled = scaler_.is_enabled && scaler_.records[i].stage == Stage::unscaled;
-    const bool throws = !is_unscaled && plain_unscale(i);
-    double norm = 0;
-    if (!throws) {
-      norm = side.norm();
-      by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
-    }
-    expect(throws, [&] {
-      if (by_value) return mezzo::clip_grad_value_(*library_, sides_[i].any(), limit);
-      const double actual =
-          mezzo::clip_grad_norm_(*library_, sides_[i].any(), limit).item<double>();
-      const bool is_right =
-          std::isfinite(norm) ? is_near(actual, norm, norm * 1e-5 + 1e-6) : !std::isfinite(actual);
-      if (!is_right) report_.fail("the norm is ", actual, "; right is ", norm);
-    });
   }
 
   void zero_grad(std::size_t i) {
@@ -555,7 +525,7 @@ class Program {
     std::optional<double> norm{};
   };
 
-  Expected plain_step(std::size_t i, bool has_options, const mezzo::StepOptions& options) {
+  Expected plain_step(std::size_t i, const mezzo::StepOptions& options) {
     PlainSide& side = plain_[i];
     const bool clips = std::isfinite(options.max_norm);
     if (!scaler_.is_enabled) return plain_step_without_scale(side, options);
@@ -566,32 +536,36 @@ class Program {
     const bool was_unscaled = is_true;
     if (side.counts()) {
       if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
-    } else if (!is_true && (!has_options || (options.zero_grad && !clips))) {
+    } else if (!is_true) {
       if (plain_unscale_into(i)) return {.throws = true};
       is_true = true;
-    } else if (!is_true && refuses_half(side)) {
-      return {.throws = true};
     }
-    const bool reads = side.counts() || clips || (was_unscaled ? scaler_.rechecks : !is_true);
-    if (!side.has_gradient() && reads && !record.found) return {.throws = true};
-    if (!reads && !record.found) return {.throws = true};
-    const bool looks = was_unscaled ? scaler_.rechecks : true;
-    const bool found = record.found.value_or(false) || (looks && !side.is_finite());
+    if (is_true ? !record.found : !side.has_gradient()) return {.throws = true};
+    const bool found = record.found.value_or(false) || !side.is_finite();
     record.found = found;
     record.stage = Stage::stepped;
     const double inverse = is_true ? 1 : 1 / scaler_.scale;
     const double norm = side.norm() * inverse;
     Expected expected{.ran = !found, .found_inf = found};
-    if (side.counts() || clips) expected.norm = norm;
-    if (!found) side.step(inverse * clip_factor(norm, options.max_norm));
+    if (side.counts() || clips || was_unscaled) expected.norm = norm;
+    if (!found) plain_apply(side, inverse, norm, options);
     if (options.zero_grad) side.zero_grad(false);
     return expected;
   }
 
+  /// An optimizer of mezzo's clips on its way, any other where the gradients lie.
+  static void plain_apply(PlainSide& side, double inverse, double norm,
+                          const mezzo::StepOptions& options) {
+    const bool clips = std::isfinite(options.max_norm);
+    if (side.counts()) return side.step(inverse * clip_factor(norm, options.max_norm));
+    if (clips) side.clip_norm(norm, options.max_norm);
+    side.step(1);
+  }
+
   static Expected plain_step_without_scale(PlainSide& side, const mezzo::StepOptions& options) {
-    side.step(clip_factor(side.norm(), options.max_norm));
     Expected expected;
     if (std::isfinite(options.max_norm) && side.has_gradient()) expected.norm = side.norm();
+    plain_apply(side, 1, side.norm(), options);
     if (options.zero_grad) side.zero_grad(false);
     return expected;
   }
@@ -607,7 +581,7 @@ class Program {
            << "}";
     }
     report_.line("scaler.step(optimizer ", i, text.str(), ")");
-    const Expected right = plain_step(i, has_options, options);
+    const Expected right = plain_step(i, options);
     expect(right.throws, [&] {
       AnyOptimizer any = sides_[i].any();
       const auto result = has_options ? library_->step(any, options) : library_->step(any);
@@ -773,8 +747,6 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "libtorch's clip_grad_norm_",
                                  "libtorch's clip_grad_value_",
                                  "libtorch's clipping of masters",
-                                 "mezzo's clip_grad_norm_",
-                                 "mezzo's clip_grad_value_",
                                  "zero_grad before unscale_",
                                  "zero_grad after unscale_",
                                  "zero_grad after step",

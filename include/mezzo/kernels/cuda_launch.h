@@ -45,10 +45,6 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
                                             const at::Tensor& found_inf,
                                             const at::Tensor& inv_scale);
 
-/// Sets `found_inf` to 1 if a gradient is inf or NaN. Reads only.
-MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
-                                const at::Tensor& found_inf);
-
 /// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
 /// float and two doubles on that device. Two launches for one dtype, and one more for every 300
 /// tensors beyond the first 300.
@@ -56,15 +52,14 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
 
-/// LossScale::next on the device, in one launch; found_inf is a float of one element there. The
-/// launch also writes the next scale to `tensors.told`, if that is defined.
+/// LossScale::next on the device, in one launch; found_inf is a float of one element there.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
 /// Takes one step of a rule over parameters of one device. One launch for each combination of
-/// dtypes, variant and weight storage, and one more for every 300 parameters or 8 groups beyond
-/// the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers are of
-/// the device. Does not change step counts.
+/// parameters' dtype, variant and weight storage, and one more for every 300 parameters or 8 groups
+/// beyond the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers
+/// are of the device. Does not change step counts.
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup<StepNumbers>>& groups,
                                const StepInputs& inputs);

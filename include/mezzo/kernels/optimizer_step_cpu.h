@@ -91,8 +91,10 @@ struct OptimizerStepKernel {
         end = std::min(end, ((block + 1) << 32) - span.first);
         key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
       }
-      begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end, coefficients,
-                                                                    use, key);
+      if constexpr (Lanes::kWidth != 1) {
+        begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end,
+                                                                      coefficients, use, key);
+      }
       if (begin < end) {
         begin =
             step_rest<Parameter, Gradient, Rule, Weights>(span, begin, end, coefficients, use, key);

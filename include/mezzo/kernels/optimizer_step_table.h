@@ -46,17 +46,18 @@ struct StepInputs {
   }
 };
 
-/// The part of a StepRow that a launch takes. The kernel itself stands for dtypes, variant and
-/// storage.
+/// The part of a StepRow that a launch takes. The kernel itself stands for the parameter's dtype,
+/// variant and storage; it asks for the gradient's dtype.
 struct StepTableRow {
   StepSpan span;
   const float* count;
   int number;
-  int16_t group;        ///< index of the group in the table
-  int16_t copies_half;  ///< 0 or 1: a bool would leave a gap
+  int16_t group;  ///< index of the group in the table
+  bool copies_half;
+  at::ScalarType gradient_dtype;
 
   static StepTableRow of(const StepRow& row, int16_t group) {
-    return {row.span, row.count, row.number, group, row.copies_half};
+    return {row.span, row.count, row.number, group, row.copies_half, row.gradient_dtype};
   }
 
   C10_HOST_DEVICE int64_t elements() const { return span.count; }
@@ -72,7 +73,7 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// Parameters of one kernel launch, with one pair of dtypes, and their groups.
+/// Parameters of one kernel launch, of one dtype, and their groups.
 template <class Row, class Constants, int kRows>
 class StepTable : public LaunchTable<Row, kRows> {
   using Base = LaunchTable<Row, kRows>;

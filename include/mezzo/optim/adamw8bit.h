@@ -58,7 +58,7 @@ struct AdamW8bitParamState : public torch::optim::OptimizerParamState {
 /// \code
 ///   mezzo::optim::AdamW8bit optimizer(model->parameters(),
 ///                                     torch::optim::AdamWOptions(2e-5).weight_decay(0.01),
-///                                     {.float_moments = {embedding->weight}});
+///                                     {.float_moments = embedding->parameters()});
 /// \endcode
 ///
 /// Weights are float (10 bytes a parameter, its gradient included), or bfloat16, which each step

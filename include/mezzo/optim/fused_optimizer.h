@@ -23,22 +23,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 ///
-/// A step with options writes no gradient, except zeros on request: afterwards, whether the step
-/// ran or was skipped, `.grad` is zero with `zero_grad`, and otherwise holds what it held before,
-/// with the loss scale unless `unscale_` took it off. This holds for every optimizer on every
-/// device.
+/// Afterwards, whether the step ran or was skipped, `.grad` is zero with `zero_grad`. Otherwise an
+/// optimizer of mezzo's or a MasterWeights leaves `.grad` as it was, with the loss scale unless
+/// `unscale_` took it off; any other optimizer's `.grad` is unscaled, and clipped where it stepped,
+/// as after torch.amp's calls.
 struct StepOptions {
   /// Largest 2-norm of all gradients, taken as one vector. Larger ones are multiplied by
   /// max_norm / (norm + 1e-6) as they are used, as `clip_grad_norm_` does. Infinity: no clipping.
   double max_norm = std::numeric_limits<double>::infinity();
   /// Sets the gradients to zero in the same pass. They stay defined.
   bool zero_grad = false;
-  /// The gradients carry no loss scale, because other code took it off (see GradScaler::forget).
-  /// After `scaler.unscale_(optimizer)` the scaler knows this by itself.
-  bool is_unscaled = false;
-  /// A float of one element, not 0 if another loss's scaler has reported an inf in these gradients
-  /// already. An inf that this step finds then skips the step, and does not lower this scale.
-  at::Tensor known_inf = {};
 };
 
 /// The parameters that take part in one step, with their gradients and state. One walk over the

@@ -1,7 +1,6 @@
 // Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>
@@ -440,28 +439,6 @@ TEST(Ema, OfMastersKeepsNoGradientAlive) {
       *optimizer.state().at(parameter.unsafeGetTensorImpl()));
   EXPECT_FALSE(state.master().grad().defined());
   EXPECT_TRUE(parameter.grad().defined());
-}
-
-TEST(EmaScope, IsWhatAWeightCacheCastsAndTrainingWeightsAreAfterwards) {
-  torch::nn::Linear model(torch::nn::LinearOptions(2, 2).bias(false));
-  Ema ema(model->parameters(), {.decay = 0.5});
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const torch::NoGradGuard no_grad;
-  const auto output = [&] {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-    return model->forward(torch::ones({1, 2}))[0][0].item<float>();
-  };
-  model->weight.fill_(4);
-  EXPECT_EQ(output(), 8);
-  ema.update();
-  const torch::Tensor average = ema.averages()[0];
-  {
-    torch::Tensor writable = average;
-    writable.fill_(1);
-    const EmaScope averaged(ema);
-    EXPECT_EQ(output(), 2);
-  }
-  EXPECT_EQ(output(), 8);
 }
 
 /// Weights, two floating buffers and a count.

@@ -99,11 +99,11 @@ __device__ void store_moment(const AdamW8bitStep& step, const Block8Maps& maps, 
   });
 }
 
-template <class Parameter, class Gradient>
+template <class Parameter>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     adamw8bit_kernel(MEZZO_ARGUMENT(AdamW8bitStep) step, MEZZO_ARGUMENT(Block8Maps) maps) {
   using Lanes = ScalarLanes<Parameter>;
-  using Body = StepBody<Parameter, Gradient, AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
+  using Body = StepBody<Parameter, float, AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
   MEZZO_SHARED(Block8Maps, maps_of_block);
   MEZZO_SHARED(BlockStep<Body>, of_block);
   copy_maps(maps, maps_of_block);
@@ -117,15 +117,17 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   const BlockStep<Body> own = of_block;
   const int64_t end = begin + kStepBlock < step.span.count ? begin + kStepBlock : step.span.count;
   auto* const parameters = static_cast<typename Lanes::Stored*>(step.span.parameter);
-  auto* const gradients = static_cast<typename ScalarLanes<Gradient>::Stored*>(step.span.gradient);
+  const StepGradient<float> gradients{static_cast<char*>(step.span.gradient), step.gradient_dtype};
   MEZZO_NO_UNROLL
   for (int64_t first = begin + int64_t{threadIdx.x / 32} * kBlock8; first < end;
        first += kStepThreads / 32 * kBlock8) {
     LaneMoments mean = load_moment<0>(step, maps_of_block, first);
     LaneMoments square = load_moment<1>(step, maps_of_block, first);
     visit_lane(first, step.span.count, [&](int i, int64_t at) {
+      StepPack<uint32_t, 1> gradient;
+      gradients.load(at, gradient);
       const typename Body::Place place{
-          parameters + at, gradients + at, {&mean.bits[i], &square.bits[i]}, nullptr, false};
+          parameters + at, gradient.element, {&mean.bits[i], &square.bits[i]}, nullptr, false};
       own.body(place, static_cast<uint32_t>(at), own.key);
     });
     store_moment<0>(step, maps_of_block, first, mean);

@@ -49,23 +49,9 @@ static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* i
     const bool is_ours = tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
     if (!is_ours || tensor.numel() == 0) continue;
     if (table.full()) launch();
-    // Asked for writing, a copy-on-write tensor gets memory of its own; a check leaves it shared.
-    table.push_back({inv_scale != nullptr ? tensor.mutable_data_ptr()
-                                          : const_cast<void*>(tensor.const_data_ptr()),
-                     tensor.numel()});
+    table.push_back({tensor.mutable_data_ptr(), tensor.numel()});
   }
   if (!table.empty()) launch();
-}
-
-static void unscale_all(const DenseGradients& gradients, const float* inv_scale,
-                        const at::Tensor& found_inf) {
-  const DeviceGuard guard(found_inf.device());
-  const Stream stream = current_stream();
-  auto* const found = found_inf.mutable_data_ptr<float>();
-  unscale_dtype<float>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::BFloat16>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::Half>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<double>(gradients.tensors(), inv_scale, found, stream);
 }
 
 template <class Element>
@@ -105,13 +91,15 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
                                               const at::Tensor& found_inf,
                                               const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
-  unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
+  const DeviceGuard guard(found_inf.device());
+  const Stream stream = current_stream();
+  const auto* const factor = inv_scale.const_data_ptr<float>();
+  auto* const found = found_inf.mutable_data_ptr<float>();
+  unscale_dtype<float>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::BFloat16>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::Half>(dense.tensors(), factor, found, stream);
+  unscale_dtype<double>(dense.tensors(), factor, found, stream);
   dense.written();
-}
-
-__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
-                                  const at::Tensor& found_inf) {
-  unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
@@ -163,7 +151,7 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTenso
                               tensors.inverse.mutable_data_ptr<float>(),
                               tensors.growth_tracker.mutable_data_ptr<int32_t>(),
                               tensors.hysteresis_left.mutable_data_ptr<int32_t>(),
-                              found_inf.const_data_ptr<float>(), pinned_place<float>(tensors.told));
+                              found_inf.const_data_ptr<float>());
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
@@ -203,9 +191,9 @@ static bool keeps_as(const StepRow& row) {
          row.parameter_dtype == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
 }
 
-/// Launches a step over the rows with one pair of dtypes, one variant and one weight storage, as
-/// many at a time as a table holds.
-template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
+/// Launches a step over the rows with one dtype of parameters, one variant and one weight storage,
+/// as many at a time as a table holds.
+template <class Parameter, class Rule, class Weights = PlainWeights<Parameter>>
 static void step_rows(const std::vector<StepRow>& rows,
                       const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                       const StepTarget& target) {
@@ -214,16 +202,13 @@ static void step_rows(const std::vector<StepRow>& rows,
   Table table(kStepBlock);
   const auto launch_table = [&] {
     if (table.blocks() != 0) {
-      launch<optimizer_step_kernel<Parameter, Gradient, Rule, Weights, Table>>(
+      launch<optimizer_step_kernel<Parameter, Rule, Weights, Table>>(
           table.blocks(), kStepThreads, target.stream, table, target.inputs);
     }
     table.clear();
   };
   for (const StepRow& row : rows) {
-    if (row.variant != variant || !keeps_as<Weights>(row) ||
-        row.gradient_dtype != c10::CppTypeToScalarType<Gradient>::value) {
-      continue;
-    }
+    if (row.variant != variant || !keeps_as<Weights>(row)) continue;
     const auto& group = groups[static_cast<std::size_t>(row.group)];
     if (table.push_back(row, group)) continue;
     launch_table();
@@ -239,35 +224,25 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
                             bool variant, const StepTarget& target) {
   using c10::BFloat16;
   using c10::Half;
-  step_rows<float, float, Rule>(rows, groups, variant, target);
-  step_rows<float, BFloat16, Rule>(rows, groups, variant, target);
-  step_rows<float, Half, Rule>(rows, groups, variant, target);
-  step_rows<double, double, Rule>(rows, groups, variant, target);
-  step_rows<double, float, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
-  step_rows<Half, Half, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
-  step_rows<Half, float, Rule>(rows, groups, variant, target);
+  step_rows<float, Rule>(rows, groups, variant, target);
+  step_rows<double, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
+  step_rows<Half, Rule>(rows, groups, variant, target);
 }
 
 __attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
   if (step.span.count == 0) return;
   const DeviceGuard guard(device);
-  const auto launch_kernel = [&]<class Parameter, class Gradient>() {
-    launch<adamw8bit_kernel<Parameter, Gradient>>((step.span.count + kStepBlock - 1) / kStepBlock,
-                                                  kStepThreads, current_stream(), step,
-                                                  Block8Maps{});
+  const auto launch_kernel = [&]<class Parameter>() {
+    launch<adamw8bit_kernel<Parameter>>((step.span.count + kStepBlock - 1) / kStepBlock,
+                                        kStepThreads, current_stream(), step, Block8Maps{});
   };
   if (step.parameter_dtype == at::kFloat) {
-    launch_kernel.template operator()<float, float>();
-  } else if (step.gradient_dtype == at::kFloat) {
-    launch_kernel.template operator()<c10::BFloat16, float>();
+    launch_kernel.template operator()<float>();
   } else {
-    launch_kernel.template operator()<c10::BFloat16, c10::BFloat16>();
+    launch_kernel.template operator()<c10::BFloat16>();
   }
 }
 

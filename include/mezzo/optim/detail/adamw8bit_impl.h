@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/adamw8bit.h>

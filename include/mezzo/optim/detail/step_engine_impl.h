@@ -10,9 +10,8 @@
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
@@ -563,28 +562,22 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   return {factor.reciprocal().to(at::kFloat), verdict.found_inf, std::nullopt};
 }
 
-/// Calls ATen with counts increased by one, as its kernels expect them. The increase is taken back
-/// if the step is skipped, and for calls that ATen refused.
+/// Calls ATen with counts increased by one, as its kernels expect them, and takes the increase back
+/// if the step was skipped, as torch does.
 MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
                                          const std::vector<at::Tensor>& counts,
                                          const AtenVerdict& verdict) {
-  if (!counts.empty()) add_to_counts(counts, at::ones({}, counts.front().options()));
+  if (!counts.empty()) at::_foreach_add_(counts, 1);
   auto next = counts.begin();
-  try {
-    for (AtenCall& call : calls) {
-      const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
-      if (call.counted) call.lists.counts.assign(next, next + size);
-      rule_->aten_step(*call.numbers, call.lists, verdict);
-      bump_versions(call.lists);
-      if (call.counted) next += size;
-    }
-  } catch (...) {
-    const std::vector<at::Tensor> left(next, counts.end());
-    if (!left.empty()) add_to_counts(left, at::full({}, -1, left.front().options()));
-    throw;
+  for (AtenCall& call : calls) {
+    const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+    if (call.counted) call.lists.counts.assign(next, next + size);
+    rule_->aten_step(*call.numbers, call.lists, verdict);
+    bump_versions(call.lists);
+    if (call.counted) next += size;
   }
   if (!counts.empty() && verdict.found_inf) {
-    add_to_counts(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
+    at::_foreach_add_(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
   }
 }
 
