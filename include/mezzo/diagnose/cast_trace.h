@@ -124,7 +124,7 @@ class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
     } else if (opened == Opened::cast) {
       in_cast_ = false;
     } else if (opened == Opened::call) {
-      close_call({function.outputs().data(), function.outputs().size()});
+      close_call(detail::OpArguments(function.outputs().data(), function.outputs().size()));
     }
   }
 
