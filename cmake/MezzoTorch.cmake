@@ -2,11 +2,15 @@
 #
 #   Torch_DIR, Torch_ROOT, CMAKE_PREFIX_PATH   where libtorch is: an unpacked archive, or the folder `torch` of a wheel
 #   TORCH_CUDA_ARCH_LIST                       the GPU architectures to compile for, as libtorch writes them: 8.0;9.0+PTX
-#   MEZZO_CUDA                                 whether to use libtorch's CUDA half, and so mezzo::cuda:
-#     AUTO (default)  where it can be
+#   MEZZO_CUDA                                 whether to use libtorch's CUDA half:
+#     AUTO (default)  where it is whole
 #     ON              or stop and say why it cannot
 #     OFF             never
 #     COMPILE_ONLY    even where CUDA's own libraries are missing: programs link, to check that they do, but do not run
+#
+# The language CUDA, and with it nvcc, is enabled only where it is asked for: by find_package(mezzo COMPONENTS cuda), by MEZZO_CUDA=ON or
+# COMPILE_ONLY, by a project that has enabled it before, and in mezzo's own build. Otherwise libtorch's CUDA half is linked where it is
+# whole, so that CUDA tensors work through ATen's kernels.
 #
 # Sets MEZZO_TORCH_CUDA (whether mezzo::libtorch carries CUDA) and, where it does not, MEZZO_TORCH_CUDA_WHY_NOT in words;
 # and TORCH_LIBRARIES to mezzo::libtorch where the project has not called find_package(Torch).
@@ -48,13 +52,13 @@ function(mezzo_missing_libraries library out)
 endfunction()
 
 # Why CUDA cannot be used with this libtorch, in words; empty where it can.
-function(mezzo_why_not_cuda out)
+function(mezzo_why_not_cuda needs_toolkit out)
   set(why_not "")
   if(MEZZO_CUDA STREQUAL "OFF")
     set(why_not "MEZZO_CUDA is OFF")
   elseif(NOT EXISTS "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so")
     set(why_not "this libtorch was built without CUDA")
-  elseif(NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE)
+  elseif(needs_toolkit AND (NOT CUDAToolkit_FOUND OR NOT CUDAToolkit_NVCC_EXECUTABLE))
     set(why_not "no CUDA toolkit was found: neither nvcc on PATH nor CUDAToolkit_ROOT")
   elseif(NOT MEZZO_CUDA STREQUAL "COMPILE_ONLY")
     mezzo_missing_libraries("${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" missing)
@@ -149,6 +153,13 @@ macro(mezzo_enable_cuda)
   endif()
 endmacro()
 
+# Links libtorch's CUDA half as it is: its own libraries are found when the program starts.
+function(mezzo_link_cuda_half)
+  target_link_libraries(mezzo::libtorch INTERFACE
+    "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
+    "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" "${MEZZO_TORCH_PREFIX}/lib/libc10_cuda.so" "-Wl,--pop-state")
+endfunction()
+
 # The CPU half and, for COMPILE_ONLY, the CUDA half without the libraries that it wants.
 macro(mezzo_add_compile_only_libtorch)
   if(NOT DEFINED CMAKE_CUDA_ARCHITECTURES)
@@ -157,10 +168,8 @@ macro(mezzo_add_compile_only_libtorch)
   endif()
   mezzo_enable_cuda()
   mezzo_add_cpu_libtorch()
-  target_link_libraries(mezzo::libtorch INTERFACE
-    "-Wl,--unresolved-symbols=ignore-in-shared-libs" "-Wl,--push-state,--no-as-needed"
-    "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" "${MEZZO_TORCH_PREFIX}/lib/libc10_cuda.so" "-Wl,--pop-state"
-    CUDA::cudart)
+  mezzo_link_cuda_half()
+  target_link_libraries(mezzo::libtorch INTERFACE CUDA::cudart)
 endmacro()
 
 # Links libstdc++ before libtorch wherever mezzo::libtorch is linked. The libtorch.so of CUDA wheels exports std::filesystem's
@@ -198,7 +207,12 @@ if(NOT TARGET mezzo::libtorch)
       endif()
     endif()
   else()
-    mezzo_why_not_cuda(MEZZO_TORCH_CUDA_WHY_NOT)
+    set(mezzo_enables_cuda FALSE)
+    if(MEZZO_CUDA MATCHES "^(ON|COMPILE_ONLY)$" OR "cuda" IN_LIST mezzo_FIND_COMPONENTS OR CMAKE_CUDA_COMPILER_LOADED
+       OR MEZZO_IS_BUILT)
+      set(mezzo_enables_cuda TRUE)
+    endif()
+    mezzo_why_not_cuda(${mezzo_enables_cuda} MEZZO_TORCH_CUDA_WHY_NOT)
   endif()
   if(MEZZO_TORCH_CUDA_WHY_NOT AND MEZZO_CUDA MATCHES "^(ON|COMPILE_ONLY)$")
     message(FATAL_ERROR "mezzo: MEZZO_CUDA is ${MEZZO_CUDA}, but ${MEZZO_TORCH_CUDA_WHY_NOT}.")
@@ -206,6 +220,11 @@ if(NOT TARGET mezzo::libtorch)
 
   if(NOT TARGET torch AND MEZZO_TORCH_CUDA_WHY_NOT)
     mezzo_add_cpu_libtorch()
+  elseif(NOT TARGET torch AND NOT mezzo_enables_cuda)
+    mezzo_add_cpu_libtorch()
+    mezzo_link_cuda_half()
+    # For what a program includes of c10/cuda.
+    target_include_directories(mezzo::libtorch SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
   elseif(NOT TARGET torch AND MEZZO_CUDA STREQUAL "COMPILE_ONLY")
     mezzo_add_compile_only_libtorch()
   else()

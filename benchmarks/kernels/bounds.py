@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What bounds each of mezzo's CUDA kernels on each card: derived from the table of sass.py, not measured.
 
-    bounds.py benchmarks/results/sass.txt
+    ./bootstrap sass >sass.txt; bounds.py sass.txt
 
 An element takes a kernel as long as the slowest of five resources needs for it: memory its bytes, a multiprocessor's
 four schedulers its instructions (one a clock each, for 32 threads), and the units for integers, for double precision

@@ -2,7 +2,6 @@
 """Reads what nvcc made of mezzo's CUDA kernels: a table of each kernel on each architecture.
 
     sass.py [--architectures 80,86,89,90,100,120]   compiles the kernels, prints the table
-    sass.py --from FOLDER                           of recorded outputs, FOLDER/sm_90.sass and .usage
     sass.py --check                                 fails where a kernel misses a goal (missed_goals)
 
 Registers, stack, shared memory and local accesses (a spill is one) are of the whole kernel. Instructions an element are
@@ -394,19 +393,13 @@ def compiled(architecture, libtorch, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--architectures", default=",".join(ARCHITECTURES))
-    parser.add_argument("--from", dest="recorded", type=pathlib.Path, help="a folder with sm_NN.sass and sm_NN.usage")
     parser.add_argument("--libtorch", type=pathlib.Path, default=ROOT / ".deps" / "libtorch")
     parser.add_argument("--check", action="store_true", help="fail where a kernel misses a goal")
     options = parser.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for architecture in options.architectures.split(","):
-            if options.recorded:
-                files = [options.recorded / f"sm_{architecture}.{what}" for what in ("sass", "usage")]
-                sass, usage = (file.read_text() for file in files)
-            else:
-                sass, usage = compiled(architecture, options.libtorch, pathlib.Path(folder))
-            rows += rows_of(architecture, sass, usage)
+            rows += rows_of(architecture, *compiled(architecture, options.libtorch, pathlib.Path(folder)))
     rows.sort(key=lambda row: (row["kernel"], ARCHITECTURES.index(row["sm"])))
     print(table_of(rows))
     missed = list(missed_goals(rows))

@@ -204,7 +204,7 @@ def bert_ner():
     column = lambda name: [row[names.index(name)] for row in rows]
     figure = Figure(800, 40 + 44 * len(rows), "Fine-tuning BERT in six precisions: speed and peak memory")
     speeds = [float(cell) for cell in column("tokens/s")]
-    memory = [float(cell.split()[0]) for cell in column("peak memory")]
+    memory = [float(cell.split()[0]) for cell in column("memory")]
     figure.text(260, 22, "tokens a second", "strong")
     figure.text(560, 22, "peak memory, MiB", "strong")
     for number, (name, score) in enumerate(zip(column("name"), column("F1"))):

@@ -6,17 +6,6 @@
 #include <stdexcept>
 
 namespace bert_ner {
-namespace {
-
-/// The first parts are the longer ones.
-std::span<const std::size_t> part_of(std::span<const std::size_t> positions, Part part) {
-  const auto number = static_cast<std::size_t>(part.number), of = static_cast<std::size_t>(part.of);
-  const auto each = positions.size() / of, longer = positions.size() % of;
-  return positions.subspan(number * each + std::min(number, longer),
-                           each + (number < longer ? 1 : 0));
-}
-
-}  // namespace
 
 std::vector<Example> make_examples(std::span<const Sentence> sentences, const WordPiece& tokenizer,
                                    const Labels& labels, int64_t max_length) {
@@ -75,26 +64,23 @@ BatchList shuffled(const BatchList& batches, uint64_t seed, int64_t epoch) {
 }
 
 Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
-              Padding padding, int64_t max_length, torch::Device device, Part part) {
+              Padding padding, int64_t max_length, torch::Device device) {
   int64_t longest = 0, tokens = 0;
   for (const auto position : positions) {
     const auto length = static_cast<int64_t>(examples[position].ids.size());
     longest = std::max(longest, length);
     tokens += length;
   }
-  const auto own = part_of(positions, part);
-  const auto read = own.empty() ? positions.first(1) : own;
-  const auto rows = static_cast<int64_t>(read.size());
+  const auto rows = static_cast<int64_t>(positions.size());
   const auto rounded = (longest + padding.multiple - 1) / padding.multiple * padding.multiple;
   const auto length = std::min(rounded, std::max(longest, max_length));
   auto ids = torch::full({rows, length}, padding.id, torch::kInt64);
   auto labels = torch::full({rows, length}, kIgnoredLabel, torch::kInt64);
   auto mask = torch::zeros({rows, length}, torch::kBool);
   for (int64_t row = 0; row < rows; ++row) {
-    const auto& example = examples[read[static_cast<std::size_t>(row)]];
+    const auto& example = examples[positions[static_cast<std::size_t>(row)]];
     std::copy(example.ids.begin(), example.ids.end(), ids.data_ptr<int64_t>() + row * length);
     std::fill_n(mask.data_ptr<bool>() + row * length, example.ids.size(), true);
-    if (own.empty()) break;
     for (std::size_t word = 0; word < example.labels.size(); ++word) {
       labels.data_ptr<int64_t>()[row * length + example.first_pieces[word]] = example.labels[word];
     }

@@ -46,7 +46,7 @@ struct Batch {
   torch::Tensor ids;     ///< int64 [batch, length]
   torch::Tensor mask;    ///< bool [batch, length], true where real; undefined if nothing is padded
   torch::Tensor labels;  ///< int64 [batch, length]
-  int64_t tokens = 0;    ///< ids that are no padding, of the whole batch
+  int64_t tokens = 0;    ///< ids that are no padding
 };
 
 struct Padding {
@@ -54,15 +54,9 @@ struct Padding {
   int64_t multiple = 1;  ///< lengths are rounded up to it: tensor cores want 8, a CPU few lengths
 };
 
-/// A rank's part of a batch.
-struct Part {
-  int number = 0, of = 1;
-};
-
 /// Pads the examples to the longest among them, rounded up to `padding.multiple` but not beyond
-/// `max_length`. A part has an equal share of the rows (or one row more), padded as the whole batch
-/// is. With fewer examples than parts, a part is one row without labels.
+/// `max_length`.
 Batch collate(std::span<const Example> examples, std::span<const std::size_t> positions,
-              Padding padding, int64_t max_length, torch::Device device, Part part = {});
+              Padding padding, int64_t max_length, torch::Device device);
 
 }  // namespace bert_ner

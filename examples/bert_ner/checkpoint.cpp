@@ -1,7 +1,5 @@
 #include "checkpoint.h"
 
-#include <mezzo/distributed/checkpoint_manager.h>
-
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -32,13 +30,10 @@ mezzo::TrainingState state_of(Trainer& trainer, std::string& record) {
 
 /// Calls `use` with the folder's manager. Errors of mezzo become InputErrors of one line.
 template <class Use>
-auto with_checkpoints(const fs::path& dir, const Ranks& ranks, const Use& use) {
+auto with_checkpoints(const fs::path& dir, const Use& use) {
   const mezzo::CheckpointManagerOptions options{
       .on_warning = [](const std::string& text) { std::cerr << "note: " << text << std::endl; }};
   try {
-    if (const auto world = ranks.group()) {
-      return use(mezzo::DistributedCheckpointManager(checkpoints_of(dir), world, options));
-    }
     return use(mezzo::CheckpointManager(checkpoints_of(dir), options));
   } catch (const c10::Error& error) {
     std::string text = error.what_without_backtrace();
@@ -55,9 +50,8 @@ SavedRun read_saved_run(const fs::path& dir) {
   mezzo::TrainingState state;
   state.add("record", record).add("epoch", saved.position.epoch);
   state.add("group", saved.position.group).add("steps", saved.position.steps);
-  const auto loaded = with_checkpoints(dir, Ranks(), [&](auto&& checkpoints) {
-    return checkpoints.load_newest(state, {.subset = true});
-  });
+  const auto loaded = with_checkpoints(
+      dir, [&](auto&& checkpoints) { return checkpoints.load_newest(state, {.subset = true}); });
   if (!loaded) {
     throw InputError(checkpoints_of(dir).string() +
                      ": holds no checkpoint; --resume takes a folder that --save wrote, and "
@@ -73,18 +67,18 @@ SavedRun read_saved_run(const fs::path& dir) {
   return saved;
 }
 
-void load_checkpoint(const fs::path& dir, Trainer& trainer, const Ranks& ranks) {
+void load_checkpoint(const fs::path& dir, Trainer& trainer) {
   std::string record;
   const auto state = state_of(trainer, record);
-  with_checkpoints(dir, ranks, [&](auto&& checkpoints) { checkpoints.load_newest(state); });
+  with_checkpoints(dir, [&](auto&& checkpoints) { checkpoints.load_newest(state); });
 }
 
 bool save_checkpoint(const fs::path& dir, Trainer& trainer, const ModelFiles& files,
-                     const Labels& labels, const RunRecord& record, const Ranks& ranks) {
-  if (ranks.is_first()) write_model_folder(dir, files, trainer.model, labels);
+                     const Labels& labels, const RunRecord& record) {
+  write_model_folder(dir, files, trainer.model, labels);
   std::string text = nlohmann::json(record).dump();
   const auto state = state_of(trainer, text);
-  return with_checkpoints(dir, ranks, [&](auto&& checkpoints) {
+  return with_checkpoints(dir, [&](auto&& checkpoints) {
     return checkpoints.save(state, trainer.position.steps).durable;
   });
 }

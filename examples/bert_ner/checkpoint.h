@@ -13,7 +13,6 @@
 
 #include "model_files.h"
 #include "options.h"
-#include "ranks.h"
 #include "training.h"
 
 namespace bert_ner {
@@ -38,18 +37,17 @@ struct SavedRun {
 /// \throws InputError if `dir` holds none, or none that is whole
 SavedRun read_saved_run(const std::filesystem::path& dir);
 
-/// Restores a trainer that was made with the record's options, and the random states of all ranks.
-/// On another number of ranks dropout begins anew. All ranks call it.
+/// Restores a trainer that was made with the record's options, and the random state.
 /// \throws InputError naming what does not fit
-void load_checkpoint(const std::filesystem::path& dir, Trainer& trainer, const Ranks& ranks = {});
+void load_checkpoint(const std::filesystem::path& dir, Trainer& trainer);
 
-/// Writes the model folder (rank 0), then the checkpoint. All ranks call it.
+/// Writes the model folder, then the checkpoint.
 /// \returns whether the checkpoint survives a power failure (mezzo::SavedCheckpoint::durable)
 /// \throws InputError if the system refuses (a full disk); the model and the checkpoint are then
 ///   whole, and of this save or the one before
 [[nodiscard]] bool save_checkpoint(const std::filesystem::path& dir, Trainer& trainer,
                                    const ModelFiles& files, const Labels& labels,
-                                   const RunRecord& record, const Ranks& ranks = {});
+                                   const RunRecord& record);
 
 /// Creates the folders and checks that they can be written to. \throws InputError
 void prepare_checkpoints(const std::filesystem::path& dir);

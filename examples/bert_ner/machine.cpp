@@ -4,9 +4,7 @@
 #include <ATen/cpu/Utils.h>
 
 #include <malloc.h>
-#include <unistd.h>
 
-#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <string>
@@ -43,12 +41,8 @@ bool has_float16(torch::Device device) {
   return found != can.end() && found->second.isBool() && found->second.toBool();
 }
 
-void set_threads(int threads, int processes) {
-  if (threads > 0) return at::set_num_threads(threads);
-  if (processes == 1 || std::getenv("OMP_NUM_THREADS") != nullptr) return;
-  const auto part = static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN)) / processes;
-  // libtorch's own number is smaller where mpirun has bound this process to fewer cores.
-  at::set_num_threads(std::max(1, std::min(part, at::get_num_threads())));
+void set_threads(int threads) {
+  if (threads > 0) at::set_num_threads(threads);
 }
 
 mezzo::AutocastSetting setting_for(Precision precision, torch::Device device) {

@@ -16,9 +16,8 @@ namespace bert_ner {
 /// The device "cpu" or "cuda". \throws InputError where there is no CUDA device, with what to do
 torch::Device find_device(const std::string& name);
 
-/// Sets libtorch's number of threads. 0 leaves its own choice, or, with several processes on this
-/// machine, takes this process's part of the cores, unless OMP_NUM_THREADS is set.
-void set_threads(int threads, int processes = 1);
+/// Sets libtorch's number of threads. 0 leaves its own choice.
+void set_threads(int threads);
 
 /// Sets ONEDNN_PRIMITIVE_CACHE_CAPACITY, GOMP_SPINCOUNT and malloc's thresholds, unless the user
 /// has set them (benchmarks/results/bert_ner.md). Call it before the first op and before other

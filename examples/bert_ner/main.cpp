@@ -5,19 +5,16 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <csignal>
 #include <exception>
 #include <iostream>
 #include <string>
 #include <string_view>
-#include <thread>
 #include <variant>
 #include <vector>
 
 #include "machine.h"
 #include "options.h"
-#include "ranks.h"
 #include "run.h"
 #include "table.h"
 #include "tagging.h"
@@ -25,34 +22,30 @@
 
 namespace {
 
-using bert_ner::Ranks;
-
 /// Runs what `make_rows` runs and prints its table, or JSON with "--json -"; `--json FILE` writes a
-/// file too. Of several ranks the first prints and writes.
-template <class MakeRows>
-void run_and_print(const bert_ner::RunOptions& given, const Ranks& ranks, MakeRows make_rows) {
+/// file too.
+template <class MakeTable>
+void run_and_print(const bert_ner::RunOptions& given, MakeTable make_table) {
   const auto options = bert_ner::options_in_effect(given);
-  const bool has_file = !given.json.empty() && given.json != "-" && ranks.is_first();
+  const bool has_file = !given.json.empty() && given.json != "-";
   if (has_file) bert_ner::check_writable(options.json);  // now, not after hours of training
-  const std::vector<bert_ner::TableRow> rows = make_rows();
-  if (!ranks.is_first()) return;
-  const auto json = bert_ner::table_json(rows, options, ranks.size()).dump(2) + "\n";
-  std::cout << (options.json == "-" ? json : bert_ner::format_table(rows)) << std::flush;
+  const bert_ner::Table table = make_table();
+  const auto json = bert_ner::table_json(table, options).dump(2) + "\n";
+  std::cout << (options.json == "-" ? json : bert_ner::format_table(table)) << std::flush;
   if (has_file) bert_ner::write_file(options.json, [&](std::ostream& file) { file << json; });
 }
 
-void run(const std::vector<std::string>& arguments, Ranks& ranks) {
-  if (bert_ner::asks_for_ranks(arguments)) ranks = Ranks::join();
+void run(const std::vector<std::string>& arguments) {
   if (fcntl(STDOUT_FILENO, F_GETFD) < 0) {  // the next file to be opened would take its place
     throw bert_ner::InputError("standard output: is closed; send it to a file or to /dev/null");
   }
   const auto request = bert_ner::parse_command_line(arguments);
   if (const auto* help = std::get_if<bert_ner::HelpRequest>(&request)) {
-    if (ranks.is_first()) std::cout << help->text;
+    std::cout << help->text;
   } else if (const auto* options = std::get_if<bert_ner::PredictOptions>(&request)) {
-    if (ranks.is_first()) bert_ner::predict(*options, std::cout);
+    bert_ner::predict(*options, std::cout);
   } else if (const auto* table = std::get_if<bert_ner::TableRequest>(&request)) {
-    run_and_print(table->options, ranks, [&] {
+    run_and_print(table->options, [&] {
       bert_ner::set_threads(table->options.threads);  // as the rows do
       const auto warning = bert_ner::slow_autocast_warning(table->options);
       if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
@@ -60,23 +53,16 @@ void run(const std::vector<std::string>& arguments, Ranks& ranks) {
     });
   } else {
     const auto& one = std::get<bert_ner::RunOptions>(request);
-    run_and_print(one, ranks, [&] {
-      return std::vector<bert_ner::TableRow>{{bert_ner::run_training(one, ranks)}};
-    });
+    run_and_print(one, [&] { return bert_ner::Table{{{bert_ner::run_training(one)}}, {}}; });
   }
   if (std::cout.flush()) return;
   throw bert_ner::InputError(
       "standard output: cannot be written; make room where it goes and try again");
 }
 
-/// Says what went wrong in one line, and ends all ranks. \returns the status to end with
-int fail(const Ranks& ranks, int status, std::string_view message) {
-  constexpr auto kTimeForTheFirst = std::chrono::seconds(3);  // it says what all find, and ends all
-  if (!ranks.is_first()) std::this_thread::sleep_for(kTimeForTheFirst);
-  std::cerr << "bert_ner: ";
-  if (ranks.is_distributed()) std::cerr << "rank " << ranks.rank() << ": ";
-  std::cerr << message.substr(0, message.find('\n')) << std::endl;
-  ranks.end_all(status);
+/// Says what went wrong in one line. \returns the status to end with
+int fail(int status, std::string_view message) {
+  std::cerr << "bert_ner: " << message.substr(0, message.find('\n')) << std::endl;
   return status;
 }
 
@@ -85,9 +71,8 @@ int fail(const Ranks& ranks, int status, std::string_view message) {
 int main(int argc, char** argv) {
   bert_ner::set_library_defaults();
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
-  Ranks ranks;
   try {
-    run({argv + 1, argv + argc}, ranks);
+    run({argv + 1, argv + argc});
     return 0;
   } catch (const bert_ner::Interrupted& interrupted) {
     std::signal(interrupted.signal, SIG_DFL);
@@ -95,10 +80,10 @@ int main(int argc, char** argv) {
   } catch (const bert_ner::RowFailed& row) {  // which has said why
     return row.status;
   } catch (const bert_ner::UsageError& error) {
-    return fail(ranks, 2, error.what() + std::string(" (bert_ner --help lists the flags)"));
+    return fail(2, error.what() + std::string(" (bert_ner --help lists the flags)"));
   } catch (const c10::Error& error) {
-    return fail(ranks, 1, error.what_without_backtrace());
+    return fail(1, error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return fail(ranks, 1, error.what());
+    return fail(1, error.what());
   }
 }

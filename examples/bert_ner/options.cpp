@@ -40,8 +40,6 @@ std::vector<std::string> precision_flags() {
   return flags;
 }
 
-constexpr const char* kDistributedFlag = "--distributed";
-
 // Checks of values. Each returns an empty text, or the value and what to write in its place, which
 // stands behind the flag's name: "--epochs 0: give a whole number from 1 to 1000000000". They are
 // stricter than CLI11's own, which take "nan" for a number and "-3" for an unsigned one.
@@ -91,12 +89,11 @@ CLI::Validator a_device() { return one_of({"cpu", "cuda"}); }
 /// Flags that say where and how a run goes, and may be given with --resume.
 void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--device", run.device, "cpu or cuda")->check(a_device());
-  app.add_flag(kDistributedFlag, run.distributed,
-               "one run of all processes that mpirun (or, on GPUs, torchrun --no-python) started");
-  app.add_option("--threads", run.threads, "CPU threads of a process (default: libtorch's choice)")
+  app.add_option("--threads", run.threads, "CPU threads (default: libtorch's choice)")
       ->check(some_threads());
   app.add_option("--max-steps", run.max_steps, "stop after so many steps; the schedule stays")
-      ->check(at_least_1());
+      ->check(at_least_1())
+      ->take_last();
   app.add_option("--save", run.save, "folder for checkpoints, written at the end")->check(a_path());
   app.add_option("--save-every", run.save_every, "steps between checkpoints")
       ->check(at_least_1())
@@ -196,7 +193,7 @@ void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& r
   const bool parts = !run.data.train.empty() && !run.data.valid.empty();
   require(!run.data.data.empty() || parts,
           "--data: name a CoNLL file, or give --train and --valid");
-  for (const char* flag : {"--save", "--report", kDistributedFlag}) {
+  for (const char* flag : {"--save", "--report"}) {
     require(app.count("--precision") > 0 || app.count(flag) == 0,
             std::string(flag) + ": is for one run; choose it with --precision, such as amp");
   }
@@ -226,10 +223,6 @@ void from_json(const nlohmann::json& json, Precision& precision) {
     throw InputError("the precision \"" + flag + "\" is none of " + joined(precision_flags()));
   }
   precision = *found;
-}
-
-bool asks_for_ranks(const std::vector<std::string>& arguments) {
-  return std::ranges::find(arguments, kDistributedFlag) != arguments.end();
 }
 
 Request parse_command_line(const std::vector<std::string>& arguments) {
@@ -263,8 +256,6 @@ Request parse_command_line(const std::vector<std::string>& arguments) {
             "predict: give a sentence, or a file of them with --file");
     return predict;
   }
-  require(run.distributed == asks_for_ranks(arguments),
-          std::string(kDistributedFlag) + ": takes no value");
   check_run(app, *outcome, run);
   if (run.resume.empty() && app.count("--precision") == 0) return TableRequest{run, arguments};
   return run;

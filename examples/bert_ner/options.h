@@ -56,8 +56,7 @@ struct RunOptions {
   DataOptions data;
   TrainingOptions training;
   std::string device = "cpu";  ///< cpu or cuda
-  int threads = 0;             ///< a process; 0: as set_threads chooses
-  bool distributed = false;    ///< one run of all processes that mpirun or torchrun started
+  int threads = 0;             ///< 0: as set_threads chooses
   int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
   std::string save, resume;    ///< folders of checkpoints
   int64_t save_every = 0;      ///< steps; 0: only at the end
@@ -101,9 +100,6 @@ using Request = std::variant<HelpRequest, TableRequest, RunOptions, PredictOptio
 struct UsageError : std::runtime_error {
   using runtime_error::runtime_error;
 };
-
-/// Whether this process is one of several (--distributed). Does not check the flags.
-bool asks_for_ranks(const std::vector<std::string>& arguments);
 
 /// Parses the arguments (without the program's name). \throws UsageError
 Request parse_command_line(const std::vector<std::string>& arguments);

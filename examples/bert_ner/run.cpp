@@ -64,7 +64,7 @@ std::string absolute(const std::string& path) {
   return path.empty() ? path : fs::absolute(path).lexically_normal().string();
 }
 
-/// The properties that must be equal on all ranks, and when a run is resumed, by name.
+/// The properties that must be equal when a run is resumed, by name.
 nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
   return {{"sentences", fingerprint(inputs.data.text())},
           {"labels", inputs.data.labels.names()},
@@ -186,7 +186,7 @@ void stop_at_signals() {
 /// A run under way.
 class Run {
  public:
-  Run(const RunOptions& options, const Ranks& ranks);
+  explicit Run(const RunOptions& options);
   RunResult execute();
 
  private:
@@ -209,14 +209,13 @@ class Run {
            (options().max_steps > 0 && trainer_.position.steps >= options().max_steps);
   }
 
-  Ranks ranks_;
   RunOrigin origin_;
   RunInputs inputs_;
   std::vector<double> class_weights_;
   std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;          ///< steps
-  std::optional<mezzo::RunReport> page_;            ///< of the first rank, if it was asked for
+  std::optional<mezzo::RunReport> page_;            ///< if it was asked for
   std::optional<mezzo::OverflowReport> overflows_;  ///< of the page
   std::optional<Progress> progress_;
   std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
@@ -224,32 +223,23 @@ class Run {
   std::map<std::string, Score> scores_by_type_;
 };
 
-Run::Run(const RunOptions& options, const Ranks& ranks)
-    : ranks_(ranks),
-      origin_(origin_of(options)),
-      inputs_(origin_, ranks.device(options.device)),
+Run::Run(const RunOptions& options)
+    : origin_(origin_of(options)),
+      inputs_(origin_, find_device(options.device)),
       class_weights_(
           parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels)),
       trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
-               inputs_.epoch_steps, ranks) {
-  if (origin_.saved) load_checkpoint(origin_.folder, trainer_, ranks_);
+               inputs_.epoch_steps) {
+  if (origin_.saved) load_checkpoint(origin_.folder, trainer_);
 }
 
 BertForTokenClassification Run::load_model() {
-  // Ranks that were started differently would wait for one another, or train on other sentences.
-  auto identity = identity_of(options(), inputs_);
-  identity["steps to stop or to save at"] = {options().max_steps, options().save_every,
-                                             options().save.empty(), options().resume.empty()};
-  for (const auto& [word, value] : identity.items()) ranks_.require_same(word, value.dump());
   check_sizes(inputs_.config, origin_.folder);
   torch::manual_seed(options().training.seed);
   BertForTokenClassification model(inputs_.config,
                                    static_cast<int64_t>(inputs_.data.labels.size()));
   passed_over_ = load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
   model->to(inputs_.device);
-  // Each other rank draws other dropout. (libtorch's CPU generator reads the lower 32 bits.)
-  const auto rank = static_cast<uint64_t>(ranks_.rank());
-  if (rank > 0) torch::manual_seed(options().training.seed + rank * 0x9E3779B97F4A7C15);
   return model;
 }
 
@@ -273,8 +263,8 @@ RunResult Run::execute() {
   const int64_t schedule_steps = options().training.epochs * inputs_.epoch_steps;
   const int64_t steps =
       options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
-  progress_.emplace(options().quiet || !ranks_.is_first(), options().training.epochs,
-                    inputs_.epoch_steps, steps, skipped_steps());
+  progress_.emplace(options().quiet, options().training.epochs, inputs_.epoch_steps, steps,
+                    skipped_steps());
   telemetry_.emplace(trainer_.position.steps + 1);
   telemetry_->write_to(std::ref(*progress_));
   trainer_.scaler.on_skip([&](const mezzo::SkippedStep& skipped) {
@@ -282,8 +272,8 @@ RunResult Run::execute() {
     if (overflows_) (*overflows_)(skipped);
   });
   introduce();
-  if (!options().save.empty() && ranks_.is_first()) prepare_checkpoints(options().save);
-  if (!options().report.empty() && ranks_.is_first()) {
+  if (!options().save.empty()) prepare_checkpoints(options().save);
+  if (!options().report.empty()) {
     check_writable(options().report);
     page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
                   describe(inputs_.precision) + ")");
@@ -293,7 +283,7 @@ RunResult Run::execute() {
                            .stream = nullptr,
                            .callback = [&](const mezzo::Overflow& found) { page_->add(found); }});
   }
-  if (!ranks_.is_distributed()) stop_at_signals();  // several ranks would stop at different steps
+  stop_at_signals();
   train();
   telemetry_->flush();
   if (!options().save.empty() && saved_at_ != trainer_.position.steps) save();
@@ -360,7 +350,6 @@ void Run::save_page(const RunResult& result, const std::string& ended) {
   report.option("model", options().model);
   report.option("device", options().device);
   report.option("threads", std::to_string(at::get_num_threads()));
-  report.option("processes", std::to_string(ranks_.size()));
   report.save(options().report);
 }
 
@@ -370,7 +359,7 @@ void Run::save() {
                          .training = options().training,
                          .identity = identity_of(options(), inputs_)};
   const bool is_durable =
-      save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record, ranks_);
+      save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record);
   saved_at_ = trainer_.position.steps;
   progress_->say(
       "saved step " + std::to_string(saved_at_) + " in " + options().save +
@@ -378,9 +367,9 @@ void Run::save() {
 }
 
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
-  const auto answers = tag_sentences(
-      trainer_.model, examples, sentences.size(), inputs_.data.labels, inputs_.padding(),
-      inputs_.config.max_position_embeddings, inputs_.precision, ranks_);
+  const auto answers =
+      tag_sentences(trainer_.model, examples, sentences.size(), inputs_.data.labels,
+                    inputs_.padding(), inputs_.config.max_position_embeddings, inputs_.precision);
   TagSequences truth;
   for (const auto& sentence : sentences) truth.push_back(sentence.tags);
   score_ = entity_scores(truth, answers);
@@ -396,7 +385,7 @@ RunResult Run::result() const {
           .f1 = score_.f1,
           .precision = score_.precision,
           .recall = score_.recall,
-          .peak_memory_bytes = ranks_.largest(peak_memory_bytes(inputs_.device)),
+          .peak_memory_bytes = peak_memory_bytes(inputs_.device),
           .bytes_a_parameter = trainer_.bytes_a_parameter(),
           .tokens_per_second = progress_->tokens_per_second(),
           .steps = trainer_.position.steps,
@@ -408,9 +397,9 @@ RunResult Run::result() const {
 
 RunOptions options_in_effect(const RunOptions& options) { return origin_of(options).options; }
 
-RunResult run_training(const RunOptions& options, const Ranks& ranks) {
-  set_threads(options.threads, ranks.on_this_machine());
-  return Run(options, ranks).execute();
+RunResult run_training(const RunOptions& options) {
+  set_threads(options.threads);
+  return Run(options).execute();
 }
 
 }  // namespace bert_ner

@@ -7,7 +7,6 @@
 #include <string>
 
 #include "options.h"
-#include "ranks.h"
 #include "training.h"
 
 namespace bert_ner {
@@ -19,9 +18,9 @@ struct RunResult {
   std::string autocast;      ///< "off", "bfloat16" or "float16"
   double learning_rate = 0;  ///< the schedule's highest
   double f1 = 0, precision = 0, recall = 0;
-  int64_t peak_memory_bytes = 0;  ///< of the rank with the most
-  double bytes_a_parameter = 0;   ///< Trainer::bytes_a_parameter
-  double tokens_per_second = 0;   ///< in training, without padding
+  int64_t peak_memory_bytes = 0;
+  double bytes_a_parameter = 0;  ///< Trainer::bytes_a_parameter
+  double tokens_per_second = 0;  ///< in training, without padding
   int64_t steps = 0, skipped_steps = 0;
   double loss_scale = 1;  ///< at the end
 };
@@ -41,9 +40,8 @@ RunOptions options_in_effect(const RunOptions& options);
 
 /// Trains as the options say, or resumes the run in `options.resume`, and scores the test part, or
 /// the validation part if there is none. Sets the number of threads and draws from torch's default
-/// generators. Progress and scores by type go to standard error. All `ranks` call it together and
-/// get the same result; the first one reports and saves.
+/// generators. Progress and scores by type go to standard error.
 /// \throws InputError for files and values that cannot be used; Interrupted
-RunResult run_training(const RunOptions& options, const Ranks& ranks = {});
+RunResult run_training(const RunOptions& options);
 
 }  // namespace bert_ner

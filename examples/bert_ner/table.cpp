@@ -20,7 +20,7 @@
 namespace bert_ner {
 namespace {
 
-constexpr std::size_t kColumns = 11;
+constexpr std::size_t kColumns = 7;
 constexpr double kMebibyte = 1024.0 * 1024.0;
 using Cells = std::array<std::string, kColumns>;
 
@@ -46,11 +46,11 @@ double mebibytes(const TableRow& row) {
 }
 
 /// "0.495", or of several seeds "0.479 (0.460-0.499)".
-std::string score_cell(const TableRow& row, double RunResult::*score) {
-  const auto text = formatted("%.3f", mean(row, score));
+std::string f1_cell(const TableRow& row) {
+  const auto text = formatted("%.3f", mean(row, &RunResult::f1));
   if (row.size() == 1) return text;
-  const auto [lowest, highest] = std::ranges::minmax(row, {}, score);
-  return text + formatted(" (%.3f-%.3f)", lowest.*score, highest.*score);
+  const auto [lowest, highest] = std::ranges::minmax(row, {}, &RunResult::f1);
+  return text + formatted(" (%.3f-%.3f)", lowest.f1, highest.f1);
 }
 
 Cells cells_of(const TableRow& row, const TableRow& first) {
@@ -58,16 +58,12 @@ Cells cells_of(const TableRow& row, const TableRow& first) {
   int64_t skipped = 0;
   for (const auto& one : row) skipped += one.skipped_steps;
   return {run.name,
-          formatted("%g", run.learning_rate),
-          score_cell(row, &RunResult::f1),
-          score_cell(row, &RunResult::precision),
-          score_cell(row, &RunResult::recall),
+          f1_cell(row),
           formatted("%.0f MiB", mebibytes(row)),
           formatted("%.1f", run.bytes_a_parameter),
           formatted("%.0f", mean(row, &RunResult::tokens_per_second)),
           formatted("%.2f", mean_relative_speed(row, first)),
-          std::to_string(skipped),
-          formatted("%g", run.loss_scale)};
+          std::to_string(skipped)};
 }
 
 /// Runs this very program with other arguments; it ends with this process, however this one ends.
@@ -105,10 +101,12 @@ std::pair<std::string, int> run_self(const std::vector<std::string>& arguments) 
   return {text, status};
 }
 
-RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision,
-                             uint64_t seed) {
+/// \param more flags, which win over those of `arguments`
+RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision, uint64_t seed,
+                             const std::vector<std::string>& more = {}) {
   arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
                                      std::to_string(seed), "--seeds", "1", "--json", "-"});
+  arguments.insert(arguments.end(), more.begin(), more.end());
   const auto [results, status] = run_self(arguments);
   const auto name = "the run of " + title_of(precision);
   if (WIFSIGNALED(status)) {
@@ -133,11 +131,20 @@ std::vector<Precision> table_precisions(const RunOptions& options) {
   return precisions;
 }
 
-std::string format_table(std::span<const TableRow> rows) {
-  std::vector<Cells> lines{{"name", "initial learning rate", "F1", "P", "R", "peak memory",
-                            "bytes a parameter", "tokens/s", "relative speed", "skipped steps",
-                            "loss scale"}};
-  for (const auto& row : rows) lines.push_back(cells_of(row, rows.front()));
+std::string stray_speeds(std::span<const double> float32_speeds) {
+  constexpr double kMostThatCompares = 1.1;
+  if (float32_speeds.empty()) return {};
+  const auto [slowest, fastest] = std::ranges::minmax(float32_speeds);
+  if (fastest <= slowest * kMostThatCompares) return {};
+  return formatted(
+      "The speeds do not compare: the same float32 steps ran at %.0f to %.0f tokens/s between the "
+      "rows. Run it again on an idle machine.",
+      slowest, fastest);
+}
+
+std::string format_table(const Table& table) {
+  std::vector<Cells> lines{{"name", "F1", "memory", "bytes/param", "tokens/s", "speed", "skipped"}};
+  for (const auto& row : table.rows) lines.push_back(cells_of(row, table.rows.front()));
   std::array<std::size_t, kColumns> widths{};
   for (const auto& line : lines) {
     for (std::size_t i = 0; i < kColumns; ++i) widths[i] = std::max(widths[i], line[i].size());
@@ -155,19 +162,25 @@ std::string format_table(std::span<const TableRow> rows) {
     }
     text += "|\n";
   }
-  return text;
+  const auto note = stray_speeds(table.float32_speeds);
+  return note.empty() ? text : text + "\n" + note + "\n";
 }
 
-nlohmann::json table_json(std::span<const TableRow> rows, const RunOptions& options, int ranks) {
+nlohmann::json table_json(const Table& table, const RunOptions& options) {
   nlohmann::json list = nlohmann::json::array();
-  for (const auto& row : rows) {
+  for (const auto& row : table.rows) {
     nlohmann::json entry = row.front();
-    entry["relative_speed"] = mean_relative_speed(row, rows.front());
+    entry["relative_speed"] = mean_relative_speed(row, table.rows.front());
     if (row.size() > 1) entry["runs"] = row;
     list.push_back(std::move(entry));
   }
-  return {{"rows", std::move(list)},          {"device", options.device}, {"ranks", ranks},
-          {"threads", at::get_num_threads()}, {"data", options.data},     {"model", options.model},
+  return {{"rows", std::move(list)},
+          {"float32_speeds", table.float32_speeds},
+          {"speeds_compare", stray_speeds(table.float32_speeds).empty()},
+          {"device", options.device},
+          {"threads", at::get_num_threads()},
+          {"data", options.data},
+          {"model", options.model},
           {"training", options.training}};
 }
 
@@ -179,18 +192,25 @@ std::string slow_autocast_warning(const RunOptions& options) {
   return native.reason;
 }
 
-std::vector<TableRow> run_rows(const RunOptions& options,
-                               const std::vector<std::string>& arguments) {
+Table run_rows(const RunOptions& options, const std::vector<std::string>& arguments) {
   const auto precisions = table_precisions(options);
-  std::vector<TableRow> rows(precisions.size());
+  Table table{.rows = std::vector<TableRow>(precisions.size()), .float32_speeds = {}};
+  const auto time_float32 = [&] {
+    const auto steps = std::to_string(options.max_steps > 0 ? options.max_steps : 40);
+    const auto run = run_in_its_process(arguments, Precision::fp32, options.training.seed,
+                                        {"--quiet", "--max-steps", steps});
+    table.float32_speeds.push_back(run.tokens_per_second);
+  };
+  time_float32();
   for (uint64_t i = 0; i < static_cast<uint64_t>(options.seeds); ++i) {
     // Seed by seed, so that what else the machine does slows all rows down.
-    for (std::size_t row = 0; row < rows.size(); ++row) {
-      rows[row].push_back(
+    for (std::size_t row = 0; row < precisions.size(); ++row) {
+      table.rows[row].push_back(
           run_in_its_process(arguments, precisions[row], options.training.seed + i));
+      time_float32();
     }
   }
-  return rows;
+  return table;
 }
 
 }  // namespace bert_ner

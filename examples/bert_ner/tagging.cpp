@@ -46,8 +46,7 @@ std::vector<Sentence> read_sentences(const PredictOptions& options) {
 
 TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Example> examples,
                            std::size_t sentences, const Labels& labels, Padding padding,
-                           int64_t max_length, const mezzo::AutocastSetting& precision,
-                           const Ranks& ranks) {
+                           int64_t max_length, const mezzo::AutocastSetting& precision) {
   constexpr int64_t kBatchSize = 32;
   const torch::NoGradGuard no_grad;
   const mezzo::AutocastGuard autocast(precision);
@@ -55,25 +54,22 @@ TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Ex
   model->eval();
   const auto begins = first_words(examples);
   const auto answers = torch::zeros({begins.back()}, torch::kInt64);  // one a word
-  const auto batches = length_sorted_batches(examples, kBatchSize);
-  const auto stride = static_cast<std::size_t>(ranks.size());
-  for (auto i = static_cast<std::size_t>(ranks.rank()); i < batches.size(); i += stride) {
-    const auto batch = collate(examples, batches[i], padding, max_length, device);
+  for (const auto& positions : length_sorted_batches(examples, kBatchSize)) {
+    const auto batch = collate(examples, positions, padding, max_length, device);
     const auto best = model(batch.ids, batch.mask).argmax(-1).cpu();
     const auto ids = best.accessor<int64_t, 2>();
-    for (std::size_t row = 0; row < batches[i].size(); ++row) {
-      const auto position = batches[i][row];
+    for (std::size_t row = 0; row < positions.size(); ++row) {
+      const auto position = positions[row];
       auto* answer = answers.mutable_data_ptr<int64_t>() + begins[position];
       for (const auto piece : examples[position].first_pieces) {
         *answer++ = ids[static_cast<int64_t>(row)][piece];
       }
     }
   }
-  const auto all = ranks.sum(answers);  // each rank has zeros for what others answered
-  TagSequences tags(sentences);         // the parts of a long sentence come together again
+  TagSequences tags(sentences);  // the parts of a long sentence come together again
   for (std::size_t i = 0; i < examples.size(); ++i) {
     for (auto word = begins[i]; word < begins[i + 1]; ++word) {
-      tags[examples[i].sentence].push_back(labels.name(all.const_data_ptr<int64_t>()[word]));
+      tags[examples[i].sentence].push_back(labels.name(answers.const_data_ptr<int64_t>()[word]));
     }
   }
   return tags;

@@ -16,17 +16,14 @@
 #include "bert.h"
 #include "entity_scores.h"
 #include "options.h"
-#include "ranks.h"
 
 namespace bert_ner {
 
 /// The likeliest tag of each word of each sentence. Puts the model into evaluation mode.
 /// \param examples as make_examples cut the sentences, `sentences` in number
-/// \param ranks share the batches; each rank gets all answers
 TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Example> examples,
                            std::size_t sentences, const Labels& labels, Padding padding,
-                           int64_t max_length, const mezzo::AutocastSetting& precision,
-                           const Ranks& ranks = {});
+                           int64_t max_length, const mezzo::AutocastSetting& precision);
 
 /// Writes "word TAB tag" lines, a blank line after each sentence, which read_conll takes back.
 /// Words are what white space parts: put spaces around punctuation, as the corpora do. In the

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <optional>
 #include <utility>
 
 #include "machine.h"
@@ -55,7 +54,7 @@ mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t e
           .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
 }
 
-/// A loss that is summed over the labels; loss_of divides it by the weight of the whole batch.
+/// A loss that is summed over the labels; loss_of divides it by the weight of the batch.
 torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
                                           torch::Device device) {
   const auto weights = torch::tensor(class_weights, torch::kFloat64).to(device, torch::kFloat32);
@@ -83,19 +82,17 @@ int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
 
 Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
                  mezzo::AutocastSetting precision, std::vector<double> class_weights,
-                 int64_t epoch_steps, const Ranks& ranks)
+                 int64_t epoch_steps)
     : model(stored_as(options.precision, std::move(trained_model))),
       optimizer(make_optimizer(model, options)),
       schedule(optimizer, learning_rate_curve(options, epoch_steps)),
       scaler({.enabled = scales_loss(options.precision)}),
       options_(options),
       precision_(std::move(precision)),
-      ranks_(ranks),
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
       device_(model->parameters().front().device()) {
   precision_.cache = weights_;
-  if (ranks.is_distributed()) all_ranks_.emplace(model, ranks.group());
   if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
 }
 
@@ -118,38 +115,32 @@ double Trainer::bytes_a_parameter() const {
   return bytes / parameters;
 }
 
-/// This rank's share of the batch's mean; the ranks' shares add up to it.
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
   // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
   mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
-  const auto logits = all_ranks_ ? (*all_ranks_)(ids, mask) : model(ids, mask);
+  const auto logits = model(ids, mask);
   return criterion_(logits.flatten(0, 1).to(torch::kFloat32), labels.flatten()) /
          micro_batch.label_weight;
 }
 
 StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
-  // Micro-batches contribute to a mean. DataParallel averages over ranks, where a sum is needed.
-  const double parts = static_cast<double>(micro_batches.size()) / ranks_.size();
+  const auto parts = static_cast<double>(micro_batches.size());  // gradients add up to a mean
   torch::Tensor loss_sum = torch::zeros({}, device_);
   int64_t tokens = 0;
   for (const auto& micro_batch : micro_batches) {
-    std::optional<mezzo::GradBuckets::NoSync> no_sync;  // until the last
-    if (all_ranks_ && &micro_batch != &micro_batches.back()) no_sync.emplace(all_ranks_->buckets());
     const auto loss = loss_of(micro_batch);
     scaler.scale(loss / parts).backward();
     loss_sum += loss.detach();
     tokens += micro_batch.batch.tokens;
   }
-  auto loss_of_all = ranks_.begin_sum(loss_sum);  // under the step
   const double learning_rate = optimizer.param_groups().front().options().get_lr();
   // Unscales, clips and steps, unless there is an inf or a NaN.
   auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();
   schedule.step(result);  // a skipped step spends no learning rate
   optimizer.zero_grad();
-  if (loss_of_all) loss_of_all->wait();
-  return {.loss = loss_sum / static_cast<double>(micro_batches.size()),
+  return {.loss = loss_sum / parts,
           .tokens = tokens,
           .learning_rate = learning_rate,
           .result = std::move(result)};
@@ -166,8 +157,7 @@ void Trainer::train_epoch(std::span<const Example> examples, const BatchList& ba
         std::min(begin + static_cast<std::size_t>(options_.accumulate), batches.size());
     std::vector<MicroBatch> micro_batches;
     for (auto i = begin; i < end; ++i) {
-      micro_batches.push_back({collate(examples, batches[i], padding, max_length, device_,
-                                       {.number = ranks_.rank(), .of = ranks_.size()}),
+      micro_batches.push_back({collate(examples, batches[i], padding, max_length, device_),
                                label_weight_of(examples, batches[i], class_weights_)});
     }
     const auto report = train_step(micro_batches);

@@ -4,7 +4,6 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/weight_cache.h>
-#include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -13,14 +12,12 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <span>
 #include <vector>
 
 #include "batches.h"
 #include "bert.h"
 #include "options.h"
-#include "ranks.h"
 
 namespace bert_ner {
 
@@ -31,13 +28,13 @@ struct TrainingPosition {
   int64_t steps = 0;  ///< steps since the start, skipped ones too
 };
 
-/// A batch of a step, or this rank's part of it.
+/// A batch of a step.
 struct MicroBatch {
   Batch batch;
-  double label_weight;  ///< sum of the class weights of the whole batch's labels
+  double label_weight;  ///< sum of the class weights of the batch's labels
 };
 
-/// The outcome of one step, on all ranks together.
+/// The outcome of one step.
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
   int64_t tokens = 0;        ///< without padding
@@ -45,16 +42,14 @@ struct StepReport {
   mezzo::StepResult result;  ///< reading it waits for the device
 };
 
-/// A model and everything that changes while it is trained. Each rank has one. Ranks share every
-/// batch and train as one process would.
+/// A model and everything that changes while it is trained.
 class Trainer {
  public:
-  /// Casts the model if `options.precision` stores it in bfloat16. All ranks make their Trainers
-  /// together, and get the first one's weights.
+  /// Casts the model if `options.precision` stores it in bfloat16.
   /// \param class_weights one for each label; \param steps_per_epoch scales the schedule
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
           mezzo::AutocastSetting precision, std::vector<double> class_weights,
-          int64_t steps_per_epoch, const Ranks& ranks = {});
+          int64_t steps_per_epoch);
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -81,12 +76,9 @@ class Trainer {
   mezzo::AutocastSetting precision_;
   /// Copies of the weights that autocast reads, written by the optimizer.
   mezzo::WeightCache weights_ = mezzo::install_op_overrides(mezzo::WeightCache());
-  Ranks ranks_;
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;
-  /// Trains the model on all ranks; none in a process alone.
-  std::optional<mezzo::DataParallel<BertForTokenClassification>> all_ranks_;
 };
 
 /// Steps of an epoch: groups of `accumulate` batches, the last one perhaps smaller.

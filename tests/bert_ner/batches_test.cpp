@@ -110,33 +110,5 @@ TEST_F(Batches, RoundLengthsUpToAMultipleWithinTheModelsReach) {
   EXPECT_EQ(collate(made, shorter, {0, 8}, 20, torch::kCPU).ids.size(1), 8);
 }
 
-TEST_F(Batches, AreSharedByRowsThatArePaddedAsInTheWhole) {
-  const auto made = of_lengths({2, 4, 3, 5, 2});
-  const std::vector<std::size_t> all{0, 1, 2, 3, 4};
-  const auto whole = collate(made, all, {0}, 20, torch::kCPU);
-  for (const int parts : {1, 2, 3, 5}) {
-    std::vector<torch::Tensor> ids, labels;
-    for (int number = 0; number < parts; ++number) {
-      const auto part = collate(made, all, {0}, 20, torch::kCPU, {.number = number, .of = parts});
-      EXPECT_EQ(part.tokens, whole.tokens);
-      EXPECT_GE(part.ids.size(0), 5 / parts);
-      EXPECT_LE(part.ids.size(0), 5 / parts + 1);
-      ids.push_back(part.ids);
-      labels.push_back(part.labels);
-    }
-    EXPECT_TRUE(torch::equal(torch::cat(ids), whole.ids)) << parts;
-    EXPECT_TRUE(torch::equal(torch::cat(labels), whole.labels)) << parts;
-  }
-}
-
-TEST_F(Batches, GiveAPartWithoutASentenceARowWithoutLabels) {
-  const auto made = of_lengths({4, 3});
-  const std::vector<std::size_t> both{1, 0};
-  const auto part = collate(made, both, {0}, 20, torch::kCPU, {.number = 2, .of = 3});
-  EXPECT_TRUE(torch::equal(part.ids, torch::tensor({{7, 7, 7, 0}})));
-  EXPECT_TRUE(torch::equal(part.mask, torch::tensor({{true, true, true, false}})));
-  EXPECT_TRUE(part.labels.eq(kIgnoredLabel).all().item<bool>());
-}
-
 }  // namespace
 }  // namespace bert_ner

@@ -8,13 +8,13 @@
 #include <random>
 #include <string>
 
-#include "scratch_folder.h"
+#include "../support/scratch.h"
 #include "text.h"
 
 namespace bert_ner {
 namespace {
 
-using test::ScratchFolder;
+using test_support::Scratch;
 using Strings = std::vector<std::string>;
 
 class ConllFile : public testing::Test {
@@ -33,7 +33,7 @@ class ConllFile : public testing::Test {
     return "no error";
   }
 
-  ScratchFolder folder_;
+  Scratch folder_;
 };
 
 TEST_F(ConllFile, IsReadAsSentencesOfWordsAndTags) {
@@ -131,23 +131,10 @@ TEST(SplitBySeed, PartsTheFileWithoutLossInItsOrder) {
   EXPECT_EQ(all, lines(numbered(101)));
 }
 
-TEST(SplitBySeed, DependsOnTheSeed) {
-  EXPECT_NE(lines(split_by_seed(numbered(100), 0.2, 1).valid),
-            lines(split_by_seed(numbered(100), 0.2, 2).valid));
-}
-
 TEST(SplitBySeed, RefusesAShareThatLeavesAPartEmpty) {
   for (const double share : {0., 1., -0.1, 1.5, std::nan(""), 0.01, 0.99}) {
     EXPECT_THROW(split_by_seed(numbered(10), share, 1), InputError) << share;
   }
-}
-
-TEST(ShuffledIndices, AreEvenlySpreadOverTheOrders) {
-  std::mt19937_64 generator(5);
-  std::map<std::vector<std::size_t>, int> seen;
-  for (int i = 0; i < 6000; ++i) ++seen[shuffled_indices(3, generator)];
-  ASSERT_EQ(seen.size(), 6u);
-  for (const auto& [order, times] : seen) EXPECT_NEAR(times, 1000, 150);
 }
 
 }  // namespace

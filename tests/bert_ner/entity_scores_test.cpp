@@ -43,7 +43,7 @@ TEST(EntityScores, GivesTheNumbersThatSeqevalRecorded) {
       EXPECT_EQ(score.support, row[3].at(type)[3].get<double>());
     }
   }
-  EXPECT_EQ(cases, 122);
+  EXPECT_EQ(cases, 40);
 }
 
 TEST(EntityScores, CountsAnEntityOnlyIfTypeAndBothEndsAreRight) {

@@ -54,7 +54,7 @@ def main():
     source = random.Random(2011)
     record([["O", "O"]], [["B-LOC", "I-LOC"]])
     record([["B-LOC", "O"]], [["O", "O"]])
-    for case in range(120):
+    for case in range(38):
         truth = [random_sentence(source, source.randint(1, 12)) for _ in range(1 + case % 5)]
         rate = source.choice([0, 0.1, 0.3, 0.6])
         record(truth, [disturbed(source, tags, rate) for tags in truth])

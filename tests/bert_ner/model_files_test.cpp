@@ -16,7 +16,7 @@ namespace bert_ner {
 namespace {
 
 using test::copy_tiny_bert;
-using test::ScratchFolder;
+using test_support::Scratch;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -63,7 +63,7 @@ torch::Tensor logits_of(BertForTokenClassification model) {
 }
 
 TEST(ModelFiles, LoadsNamesWithoutThePrefixAndTheOlderLayerNorms) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   rewrite_weights(folder, [](std::string& name, torch::Tensor&) {
     if (name.starts_with("bert.")) name.erase(0, 5);
@@ -79,7 +79,7 @@ TEST(ModelFiles, LoadsNamesWithoutThePrefixAndTheOlderLayerNorms) {
 }
 
 TEST(ModelFiles, ConvertsOtherFloatingPointDtypes) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   rewrite_weights(folder,
                   [](std::string&, torch::Tensor& tensor) { tensor = tensor.to(torch::kHalf); });
@@ -90,7 +90,7 @@ TEST(ModelFiles, ConvertsOtherFloatingPointDtypes) {
 }
 
 TEST(ModelFiles, LeavesOtherHeadsAloneAndNamesThem) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   rewrite_weights(folder, [](std::string& name, torch::Tensor&) {
     if (name == "classifier.bias") name = "pooler.dense.bias";
@@ -108,7 +108,7 @@ TEST(ModelFiles, LeavesOtherHeadsAloneAndNamesThem) {
 }
 
 TEST(ModelFiles, NamesTensorsOfAnotherShape) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   rewrite_weights(folder, [](std::string& name, torch::Tensor& tensor) {
     if (name.ends_with("layer.1.output.dense.weight")) tensor = tensor.narrow(1, 0, 23);
@@ -119,7 +119,7 @@ TEST(ModelFiles, NamesTensorsOfAnotherShape) {
 }
 
 TEST(ModelFiles, NamesMissingAndUnknownTensors) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto one_layer_more = copy_tiny_bert(scratch, "more");
   change_config(one_layer_more, "num_hidden_layers", 3);
   EXPECT_THAT(load_error(one_layer_more),
@@ -131,7 +131,7 @@ TEST(ModelFiles, NamesMissingAndUnknownTensors) {
 }
 
 TEST(ModelFiles, RefusesWeightsThatAreNoNumbersWithAPoint) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   rewrite_weights(folder, [](std::string& name, torch::Tensor& tensor) {
     if (name == "classifier.bias") tensor = tensor.to(torch::kInt64);
@@ -158,7 +158,7 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
       {"model_type", "roberta", "must be one of: bert"},
       {"position_embedding_type", "relative_key", "must be one of: absolute"}};
   for (const auto& [field, value, message] : cases) {
-    const ScratchFolder scratch;
+    const Scratch scratch;
     const auto folder = copy_tiny_bert(scratch);
     change_config(folder, field, value);
     const auto error = error_of([&] {
@@ -172,7 +172,7 @@ TEST(ModelFiles, SaysWhatIsWrongWithTheConfiguration) {
 TEST(ModelFiles, ComparesSizesBeforeItTakesMemoryForThem) {
   for (const char* field : {"num_hidden_layers", "hidden_size", "vocab_size",
                             "max_position_embeddings", "type_vocab_size", "intermediate_size"}) {
-    const ScratchFolder scratch;
+    const Scratch scratch;
     const auto folder = copy_tiny_bert(scratch);
     const auto check = [&] { check_sizes(bert_config_of(read_model_files(folder)), folder); };
     EXPECT_EQ(error_of(check), "no error");
@@ -184,7 +184,7 @@ TEST(ModelFiles, ComparesSizesBeforeItTakesMemoryForThem) {
 }
 
 TEST(ModelFiles, RefusesWhatIsNoFileInTheVocabularysPlace) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto folder = copy_tiny_bert(scratch);
   std::filesystem::remove(folder / "vocab.txt");
   ASSERT_EQ(mkfifo((folder / "vocab.txt").c_str(), 0600), 0);  // nobody will write to it
@@ -193,7 +193,7 @@ TEST(ModelFiles, RefusesWhatIsNoFileInTheVocabularysPlace) {
 }
 
 TEST(ModelFiles, SaysWhatIsMissing) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   EXPECT_THAT(error_of([&] { read_model_files(scratch / "nowhere"); }),
               HasSubstr("is not a folder"));
   const auto folder = copy_tiny_bert(scratch);
@@ -211,7 +211,7 @@ TEST(ModelFiles, SaysWhatIsMissing) {
 }
 
 TEST(ModelFiles, WritesAFolderThatItReadsBack) {
-  const ScratchFolder scratch;
+  const Scratch scratch;
   const auto files = read_model_files(test::tiny_bert_folder());
   const Labels labels({"O", "B-x", "I-x"});
   BertForTokenClassification model(bert_config_of(files), 3);

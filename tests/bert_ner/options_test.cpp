@@ -88,13 +88,6 @@ TEST(CommandLine, HelpListsTheFlags) {
   EXPECT_THAT(help->text, testing::AllOf(HasSubstr("--learning-rate"), HasSubstr("predict")));
 }
 
-TEST(CommandLine, KnowsOneOfSeveralProcessesBeforeItChecksTheFlags) {
-  EXPECT_TRUE(asks_for_ranks({"--no-such-flag", "--distributed"}));
-  EXPECT_FALSE(asks_for_ranks(with_files({"--save", "x"})));
-  const auto request = parse_command_line(with_files({"--precision", "amp", "--distributed"}));
-  EXPECT_TRUE(std::get<RunOptions>(request).distributed);
-}
-
 TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
   const std::vector<std::pair<Arguments, const char*>> cases{
       {{}, "--model: name the folder"},
@@ -114,8 +107,6 @@ TEST(CommandLine, ImpossibleFlagsAreUsageErrorsOfOneLine) {
       {with_files({"--warmup", "2"}), "--warmup"},
       {with_files({"--dropout", "1"}), "--dropout"},
       {with_files({"--max-grad-norm", "0"}), "--max-grad-norm"},
-      {with_files({"--distributed=true"}), "--distributed: takes no value"},
-      {with_files({"--distributed"}), "--distributed: is for one run; choose it with --precision"},
       {with_files({"--threads", "0"}), "--threads"},
       {with_files({"--threads", "1000000"}), "--threads"},
       {with_files({"--seed", "-1"}),

@@ -1,10 +1,7 @@
-#include <mezzo/autocast/cast_trace.h>
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
-#include <set>
 #include <sstream>
 
 #include "dataset.h"
@@ -29,7 +26,7 @@ std::string predict_text(const std::string& text, const std::string& file = {}) 
 }
 
 TEST(Predict, GivesEachWordATag) {
-  const test::ScratchFolder scratch;
+  const test_support::Scratch scratch;
   const auto file = scratch.write("out.txt", predict_text(" alice\tlives in paris ."));
   const auto sentences = read_conll(file);
   ASSERT_EQ(sentences.size(), 1U);
@@ -37,7 +34,7 @@ TEST(Predict, GivesEachWordATag) {
 }
 
 TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
-  const test::ScratchFolder scratch;
+  const test_support::Scratch scratch;
   std::string line;
   for (int i = 0; i < 50; ++i) line += "alice ";  // the model reads 18 words at a time
   const auto input = scratch.write("in.txt", "bob met carol\n\n" + line + "\n");
@@ -46,26 +43,6 @@ TEST(Predict, LabelsALineAtATimeAndJoinsLongOnes) {
   ASSERT_EQ(sentences.size(), 2U);
   EXPECT_EQ(sentences[0].words.size(), 3U);
   EXPECT_EQ(sentences[1].words.size(), 50U);
-}
-
-/// What the matrix products of a prediction ran in; nothing where autocast was off.
-std::set<torch::ScalarType> products_where_autocast_is(const char* value) {
-  value != nullptr ? setenv("MEZZO_AUTOCAST", value, 1) : unsetenv("MEZZO_AUTOCAST");
-  const mezzo::CastTrace trace;
-  predict_text("alice lives in paris.");
-  unsetenv("MEZZO_AUTOCAST");
-  std::set<torch::ScalarType> dtypes;
-  for (const auto& record : trace.records()) {
-    if (record.op == "aten::matmul") dtypes.insert(record.runs_in);
-  }
-  return dtypes;
-}
-
-TEST(Predict, ComputesInWhatTheEnvironmentNames) {
-  EXPECT_THAT(products_where_autocast_is("off"), ElementsAre());
-  EXPECT_THAT(products_where_autocast_is("bf16"), ElementsAre(torch::kBFloat16));
-  EXPECT_THAT(products_where_autocast_is("fp16"), ElementsAre(torch::kFloat16));
-  EXPECT_THAT(products_where_autocast_is(nullptr), ElementsAre(torch::kBFloat16));
 }
 
 TEST(Predict, RefusesAnEnvironmentThatNamesNothing) {

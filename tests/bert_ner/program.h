@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "scratch_folder.h"
+#include "../support/scratch.h"
 #include "tiny_corpus.h"
 
 namespace bert_ner::test {
@@ -69,7 +69,8 @@ class ProgramRuns : public testing::Test {
     int status = 0;
     waitpid(child, &status, 0);
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-            read_bytes(scratch_ / "stdout"), read_bytes(scratch_ / "stderr")};
+            test_support::bytes_of(scratch_ / "stdout"),
+            test_support::bytes_of(scratch_ / "stderr")};
   }
 
   Outcome run(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
@@ -88,7 +89,7 @@ class ProgramRuns : public testing::Test {
 
   Arguments launcher_;            ///< before the program: mpirun and its flags
   const char* stdout_ = nullptr;  ///< in place of the scratch folder's file
-  ScratchFolder scratch_;
+  test_support::Scratch scratch_;
   std::filesystem::path corpus_ = write_tiny_corpus(scratch_, "corpus.txt", 36);
 };
 

@@ -55,21 +55,22 @@ TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
   const auto outcome =
       run(training({"--learning-rate", "0.01", "--quiet", "--json", json.string()}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
-  EXPECT_THAT(outcome.out,
-              MatchesRegex("\\| name +\\| initial learning rate \\| +F1 \\| +P \\| +R \\| "
-                           "peak memory \\| bytes a parameter \\| tokens/s \\| relative speed \\| "
-                           "skipped steps \\| loss scale \\|\n"
-                           "\\|[-:|]+\\|\n"
-                           "\\| fp32 +\\| +0\\.01 \\| [^\n]* MiB \\| +16\\.0 \\| +[0-9]+ \\| "
-                           "+1\\.00 \\| +0 \\| +1 \\|\n"
-                           "\\| amp no scale +\\| +0\\.01 \\| [^\n]* 1 \\|\n"
-                           "\\| amp dynamic scale +\\| +0\\.01 \\| [^\n]* 65536 \\|\n"
-                           "\\| bf16 . split master +\\| [^\n]* +14\\.0 \\| [^\n]*\n"
-                           "\\| bf16 . stochastic rounding +\\| [^\n]* +8\\.0 \\| [^\n]*\n"
-                           "\\| bf16 . stochastic, 8-bit moments +\\| [^\n]*\n"
-                           "(\\| fp16 dynamic scale +\\| [^\n]*\n)?"));
+  EXPECT_THAT(
+      outcome.out,
+      MatchesRegex("\\| name +\\| +F1 \\| +memory \\| bytes/param \\| tokens/s \\| speed \\| "
+                   "skipped \\|\n"
+                   "\\|[-:|]+\\|\n"
+                   "\\| fp32 +\\| [^\n]* MiB \\| +16\\.0 \\| +[0-9]+ \\| +1\\.00 \\| +0 \\|\n"
+                   "\\| amp no scale +\\| [^\n]*\n"
+                   "\\| amp dynamic scale +\\| [^\n]*\n"
+                   "\\| bf16 . split master +\\| [^\n]* +14\\.0 \\| [^\n]*\n"
+                   "\\| bf16 . stochastic rounding +\\| [^\n]* +8\\.0 \\| [^\n]*\n"
+                   "\\| bf16 . stochastic, 8-bit moments +\\| [^\n]*\n"
+                   "(\\| fp16 dynamic scale +\\| [^\n]*\n)?"
+                   "(\nThe speeds do not compare[^\n]*\n)?"));  // where others run too
   const auto results = read_json(json);
   ASSERT_GE(results.at("rows").size(), 5U);
+  EXPECT_EQ(results.at("float32_speeds").size(), results.at("rows").size() + 1);
   EXPECT_EQ(results.at("rows")[0].at("autocast"), "off");
   EXPECT_EQ(results.at("rows")[2].at("loss_scale"), 65536.0);
   for (const auto& row : results.at("rows")) {
@@ -125,7 +126,7 @@ TEST_F(Program, LeavesAPageAndACheckpointWhenItIsStopped) {
     int status = 0;
     waitpid(child, &status, 0);
     EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == signal) << status;
-    EXPECT_THAT(test::read_bytes(page),
+    EXPECT_THAT(test_support::bytes_of(page),
                 AllOf(StartsWith("<!doctype html>"),
                       HasSubstr(signal == SIGTERM ? "stopped by SIGTERM" : "stopped by Ctrl-C")));
     EXPECT_GT(read_saved_run(saved).position.steps, 0);
@@ -198,8 +199,8 @@ TEST_F(Program, SaysWhichLabelTrainingNeverSaw) {
 }
 
 TEST_F(Program, NotesALabelThatTheSplitKeptFromTraining) {
-  const auto corpus =
-      scratch_.write("rare.txt", test::read_bytes(corpus_) + "may\tB-month\nday\tI-month\n\n");
+  const auto corpus = scratch_.write(
+      "rare.txt", test_support::bytes_of(corpus_) + "may\tB-month\nday\tI-month\n\n");
   const auto is_held_out = [&](uint64_t seed) {
     const auto split = split_by_seed(read_conll(corpus), /*held_out=*/0.2, seed);
     return split.valid.back().words.front() == "may";
@@ -217,30 +218,6 @@ TEST_F(Program, NotesALabelThatTheSplitKeptFromTraining) {
   EXPECT_THAT(note_with_seed(held_out),
               HasSubstr("\nnote: no sentence to learn from has B-month\n"));
   EXPECT_THAT(note_with_seed(learnt), Not(HasSubstr("note:")));
-}
-
-TEST_F(Program, SaysWhatIsWrongWithAModel) {
-  const auto with_model = [&](const fs::path& model) {
-    return Arguments{"--model", model.string(), "--data", corpus_.string(), "--precision", "amp"};
-  };
-  expect_failure(run(with_model(scratch_ / "nowhere")), 1, {"nowhere", "is not a folder"});
-
-  const auto truncated = test::copy_tiny_bert(scratch_, "truncated");
-  fs::resize_file(truncated / "model.safetensors", 5000);
-  expect_failure(run(with_model(truncated)), 1, {"truncated/model.safetensors"});
-
-  const auto no_unknown = test::copy_tiny_bert(scratch_, "no_unknown");
-  auto vocabulary = test::read_bytes(no_unknown / "vocab.txt");
-  vocabulary.replace(vocabulary.find("[UNK]"), 5, "[unk]");
-  std::ofstream(no_unknown / "vocab.txt") << vocabulary;
-  expect_failure(run(with_model(no_unknown)), 1, {"no_unknown/vocab.txt", "[UNK]"});
-
-  const auto other_shape = test::copy_tiny_bert(scratch_, "other_shape");
-  auto config = test::read_bytes(other_shape / "config.json");
-  config.replace(config.find("\"intermediate_size\": 24"), 23, "\"intermediate_size\": 32");
-  std::ofstream(other_shape / "config.json") << config;
-  expect_failure(run(with_model(other_shape)), 1,
-                 {"other_shape/model.safetensors", "[24, 16]", "[32, 16]"});
 }
 
 TEST_F(Program, RefusesBeforeItTrainsWhatItCouldNotWriteAfterwards) {
@@ -261,20 +238,6 @@ TEST_F(Program, FailsWhenItsOutputIsLost) {
   expect_failure(outcome, 1, {"standard output: cannot be written"});
 }
 
-TEST_F(Program, SaysOnceWhatStoppedItsRows) {
-  expect_failure(run({"--model", (scratch_ / "nowhere").string(), "--data", corpus_.string()}), 1,
-                 {"nowhere: is not a folder"});
-}
-
-TEST_F(Program, PrintsItsResultsForProgramsToo) {
-  const auto outcome = run(training(
-      {"--precision", "fp32", "--max-steps", "1", "--quiet", "--threads", "1", "--json", "-"}));
-  EXPECT_EQ(outcome.status, 0) << outcome.err;
-  const auto results = nlohmann::json::parse(outcome.out);
-  EXPECT_EQ(results.at("rows").size(), 1U);
-  EXPECT_EQ(results.at("threads"), 1);
-}
-
 TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
   auto arguments = training({});
   *(std::find(arguments.begin(), arguments.end(), "--epochs") + 1) = "100000";
@@ -284,7 +247,7 @@ TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
   std::string child;
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
   // It is another process only once its own lines appear.
-  while (test::read_bytes(scratch_ / "stderr").find("fp32: ") == std::string::npos &&
+  while (test_support::bytes_of(scratch_ / "stderr").find("fp32: ") == std::string::npos &&
          std::chrono::steady_clock::now() < deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
@@ -293,7 +256,7 @@ TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
   kill(parent, SIGTERM);
   waitpid(parent, nullptr, 0);
   const auto is_alive = [&] {
-    const auto status = test::read_bytes("/proc/" + child + "/status");
+    const auto status = test_support::bytes_of("/proc/" + child + "/status");
     return !status.empty() && status.find("State:\tZ") == std::string::npos;
   };
   while (is_alive() && std::chrono::steady_clock::now() < deadline) {
@@ -340,7 +303,7 @@ TEST_F(Program, SurvivesKillsWhileItSaves) {
     constexpr int kPrime = 7, kSpread = 60;
     if (round == 0) arguments.insert(arguments.end(), {"--precision", "amp"});
     ASSERT_TRUE(kill_after_a_save(start(arguments), saved, round * kPrime % kSpread))
-        << test::read_bytes(scratch_ / "stderr");
+        << test_support::bytes_of(scratch_ / "stderr");
     ASSERT_GT(read_saved_run(saved).position.steps, round);
     test::load_tiny_bert(saved);
     for (const auto& file : mezzo::CheckpointManager(saved / "checkpoints").files()) {

@@ -12,12 +12,12 @@
 #include <string>
 #include <vector>
 
+#include "../support/scratch.h"
 #include "safetensors.h"
-#include "scratch_folder.h"
 
 namespace {
 
-using bert_ner::test::ScratchFolder;
+using test_support::Scratch;
 
 mezzo::GradScaler scaler_of(const std::filesystem::path& file) {
   const auto content = bert_ner::read_safetensors(file).tensors;
@@ -60,7 +60,7 @@ TEST(ScalerSafetensors, OfPythonGoOnWhereItStopped) {
 /// make_scaler_safetensors.py, given the file that is written here, loads it and prints
 /// {'scale': 512.0, ..., 'growth_interval': 3, '_growth_tracker': 2}.
 TEST(ScalerSafetensors, ForPythonHaveItsKeysAndItsKindsOfNumbers) {
-  const ScratchFolder folder;
+  const Scratch folder;
   write(folder / "scaler.safetensors", run(scaler_of(kOfPython)));
   const auto written = bert_ner::read_safetensors(folder / "scaler.safetensors");
   for (const auto& [name, tensor] : bert_ner::read_safetensors(kOfPython).tensors) {

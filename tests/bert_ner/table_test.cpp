@@ -51,42 +51,57 @@ RunResult with_seed(RunResult result, uint64_t seed, double f1, double tokens_pe
   return result;
 }
 
-TEST(Table, HasAColumnForScoresMemorySpeedAndScale) {
-  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
+TEST(Table, HasAColumnForScoreMemoryAndSpeed) {
   EXPECT_EQ(
-      format_table(rows),
-      "| name               | initial learning rate |    F1 |     P |     R | peak memory | bytes "
-      "a "
-      "parameter | tokens/s | relative speed | skipped steps | loss scale |\n"
-      "|--------------------|----------------------:|------:|------:|------:|------------:|--------"
-      "----------:|---------:|---------------:|--------------:|-----------:|\n"
-      "| fp32               |                0.0004 | 0.500 | 0.600 | 0.400 |     600 MiB |        "
-      "      16.0 |     1000 |           1.00 |             0 |          1 |\n"
-      "| fp16 dynamic scale |                0.0004 | 0.450 | 0.600 | 0.400 |     500 MiB |        "
-      "      16.9 |     1500 |           1.50 |             3 |       8192 |\n");
+      format_table({.rows = {{fp32_result()}, {fp16_result()}}, .float32_speeds = {}}),
+      "| name               |    F1 |  memory | bytes/param | tokens/s | speed | skipped |\n"
+      "|--------------------|------:|--------:|------------:|---------:|------:|--------:|\n"
+      "| fp32               | 0.500 | 600 MiB |        16.0 |     1000 |  1.00 |       0 |\n"
+      "| fp16 dynamic scale | 0.450 | 500 MiB |        16.9 |     1500 |  1.50 |       3 |\n");
+}
+
+TEST(Table, FitsHundredColumnsWithTheLongestName) {
+  auto longest = fp32_result();
+  for (const auto precision : all_precisions()) {
+    if (title_of(precision).size() > longest.name.size()) longest.name = title_of(precision);
+  }
+  const auto text = format_table({.rows = {{longest}}, .float32_speeds = {}});
+  EXPECT_LE(text.find('\n'), 100U);
 }
 
 TEST(Table, OfSeveralSeedsHasMeansAndSpreads) {
   auto larger = with_seed(fp16_result(), 2, 0.51, 4000);
   larger.peak_memory_bytes = 700 * kMebibyte;
-  const std::vector<TableRow> rows{{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)},
-                                   {fp16_result(), larger}};
-  const auto text = format_table(rows);
+  const auto text = format_table(
+      {.rows = {{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)}, {fp16_result(), larger}},
+       .float32_speeds = {}});
   EXPECT_THAT(text, HasSubstr("| 0.520 (0.500-0.540) |"));
   EXPECT_THAT(text, HasSubstr("| 0.480 (0.450-0.510) |"));
-  EXPECT_THAT(text, HasSubstr("|     700 MiB |"));
-  EXPECT_THAT(text, HasSubstr("|     2750 |           1.75 |             6 |"));
+  EXPECT_THAT(text, HasSubstr("| 700 MiB |"));
+  EXPECT_THAT(text, HasSubstr("|     2750 |  1.75 |       6 |"));
+}
+
+TEST(Table, SaysWhereItsSpeedsDoNotCompare) {
+  const auto table = [](std::vector<double> speeds) {
+    return Table{.rows = {{fp32_result()}}, .float32_speeds = std::move(speeds)};
+  };
+  EXPECT_THAT(format_table(table({1000, 1090, 1050})), testing::EndsWith("|\n"));
+  EXPECT_EQ(table_json(table({1000, 1090, 1050}), RunOptions()).at("speeds_compare"), true);
+  EXPECT_THAT(format_table(table({1000, 400, 1050})),
+              HasSubstr("The speeds do not compare: the same float32 steps ran at 400 to 1050 "));
+  EXPECT_EQ(table_json(table({1000, 400, 1050}), RunOptions()).at("speeds_compare"), false);
 }
 
 TEST(Table, ForProgramsHasAllRunsOfSeveralSeeds) {
-  const std::vector<TableRow> rows{{fp32_result()}, {fp16_result()}};
-  const auto one = table_json(rows, RunOptions(), 1);
+  const auto one =
+      table_json({.rows = {{fp32_result()}, {fp16_result()}}, .float32_speeds = {}}, RunOptions());
   EXPECT_EQ(one.at("rows").at(1).at("skipped_steps"), 3);
   EXPECT_EQ(one.at("rows").at(1).at("relative_speed"), 1.5);
   EXPECT_FALSE(one.at("rows").at(1).contains("runs"));
 
-  const std::vector<TableRow> twice{{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)}};
-  const auto runs = table_json(twice, RunOptions(), 1).at("rows").at(0).at("runs");
+  const Table twice{.rows = {{fp32_result(), with_seed(fp32_result(), 2, 0.54, 2000)}},
+                    .float32_speeds = {}};
+  const auto runs = table_json(twice, RunOptions()).at("rows").at(0).at("runs");
   ASSERT_EQ(runs.size(), 2U);
   EXPECT_EQ(runs.at(1).at("seed"), 2);
   EXPECT_EQ(runs.at(1).at("f1"), 0.54);

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "scratch_folder.h"
+#include "../support/scratch.h"
 
 namespace bert_ner {
 namespace {
@@ -20,7 +20,7 @@ std::string error_of(std::string_view text) {
 }
 
 TEST(JsonFile, IsParsed) {
-  const test::ScratchFolder folder;
+  const test_support::Scratch folder;
   const auto json =
       read_json(folder.write("config.json", R"({"a": [1, {"a": 2}], "b": {"a": 3}})"));
   EXPECT_EQ(json["a"][1]["a"], 2);
@@ -50,7 +50,7 @@ TEST(JsonFile, IsRefusedIfItIsNestedWithoutEnd) {
 }
 
 TEST(WriteFile, ReplacesAFileAsAWholeAndLeavesNoOther) {
-  const test::ScratchFolder folder;
+  const test_support::Scratch folder;
   write_file(folder / "out", [](std::ostream& file) { file << "one"; });
   write_file(folder / "out", [](std::ostream& file) {
     file << "two"
@@ -61,7 +61,7 @@ TEST(WriteFile, ReplacesAFileAsAWholeAndLeavesNoOther) {
 }
 
 TEST(WriteFile, NamesFileAndReasonWhereItCannotBegin) {
-  const test::ScratchFolder folder;
+  const test_support::Scratch folder;
   const auto error = [&](const std::filesystem::path& path) -> std::string {
     try {
       check_writable(path);

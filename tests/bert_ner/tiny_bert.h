@@ -8,10 +8,10 @@
 #include <filesystem>
 #include <string_view>
 
+#include "../support/scratch.h"
 #include "bert.h"
 #include "model_files.h"
 #include "safetensors.h"
-#include "scratch_folder.h"
 #include "tiny_corpus.h"
 
 namespace bert_ner::test {
@@ -31,7 +31,7 @@ inline BertForTokenClassification load_tiny_bert(
 }
 
 /// A copy of the tiny model's folder whose files a test may spoil.
-inline std::filesystem::path copy_tiny_bert(const ScratchFolder& scratch,
+inline std::filesystem::path copy_tiny_bert(const test_support::Scratch& scratch,
                                             std::string_view name = "model") {
   const auto copy = scratch / name;
   std::filesystem::copy(tiny_bert_folder(), copy, std::filesystem::copy_options::recursive);

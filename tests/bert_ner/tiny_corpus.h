@@ -9,14 +9,14 @@
 #include <string>
 #include <string_view>
 
-#include "scratch_folder.h"
+#include "../support/scratch.h"
 
 namespace bert_ner::test {
 
 /// `count` sentences "NAME [SURNAME] lives in PLACE ." in every combination, tagged, as a CoNLL
 /// file.
-inline std::filesystem::path write_tiny_corpus(const ScratchFolder& scratch, std::string_view name,
-                                               int count) {
+inline std::filesystem::path write_tiny_corpus(const test_support::Scratch& scratch,
+                                               std::string_view name, int count) {
   constexpr std::array kNames = {"alice", "bob", "carol"};
   constexpr std::array kSurnames = {"", "smith", "jones"};
   constexpr std::array kVerbs = {"lives in", "works at", "visits", "met bob in"};

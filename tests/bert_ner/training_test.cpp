@@ -54,7 +54,7 @@ struct TinyTraining {
     return losses;
   }
 
-  test::ScratchFolder scratch;
+  test_support::Scratch scratch;
   TrainingOptions options;
   std::vector<Example> examples;
   BatchList batches;

@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "scratch_folder.h"
+#include "../support/scratch.h"
 #include "text.h"
 
 namespace bert_ner {
@@ -42,7 +42,7 @@ class WordPieceFolder : public testing::Test {
     return "no error";
   }
 
-  test::ScratchFolder folder_;
+  test_support::Scratch folder_;
 };
 
 TEST_F(WordPieceFolder, GivesTheLongestPieces) {

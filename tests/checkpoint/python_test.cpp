@@ -1,4 +1,4 @@
-// Python reads checkpoints with PyTorch alone: examples/read_checkpoint.
+// Python reads checkpoints with PyTorch alone: examples/python_adamw.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
@@ -83,7 +83,7 @@ std::filesystem::path saved_run(const std::filesystem::path& folder) {
 TEST(CheckpointPython, ListsWhatWasSaved) {
   const test_support::Scratch scratch;
   const std::string output =
-      output_of_python("'" MEZZO_EXAMPLES "/read_checkpoint/read_checkpoint.py' '" +
+      output_of_python("'" MEZZO_EXAMPLES "/python_adamw/read_checkpoint.py' '" +
                        saved_run(scratch.path()).string() + "'");
   EXPECT_THAT(output,
               AllOf(HasSubstr("step 3400\n"), HasSubstr("\nmodel.0.weight torch.bfloat16 [2, 3]\n"),
@@ -103,7 +103,7 @@ TEST(CheckpointPython, LoadsTheWeightsIntoAPythonModelAndTheZipIsWhole) {
   const auto script = scratch.path() / "script.py";
   test_support::put_bytes(script, R"(
 import sys, torch, zipfile
-sys.path.insert(0, sys.argv[1] + "/read_checkpoint")
+sys.path.insert(0, sys.argv[1] + "/python_adamw")
 from read_checkpoint import flatten, read
 state = read(sys.argv[2])["state"]
 model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).bfloat16()
@@ -144,7 +144,7 @@ TEST(CheckpointPython, AdamWGoesOnInPython) {
   const auto script = scratch.path() / "script.py";
   test_support::put_bytes(script, R"(
 import sys, torch
-sys.path.insert(0, sys.argv[1] + "/read_checkpoint")
+sys.path.insert(0, sys.argv[1] + "/python_adamw")
 from read_checkpoint import adamw_state_dict, read
 weight = torch.nn.Parameter(torch.tensor([float(sys.argv[3]), float(sys.argv[4])]))
 later = torch.nn.Parameter(torch.tensor([3.0]))

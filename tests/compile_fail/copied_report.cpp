@@ -4,7 +4,7 @@
 
 #include <functional>
 
-void write(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
+void write_copied(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
 #ifdef MEZZO_LEGAL
   telemetry.write_to(std::ref(report));
 #else

@@ -1,7 +1,7 @@
 // error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
 #include <mezzo/autocast/autocast.h>
 
-int wrapped() {
+int function_in_double() {
 #ifdef MEZZO_LEGAL
   return mezzo::autocast<c10::DeviceType::CPU, c10::ScalarType::Half>([] { return 1; })();
 #else

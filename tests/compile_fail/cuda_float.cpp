@@ -1,7 +1,7 @@
 // error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
 #include <mezzo/autocast/autocast.h>
 
-void region() {
+void region_in_float() {
 #ifdef MEZZO_LEGAL
   const mezzo::Autocast<c10::DeviceType::CUDA, c10::ScalarType::BFloat16> autocast;
 #else

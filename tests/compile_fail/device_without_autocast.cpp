@@ -1,7 +1,7 @@
 // error: this device type has no autocast; use torch::kCPU or torch::kCUDA
 #include <mezzo/autocast/autocast.h>
 
-void region() {
+void region_on_meta() {
 #ifdef MEZZO_LEGAL
   const mezzo::Autocast<c10::DeviceType::CPU> autocast;
 #else

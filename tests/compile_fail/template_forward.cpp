@@ -1,7 +1,7 @@
 // error: M needs exactly one forward, neither a template nor overloaded
 #include <mezzo/autocast/autocast_module.h>
 
-struct Net : torch::nn::Module {
+struct AnyNet : torch::nn::Module {
 #ifdef MEZZO_LEGAL
   at::Tensor forward(at::Tensor x) { return x; }
 #else
@@ -12,6 +12,6 @@ struct Net : torch::nn::Module {
 #endif
 };
 
-void wrap() {
-  mezzo::AutocastModule<Net> net(std::make_shared<Net>(), {.device = c10::DeviceType::CPU});
+void wrap_template() {
+  mezzo::AutocastModule<AnyNet> net(std::make_shared<AnyNet>(), {.device = c10::DeviceType::CPU});
 }

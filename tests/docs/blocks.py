@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Writes the C++ code blocks of Markdown pages as translation units, so that a compiler reads them.
+"""Writes the C++ code blocks of Markdown pages as a translation unit, so that a compiler reads them.
 
-    blocks.py OUTPUT_FOLDER ROOT PAGE...
+    blocks.py OUTPUT_FILE HAS_MPI PAGE...
 
 Each ```cpp block, and the new side of each ```diff block, becomes a function that is compiled and never called; a block that
-begins with a class, a template or a function becomes a namespace. What a page leaves out, such as `model` and `loader`, is declared in prelude.h beside this
-script, and a line of three dots is dropped. `#line` makes the compiler name page and line. Blocks that need MPI go to
-blocks_mpi.cpp; the others are spread over blocks_1.cpp and blocks_2.cpp, page by page, about evenly.
+begins with a class, a template or a function becomes a namespace. What a page leaves out, such as `model` and `loader`, is
+declared in prelude.h beside this script, and a line of three dots is dropped. `#line` makes the compiler name page and line.
+Blocks that need MPI are left out unless HAS_MPI is 1.
 """
 
 import pathlib
@@ -18,7 +18,6 @@ INCLUDE = re.compile(r"^\s*#include\b")
 DOTS = re.compile(r"^\s*\.\.\.\s*(//.*)?$")
 AT_NAMESPACE_SCOPE = re.compile(
     r"^(struct|class|enum|template|namespace|TORCH_LIBRARY|static|inline|int main\(|[\w:<>]+[ &*]+\w+\([^;]*\) \{$)")
-UNITS = 2
 
 
 def blocks_of(page):
@@ -59,31 +58,20 @@ def unit_text(page, first, lines):
 
 
 def main():
-    output, root = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
-    pages = [pathlib.Path(page) for page in sys.argv[3:]]
-    units = {f"blocks_{number + 1}": ([], []) for number in range(UNITS)}
-    units["blocks_mpi"] = ([], [])
-    size = dict.fromkeys(units, 0)
-    count = 0
-    for page in sorted(pages, key=lambda path: -path.stat().st_size):
-        lightest = min((name for name in units if name != "blocks_mpi"), key=lambda name: size[name])
+    output, has_mpi, *pages = sys.argv[1:]
+    all_includes, texts = [], []
+    for page in map(pathlib.Path, sorted(pages)):
         for first, lines in blocks_of(page):
             includes, text = unit_text(page, first, lines)
-            is_mpi = any("/mpi_" in line for line in includes) or re.search(r"\bMPI_COMM_WORLD\b", text)
-            unit = "blocks_mpi" if is_mpi else lightest
-            units[unit][0].extend(includes)
-            units[unit][1].append(text)
-            size[unit] += len(text)
-            count += 1
-    if count == 0:
+            needs_mpi = any("/mpi_" in line for line in includes) or re.search(r"\bMPI_COMM_WORLD\b", text)
+            if needs_mpi and has_mpi != "1":
+                continue
+            all_includes += (line.strip() for line in includes)
+            texts.append(text)
+    if not texts:
         sys.exit("blocks.py: there is no C++ block in these pages")
-    output.mkdir(parents=True, exist_ok=True)
-    prelude = root / "tests/docs/prelude.h"
-    for name, (includes, texts) in units.items():
-        source = f'#include "{prelude}"\n' + "".join(f"{line.strip()}\n" for line in dict.fromkeys(includes)) + "".join(texts)
-        path = output / f"{name}.cpp"
-        if not path.exists() or path.read_text(encoding="utf-8") != source:
-            path.write_text(source, encoding="utf-8")
+    source = "\n".join(['#include "prelude.h"', *dict.fromkeys(all_includes), *texts])
+    pathlib.Path(output).write_text(source, encoding="utf-8")
 
 
 if __name__ == "__main__":

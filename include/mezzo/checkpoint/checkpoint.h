@@ -8,7 +8,7 @@
 ///   checkpoint = torch.load("runs/ner/checkpoint-000012-step-3400.pt", weights_only=True)
 ///   checkpoint["step"], checkpoint["state"]["model"]["encoder"]["weight"]
 /// \endcode
-/// `examples/read_checkpoint` converts it to a state_dict.
+/// `examples/python_adamw/read_checkpoint.py` converts it to a state_dict.
 #pragma once
 
 #include <mezzo/base/version.h>

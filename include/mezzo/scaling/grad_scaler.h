@@ -54,7 +54,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///     scaler.scale(loss).backward();
 ///     auto result = scaler.step(optimizer, {.max_norm = 1.0});
 ///     scaler.update();
-///     if (result.ran()) schedule.step();
+///     schedule.step(result);
 ///   }
 /// \endcode
 ///
@@ -78,7 +78,7 @@ class GradScaler {
   /// Refuses a number alone, which does not say what it is: write
   /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
   /// `GradScaler(LossScale::fixed(128))`.
-  explicit GradScaler(detail::BareNumber auto) = delete;
+  explicit GradScaler(detail::BareNumber auto) = delete;  // GradScaler({.init_scale = 1024})
   /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.
   GradScaler(GradScaler&&) = default;
   /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.

@@ -4,8 +4,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "replay.h"
-#include "targets.h"
+#include "../fuzz/replay.h"
+#include "../fuzz/targets.h"
 
 namespace {
 

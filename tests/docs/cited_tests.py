@@ -1,0 +1,66 @@
+#!/usr/bin/env python3
+"""cited_tests.py PAGE BUILD_FOLDER PROGRAM... [--not-built FOLDER...]: every test that the tables of PAGE name is run.
+
+Each row names at least one in its last cell, as `Suite.Test` or as ctest knows it. Known are the tests that the programs list and
+those of ctest; of folders that are not built here, what their sources declare.
+"""
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+
+def said_by(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def tests_of(program: Path) -> set[str]:
+    """Its tests, without what a parameter adds to their names."""
+    names, suite = set(), ""
+    for line in said_by(program, "--gtest_list_tests").splitlines():
+        word = line.split("#")[0].strip()
+        if not line.startswith(" "):
+            suite = re.sub(r"^\w+/(?=\w*[A-Z])|/\w+(?=\.$)", "", word)
+        elif word:
+            names.add(suite + word.split("/")[0])
+    return names
+
+
+def declared_in(folder: Path) -> set[str]:
+    names = {f"{suite}.{test}" for source in folder.rglob("*.cpp")
+             for suite, test in re.findall(r"\bTEST(?:_[FP])?\(\s*(\w+)\s*,\s*(\w+)\s*\)", source.read_text())}
+    return names.union(*(re.findall(r"add_test\(NAME\s+(\w+\.\w+)", listing.read_text())
+                         for listing in folder.rglob("CMakeLists.txt")))
+
+
+def rows_of(page: Path) -> list[tuple[int, str]]:
+    """Rows of tables, without the line of headings and the one below it."""
+    lines = page.read_text().splitlines()
+    below = [*lines[1:], ""]
+    return [(number, line) for number, (line, next_line) in enumerate(zip(lines, below), start=1)
+            if line.startswith("| ") and not next_line.startswith("|---")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("page", type=Path)
+    parser.add_argument("build", type=Path)
+    parser.add_argument("programs", type=Path, nargs="+")
+    parser.add_argument("--not-built", type=Path, nargs="*", default=[])
+    options = parser.parse_args()
+    known = set(re.findall(r"Test +#\d+: ([\w/.]+)", said_by("ctest", "-N", "--test-dir", options.build)))
+    known |= {re.sub(r"(\.\w+)\.\w+$", r"\1", name) for name in known}
+    known = known.union(*map(tests_of, options.programs), *map(declared_in, options.not_built))
+    rows = rows_of(options.page)
+    errors = [] if rows else [f"{options.page}: there is no table"]
+    for number, row in rows:
+        named = re.findall(r"`([^`]+)`", row.strip().strip("|").split(" | ")[-1])
+        if not named:
+            errors.append(f"{options.page}:{number}: a row ends with its tests")
+        errors += [f"{options.page}:{number}: no test {name} is run" for name in named if name not in known]
+    sys.exit("\n".join(errors))
+
+
+if __name__ == "__main__":
+    main()
