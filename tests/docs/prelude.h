@@ -50,7 +50,6 @@ extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
 extern mezzo::AutocastSetting setting;
 extern const mezzo::OpPolicy policy;
-extern const mezzo::WeightCache cache;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DataParallel<Net> ddp;
 
