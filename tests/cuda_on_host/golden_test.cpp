@@ -80,7 +80,7 @@ class DeviceCases {
                                 "bfloat16_stochastic", "half_master", "mixed_master"}) {
       add("adamw", weights, Way::norm);
     }
-    for (const Way way : {Way::step, Way::norm_zero, Way::clip_norm, Way::disabled, Way::bare,
+    for (const Way way : {Way::step, Way::norm_zero, Way::unscale_norm, Way::disabled, Way::bare,
                           Way::table, Way::zero}) {
       add("adamw", "float", way);
     }
@@ -88,7 +88,7 @@ class DeviceCases {
       add("adamw", "bfloat16_master", way);
     }
     for (const char* optimizer :
-         {"amsgrad", "adam", "sgd", "sgd_nesterov", "sgd_dampening", "lion", "lamb"}) {
+         {"amsgrad", "adam", "sgd", "sgd_nesterov", "sgd_dampening", "lion"}) {
       add(optimizer, "float", Way::norm);
       add(optimizer, "bfloat16_master", Way::norm_zero);
     }

@@ -35,7 +35,7 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
-    loops_ = mezzo::detail::unscale_loops(dtype(), isa());
+    loop_ = mezzo::detail::unscale_loop(dtype(), isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
@@ -50,10 +50,10 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
   }
 
   bool unscale(void* data, int64_t count, float inv_scale) const {
-    return loops_.unscale(data, data, count, inv_scale);
+    return loop_(data, data, count, inv_scale);
   }
 
-  mezzo::detail::UnscaleLoops loops_{};
+  mezzo::detail::UnscaleLoop loop_ = nullptr;
 };
 
 TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
@@ -92,7 +92,6 @@ TEST_P(UnscaleLoop, FindsOneBadElementAtEveryPlace) {
     for (int64_t place = 0; place < kCount; ++place) {
       auto values = torch::ones({kCount}, dtype());
       values[place] = bad;
-      EXPECT_TRUE(loops_.check(values.const_data_ptr(), kCount)) << bad << " at " << place;
       EXPECT_TRUE(unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
     }
   }
@@ -107,7 +106,6 @@ TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
                     .to(dtype())
                     .repeat({11});
   const auto before = values.clone();
-  EXPECT_FALSE(loops_.check(values.const_data_ptr(), values.numel()));
   EXPECT_FALSE(unscale(values.data_ptr(), values.numel(), 1.0F));
   EXPECT_TRUE(torch::equal(values, before));
 }
@@ -122,14 +120,15 @@ TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
   EXPECT_TRUE(unscale(zeros.data_ptr(), 21, kInfinity));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    AllDtypesAndInstructionSets, UnscaleLoop,
-    testing::Combine(testing::Values(torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16),
-                     testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512)),
-    [](const auto& test) {
-      return std::string(torch::toString(std::get<0>(test.param))) + "_" +
-             name_of(std::get<1>(test.param));
-    });
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
+                         testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
+                                                          torch::kHalf, torch::kBFloat16),
+                                          testing::Values(CpuIsa::scalar, CpuIsa::vector128,
+                                                          CpuIsa::avx2, CpuIsa::avx512)),
+                         [](const auto& test) {
+                           return std::string(torch::toString(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
 
 template <class Element>
 void expect_same_conversions(const std::vector<float>& values) {
@@ -213,13 +212,19 @@ TEST(UnscaleCpu, ScalesAllTensorsOfAllDtypesOnAllThreads) {
   }
 }
 
+bool any_nonfinite(const std::vector<torch::Tensor>& gradients) {
+  at::Tensor found = torch::zeros({});
+  mezzo::detail::check_(gradients, found);
+  return found.item<float>() != 0;
+}
+
 TEST(UnscaleCpu, FindsABadElementInAnyThreadsPart) {
   for (const std::size_t tensor : {std::size_t{0}, std::size_t{3}, std::size_t{6}}) {
     for (const bool at_end : {false, true}) {
       auto gradients = mixed_gradients();
-      EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu(gradients));
+      EXPECT_FALSE(any_nonfinite(gradients));
       gradients[tensor][at_end ? -1 : 0] = kInfinity;
-      EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu(gradients)) << tensor;
+      EXPECT_TRUE(any_nonfinite(gradients)) << tensor;
       EXPECT_TRUE(mezzo::detail::unscale_cpu_(gradients, 0.25F)) << tensor;
     }
   }
@@ -283,10 +288,10 @@ TEST(UnscaleCpu, ScalesTensorsWithGapsAndLeavesTheGapsAlone) {
   EXPECT_TRUE(torch::equal(strided, torch::full({6, 4}, 0.5)));
   EXPECT_TRUE(torch::equal(base.slice(1, 1, 8, 2), torch::ones({6, 4})));
   base[3][2] = kNan;
-  EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu({strided}));
+  EXPECT_TRUE(any_nonfinite({strided}));
   base[3][2] = 1;
   base[3][3] = kNan;
-  EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu({strided}));
+  EXPECT_FALSE(any_nonfinite({strided}));
 }
 
 TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
@@ -308,49 +313,10 @@ TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
 TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();
-  EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
+  at::Tensor found = torch::zeros({});
+  mezzo::detail::unscale_and_check_({gradient}, found, torch::ones({}));
+  EXPECT_EQ(found.item<float>(), 0);
   EXPECT_EQ(gradient._version(), before);
-}
-
-TEST(MultiplyGradients, MakesNewTensorsOfTheBitsThatAtenMakes) {
-  torch::manual_seed(4);
-  for (const double factor : {1.0 / 48, 3.7}) {
-    std::vector<torch::Tensor> gradients;
-    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
-      const auto random = (torch::randn({40, 70}) * 100).to(dtype);
-      gradients.push_back(random);
-      gradients.push_back(random.t());
-      gradients.push_back(random.slice(1, 0, 70, 3));
-      gradients.push_back(random[0][0].expand({5}));
-      gradients.push_back(torch::_neg_view(random));
-      gradients.push_back(random.slice(0, 0, 2).to_sparse());
-      gradients.push_back(torch::empty({0}, dtype));
-    }
-    std::vector<torch::Tensor> before;
-    for (const auto& gradient : gradients) before.push_back(gradient.clone());
-    const auto products = mezzo::detail::multiply_gradients(gradients, factor);
-    EXPECT_FALSE(products.found_inf);
-    ASSERT_EQ(products.tensors.size(), gradients.size());
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      const bool is_double = gradients[i].scalar_type() == torch::kDouble;
-      const double rounded = is_double ? factor : static_cast<double>(static_cast<float>(factor));
-      const auto expected = gradients[i].mul(rounded);
-      EXPECT_EQ(products.tensors[i].scalar_type(), expected.scalar_type());
-      EXPECT_TRUE(products.tensors[i].to_dense().equal(expected.to_dense())) << i;
-      EXPECT_TRUE(gradients[i].to_dense().equal(before[i].to_dense())) << i << " was written";
-    }
-    EXPECT_EQ(products.tensors[1].strides(), gradients[1].strides());
-  }
-}
-
-TEST(MultiplyGradients, FindsAnInfThatRoundingToItsDtypeMakes) {
-  const auto half = torch::full({3}, 30000, torch::kHalf);
-  const auto spaced = torch::full({3, 2}, 30000, torch::kHalf).select(1, 0);
-  for (const auto& gradient : {half, spaced, half.to_sparse()}) {
-    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient}, 2.0).found_inf);
-    EXPECT_TRUE(mezzo::detail::multiply_gradients({gradient}, 4.0).found_inf);
-    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient.to(torch::kFloat)}, 4.0).found_inf);
-  }
 }
 
 // How the CUDA kernel cuts its tensors, walked on the host.
