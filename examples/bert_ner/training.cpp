@@ -97,14 +97,10 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
       precision_(std::move(precision)),
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
-      device_(model->parameters().front().device()) {
-  precision_.cache = weights_;
-  auto* const fused = dynamic_cast<mezzo::optim::AdamW*>(optimizer.get());
-  if (precision_.enabled && fused != nullptr) fused->publish_to(weights_, dtype_of(precision_));
-}
+      device_(model->parameters().front().device()) {}
 
 double Trainer::bytes_a_parameter() const {
-  auto bytes = static_cast<double>(weights_.statistics().bytes_held);
+  double bytes = 0;
   double parameters = 0;
   const auto add = [&](const torch::Tensor& tensor) {
     if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
@@ -129,7 +125,7 @@ double Trainer::bytes_a_parameter() const {
 }
 
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
+  // Forward and loss in low precision where it pays.
   mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
   const auto logits = model(ids, mask);

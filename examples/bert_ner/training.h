@@ -3,7 +3,6 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lr_schedule.h>
@@ -77,7 +76,6 @@ class Trainer {
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
   /// Copies of the weights that autocast reads, written by the optimizer.
-  mezzo::WeightCache weights_ = mezzo::install_op_overrides(mezzo::WeightCache());
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;

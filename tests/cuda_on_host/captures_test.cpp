@@ -555,7 +555,7 @@ TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
   gpu.scaler().on_skip(
       [&](const mezzo::SkippedStep& skip) { scales.emplace_back(skip.scale, skip.next_scale); });
   gpu.input.fill_(kInfinity);
-  for (int i = 0; i < 5; ++i) gpu.iterate();
+  for (int i = 0; i < 6; ++i) gpu.iterate();
   host_gpu::run_all();
   gpu.iterate();
   ASSERT_GE(scales.size(), 5U);

@@ -80,7 +80,7 @@ class DeviceCases {
                                 "bfloat16_stochastic", "half_master", "mixed_master"}) {
       add("adamw", weights, Way::norm);
     }
-    for (const Way way : {Way::step, Way::norm_zero, Way::clip_norm, Way::disabled, Way::bare,
+    for (const Way way : {Way::step, Way::norm_zero, Way::unscale_norm, Way::disabled, Way::bare,
                           Way::table, Way::zero}) {
       add("adamw", "float", way);
     }

@@ -73,19 +73,17 @@ CHANGES = [
 
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
-    ("a line without the next scale", "scaling/detail/device_scale.h", "hysteresis_left_, told}, found_inf)",
-     "hysteresis_left_}, found_inf)"),
     ("a letter's event before its kernel", "scaling/detail/step_letter.h",
-     "write(scale, verdict, was_unscaled, /*non_blocking=*/true);\n    mark(numbers_sent_);",
-     "mark(numbers_sent_);\n    write(scale, verdict, was_unscaled, /*non_blocking=*/true);"),
+     "write(scale, verdict, was_unscaled, /*non_blocking=*/true);\n    mark();",
+     "mark();\n    write(scale, verdict, was_unscaled, /*non_blocking=*/true);"),
     ("a letter before its event has come", "scaling/detail/step_letter.h",
-     "bool is_there() { return has_arrived(numbers_sent_); }", "bool is_there() { return true; }"),
+     "has_arrived_ = event_.query();", "has_arrived_ = true;"),
     ("the host's own step before its letter has come", "scaling/detail/step_letter.h",
      "if (!non_blocking) current_stream().synchronize();", ""),
-    ("a line before the next scale has come", "scaling/detail/step_letter.h",
-     "bool is_next_scale_there() { return has_arrived(next_scale_sent_); }", "bool is_next_scale_there() { return true; }"),
+    ("a line before the next scale has come", "scaling/detail/grad_scaler_impl.h",
+     "iterations_.size() == 1 || !iterations_[1][0]->is_there()", "iterations_.size() == 1"),
     ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
-     "inputs.clear = inputs.clear && !shares_gradients(rows);", ""),
+     "inputs.clear = inputs.clear && !share_gradients(rows);", ""),
     ("a count begins anew on a device", "optim/detail/step_count.h", "values.push_back(static_cast<float>(count.value()));",
      "values.push_back(0.0F);"),
 ]

@@ -29,7 +29,6 @@ using distributed_test::alike_ranks;
 using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
-using mezzo::GradBuckets;
 using mezzo::GradScaler;
 
 std::string hard_error(const std::function<void()>& call) {
@@ -41,8 +40,6 @@ std::string hard_error(const std::function<void()>& call) {
   return "(no error)";
 }
 
-mezzo::GradBucketsOptions hard_buckets(int64_t bytes = 1) { return {.bucket_bytes = bytes}; }
-
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
 /// Its backward pass throws once it has come to `x`.
@@ -52,26 +49,14 @@ at::Tensor throwing(const at::Tensor& x) {
   return y;
 }
 
-TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
-  const at::Tensor weight = leaf_number(1);
-  GradBuckets buckets({weight}, hard_buckets());
-  auto all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2));
-  // The new one is there before the old one goes.
-  all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2),
-                                               mezzo::GradAllReduceOptions{.average = false});
-  weight.sum().backward();
-  EXPECT_EQ(weight.grad()[0].item<double>(), 2);
-}
-
 // Whoever clears gradients by the module tells the buckets nothing.
 TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   for (const bool by_buckets : {false, true}) {
     const at::Tensor first = leaf_number(1), second = leaf_number(2), unused = leaf_number(3);
-    GradBuckets buckets({first, second, unused}, hard_buckets(1 << 20));
-    const GradAllReduce all_reduce(buckets, alike_ranks(2));
+    GradAllReduce all_reduce({first, second, unused}, alike_ranks(2));
     EXPECT_THAT(hard_error([&] { (throwing(first) * second).sum().backward(); }),
                 testing::HasSubstr("on purpose"));
-    if (by_buckets) buckets.zero_grad();
+    if (by_buckets) all_reduce.buckets().zero_grad();
     for (const at::Tensor& one : {first, second}) one.mutable_grad() = at::Tensor();
     EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
                 testing::HasSubstr("an earlier backward pass did not end"))
@@ -79,24 +64,25 @@ TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   }
 }
 
-TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
-  const at::Tensor late = leaf_number(1), early = leaf_number(2);
-  GradBuckets buckets({late, early}, hard_buckets());
-  ASSERT_EQ(buckets.buckets()[0].parameters[0], 1U);
-  const GradAllReduce all_reduce(buckets, alike_ranks(2));
-  EXPECT_THAT(hard_error([&] { (throwing(early) * late).sum().backward(); }),
-              testing::HasSubstr("on purpose"));
-  buckets.zero_grad();
-  EXPECT_THAT(hard_error([&] { (early * (late * 2)).sum().backward(); }),
-              testing::HasSubstr("an earlier backward pass did not end"));
+TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
+  const at::Tensor weight = leaf_number(1);
+  const std::vector<at::Tensor> parameters{weight};
+  auto all_reduce = std::make_unique<GradAllReduce>(parameters, alike_ranks(2));
+  // The new one is there before the old one goes.
+  std::vector<std::string> log;
+  all_reduce = std::make_unique<GradAllReduce>(parameters, recording_ranks(alike_ranks(2), log));
+  log.clear();
+  weight.sum().backward();
+  EXPECT_THAT(log, testing::ElementsAre("average", "max"));
+  all_reduce.reset();
+  EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(weight), nullptr);
 }
 
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
-  GradBuckets of_left({left, shared}, hard_buckets()), of_right({right, shared}, hard_buckets());
-  const GradAllReduce first(of_left, alike_ranks(2));
+  const GradAllReduce first({left, shared}, alike_ranks(2));
   (shared * left).sum().backward();
-  const GradAllReduce second(of_right, alike_ranks(2));
+  const GradAllReduce second({right, shared}, alike_ranks(2));
   EXPECT_THAT(hard_error([&] { (shared * left * right).sum().backward(); }),
               testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
                              testing::HasSubstr("on cpu) is reduced by another")));
@@ -262,8 +248,7 @@ TEST(HardUse, GradientsMayBeClearedInEveryWay) {
 TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
-    GradBuckets buckets(net->parameters(), hard_buckets());
-    const GradAllReduce all_reduce(buckets, alike_ranks(2));
+    const GradAllReduce all_reduce(net->parameters(), alike_ranks(2));
     net->to(dtype);
     EXPECT_THAT(hard_error([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();

@@ -1,5 +1,4 @@
 #include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/scaling/scaler_tensors.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -105,7 +104,7 @@ void train(mezzo::GradScaler& scaler, std::string_view bytes) {
 
 }  // namespace
 
-/// A state dictionary, the same as tensors, and an archive of them. What is refused changes
+/// A state dictionary, and an archive of it. What is refused changes
 /// nothing; what is taken is a scaler that trains.
 void scaler_state(std::string_view bytes) {
   const unsigned char way = take_byte(bytes);
@@ -123,9 +122,6 @@ void scaler_state(std::string_view bytes) {
       case 0:
       case 1:
         scaler.load_state_dict(state);
-        break;
-      case 2:
-        scaler.load_state_dict(mezzo::scaler_state(tensors));
         break;
       default: {
         torch::serialize::OutputArchive output;

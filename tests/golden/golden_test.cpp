@@ -97,14 +97,9 @@ class Cases {
     }
     add(named(libtorchs_, "torch_sgd"), {weights_named("bfloat16"), Way::norm});
     add(named(libtorchs_, "torch_sgd_momentum"), {weights_named("float"), Way::norm_zero});
-    for (const Way way : {Way::step, Way::norm, Way::clip_norm, Way::norm_zero, Way::bare}) {
+    for (const Way way : {Way::step, Way::norm, Way::unscale_norm, Way::norm_zero, Way::bare}) {
       add(named(libtorchs_, "masters_sgd"), {with_masters("half"), way});
       add(named(libtorchs_, "masters_sgd"), {with_masters("mixed_master"), way});
-    }
-    for (const Way way : {Way::step, Way::zero, Way::unscale, Way::bare}) {
-      // Squares of gradients are exact: of 16 bits, unscaled by a power of two and not clipped.
-      Case exact{with_masters(way == Way::zero ? "half" : "bfloat16"), way, 32768.0};
-      add(named(libtorchs_, "masters_adamw"), exact);
     }
     Case written{with_masters("bfloat16"), Way::norm};
     written.writes_weights = true;

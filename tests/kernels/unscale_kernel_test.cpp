@@ -319,47 +319,6 @@ TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   EXPECT_EQ(gradient._version(), before);
 }
 
-TEST(MultiplyGradients, MakesNewTensorsOfTheBitsThatAtenMakes) {
-  torch::manual_seed(4);
-  for (const double factor : {1.0 / 48, 3.7}) {
-    std::vector<torch::Tensor> gradients;
-    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16}) {
-      const auto random = (torch::randn({40, 70}) * 100).to(dtype);
-      gradients.push_back(random);
-      gradients.push_back(random.t());
-      gradients.push_back(random.slice(1, 0, 70, 3));
-      gradients.push_back(random[0][0].expand({5}));
-      gradients.push_back(torch::_neg_view(random));
-      gradients.push_back(random.slice(0, 0, 2).to_sparse());
-      gradients.push_back(torch::empty({0}, dtype));
-    }
-    std::vector<torch::Tensor> before;
-    for (const auto& gradient : gradients) before.push_back(gradient.clone());
-    const auto products = mezzo::detail::multiply_gradients(gradients, factor);
-    EXPECT_FALSE(products.found_inf);
-    ASSERT_EQ(products.tensors.size(), gradients.size());
-    for (std::size_t i = 0; i < gradients.size(); ++i) {
-      const bool is_double = gradients[i].scalar_type() == torch::kDouble;
-      const double rounded = is_double ? factor : static_cast<double>(static_cast<float>(factor));
-      const auto expected = gradients[i].mul(rounded);
-      EXPECT_EQ(products.tensors[i].scalar_type(), expected.scalar_type());
-      EXPECT_TRUE(products.tensors[i].to_dense().equal(expected.to_dense())) << i;
-      EXPECT_TRUE(gradients[i].to_dense().equal(before[i].to_dense())) << i << " was written";
-    }
-    EXPECT_EQ(products.tensors[1].strides(), gradients[1].strides());
-  }
-}
-
-TEST(MultiplyGradients, FindsAnInfThatRoundingToItsDtypeMakes) {
-  const auto half = torch::full({3}, 30000, torch::kHalf);
-  const auto spaced = torch::full({3, 2}, 30000, torch::kHalf).select(1, 0);
-  for (const auto& gradient : {half, spaced, half.to_sparse()}) {
-    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient}, 2.0).found_inf);
-    EXPECT_TRUE(mezzo::detail::multiply_gradients({gradient}, 4.0).found_inf);
-    EXPECT_FALSE(mezzo::detail::multiply_gradients({gradient.to(torch::kFloat)}, 4.0).found_inf);
-  }
-}
-
 // How the CUDA kernel cuts its tensors, walked on the host.
 TEST(GradientTable, ItsBlocksCoverEveryElementOfEveryTensorOnce) {
   constexpr int kPerBlock = 16;

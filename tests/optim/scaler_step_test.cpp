@@ -231,15 +231,6 @@ TEST_F(OneFusedStep, ChecksOnceMoreAfterUnscale) {
   EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
-TEST_F(OneFusedStep, StepsOnABrokenGradientAfterUnscaleWhenToldNotToRecheck) {
-  GradScaler trusting = quiet_scaler({.init_scale = 1024, .recheck = false});
-  (void)trusting.scale(torch::zeros({}));
-  set_gradient({3, 4});
-  trusting.unscale_(optimizer_);
-  x_.mutable_grad()[0] = kInfinity;
-  EXPECT_TRUE(trusting.step(optimizer_).ran());
-}
-
 TEST_F(OneFusedStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
   set_gradient({kInfinity, 4});
   scaler_.unscale_(optimizer_);

@@ -1,5 +1,6 @@
 // Calls that a scaler accepts and refuses, and what it remembers between them.
 
+#include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -7,8 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <memory>
-#include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -16,6 +16,7 @@
 #include "../support/error_of.h"
 #include "../support/throwing_sgd.h"
 #include "../support/tiny_optimizer.h"
+#include "../support/warnings.h"
 
 namespace {
 
@@ -61,87 +62,97 @@ TEST(GradScaler, RefusesClosuresAndTakesNone) {
   EXPECT_TRUE(scaler.step(optimizer, nullptr).ran());
 }
 
-class SgdWithArguments : public torch::optim::SGD {
- public:
-  using SGD::SGD;
-  using SGD::step;
-  torch::Tensor step(int factor, std::unique_ptr<int> summand) {
-    return torch::full({}, factor + *summand);
-  }
-};
-
-TEST(GradScaler, ForwardsArgumentsAndReturnsWhatTheStepReturned) {
-  auto scaler = quiet_scaler({});
-  auto x = parameter({1});
-  SgdWithArguments optimizer({x}, torch::optim::SGDOptions(1.0));
-  set_gradient(x, {1});
-  const auto result = scaler.step(optimizer, 3, std::make_unique<int>(4));
-  EXPECT_EQ(result.value().value().item<int>(), 7);
-}
-
 TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
   for (const double max_norm : {100.0, double{kInfinity}}) {
     auto scaler = quiet_scaler({.init_scale = 4});
     auto x = parameter({1});
     ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
     set_gradient(x, {4});
-    EXPECT_FALSE(scaler.is_unscaled(optimizer));
     optimizer.throws = true;
     EXPECT_THROW(scaler.step(optimizer, {.max_norm = max_norm}), std::runtime_error);
-    EXPECT_FALSE(scaler.is_unscaled(optimizer)) << "the gradients are what they were";
-    EXPECT_EQ(x.grad().item<float>(), 4.0F);
+    EXPECT_EQ(x.grad().item<float>(), 1.0F) << "unscaled, as by torch.amp";
     optimizer.throws = false;
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = max_norm}).ran());
     EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
-    EXPECT_FALSE(scaler.is_unscaled(optimizer));
   }
 }
 
-TEST(GradScaler, MayTakeTorchsStepAgainAfterAnOptimizerThatThrew) {
+// torch refuses it too: what came after is scaled, and would be taken for unscaled.
+TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   auto scaler = quiet_scaler({.init_scale = 4});
   auto x = parameter({1});
-  ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
-  set_gradient(x, {4});
-  optimizer.throws = true;
-  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
-  EXPECT_TRUE(scaler.is_unscaled(optimizer));
-  EXPECT_EQ(x.grad().item<float>(), 1.0F);
-  optimizer.throws = false;
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
+  torch::optim::SGD of_torch({x}, 1.0);
+  mezzo::optim::SGD of_mezzo({x}, 1.0);
+  for (const mezzo::AnyOptimizer optimizer : {mezzo::AnyOptimizer(of_torch), {of_mezzo}}) {
+    x.mutable_grad() = torch::Tensor();
+    scaler.unscale_(optimizer);
+    set_gradient(x, {4});
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+                StartsWith("No inf checks were recorded for this optimizer."));
+  }
+  EXPECT_EQ(x.item<float>(), 1);
 }
 
-TEST(GradScaler, NeverTakesANewOptimizerForADeadOneAtItsAddress) {
-  auto scaler = quiet_scaler({.init_scale = 2});
-  std::optional<torch::optim::SGD> optimizer;
-  std::vector<torch::Tensor> kept;
-  for (int i = 0; i < 3; ++i) {  // in one iteration, one place in memory
-    auto x = parameter({0});
-    set_gradient(x, {2});
-    kept.push_back(x);
-    optimizer.emplace(std::vector<torch::Tensor>{x}, torch::optim::SGDOptions(1.0));
-    ASSERT_NO_THROW(scaler.unscale_(*optimizer)) << i;
-    ASSERT_TRUE(scaler.step(*optimizer).ran()) << i;
-    EXPECT_EQ(x.item<float>(), -1.0F);
-  }
-  EXPECT_THAT(error_of([&] { scaler.step(*optimizer); }), HasSubstr("already been called"));
+TEST(GradScaler, LeavesTheGradientsOfATorchOptimizerUnscaledAndClipped) {
+  auto scaler = quiet_scaler({.init_scale = 4});
+  auto x = parameter({0, 0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {12, 16});
+  EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1}).grad_norm(), 5);
+  EXPECT_TRUE(torch::allclose(x.grad(), torch::tensor({0.6F, 0.8F})));
+  EXPECT_TRUE(torch::allclose(x.detach(), torch::tensor({-0.6F, -0.8F})));
 }
 
-TEST(GradScaler, KeepsNoParametersMemoryAlive) {
-  auto scaler = quiet_scaler({});
-  auto x = parameter({1}), y = parameter({1});
-  const auto unknown = x.weak_use_count();
-  for (const auto& each : {x, y}) set_gradient(each, {1});
-  {
-    auto optimizer = sgd({x, y});
-    scaler.step(optimizer);
+TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  for (const bool unscales_after : {false, true}) {
+    test_support::Warnings warnings;
+    GradScaler scaler;
+    auto x = parameter({0, 0, 0});
+    mezzo::optim::SGD optimizer({x}, 1e-3);
+    for (int i = 0; i < 20; ++i) {
+      optimizer.zero_grad();
+      scaler.scale((x * torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F})).sum())
+          .backward();
+      torch::nn::utils::clip_grad_norm_({x}, 0.5);
+      if (unscales_after) scaler.unscale_(optimizer);
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    EXPECT_THAT(warnings.texts[0],
+                HasSubstr("GradScaler: the norm of the scaled gradients has been "
+                          "0.5 for 5 steps in a row"));
+    EXPECT_THAT(warnings.texts[0], HasSubstr("{.max_norm = ...}"));
   }
-  for (const auto* each : {&x, &y}) {
-    EXPECT_EQ(each->use_count(), 1U);
-    EXPECT_GT(each->weak_use_count(), unknown) << "its address may be given to another";
+}
+
+TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  enum class Loop { plain, clipped, one_batch, unit_inputs, no_gradient };
+  for (const Loop loop :
+       {Loop::plain, Loop::clipped, Loop::one_batch, Loop::unit_inputs, Loop::no_gradient}) {
+    SCOPED_TRACE(static_cast<int>(loop));
+    test_support::Warnings warnings;
+    GradScaler scaler;
+    auto x = parameter({0, 0, 0});
+    mezzo::optim::SGD optimizer({x}, 1e-3);
+    for (int i = 0; i < 20; ++i) {
+      optimizer.zero_grad();
+      auto input = torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F});
+      if (loop == Loop::one_batch) input = torch::tensor({0.5F, 0.0F, 0.0F}) / 65536;
+      if (loop == Loop::unit_inputs) input = input / input.norm();
+      if (loop == Loop::no_gradient) input = torch::zeros({3});
+      scaler.scale((x * input).sum()).backward();
+      if (loop == Loop::clipped) {
+        scaler.unscale_(optimizer);
+        torch::nn::utils::clip_grad_norm_({x}, 0.5);
+      }
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    EXPECT_EQ(warnings.texts, std::vector<std::string>());
   }
-  scaler.update();
-  for (const auto* each : {&x, &y}) EXPECT_EQ(each->weak_use_count(), unknown);
 }
 
 TEST(GradScaler, DisabledPassesEverythingThrough) {

@@ -1,7 +1,6 @@
 // What runs on other devices, walked with CPU and "meta" tensors in their place.
 
 #include <mezzo/optim/adamw.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/record_function.h>
@@ -172,15 +171,6 @@ TEST(Gradients, AreGroupedByDevice) {
   EXPECT_EQ(groups[0][1].device(), torch::kCPU);
   ASSERT_EQ(groups[1].size(), 1U);
   EXPECT_EQ(groups[1][0].device(), torch::kMeta);
-}
-
-TEST(MultiplyGradients, ChecksThoseOfAllDevicesBeforeItWritesAny) {
-  const auto first = torch::ones({2});
-  const auto expanded = torch::zeros({1}, torch::kMeta).expand({2});
-  const std::vector<std::vector<torch::Tensor>> both{{first}, {expanded}};
-  EXPECT_THAT(error_of([&] { mezzo::detail::multiply_by(both, torch::full({}, 0.5)); }),
-              HasSubstr("Please clone() the tensor"));
-  EXPECT_TRUE(torch::equal(first, torch::ones({2})));
 }
 
 TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {

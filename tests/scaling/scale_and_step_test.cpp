@@ -313,7 +313,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
       EXPECT_TRUE(result.found_inf());
       EXPECT_FALSE(result.value().has_value());
       EXPECT_TRUE(x.equal(torch::ones({3}, torch::kHalf)));
-      EXPECT_EQ(x.grad()[0].item<float>(), zero_grad ? 0.0F : 30000.0F);
+      EXPECT_EQ(x.grad()[0].item<float>(), zero_grad ? 0.0F : kInfinity);
       scaler.update();
       EXPECT_EQ(scaler.get_scale(), 0.125);
     }
@@ -330,18 +330,6 @@ TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {
   EXPECT_FALSE(scaler.step(optimizer).ran());
   scaler.update();
   EXPECT_EQ(scaler.get_scale(), 2.0);
-}
-
-TEST(GradScaler, WithoutTheRecheckStepsWithABrokenGradientAsTorchDoes) {
-  auto scaler = quiet_scaler({.init_scale = 4, .recheck = false});
-  auto x = parameter({1});
-  auto optimizer = sgd({x});
-  set_gradient(x, {4});
-  scaler.unscale_(optimizer);
-  x.mutable_grad()[0] = kInfinity;
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 4.0);
 }
 
 TEST(GradScaler, HasNoFiniteNormWhereUnscalingMakesAnInf) {

@@ -7,16 +7,12 @@
 
 #include <gtest/gtest.h>
 
-#include <cstddef>
 #include <memory>
-#include <utility>
-#include <vector>
 
 namespace {
 
 using mezzo::detail::DeviceStepSlot;
 using mezzo::detail::LetterPool;
-using mezzo::detail::PendingLines;
 using mezzo::detail::StepLetter;
 
 void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
@@ -25,11 +21,6 @@ void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
   const auto max_abs = torch::full({}, norm / 2, torch::kDouble);
   letter.send(torch::full({}, scale), {torch::ones({}), found, sum, max_abs},
               /*was_unscaled=*/true);
-}
-
-void send_next_scale(StepLetter& letter, float scale) {
-  letter.next_scale_place().fill_(scale);
-  letter.next_scale_sent();
 }
 
 TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
@@ -45,14 +36,16 @@ TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
   EXPECT_TRUE(result.was_unscaled());
 }
 
-TEST(LetterPool, DoesNotReuseOneThatSomebodyHoldsOrThatIsOnItsWay) {
+TEST(LetterPool, DoesNotReuseOneThatSomebodyHolds) {
   LetterPool pool;
-  auto first = pool.letter_for(torch::kCPU);
-  const auto* const address = first.get();
-  auto second = pool.letter_for(torch::kCPU);
-  EXPECT_NE(second.get(), address);
-  first = nullptr;
-  EXPECT_NE(pool.letter_for(torch::kCPU).get(), address) << "its answer has not arrived";
+  const auto first = pool.letter_for(torch::kCPU);
+  EXPECT_NE(pool.letter_for(torch::kCPU), first);
+}
+
+TEST(LetterPool, UsesOneAgainThatAStepWhichThrewDidNotSend) {
+  LetterPool pool;
+  const auto* const address = pool.letter_for(torch::kCPU).get();
+  EXPECT_EQ(pool.letter_for(torch::kCPU).get(), address);
 }
 
 TEST(LetterPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
@@ -69,56 +62,6 @@ TEST(LetterPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
   EXPECT_FALSE(again->is_there());
   EXPECT_TRUE(result.found_inf());
   EXPECT_EQ(result.scale(), 8.0F);
-}
-
-TEST(PendingLines, AreToldInOrderOnceTheyAreKnown) {
-  PendingLines lines;
-  std::vector<std::pair<float, float>> told;
-  std::vector<std::size_t> rows_ended;  // after how many that were told
-  const auto poll = [&] {
-    lines.poll([&](float scale, float next) { told.emplace_back(scale, next); },
-               [&] { rows_ended.push_back(told.size()); });
-  };
-  std::vector<std::shared_ptr<StepLetter>> letters;
-  for (int i = 0; i < 3; ++i) {
-    letters.push_back(std::make_shared<StepLetter>(torch::kCPU));
-    lines.add({letters.back()});
-  }
-  poll();
-  EXPECT_TRUE(told.empty());
-  answer(*letters[2], 4.0F, 1.0, true);
-  send_next_scale(*letters[2], 2.0F);
-  poll();
-  EXPECT_TRUE(told.empty()) << "the first is not known yet";
-  answer(*letters[0], 8.0F, 1.0, true);
-  poll();
-  EXPECT_TRUE(told.empty()) << "its next scale is not known yet";
-  send_next_scale(*letters[0], 4.0F);
-  answer(*letters[1], 4.0F, 1.0, false);
-  send_next_scale(*letters[1], 4.0F);
-  poll();
-  const std::vector<std::pair<float, float>> expected{{8.0F, 4.0F}, {4.0F, 2.0F}};
-  EXPECT_EQ(told, expected);
-  EXPECT_EQ(rows_ended, std::vector<std::size_t>{1}) << "the second did not skip";
-  EXPECT_TRUE(lines.empty());
-  poll();
-  EXPECT_EQ(told, expected);
-}
-
-TEST(PendingLines, TellOfAnIterationOnceThoughSeveralOptimizersSkipped) {
-  PendingLines lines;
-  std::vector<std::shared_ptr<StepLetter>> letters;
-  for (const bool found_inf : {false, true, true}) {
-    letters.push_back(std::make_shared<StepLetter>(torch::kCPU));
-    answer(*letters.back(), 8.0F, 1.0, found_inf);
-  }
-  send_next_scale(*letters.back(), 4.0F);
-  lines.add(letters);
-  int told = 0;
-  int rows_ended = 0;
-  lines.poll([&](float, float) { ++told; }, [&] { ++rows_ended; });
-  EXPECT_EQ(told, 1);
-  EXPECT_EQ(rows_ended, 0);
 }
 
 }  // namespace

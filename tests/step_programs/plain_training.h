@@ -122,9 +122,9 @@ struct PlainGradient {
 
 inline constexpr double kLr = 0.25;
 
-/// How the elements of a weight lie in memory: `shape` with the strides of its transpose, or with
-/// gaps.
-enum class Layout { contiguous, transposed, with_gaps };
+/// How the elements of a weight lie in memory: `shape` with its own strides or those of its
+/// transpose.
+enum class Layout { contiguous, transposed };
 
 /// One weight: what is trained, what is kept, and what its gradient is.
 struct PlainWeight {
@@ -153,20 +153,8 @@ struct PlainWeight {
   std::optional<torch::ScalarType> rounded_to{};
 
   std::optional<PlainGradient> gradient{};
-  /// What a caller made of the master's gradient since it was shown there: none, or other values.
-  std::optional<std::optional<PlainGradient>> at_master{};
-
-  /// The next call that looks at gradients finds what was done at the master.
-  void follow_master() {
-    if (at_master) gradient = *at_master;
-    at_master.reset();
-  }
-  void drop_gradient() {
-    gradient.reset();
-    at_master.reset();
-  }
   void zero_gradient(bool set_to_none) {
-    if (set_to_none) return drop_gradient();
+    if (set_to_none) return gradient.reset();
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
@@ -340,7 +328,7 @@ Options options_of(const Recipe& recipe) {
   }
   if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
   if constexpr (requires { options.weight_storage(recipe.storage); }) {
-    options.weight_storage(recipe.storage).accumulate_in_float(recipe.accumulates_in_float);
+    options.weight_storage(recipe.storage);
   }
   return options;
 }
@@ -408,10 +396,6 @@ struct PlainSide {
       if (one.gradient) sum += sum_of_squares(one.gradient->values);
     }
     return std::sqrt(sum);
-  }
-  void follow_masters() {
-    if (!counts()) return;
-    for (PlainWeight& one : weights) one.follow_master();
   }
   void zero_grad(bool set_to_none) {
     for (PlainWeight& one : weights) one.zero_gradient(set_to_none);
@@ -483,7 +467,6 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
     weight.shape = random.of(shapes);
     size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
     if (size == 4) weight.layout = Layout::transposed;
-    if (size == 3) weight.layout = Layout::with_gaps;
   }
   if (recipe.has_sparse && random.one_in(2)) {
     size = static_cast<std::size_t>(1 + random.below(3));
@@ -533,11 +516,13 @@ inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, R
 /// rounded from, since a master stays where a write is what it rounds to.
 inline void write_plain_weight(PlainWeight& weight, const Vector& present, Random& random) {
   if (!weight.is_written) weight.trained = weight.value;
+  // A split weight keeps what lies below its last digit.
+  const bool is_split = weight.trains_float && !weight.has_master && is_16_bit(weight.dtype);
   for (std::size_t k = 0; k < present.size(); ++k) {
     weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
     const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
     while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
-    weight.error[k] = 0;
+    weight.error[k] = is_split ? half_ulp(weight.dtype) * std::abs(weight.value[k]) : 0;
   }
   weight.is_written = true;
   weight.rounded_to.reset();
@@ -547,10 +532,8 @@ inline void write_plain_weight(PlainWeight& weight, const Vector& present, Rando
 
 inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
   Tensor parameter = tensor_of(one.value, dtype, one.shape);
-  if (one.layout != Layout::contiguous) {
-    const auto strides =
-        one.layout == Layout::transposed ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2};
-    parameter = torch::empty_strided(one.shape, strides, dtype).copy_(parameter);
+  if (one.layout == Layout::transposed) {
+    parameter = torch::empty_strided(one.shape, {1, 2}, dtype).copy_(parameter);
   }
   parameter.requires_grad_();
   if (one.hook != 1) {

@@ -2,7 +2,6 @@
 // over doubles that do what the documentation says.
 
 #include <mezzo/optim/ema.h>
-#include <mezzo/scaling/clip_grad.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -36,7 +35,6 @@ struct PlainScaler {
   };
 
   bool is_enabled = true;
-  bool rechecks = true;
   bool allows_half = true;
   bool has_scaled = false;
   double scale = 1;
@@ -91,11 +89,9 @@ class Program {
       has_half_ |= side.recipe.dtype == torch::kHalf;
       has_rough_half_ |= side.recipe.dtype == torch::kHalf && !has_masters;
     }
-    scaler_.rechecks = has_half_ || !random_.one_in(6);
     make_library();
     report_.line("GradScaler(init_scale ", scaler_.scale, ", growth_interval ", scaler_.interval,
                  ", max_scale ", scaler_.max_scale, scaler_.is_enabled ? "" : ", disabled",
-                 scaler_.rechecks ? "" : ", no recheck",
                  scaler_.allows_half ? ", allow_fp16_gradients" : "", ")");
     if (!scaler_.is_enabled) scaler_.scale = 1;
   }
@@ -157,6 +153,7 @@ class Program {
             make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.recipe, parameters);
+      if (plain.recipe.accumulates_in_float) mezzo::accumulate_in_float(parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
     library_.emplace(LossScaleOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
@@ -164,7 +161,6 @@ class Program {
                                       .enabled = scaler_.is_enabled,
                                       .min_scale = 1,
                                       .max_scale = scaler_.max_scale,
-                                      .recheck = scaler_.rechecks,
                                       .allow_fp16_gradients = scaler_.allows_half});
     library_->on_skip(nullptr);
   }
@@ -225,16 +221,15 @@ class Program {
         return unscale(i);
       case 8:
       case 9:
-        return clip_with_libtorch(i);
       case 10:
-        return clip_with_mezzo(i);
+        return clip_with_libtorch(i);
       case 11:
       case 12:
         return zero_grad(i);
       case 13:
         return drop_gradient(i);
       case 14:
-        return change_at_master(i);
+        return drop_gradient(i);
       case 15:
         return look_at_masters(i);
       case 16:
@@ -275,7 +270,7 @@ class Program {
     }
     // Scaled gradients on top of true ones: what is trained is their sum. In half it may overflow.
     if (may_be_misuse && (has_rough_half_ || !random_.one_in(4))) return;
-    const bool with_inf = scaler_.is_enabled && scaler_.rechecks && random_.one_in(6);
+    const bool with_inf = scaler_.is_enabled && random_.one_in(6);
     Tensor loss = torch::zeros({});
     report_.line("backward");
     count(may_be_misuse ? "backward after unscale_" : "backward");
@@ -309,7 +304,6 @@ class Program {
   bool plain_unscale(std::size_t i) {
     PlainSide& side = plain_[i];
     if (!scaler_.is_enabled) {
-      side.follow_masters();
       for (PlainWeight& one : side.weights) one.widen();
       return false;
     }
@@ -319,7 +313,6 @@ class Program {
   }
   bool plain_unscale_into(std::size_t i) {
     PlainSide& side = plain_[i];
-    side.follow_masters();
     if (refuses_half(side)) return true;
     PlainScaler::Record& record = known(i);
     record.stage = Stage::unscaled;
@@ -352,13 +345,7 @@ class Program {
     std::vector<Tensor> clipped = sides_[i].parameters;
     if (at_masters) {
       count("libtorch's clipping of masters");
-      side.follow_masters();
       clipped = mezzo::master_params(sides_[i].any());
-    } else {
-      // What was made of a master's gradient is not the parameter's yet.
-      for (const PlainWeight& one : side.weights) {
-        if (one.at_master) return report_.line("    (left out)");
-      }
     }
     if (by_value) {
       side.clip_value(limit);
@@ -372,31 +359,6 @@ class Program {
     if (!is_near(actual, norm, norm / 50 + 1e-6)) {
       report_.fail("the norm is ", actual, "; right is ", norm);
     }
-  }
-
-  void clip_with_mezzo(std::size_t i) {
-    PlainSide& side = plain_[i];
-    const bool by_value = random_.one_in(3);
-    const double limit = random_.of<double>({0.5, 1, 2});
-    report_.line("mezzo::clip_grad_", by_value ? "value_" : "norm_", "(scaler, optimizer ", i, ", ",
-                 limit, ")");
-    count(by_value ? "mezzo's clip_grad_value_" : "mezzo's clip_grad_norm_");
-    const bool is_unscaled = scaler_.is_enabled && scaler_.records[i].stage == Stage::unscaled;
-    const bool throws = !is_unscaled && plain_unscale(i);
-    double norm = 0;
-    if (!throws) {
-      side.follow_masters();
-      norm = side.norm();
-      by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
-    }
-    expect(throws, [&] {
-      if (by_value) return mezzo::clip_grad_value_(*library_, sides_[i].any(), limit);
-      const double actual =
-          mezzo::clip_grad_norm_(*library_, sides_[i].any(), limit).item<double>();
-      const bool is_right =
-          std::isfinite(norm) ? is_near(actual, norm, norm * 1e-5 + 1e-6) : !std::isfinite(actual);
-      if (!is_right) report_.fail("the norm is ", actual, "; right is ", norm);
-    });
   }
 
   void zero_grad(std::size_t i) {
@@ -431,32 +393,8 @@ class Program {
     const std::size_t j = random_weight(plain_[i]);
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
-    plain_[i].weights[j].drop_gradient();
+    plain_[i].weights[j].gradient.reset();
     sides_[i].parameters[j].mutable_grad() = Tensor();
-  }
-
-  void change_at_master(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_master_params()) return drop_gradient(i);
-    const std::size_t j = random_weight(side);
-    PlainWeight& weight = side.weights[j];
-    const bool has_gradient = (weight.at_master ? *weight.at_master : weight.gradient).has_value();
-    if (!weight.has_master || !has_gradient) return drop_gradient(i);
-    const bool drops = !random_.one_in(3);
-    const Vector other = random_gradient(random_, weight.value.size(), false);
-    report_.line("master_params(optimizer ", i, ")[", j,
-                 "].mutable_grad() = ", drops ? "{}" : words(other));
-    count(drops ? "gradient dropped at the master" : "gradient replaced at the master");
-    side.follow_masters();
-    if (drops) {
-      weight.at_master = std::optional<PlainGradient>();
-    } else {
-      weight.at_master = PlainGradient{other, torch::kFloat};
-    }
-    expect(false, [&] {
-      const Tensor master = mezzo::master_params(sides_[i].any())[j];
-      master.mutable_grad() = drops ? Tensor() : tensor_of(other, torch::kFloat, weight.shape);
-    });
   }
 
   void look_at_masters(std::size_t i) {
@@ -464,7 +402,6 @@ class Program {
     report_.line("master_params(optimizer ", i, ")");
     count("master_params");
     const bool throws = !side.has_master_params();
-    if (!throws) side.follow_masters();
     expect(throws, [&] {
       const auto masters = mezzo::master_params(sides_[i].any());
       for (std::size_t j = 0; j < masters.size(); ++j) {
@@ -537,9 +474,6 @@ class Program {
   }
 
   void move_gradients(std::size_t i) {
-    for (const PlainWeight& one : plain_[i].weights) {
-      if (one.at_master) return;
-    }
     report_.line("gradients of optimizer ", i, " move into a bucket");
     count("bucket");
     put_gradients_in_bucket(sides_[i].parameters);
@@ -561,9 +495,6 @@ class Program {
     const Stage stage = scaler_.records[i].stage;
     const bool is_checked = scaler_.is_enabled && scaler_.has_scaled && stage == Stage::ready;
     if (!side.recipe.of_mezzo && !is_checked) return;
-    for (const PlainWeight& one : side.weights) {
-      if (one.at_master) return;
-    }
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters[j];
     const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
@@ -594,7 +525,7 @@ class Program {
     std::optional<double> norm{};
   };
 
-  Expected plain_step(std::size_t i, bool has_options, const mezzo::StepOptions& options) {
+  Expected plain_step(std::size_t i, const mezzo::StepOptions& options) {
     PlainSide& side = plain_[i];
     const bool clips = std::isfinite(options.max_norm);
     if (!scaler_.is_enabled) return plain_step_without_scale(side, options);
@@ -604,35 +535,37 @@ class Program {
     bool is_true = record.stage == Stage::unscaled;
     const bool was_unscaled = is_true;
     if (side.counts()) {
-      side.follow_masters();
       if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
-    } else if (!is_true && (!has_options || (options.zero_grad && !clips))) {
+    } else if (!is_true) {
       if (plain_unscale_into(i)) return {.throws = true};
       is_true = true;
-    } else if (!is_true && refuses_half(side)) {
-      return {.throws = true};
     }
-    const bool reads = side.counts() || clips || (was_unscaled ? scaler_.rechecks : !is_true);
-    if (!side.has_gradient() && reads && !record.found) return {.throws = true};
-    if (!reads && !record.found) return {.throws = true};
-    const bool looks = was_unscaled ? scaler_.rechecks : true;
-    const bool found = record.found.value_or(false) || (looks && !side.is_finite());
+    if (is_true ? !record.found : !side.has_gradient()) return {.throws = true};
+    const bool found = record.found.value_or(false) || !side.is_finite();
     record.found = found;
     record.stage = Stage::stepped;
     const double inverse = is_true ? 1 : 1 / scaler_.scale;
     const double norm = side.norm() * inverse;
     Expected expected{.ran = !found, .found_inf = found};
-    if (side.counts() || clips) expected.norm = norm;
-    if (!found) side.step(inverse * clip_factor(norm, options.max_norm));
+    if (side.counts() || clips || was_unscaled) expected.norm = norm;
+    if (!found) plain_apply(side, inverse, norm, options);
     if (options.zero_grad) side.zero_grad(false);
     return expected;
   }
 
+  /// An optimizer of mezzo's clips on its way, any other where the gradients lie.
+  static void plain_apply(PlainSide& side, double inverse, double norm,
+                          const mezzo::StepOptions& options) {
+    const bool clips = std::isfinite(options.max_norm);
+    if (side.counts()) return side.step(inverse * clip_factor(norm, options.max_norm));
+    if (clips) side.clip_norm(norm, options.max_norm);
+    side.step(1);
+  }
+
   static Expected plain_step_without_scale(PlainSide& side, const mezzo::StepOptions& options) {
-    side.follow_masters();
-    side.step(clip_factor(side.norm(), options.max_norm));
     Expected expected;
     if (std::isfinite(options.max_norm) && side.has_gradient()) expected.norm = side.norm();
+    plain_apply(side, 1, side.norm(), options);
     if (options.zero_grad) side.zero_grad(false);
     return expected;
   }
@@ -648,7 +581,7 @@ class Program {
            << "}";
     }
     report_.line("scaler.step(optimizer ", i, text.str(), ")");
-    const Expected right = plain_step(i, has_options, options);
+    const Expected right = plain_step(i, options);
     expect(right.throws, [&] {
       AnyOptimizer any = sides_[i].any();
       const auto result = has_options ? library_->step(any, options) : library_->step(any);
@@ -679,7 +612,6 @@ class Program {
   void step_without_scaler(std::size_t i) {
     PlainSide& side = plain_[i];
     if (!side.is_finite()) return;
-    side.follow_masters();
     report_.line("optimizer ", i, ".step()");
     count("step without the scaler");
     side.step(1);
@@ -717,11 +649,6 @@ class Program {
 
   void save_or_load() {
     if (!scaler_.is_between_iterations()) return update_once();
-    for (PlainSide& side : plain_) {
-      for (const PlainWeight& one : side.weights) {
-        if (one.at_master) return;
-      }
-    }
     compare();
     if (report_.failed()) return;
     if (!saved_ || random_.one_in(3)) {
@@ -820,14 +747,10 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "libtorch's clip_grad_norm_",
                                  "libtorch's clip_grad_value_",
                                  "libtorch's clipping of masters",
-                                 "mezzo's clip_grad_norm_",
-                                 "mezzo's clip_grad_value_",
                                  "zero_grad before unscale_",
                                  "zero_grad after unscale_",
                                  "zero_grad after step",
                                  "gradient dropped",
-                                 "gradient dropped at the master",
-                                 "gradient replaced at the master",
                                  "master_params",
                                  "weight written",
                                  "step",

@@ -34,7 +34,7 @@ enum class LossScaleKind : uint8_t {
 
 /// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
 /// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
-/// Defaults are those of torch.amp.GradScaler, except `min_scale` and `recheck`.
+/// Defaults are those of torch.amp.GradScaler, except `min_scale`.
 struct LossScaleOptions {
   /// The scale before the first iteration, or the constant scale if `kind` is fixed; above 0.
   double init_scale = 65536.0;
@@ -58,9 +58,6 @@ struct LossScaleOptions {
   /// `none` and `fixed` keep the scale at 1 or init_scale, and still skip a step with inf or NaN.
   LossScaleKind kind = LossScaleKind::dynamic;
 
-  /// Whether `step` checks the gradients again after an explicit `unscale_`, since clipping or the
-  /// caller may have made an inf or NaN in between. torch does not: `false`.
-  bool recheck = true;
   /// Whether `unscale_` accepts fp16 gradients (of fp16 parameters without master weights). They
   /// underflow easily, so torch.amp refuses them.
   bool allow_fp16_gradients = false;
@@ -106,7 +103,7 @@ class LossScale {
   /// Returns the rule of a scale that backs off on overflow and grows after `growth_interval` clean
   /// iterations in a row.
   /// \throws c10::Error for a number out of range, naming it and its range, and for an option that
-  ///   belongs to a GradScaler (enabled, recheck, allow_fp16_gradients, loss_id) or another kind
+  ///   belongs to a GradScaler (enabled, allow_fp16_gradients, loss_id) or another kind
   static LossScale dynamic(const LossScaleOptions& options = {});
 
   /// Returns the rule that `options` describe, of any kind. Options that belong to GradScaler are
@@ -251,10 +248,9 @@ inline LossScale LossScale::fixed(double scale, double min_scale, double max_sca
 
 inline LossScale LossScale::dynamic(const LossScaleOptions& options) {
   const bool is_dynamic_rule = options.kind == LossScaleKind::dynamic && options.enabled &&
-                               options.recheck && !options.allow_fp16_gradients &&
-                               options.loss_id == 0;
+                               !options.allow_fp16_gradients && options.loss_id == 0;
   TORCH_CHECK(is_dynamic_rule,
-              "LossScale::dynamic: kind, enabled, recheck, allow_fp16_gradients and loss_id are "
+              "LossScale::dynamic: kind, enabled, allow_fp16_gradients and loss_id are "
               "not options of a dynamic scale; give them to GradScaler({...})");
   return of(options);
 }

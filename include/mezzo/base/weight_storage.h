@@ -12,11 +12,9 @@ namespace optim {
 /// How an optimizer stores a bfloat16 or half parameter between steps. Float and double parameters
 /// are always stored as they are. The bytes per parameter are those of AdamW, with the gradient.
 ///
-/// The model's parameter may be written between steps. A master then takes over the elements that
-/// were written and keeps its digits for the others; a split master restarts from the whole
-/// parameter (also when the parameter moves to another device). A write through `parameter.data()`
-/// or a raw pointer bumps no version, so the next step overwrites it if there is a master: write
-/// under NoGradGuard, or use set_data.
+/// The model's parameter may be written between steps, in any way. A master then takes over the
+/// elements that were written and keeps its digits for the others. A split master keeps the 16 bits
+/// below an element that was written, less than a digit of it.
 enum class WeightStorage : std::uint8_t {
   /// Parameters and moments in 16 bits, each result rounded to nearest. 8 bytes. Updates smaller
   /// than half a unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and

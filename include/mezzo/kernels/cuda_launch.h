@@ -52,8 +52,7 @@ MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
 
-/// LossScale::next on the device, in one launch; found_inf is a float of one element there. The
-/// launch also writes the next scale to `tensors.told`, if that is defined.
+/// LossScale::next on the device, in one launch; found_inf is a float of one element there.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 

@@ -46,7 +46,7 @@ struct StepSpan {
   void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
   int64_t count;
   void* low_half_or_copy =
-      nullptr;        ///< SplitWeights: their lower halves. Floats: where to write a copy
+      nullptr;        ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
   int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
 

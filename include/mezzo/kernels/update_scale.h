@@ -22,7 +22,6 @@ struct ScaleTensors {
   at::Tensor inverse;          ///< float: inverse_scale(scale), always written with it
   at::Tensor growth_tracker;   ///< int32
   at::Tensor hysteresis_left;  ///< int32
-  at::Tensor told{};  ///< float in pinned memory: gets the next scale too; may be undefined
 };
 
 /// Returns 1 / scale, correctly rounded: the bits of torch.amp and at::reciprocal. Computed in
@@ -66,8 +65,7 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 }
 
 /// LossScale::next on a device: updates the state in place. `found_inf` is a float, not 0 if an inf
-/// was found. All tensors have one element and, except for `told`, are on one device. One launch
-/// with mezzo's kernel.
+/// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   const bool is_dynamic = rule.kind() == LossScaleKind::dynamic;
@@ -82,7 +80,6 @@ inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
   } else if (is_dynamic) {
     update_scale_with_aten_(rule, tensors, found_inf);
   }
-  if (tensors.told.defined()) tensors.told.copy_(tensors.scale, /*non_blocking=*/true);
 }
 
 }  // namespace detail

@@ -91,18 +91,17 @@ class StepResult {
   float scale() const { return outcome().scale; }
 
   /// Returns the 2-norm of all gradients, unscaled and not yet clipped, if the step computed it:
-  /// with an optimizer of mezzo's or a `max_norm`; from a disabled scaler only with a `max_norm`,
-  /// and not where an optimizer of mezzo's clips on a device. Inf or NaN where an inf was found.
-  /// May wait for the device.
+  /// with an optimizer of mezzo's, a `max_norm`, or after `unscale_`; from a disabled scaler only
+  /// with a `max_norm`, and not where an optimizer of mezzo's clips on a device. Inf or NaN where
+  /// an inf was found. May wait for the device.
   std::optional<double> grad_norm() const { return outcome().grad_norm; }
 
   /// Returns the largest magnitude of all gradients, unscaled and not yet clipped, for each step
   /// that has a `grad_norm()`. Inf or NaN where an inf was found. May wait for the device.
   std::optional<double> grad_max_abs() const { return outcome().grad_max_abs; }
 
-  /// Returns whether the gradients were unscaled before the step, by `GradScaler::unscale_` or by a
-  /// function that calls it (`mezzo::clip_grad_norm_(scaler, ...)`). Otherwise the step itself took
-  /// `scale()` off. May wait for the device.
+  /// Returns whether the gradients were unscaled before the step, by `GradScaler::unscale_`.
+  /// Otherwise the step itself took `scale()` off. May wait for the device.
   bool was_unscaled() const { return outcome().was_unscaled; }
 
   /// Returns a float of one element on the device that decides the step, 0 where it ran, for work

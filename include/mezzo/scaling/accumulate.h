@@ -1,15 +1,6 @@
 /// \file
 /// Gradient accumulation over a data loader: micro-batches that know which is the last of its group
 /// and how many the group has.
-///
-///     for (auto& batch : mezzo::accumulate(*loader, 4)) {
-///       auto loss = mezzo::autocast(setting, [&] { return criterion(net(batch.data), batch.target); });
-///       scaler.scale(batch.divide(loss)).backward();
-///       if (!batch.is_last()) continue;
-///       scaler.step(optimizer);
-///       scaler.update();
-///       optimizer.zero_grad();
-///     }
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -17,11 +8,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <optional>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -50,12 +39,12 @@ class MicroBatch : public Batch {
   std::int64_t index_, count_;
 };
 
-/// The range that `accumulate` returns. It can be walked through once.
+/// The range that `accumulate` returns, for a range-based for loop. It can be walked through once.
 template <class Loader>
 class Accumulation {
-  using LoaderIterator = decltype(std::declval<Loader&>().begin());
-  using LoaderEnd = decltype(std::declval<Loader&>().end());
-  using Batch = std::remove_cvref_t<decltype(*std::declval<LoaderIterator&>())>;
+  using Next = decltype(std::declval<Loader&>().begin());
+  using End = decltype(std::declval<Loader&>().end());
+  using Batch = std::remove_cvref_t<decltype(*std::declval<Next&>())>;
   static_assert(std::is_class_v<Batch> && !std::is_final_v<Batch>,
                 "mezzo::accumulate: the loader's batches should be of a class that can be derived "
                 "from, as torch::data::Example is; put others into a struct");
@@ -68,60 +57,43 @@ class Accumulation {
                 "; it should be at least 1");
   }
 
-  /// An input iterator over MicroBatch. It holds the batches of one group.
+  /// Visits the MicroBatches of one group, which it holds, after another.
   class Iterator {
    public:
-    using iterator_category = std::input_iterator_tag;  ///< one pass
-    using value_type = MicroBatch<Batch>;               ///< a batch and its place in the group
-    using difference_type = std::ptrdiff_t;             ///< as the standard demands; not used
-    using pointer = value_type*;                        ///< valid until the next increment
-    using reference = value_type&;                      ///< valid until the next increment
-
     /// Reads the first group of the batches from `next` to `end`.
-    Iterator(LoaderIterator next, LoaderEnd end, std::int64_t micro_batches)
+    Iterator(Next next, End end, std::int64_t micro_batches)
         : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
       read_group();
     }
-
     /// Returns the present micro-batch.
-    reference operator*() { return *now_; }
-    /// Returns the address of the present micro-batch.
-    pointer operator->() { return &*now_; }
+    MicroBatch<Batch>& operator*() { return group_[now_]; }
     /// Goes to the next micro-batch. After the last of a group it reads the next group.
     Iterator& operator++() {
-      if (now_->is_last()) {
-        read_group();
-      } else {
-        set(now_->index() + 1);
-      }
+      if (++now_ == group_.size()) read_group();
       return *this;
     }
-    /// Goes to the next micro-batch, and returns nothing: the range is walked through once.
-    void operator++(int) { ++*this; }
     /// Returns whether all batches have been visited.
-    bool operator==(std::default_sentinel_t) const noexcept { return !now_; }
+    bool operator==(std::default_sentinel_t) const noexcept { return group_.empty(); }
 
    private:
     /// Reads a whole group, so that the first of an incomplete one knows its count.
     void read_group() {
-      group_.clear();
-      now_.reset();
-      while (static_cast<std::int64_t>(group_.size()) < micro_batches_ && next_ != end_) {
-        group_.push_back(*next_);
-        ++next_;
+      std::vector<Batch> batches;
+      for (; std::ssize(batches) < micro_batches_ && next_ != end_; ++next_) {
+        batches.push_back(*next_);
       }
-      if (!group_.empty()) set(0);
-    }
-    void set(std::int64_t index) {
-      now_.emplace(group_[static_cast<std::size_t>(index)], index,
-                   static_cast<std::int64_t>(group_.size()));
+      group_.clear();
+      now_ = 0;
+      for (const Batch& batch : batches) {
+        group_.emplace_back(batch, std::ssize(group_), std::ssize(batches));
+      }
     }
 
-    LoaderIterator next_;
-    LoaderEnd end_;
+    Next next_;
+    End end_;
     std::int64_t micro_batches_;
-    std::vector<Batch> group_;
-    std::optional<MicroBatch<Batch>> now_;
+    std::vector<MicroBatch<Batch>> group_;
+    std::size_t now_ = 0;
   };
 
   /// Starts to walk through the loader, and reads the first group.
@@ -137,6 +109,15 @@ class Accumulation {
 /// Returns the batches of `loader` in groups of `micro_batches`, each a MicroBatch, which is a
 /// batch of the loader's with `is_last()` and `divide(loss)` beside its own members. The last group
 /// of an epoch may have fewer, and its losses are divided by as many as it has.
+///
+///     for (auto& batch : mezzo::accumulate(*loader, 4)) {
+///       auto loss = mezzo::autocast(setting, [&] { return criterion(net(batch.data), batch.target); });
+///       scaler.scale(batch.divide(loss)).backward();
+///       if (!batch.is_last()) continue;
+///       scaler.step(optimizer);
+///       scaler.update();
+///       optimizer.zero_grad();
+///     }
 ///
 /// A group is read at once: it takes the memory of its batches, where the loader made them. Save
 /// the position in the data (a checkpoint) after a step, when all batches that were read have been

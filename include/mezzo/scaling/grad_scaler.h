@@ -2,14 +2,13 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
-#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/device_scale.h>
-#include <mezzo/scaling/detail/iteration_records.h>
+#include <mezzo/scaling/detail/scaled_clipping.h>
 #include <mezzo/scaling/detail/step_letter.h>
 #include <mezzo/scaling/skipped_step.h>
 
@@ -23,6 +22,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -32,6 +32,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -62,10 +63,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// called once when all have stepped, backs the scale off once.
 ///
 /// The scale lives on the device of the first tensor that `scale` sees. On CUDA the host waits for
-/// the device in `get_scale` and `state_dict` and, with an optimizer that is not mezzo's, in `step`
-/// and for the line about a skip; nothing else waits. docs/cuda.md shows how to capture a step into
-/// a CUDA graph. Threads may call `scale` at once; all else is for one thread at a time. Between
-/// two calls of `update` no optimizer may move in memory.
+/// the device in `get_scale` and `state_dict` and, with an optimizer that is not mezzo's, in
+/// `step`; nothing else waits. docs/cuda.md shows how to capture a step into a CUDA graph. Threads
+/// may call `scale` at once; all else is for one thread at a time. Between two calls of `update` no
+/// optimizer may move in memory.
 class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
@@ -106,43 +107,30 @@ class GradScaler {
   ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
   void unscale_(AnyOptimizer optimizer);
 
-  /// Calls `unscale_` unless that has been done, and then `optimizer.step(args...)` unless an inf
-  /// or NaN was found: torch.amp's step. Waits for the device. With an optimizer of mezzo's and no
-  /// `args` it is `step(optimizer, StepOptions())`, which waits for nothing and leaves `.grad` as
-  /// it is.
-  /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
-  ///   a gradient, or when given a closure while enabled
-  template <class OptimizerType, class... Args>
-  requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
-           !(std::same_as<std::remove_cvref_t<Args>, StepOptions> || ...)) StepResult
-      step(OptimizerType& optimizer, Args&&... args);
-
   /// Unscales, checks, clips and steps in few passes: `scaler.step(optimizer, {.max_norm = 1.0})`.
   ///
   /// An optimizer of mezzo's reads the gradients once, for an inf and for their norm, and once more
   /// in the step, which multiplies them by inverse scale and clip coefficient on their way. The
   /// device decides the step: nothing waits, the result is ready some time later, and the line
-  /// about a skip may come some steps late. Any other optimizer finds, for the time of its step,
-  /// gradients that are unscaled and clipped (4 bytes more an element of float), and the host waits
-  /// once. StepOptions says what `.grad` holds afterwards.
+  /// about a skip may come some steps late. Any other optimizer's gradients are unscaled and
+  /// clipped in place, as by `unscale_` and torch's clip_grad_norm_, and the host waits once to
+  /// know whether to step. StepOptions says what `.grad` holds afterwards.
   ///
-  /// After `unscale_` the gradients are checked once more (LossScaleOptions::recheck) and not
-  /// unscaled again. A disabled scaler clips, sets to zero and steps whatever the gradients are.
+  /// After `unscale_` the gradients are checked once more, since clipping or your code may have
+  /// made an inf or NaN, and not unscaled again. A disabled scaler clips, sets to zero and steps
+  /// whatever the gradients are.
   /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
-  ///   a gradient, or unless max_norm is positive
-  StepResult step(AnyOptimizer optimizer, const StepOptions& options);
+  ///   a gradient, for fp16 gradients as `unscale_` does, or unless max_norm is positive
+  StepResult step(AnyOptimizer optimizer, const StepOptions& options = {});
 
-  /// Returns whether `optimizer`'s gradients have lost the scale since the last `update`: by
-  /// `unscale_`, or by a `step(optimizer)` that called it and then threw. False when disabled.
-  bool is_unscaled(AnyOptimizer optimizer) const;
-
-  /// Forgets what was called for `optimizer` in this iteration, so that it may be unscaled again
-  /// after another backward pass. The caller may drop its gradients, or keep them for a step with
-  /// StepOptions::is_unscaled. An inf found in them still counts for the next scale. No host sync
-  /// on a device.
-  /// \return a float of one element on the scale's device, not 0 where an inf or NaN was found;
-  ///   undefined if nothing was checked
-  at::Tensor forget(AnyOptimizer optimizer);
+  /// Calls `optimizer.step(closure)` if this scaler is disabled.
+  /// \throws c10::Error if it is enabled, unless `closure` is null
+  template <std::convertible_to<torch::optim::Optimizer::LossClosure> Closure>
+  StepResult step(AnyOptimizer optimizer, const Closure& closure) {
+    return step_with_closure(optimizer, closure);
+  }
+  /// Refuses a number alone: write `step(optimizer, {.max_norm = 1.0})`.
+  StepResult step(AnyOptimizer, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
 
   /// Ends the iteration: moves the scale by what the checks found, and forgets the optimizers. No
   /// host sync, unless the host skipped a step and a callback wants to know the new scale.
@@ -195,8 +183,8 @@ class GradScaler {
   const LossScale& rule() const noexcept { return rule_; }
 
   /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
-  /// and no step came after, at its `update` or, where a device
-  /// decides, at a later one; not for replays of a CUDA graph. It takes the place of the line on
+  /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
+  /// CUDA graph. It takes the place of the line on
   /// std::cerr, which is written for the first eleven skips in a row, once for a scale at its
   /// floor, and in both cases for every 1000th skip after that. A null callback is silent.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
@@ -205,7 +193,7 @@ class GradScaler {
   /// growth_interval, _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's
   /// own (min_scale, max_scale, hysteresis, _hysteresis_left, _loss_scale_kind). Empty when
   /// disabled. Waits for the device. Call it after `update`. docs/loss-scaling.md shows how a state
-  /// goes to Python and back as JSON; scaler_tensors.h is for safetensors.
+  /// goes to Python and back as JSON.
   StateDict state_dict() const;
 
   /// Restores what `state_dict` returned, torch.amp's included: this scaler's values stay where
@@ -214,46 +202,55 @@ class GradScaler {
   void load_state_dict(const StateDict& state);
 
  private:
-  using StepFunction = std::function<at::Tensor()>;
+  /// What was called last for an optimizer in this iteration.
+  enum class Stage : uint8_t { ready, unscaled, stepped };
+  /// What this iteration knows about one optimizer.
+  struct Record {
+    Stage stage = Stage::ready;
+    /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
+    /// counts for the next scale. Undefined before any check.
+    at::Tensor found_inf{};
+  };
+  using Letters = std::vector<std::shared_ptr<detail::StepLetter>>;
 
-  detail::OptimizerRecord& record_to_step(const torch::optim::Optimizer& optimizer);
+  Record& record_of(AnyOptimizer optimizer) { return records_[&optimizer.optimizer()]; }
+  Record& record_to_step(AnyOptimizer optimizer);
   void unscale_into(AnyOptimizer optimizer);
-  void check_verdict(detail::OptimizerRecord& record, Verdict& verdict, bool was_unscaled,
-                     bool counts, const at::Tensor& known_inf);
-  StepResult step_fused(optim::FusedOptimizer& fused, const torch::optim::Optimizer& optimizer,
-                        const StepOptions& options);
-  StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options,
-                          const StepFunction& torch_step);
+  void check_verdict(Record& record, Verdict& verdict);
+  StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
+  StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
-  void note_skip(const detail::OptimizerRecord& record, float scale);
-  void post_skip(const at::Tensor& found_inf);
+  StepResult step_with_closure(AnyOptimizer optimizer,
+                               const torch::optim::Optimizer::LossClosure& closure);
+  void note_skip(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
   at::Tensor scale_on(at::Device device);
   LossScaleState read_state() const;
-  at::Tensor next_scale_place() const;
   void finish_iteration();
+  void tell_of_iterations();
+  void tell_of_skip(float scale, float next_scale);
   template <class Number>
   void change_rule(const char* name, Number LossScaleOptions::*option, Number value);
 
   LossScale rule_;
   LossScaleState initial_state_;
   bool enabled_;
-  bool recheck_;
   bool allow_fp16_gradients_;
   int64_t loss_id_;
   SkipCallback on_skip_;
   int64_t times_at_floor_ = 0;
   int64_t times_in_a_row_ = 0;
-  std::optional<float> skipped_scale_;  // set by a skipped step until `update` has told it
+  std::optional<float> skipped_scale_;  // set on the CPU by a skipped step, until its `update`
+  detail::ScaledClipping clipping_;
 
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
-  detail::IterationRecords records_;
+  std::unordered_map<const torch::optim::Optimizer*, Record> records_;
 
-  // For steps that a device decides:
+  // For steps on a device:
   detail::LetterPool letter_pool_;
-  std::vector<std::shared_ptr<detail::StepLetter>> letters_;  // of this iteration
-  detail::PendingLines pending_lines_;
+  Letters letters_;                 // of this iteration
+  std::deque<Letters> iterations_;  // of which `on_skip` has yet to know
 };
 
 /// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
@@ -313,20 +310,6 @@ consteval bool is_scalable() {
   }
 }
 
-template <class Argument>
-inline constexpr bool kMayBeClosure = std::is_convertible_v<const std::remove_cvref_t<Argument>&,
-                                                            torch::optim::Optimizer::LossClosure>;
-
-/// Whether an argument of `optimizer.step` is a closure that is not null.
-template <class Argument>
-bool is_closure(const Argument& argument) {
-  if constexpr (kMayBeClosure<Argument>) {
-    return torch::optim::Optimizer::LossClosure(argument) != nullptr;
-  } else {
-    return false;
-  }
-}
-
 }  // namespace detail
 
 template <class Outputs>
@@ -339,33 +322,6 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
     const at::Tensor scale = scale_on(output.device());
     return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
   });
-}
-
-template <class OptimizerType, class... Args>
-requires(std::convertible_to<OptimizerType&, AnyOptimizer> &&
-         !(std::same_as<std::remove_cvref_t<Args>, StepOptions> ||
-           ...)) StepResult GradScaler::step(OptimizerType& optimizer, Args&&... args) {
-  const auto call_step = [&]() -> at::Tensor {
-    return optimizer.step(std::forward<Args>(args)...);
-  };
-  const bool has_closure = (detail::is_closure(args) || ...);
-  const bool is_bare = (detail::kMayBeClosure<Args> && ...) && !has_closure;
-  if (!enabled_) {
-    const detail::StepWithoutVersion step(AnyOptimizer(optimizer).optimizer());
-    StepOutcome outcome{.ran = true, .value = call_step()};
-    detail::drop_weight_casts();
-    return StepResult(std::move(outcome));
-  }
-  TORCH_CHECK(
-      !has_closure,
-      "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
-      "and "
-      "call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
-      "with GradScaler({.enabled = false})");
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  if (is_bare && fused != nullptr)
-    return step_fused(*fused, AnyOptimizer(optimizer).optimizer(), {});
-  return step_on_host(optimizer, {}, call_step);
 }
 
 // Templates, since the archives' headers take 14 s to compile: a unit that saves or loads includes

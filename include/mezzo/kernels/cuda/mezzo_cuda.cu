@@ -151,7 +151,7 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTenso
                               tensors.inverse.mutable_data_ptr<float>(),
                               tensors.growth_tracker.mutable_data_ptr<int32_t>(),
                               tensors.hysteresis_left.mutable_data_ptr<int32_t>(),
-                              found_inf.const_data_ptr<float>(), pinned_place<float>(tensors.told));
+                              found_inf.const_data_ptr<float>());
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }

@@ -194,12 +194,16 @@ struct StepStreams {
     StepPack<typename StepGradient<Scalar>::Bits, kPack> gradient;
     StepPack<Stored, kPack> parameter;
     StepPack<StoredMoment, kPack> moments[Place::kMomentSlots];
-    StepPack<uint16_t, kPack> low_half;
+    StepPack<uint16_t, kPack> low_half_or_copy;
+    bool has_low_half_or_copy;
 
-    /// Returns the place of element `i` in these registers, without a copy of the parameter.
+    /// Returns the place of element `i` in these registers.
     __device__ Place place(int i) {
-      Place result{
-          &parameter.element[i], &gradient.element[i], {}, &low_half.element[i], Body::kIsSplit};
+      Place result{&parameter.element[i],
+                   &gradient.element[i],
+                   {},
+                   &low_half_or_copy.element[i],
+                   has_low_half_or_copy};
       MEZZO_UNROLL
       for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
       return result;
@@ -211,17 +215,18 @@ struct StepStreams {
     load_pack(base.parameter, packs.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
-    if (Body::kIsSplit) load_pack(base.low_half_or_copy, packs.low_half);
+    packs.has_low_half_or_copy = Body::kIsSplit || (Body::kMayCopy && base.has_low_half_or_copy);
+    if (packs.has_low_half_or_copy) load_pack(base.low_half_or_copy, packs.low_half_or_copy);
   }
 
   __device__ void store(const Packs& packs) const {
     store_pack(packs.parameter, base.parameter);
-    if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
+    if (Body::kIsSplit) store_pack(packs.low_half_or_copy, base.low_half_or_copy);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
   }
 
-  /// Writes the 16-bit copy of the new parameters, if the step keeps one.
+  /// Writes the weights of 16 bits of new masters, if these are masters.
   template <class AnyBody>
   __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
     if constexpr (Body::kMayCopy) {

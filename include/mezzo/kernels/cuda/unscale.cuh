@@ -76,17 +76,15 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscale
   report(unscale.nonfinite, found_inf);
 }
 
-/// `told` is pinned memory of the host, or null.
 static __global__ void update_scale_kernel(const LossScale rule, float* scale, float* inverse,
                                            int32_t* growth_tracker, int32_t* hysteresis_left,
-                                           const float* found_inf, float* told) {
+                                           const float* found_inf) {
   const LossScaleState next =
       rule.next({*scale, *growth_tracker, *hysteresis_left}, *found_inf != 0.0F);
   *scale = next.scale;
   *inverse = inverse_scale(next.scale);
   *growth_tracker = next.growth_tracker;
   *hysteresis_left = next.hysteresis_left;
-  if (told != nullptr) *told = next.scale;
 }
 
 }  // namespace detail::cuda

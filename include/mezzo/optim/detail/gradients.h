@@ -5,10 +5,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/unscale.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +23,7 @@
 #include <utility>
 #include <vector>
 
-// The gradients of any optimizer: reading them, and lending multiplied ones to an optimizer that
-// does not know verdicts.
+// The gradients of any optimizer, and how to read them.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -173,68 +169,6 @@ class StepWithoutVersion {
   bool is_one_;
 };
 
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
-/// changes there is lost with the scope, and a master would follow the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  if (averaged_parameters_held.load() == 0) return;
-  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
-              optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
-}
-
-/// Calls refuse_average for each parameter of a step.
-inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
-  for (const StepPlan::Row& row : plan.rows) {
-    refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
-  }
-}
-
-/// Multiplies the gradients of an optimizer by `factor` for the time of its step, for optimizers
-/// that do not read a verdict. The end puts the gradients back, except those that the optimizer
-/// itself replaced or wrote.
-class LentGradients {
- public:
-  LentGradients(const torch::optim::Optimizer& optimizer, double factor) {
-    if (factor == 1.0) return;
-    std::vector<at::Tensor> gradients;
-    for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
-      if (!parameter.grad().defined()) return;
-      gradients.push_back(parameter.grad());
-      all_.push_back({parameter, parameter.grad()});
-    });
-    GradientProducts products = multiply_gradients(gradients, factor);
-    found_inf_ = products.found_inf;
-    for (std::size_t i = 0; i < all_.size(); ++i) {
-      Lent& one = all_[i];
-      one.product = std::move(products.tensors[i]);
-      one.parameter.mutable_grad() = one.product;
-      one.version = one.product._version();
-    }
-  }
-  ~LentGradients() {
-    for (const Lent& one : all_) {
-      const at::Tensor& now = one.parameter.grad();
-      const bool is_as_lent = now.is_same(one.product) && now._version() == one.version;
-      if (is_as_lent) one.parameter.mutable_grad() = one.own;
-    }
-  }
-  LentGradients(const LentGradients&) = delete;
-  LentGradients& operator=(const LentGradients&) = delete;
-
-  /// Returns whether a product is inf or NaN. Gradients are read in float: with a factor above 1 a
-  /// product that is finite in float can overflow in half or bfloat16.
-  bool found_inf() const noexcept { return found_inf_; }
-
- private:
-  struct Lent {
-    at::Tensor parameter, own;
-    at::Tensor product{};
-    int64_t version = 0;
-  };
-  std::vector<Lent> all_;  // a parameter that is given twice holds the last product
-  bool found_inf_ = false;
-};
-
 }  // namespace detail
 
 inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
@@ -249,7 +183,6 @@ inline at::Tensor optim::FusedOptimizer::step_with(
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  detail::tell_witness(*this, /*scale=*/{});
   apply(plan());
   return loss;
 }

@@ -212,7 +212,7 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose comment the compiler prints.
+/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose line the compiler prints.
 struct OptionsAreSetByCalls {
   double lr = 0;
   std::tuple<double, double> betas{};
@@ -245,7 +245,6 @@ class OptimizerShell : public StepEngine {
       (void)group_numbers(group);
     }
     meet_parameters();
-    set_grad_dtypes();
   }
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
@@ -254,8 +253,9 @@ class OptimizerShell : public StepEngine {
   }
 
   /// Refuses `{.lr = 1e-3}`: options are set as libtorch's are, AdamWOptions(1e-3).eps(1e-7).
-  template <class = void>  // a template, so that {1e-3} and {} still mean Options
-  OptimizerShell(std::vector<at::Tensor> parameters, const OptionsAreSetByCalls&) = delete;
+  template <class = void>                  // a template, so that {1e-3} and {} still mean Options
+  OptimizerShell(std::vector<at::Tensor>,  // set options by calls: AdamWOptions(1e-3).eps(1e-7)
+                 const OptionsAreSetByCalls&) = delete;
 
   /// Adds a group with all of its options. libtorch's own function, called through
   /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.
@@ -270,7 +270,6 @@ class OptimizerShell : public StepEngine {
       param_groups_.pop_back();
       throw;
     }
-    set_grad_dtypes();
   }
 
   /// Reads all of a file or nothing. States that the file lacks are dropped.
@@ -326,7 +325,6 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
   load_progress(progress);
-  set_grad_dtypes();
   if (!progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "

@@ -68,6 +68,9 @@ class StepCount {
     if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
   }
 
+  /// Returns whether the host counts, and has counted no step. Does not wait.
+  bool is_new() const noexcept { return *on_host_ == 0; }
+
   int64_t value() const { return steps_counted(*on_host_, *on_device_); }
 
   /// Sets the count. The host counts from here on, until `move_to`.

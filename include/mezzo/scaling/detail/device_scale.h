@@ -61,39 +61,31 @@ class DeviceScale {
     hysteresis_left_.fill_(state.hysteresis_left);
   }
 
-  // The next three write the scale also to `told`, a float in pinned memory, unless it is
-  // undefined. No host sync on a device.
+  // The next three move the scale. No host sync on a device.
 
   /// Writes the scale and its inverse; the counts stay.
-  void write_scale(float scale, const at::Tensor& told = {}) {
+  void write_scale(float scale) {
     const c10::NoGradGuard no_grad;
     scale_.fill_(scale);
     inverse_.fill_(inverse_scale(scale));
-    written(told);
   }
 
   /// Writes the scale from a tensor of one element on any device, clamped to [lowest, highest].
-  void write_scale(const at::Tensor& scale, float lowest, float highest,
-                   const at::Tensor& told = {}) {
+  void write_scale(const at::Tensor& scale, float lowest, float highest) {
     const c10::NoGradGuard no_grad;
     scale_.copy_(scale.reshape({}));
     scale_.clamp_(lowest, highest);
     at::reciprocal_out(inverse_, scale_);
-    written(told);
   }
 
   /// Moves the scale by `rule` after an iteration.
   /// \param found_inf  a float of one element on the scale's device, not 0 where an inf was found
-  void advance(const LossScale& rule, const at::Tensor& found_inf, const at::Tensor& told = {}) {
+  void advance(const LossScale& rule, const at::Tensor& found_inf) {
     const c10::NoGradGuard no_grad;
-    update_scale_(rule, {scale_, inverse_, growth_tracker_, hysteresis_left_, told}, found_inf);
+    update_scale_(rule, {scale_, inverse_, growth_tracker_, hysteresis_left_}, found_inf);
   }
 
  private:
-  void written(const at::Tensor& told) {
-    if (told.defined()) told.copy_(scale_, /*non_blocking=*/true);
-  }
-
   at::Tensor scale_;
   at::Tensor inverse_;
   at::Tensor growth_tracker_;

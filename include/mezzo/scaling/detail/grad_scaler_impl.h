@@ -9,7 +9,6 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones.h>
@@ -57,28 +56,42 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
   TORCH_CHECK(
       false, "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
       parameters,
-      " in all) has a gradient; call scaler.scale(loss).backward() before step(), and make the "
-      "optimizer from the parameters() of the model that computed the loss");
+      " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
+      "it, and make the optimizer from the parameters() of the model that computed the loss");
 }
 
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
     "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
-inline void check_step_options(const StepOptions& options) {
-  TORCH_CHECK(is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
-              "; it should be positive, and infinite for no clipping");
-}
-
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
-/// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-/// \throws c10::Error, before any write, if an EmaScope has put an average in the place of one
-inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
-  for (const StepPlan::Row& row : plan.rows) {
-    if (!keeps_master(fused, row)) continue;
-    refuse_average(*row.parameter, {"unscale_", fused->optimizer().param_groups()});
+/// Multiplies the gradients of `plan` by `coefficient`, at most 1, in place: those of double by it,
+/// others by the nearest float.
+inline void clip_in_place(const StepPlan& plan, double coefficient) {
+  if (!(coefficient < 1)) return;
+  for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
+    std::vector<at::Tensor> others;
+    for (const at::Tensor& gradient : gradients) {
+      if (gradient.scalar_type() != at::kDouble)
+        others.push_back(gradient);
+      else
+        gradient.mul_(coefficient);
+    }
+    const auto number = at::TensorOptions().device(gradients.front().device()).dtype(at::kFloat);
+    at::Tensor unread = at::zeros({}, number);
+    if (!others.empty()) unscale_and_check_(others, unread, at::full({}, coefficient, number));
   }
+}
+
+/// Steps an optimizer that is not mezzo's.
+inline at::Tensor step_of_libtorch(AnyOptimizer optimizer) {
+  const StepWithoutVersion step(optimizer.optimizer());
+  return optimizer.step();
+}
+
+/// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
+inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
@@ -124,7 +137,6 @@ MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
     : rule_(LossScale::of(options)),
       initial_state_(rule_.initial_state()),
       enabled_(options.enabled),
-      recheck_(options.recheck),
       allow_fp16_gradients_(options.allow_fp16_gradients),
       loss_id_(options.loss_id),
       on_skip_(&detail::tell_of_skip) {}
@@ -143,13 +155,13 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
     return;
   }
   require_scale("unscale_");
-  const detail::Stage stage = records_.of(optimizer.optimizer()).stage;
+  const Stage stage = record_of(optimizer).stage;
   TORCH_CHECK(
-      stage != detail::Stage::unscaled,
+      stage != Stage::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
       "call scaler.unscale_(optimizer) once an iteration, after its last backward(), and "
       "scaler.update() at the end of each iteration");
-  TORCH_CHECK(stage != detail::Stage::stepped,
+  TORCH_CHECK(stage != Stage::stepped,
               "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
               "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
   unscale_into(optimizer);
@@ -159,7 +171,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
 MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  detail::OptimizerRecord& record = records_.of(optimizer.optimizer());
+  Record& record = record_of(optimizer);
   StepPlan plan = detail::plan_of(optimizer);
   if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
@@ -175,189 +187,114 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
     record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
   }
   detail::show_at_masters(fused, plan);
-  record.stage = detail::Stage::unscaled;
-}
-
-MEZZO_INLINE bool GradScaler::is_unscaled(AnyOptimizer optimizer) const {
-  const detail::OptimizerRecord* const record = records_.find(optimizer.optimizer());
-  return record != nullptr && record->stage == detail::Stage::unscaled;
-}
-
-MEZZO_INLINE at::Tensor GradScaler::forget(AnyOptimizer optimizer) {
-  const detail::OptimizerRecord* const known = records_.find(optimizer.optimizer());
-  if (known == nullptr) return {};
-  const c10::NoGradGuard no_grad;
-  const detail::OptimizerRecord record = *known;
-  records_.forget(optimizer.optimizer());
-  const bool is_told_by_step = record.stage == detail::Stage::stepped;  // not by one that threw
-  if (!record.found_inf.defined() || is_told_by_step) return record.found_inf;
-  if (!scale_->original().is_cpu()) {
-    post_skip(record.found_inf);
-  } else {
-    note_skip(record, scale_->original().item<float>());
-  }
-  return record.found_inf;
+  record.stage = Stage::unscaled;
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
 
 MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptions& options) {
-  detail::check_step_options(options);
+  TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
+              "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  return fused != nullptr ? step_fused(*fused, optimizer.optimizer(), options)
-                          : step_on_host(optimizer, options, /*torch_step=*/nullptr);
+  return fused != nullptr ? step_fused(*fused, options) : step_on_host(optimizer, options);
 }
 
-MEZZO_INLINE detail::OptimizerRecord& GradScaler::record_to_step(
-    const torch::optim::Optimizer& optimizer) {
-  require_scale("step");
-  detail::OptimizerRecord& record = records_.of(optimizer);
+MEZZO_INLINE StepResult GradScaler::step_with_closure(
+    AnyOptimizer optimizer, const torch::optim::Optimizer::LossClosure& closure) {
+  if (!closure) return step(optimizer);
   TORCH_CHECK(
-      record.stage != detail::Stage::stepped,
+      !enabled_,
+      "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
+      "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
+      "with GradScaler({.enabled = false})");
+  const detail::StepWithoutVersion step(optimizer.optimizer());
+  return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
+}
+
+MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(AnyOptimizer optimizer) {
+  require_scale("step");
+  Record& record = record_of(optimizer);
+  TORCH_CHECK(
+      record.stage != Stage::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
       "at the end of each iteration, after the steps of all its optimizers");
   return record;
 }
 
-/// Notes a skip for `on_skip`, unless the inf was known before this scaler's checks.
-MEZZO_INLINE void GradScaler::note_skip(const detail::OptimizerRecord& record, float scale) {
-  if (record.found_inf.item<float>() != 0.0F) skipped_scale_ = scale;
-}
-
-/// Notes a skip that only the device knows of: `on_skip` is called once the letter has arrived.
-MEZZO_INLINE void GradScaler::post_skip(const at::Tensor& found_inf) {
-  const at::Tensor& scale = scale_->original();
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
-  letters_.push_back(letter);
-}
-
-/// Combines what a read of the gradients found with what `unscale_` had noted. Afterwards
+/// Adds what `unscale_` has noted to what a read of the gradients found. Afterwards
 /// `verdict.found_inf` decides the step, and `record.found_inf` counts for the next scale.
-/// \param counts  false: the result of the read is ignored (LossScaleOptions::recheck)
-/// \param known_inf  not 0: an inf was found before this scaler's checks; what the read finds then
-///   prevents the step but does not move the scale
-MEZZO_INLINE void GradScaler::check_verdict(detail::OptimizerRecord& record, Verdict& verdict,
-                                            bool was_unscaled, bool counts,
-                                            const at::Tensor& known_inf) {
-  const at::Device device = scale_->original().device();
-  at::Tensor found = detail::on_device(verdict.found_inf, device);
-  if (!counts) found = at::zeros_like(found);
-  const at::Tensor before = was_unscaled ? record.found_inf : at::Tensor();
-  const auto joined = [&](const at::Tensor& flag) {
-    return before.defined() ? before.add(flag) : flag;
-  };
-  const at::Tensor all = joined(found);
-  record.found_inf = all;
-  if (known_inf.defined()) {
-    record.found_inf = joined(found.mul(detail::on_device(known_inf, device).eq(0.0)));
-  }
-  verdict.found_inf = detail::on_device(all, verdict.inv_scale.device());
+MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
+  const at::Tensor found = detail::on_device(verdict.found_inf, scale_->original().device());
+  record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
+  verdict.found_inf = detail::on_device(record.found_inf, verdict.inv_scale.device());
 }
 
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
-                                               const torch::optim::Optimizer& optimizer,
                                                const StepOptions& options) {
-  detail::OptimizerRecord& record = record_to_step(optimizer);
+  Record& record = record_to_step(fused);
   const at::Tensor& scale = scale_->original();
-  detail::tell_witness(fused, scale, options.max_norm);
-  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  const at::Tensor inv_scale = was_unscaled ? at::ones_like(scale) : scale_->inverse();
+  const bool was_unscaled = record.stage == Stage::unscaled;
   StepPlan plan = fused.plan();
   if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
     detail::refuse_half_gradients(fused, plan);
   }
-  Verdict verdict = fused.read(plan, inv_scale);
-  const bool is_known = options.is_unscaled || record.found_inf.defined();
-  detail::check_has_gradients(plan.has_rows() || is_known, optimizer);
-  check_verdict(record, verdict, was_unscaled, !was_unscaled || recheck_, options.known_inf);
+  Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale) : scale_->inverse());
+  if (!was_unscaled) record.found_inf = at::Tensor();  // of a step that threw
+  detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
+                              fused.optimizer());
+  check_verdict(record, verdict);
   std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
   if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
   fused.apply(std::move(plan), verdict, options);
-  record.stage = detail::Stage::stepped;
+  record.stage = Stage::stepped;
   if (scale.is_cpu()) {
     StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
-    if (outcome.found_inf) note_skip(record, outcome.scale);
+    clipping_.see(outcome);
+    if (outcome.found_inf) skipped_scale_ = outcome.scale;
     return StepResult(std::move(outcome));
   }
   letter->send(scale, verdict, was_unscaled);
-  if (options.known_inf.defined()) {
-    post_skip(record.found_inf);
-  } else {
-    letters_.push_back(letter);
-  }
+  letters_.push_back(letter);
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
-/// Steps with any other optimizer, or with arguments of its own: the host decides, and waits for
-/// the device.
-/// \param torch_step  torch.amp's step, which leaves `.grad` unscaled; null for a step with
-///   StepOptions, which leaves `.grad` as it was or, on request, zero
-MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const StepOptions& options,
-                                                 const StepFunction& torch_step) {
-  detail::OptimizerRecord& record = record_to_step(optimizer.optimizer());
-  detail::tell_witness(optimizer, scale_->original(), options.max_norm);
-  const bool was_unscaled = options.is_unscaled || record.stage == detail::Stage::unscaled;
-  const bool unscales_here =
-      !was_unscaled && (torch_step != nullptr || (options.zero_grad && !detail::clips(options)));
-  if (unscales_here) unscale_into(optimizer);
-  const bool is_true = was_unscaled || unscales_here;  // `.grad` has lost the scale
+/// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
+/// they lie, and the host decides, for which it waits.
+MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
+                                                 const StepOptions& options) {
+  Record& record = record_to_step(optimizer);
+  const at::Tensor& scale = scale_->original();
+  const bool was_unscaled = record.stage == Stage::unscaled;
+  if (!was_unscaled) unscale_into(optimizer);
+  detail::check_has_gradients(record.found_inf.defined(), optimizer.optimizer());
   Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = record.found_inf};
-  const bool counts = was_unscaled ? recheck_ : !unscales_here;
-  if (counts || detail::clips(options)) {
-    const c10::NoGradGuard no_grad;
-    const StepPlan plan = detail::plan_of(optimizer);
-    const bool is_known = options.is_unscaled || record.found_inf.defined();
-    detail::check_has_gradients(plan.has_rows() || is_known, optimizer.optimizer());
-    if (!is_true && plan.has_bare_half && !allow_fp16_gradients_) {
-      detail::refuse_half_gradients(optimizer, plan);
-    }
-    verdict = detail::read_gradients(
-        plan, is_true ? at::ones_like(scale_->original()) : scale_->inverse());
-    check_verdict(record, verdict, is_true, counts, options.known_inf);
+  StepPlan plan;
+  if (was_unscaled || detail::clips(options)) {
+    plan = detail::plan_of(optimizer);
+    verdict = detail::read_gradients(plan, at::ones_like(scale));
+    check_verdict(record, verdict);
   }
-  detail::check_has_gradients(verdict.found_inf.defined(), optimizer.optimizer());
-  if (unscales_here && !detail::clips(options) && options.known_inf.defined()) {
-    const c10::NoGradGuard no_grad;  // the verdict has its own reference to the old flag
-    const at::Tensor known = detail::on_device(options.known_inf, record.found_inf.device());
-    record.found_inf = record.found_inf.mul(known.eq(0.0));
-  }
-  const std::shared_ptr<detail::StepLetter> letter =
-      letter_pool_.letter_for(scale_->original().device());
-  letter->send_and_wait(scale_->original(), verdict, was_unscaled);
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  letter->send_and_wait(scale, verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
-  if (!detail::clips(options)) outcome.grad_norm = outcome.grad_max_abs = std::nullopt;
-  if (outcome.ran && torch_step != nullptr) {
-    const detail::StepWithoutVersion step(optimizer.optimizer());
-    outcome.value = torch_step();
-    detail::drop_weight_casts();
-  } else if (outcome.ran) {
-    const double inverse = is_true ? 1.0 : detail::inverse_scale(outcome.scale);
-    const double clip = detail::clips(options)
-                            ? detail::clip_coefficient(letter->sum_of_squares(), options.max_norm)
-                            : 1.0;
-    const detail::LentGradients lent(optimizer.optimizer(), inverse * clip);
-    if (is_true || !lent.found_inf()) {
-      const detail::StepWithoutVersion step(optimizer.optimizer());
-      outcome.value = optimizer.step();
-    } else {  // a product overflows where, read in float, none did
-      outcome = {
-          .ran = false, .found_inf = true, .scale = outcome.scale, .was_unscaled = was_unscaled};
-      if (detail::clips(options)) {
-        outcome.grad_norm = outcome.grad_max_abs = std::numeric_limits<double>::infinity();
-      }
-      record.found_inf = at::ones_like(record.found_inf);
+  if (outcome.ran) {
+    if (detail::clips(options)) {
+      detail::clip_in_place(plan,
+                            detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
     }
+    outcome.value = detail::step_of_libtorch(optimizer);
   }
-  if (!outcome.ran && options.known_inf.defined()) {
-    note_skip(record, outcome.scale);
-  } else if (!outcome.ran) {  // the record says the same as the letter: no second wait
-    skipped_scale_ = outcome.scale;
+  record.stage = Stage::stepped;
+  detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
+  if (scale.is_cpu()) {
+    clipping_.see(outcome);
+    if (outcome.found_inf) skipped_scale_ = outcome.scale;
+  } else {
+    letters_.push_back(letter);
   }
-  record.stage = detail::Stage::stepped;
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
@@ -366,7 +303,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer, const S
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  detail::tell_witness(optimizer, /*scale=*/{}, options.max_norm);
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
@@ -387,16 +323,12 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     if (letter->device().is_cpu()) return StepResult(letter->outcome());
     return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
   }
-  double factor = 1.0;
   if (letter != nullptr) {
     outcome = letter->outcome();
-    factor = detail::clip_coefficient(letter->sum_of_squares(), options.max_norm);
+    detail::clip_in_place(plan,
+                          detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
   }
-  {
-    const detail::LentGradients lent(optimizer.optimizer(), factor);
-    const detail::StepWithoutVersion step(optimizer.optimizer());
-    outcome.value = optimizer.step();
-  }
+  outcome.value = detail::step_of_libtorch(optimizer);
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
@@ -404,42 +336,48 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 // --- The end of an iteration -------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::update() {
-  if (!enabled_) return records_.clear();
+  if (!enabled_) return;
   require_scale("update");
-  const std::vector<at::Tensor> checks = records_.found_inf();
+  at::Tensor found;
+  for (const auto& [optimizer, record] : records_) {
+    const at::Tensor& one = record.found_inf;
+    if (!one.defined()) continue;
+    found = found.defined() ? found.add(one) : one;
+    if (record.stage == Stage::unscaled) note_skip(one);  // no step tells of it
+  }
   TORCH_CHECK(
-      !checks.empty(),
+      found.defined(),
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration");
-  {
-    const c10::NoGradGuard no_grad;                                 // not for the callback
-    for (const at::Tensor& flag : records_.found_without_step()) {  // no step tells of it
-      if (scale_->original().is_cpu()) {
-        note_skip({.found_inf = flag}, scale_->original().item<float>());
-      } else {
-        post_skip(flag);
-      }
-    }
-    at::Tensor found = checks.front();
-    for (std::size_t i = 1; i < checks.size(); ++i) found = found.add(checks[i]);
-    scale_->advance(rule_, found, next_scale_place());
-  }
+  scale_->advance(rule_, found);
   finish_iteration();
 }
 
+/// Notes an inf that was found in this iteration, for `on_skip`.
+MEZZO_INLINE void GradScaler::note_skip(const at::Tensor& found_inf) {
+  const at::Tensor& scale = scale_->original();
+  if (scale.is_cpu()) {
+    if (found_inf.item<float>() != 0.0F) skipped_scale_ = scale.item<float>();
+    return;
+  }
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
+  letters_.push_back(letter);
+}
+
 MEZZO_INLINE void GradScaler::update(double new_scale) {
-  if (!enabled_) return records_.clear();
+  if (!enabled_) return;
   require_scale("update");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
   const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
-  scale_->write_scale(static_cast<float>(new_scale), next_scale_place());
+  scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
-  if (!enabled_) return records_.clear();
+  if (!enabled_) return;
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
@@ -448,47 +386,60 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  scale_->write_scale(new_scale, rule_.min_scale(), rule_.max_scale(), next_scale_place());
+  scale_->write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
   finish_iteration();
 }
 
-/// Returns where the next scale is written for `on_skip`, in the last letter of the iteration;
-/// undefined if nobody will be told of it.
-MEZZO_INLINE at::Tensor GradScaler::next_scale_place() const {
-  const bool is_told = on_skip_ && !letters_.empty() && !skipped_scale_ &&
-                       detail::capture_on(scale_->original().device()) == 0;
-  return is_told ? letters_.back()->next_scale_place() : at::Tensor();
-}
-
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
-/// skipped a step.
+/// skipped a step. On the CPU that is this one.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
-  const auto letters = std::exchange(letters_, {});
+  Letters letters = std::exchange(letters_, {});
+  const std::optional<float> skipped_scale = std::exchange(skipped_scale_, std::nullopt);
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
-  const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
-  const auto tell = [&](float scale, float next_scale) {
-    const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
-    times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
-    ++times_in_a_row_;
-    if (!callback) return;
-    callback({.loss_id = loss_id_,
-              .scale = scale,
-              .next_scale = next_scale,
-              .times_at_floor = times_at_floor_,
-              .times_in_a_row = times_in_a_row_});
-  };
-  const auto end_row = [&] { times_at_floor_ = times_in_a_row_ = 0; };
-  if (skipped_scale_) {
-    const float overflowed = *std::exchange(skipped_scale_, std::nullopt);
-    if (callback) tell(overflowed, scale_->original().item<float>());
-  } else if (!letters.empty() && callback) {
-    letters.back()->next_scale_sent();
-    pending_lines_.add(letters);
-  } else if (pending_lines_.empty()) {
-    end_row();
+  if (skipped_scale) {
+    tell_of_skip(*skipped_scale, scale_->original().item<float>());
+  } else if (!letters.empty()) {
+    iterations_.push_back(std::move(letters));
+  } else if (iterations_.empty()) {
+    times_at_floor_ = times_in_a_row_ = 0;
   }
-  pending_lines_.poll(tell, end_row);
+  tell_of_iterations();
+}
+
+/// Reads the letters that have arrived, in order, and never waits. A skip waits for the next
+/// iteration's letter, which carries the scale that followed.
+MEZZO_INLINE void GradScaler::tell_of_iterations() {
+  const auto is_there = [](const auto& letter) { return letter->is_there(); };
+  while (!iterations_.empty() &&
+         std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {
+    std::optional<float> skipped_scale;
+    for (const auto& letter : iterations_[0]) {
+      const StepOutcome outcome = letter->outcome();
+      if (outcome.found_inf) skipped_scale = outcome.scale;
+    }
+    if (skipped_scale && (iterations_.size() == 1 || !iterations_[1][0]->is_there())) return;
+    for (const auto& letter : std::exchange(iterations_[0], {})) clipping_.see(letter->outcome());
+    iterations_.pop_front();
+    if (skipped_scale) {
+      tell_of_skip(*skipped_scale, iterations_[0][0]->outcome().scale);
+    } else {
+      times_at_floor_ = times_in_a_row_ = 0;
+    }
+  }
+}
+
+MEZZO_INLINE void GradScaler::tell_of_skip(float scale, float next_scale) {
+  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
+  times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
+  ++times_in_a_row_;
+  const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
+  if (!callback) return;
+  callback({.loss_id = loss_id_,
+            .scale = scale,
+            .next_scale = next_scale,
+            .times_at_floor = times_at_floor_,
+            .times_in_a_row = times_in_a_row_});
 }
 
 MEZZO_INLINE void GradScaler::require_scale(const char* call) const {

@@ -17,9 +17,7 @@
 
 #include <cmath>
 #include <cstdint>
-#include <list>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -42,9 +40,9 @@ inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdic
 }
 
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
-/// magnitude; and later the next scale. Kernels of mezzo's write the numbers into pinned memory;
-/// on devices without them ATen copies the numbers there. An event behind the write tells when the
-/// numbers have arrived, and the host reads them no earlier.
+/// magnitude. Kernels of mezzo's write the numbers into pinned memory; on devices without them ATen
+/// copies the numbers there. An event behind the write tells when the numbers have arrived, and the
+/// host reads them no earlier.
 ///
 /// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
 /// Replays do not notify the host: a captured letter never becomes ready, and reading it
@@ -53,13 +51,9 @@ class StepLetter {
  public:
   /// \param device  where the numbers will be; the host's memory for them is allocated here
   explicit StepLetter(at::Device device)
-      : device_(device),
-        is_captured_(capture_on(device) != 0),
-        numbers_sent_(device),
-        next_scale_sent_(device) {
+      : device_(device), is_captured_(capture_on(device) != 0), event_(device.type()) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
     numbers_ = empty_on_host({kNumbers}, at::kDouble, device);
-    next_scale_ = empty_on_host({}, at::kFloat, device);
     numbers_.mutable_data_ptr<double>()[1] = kNoReplay;
   }
 
@@ -69,11 +63,7 @@ class StepLetter {
   const at::Tensor& found_inf() const noexcept { return found_inf_; }
 
   /// Makes the letter ready for another step.
-  void clear() {
-    for (Sent* sent : {&numbers_sent_, &next_scale_sent_}) {
-      sent->is_under_way = sent->has_arrived = false;
-    }
-  }
+  void clear() { is_under_way_ = has_arrived_ = false; }
 
   /// Sends the numbers of a step. No host sync.
   /// \param scale  a float of one element
@@ -81,37 +71,35 @@ class StepLetter {
   /// \param was_unscaled  whether the gradients had lost the scale before the step
   void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
     write(scale, verdict, was_unscaled, /*non_blocking=*/true);
-    mark(numbers_sent_);
+    mark();
   }
   /// Sends the numbers of a step, and waits until they are there.
   /// \throws c10::Error while the device is being captured
   void send_and_wait(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
     check_is_no_capture();
     write(scale, verdict, was_unscaled, /*non_blocking=*/false);
-    numbers_sent_.has_arrived = true;
+    has_arrived_ = true;
   }
-  /// Returns the memory for the scale after `update`, a float of one element on the host. The
-  /// caller puts a write to it on the device's current stream, and then calls `next_scale_sent`.
-  const at::Tensor& next_scale_place() const noexcept { return next_scale_; }
-  /// Marks the next scale as sent by the work that the device's current stream has by now. No host
-  /// sync.
-  void next_scale_sent() { mark(next_scale_sent_); }
 
-  /// Returns whether `outcome` has the numbers that were sent. Never waits.
-  bool is_there() { return has_arrived(numbers_sent_); }
-  /// Returns whether `next_scale` has the number that was sent. Never waits.
-  bool is_next_scale_there() { return has_arrived(next_scale_sent_); }
+  /// Returns whether `outcome` has the numbers that were sent. Never waits. An event may not be
+  /// queried during a capture.
+  bool is_there() {
+    if (is_under_way_ && !has_arrived_ && capture_on(device_) == 0) has_arrived_ = event_.query();
+    return has_arrived_;
+  }
+  /// Returns whether the device may yet write the numbers. Never waits.
+  bool is_on_its_way() { return is_captured_ || (is_under_way_ && !is_there()); }
 
   /// Waits until the numbers are there; of a captured letter, the numbers of the last replay.
   /// \throws c10::Error while the device is being captured
   void wait() {
-    if (numbers_sent_.has_arrived) return;
+    if (has_arrived_) return;
     check_is_no_capture();
     if (is_captured_) {
       c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
     } else {
-      numbers_sent_.event.synchronize();
-      numbers_sent_.has_arrived = true;
+      event_.synchronize();
+      has_arrived_ = true;
     }
   }
 
@@ -126,17 +114,8 @@ class StepLetter {
                            was_unscaled_);
   }
   double sum_of_squares() const { return numbers_.const_data_ptr<double>()[2]; }
-  float next_scale() const { return *next_scale_.const_data_ptr<float>(); }
 
  private:
-  /// A write to the host's memory and the event behind it.
-  struct Sent {
-    explicit Sent(at::Device device) : event(device.type()) {}
-    c10::Event event;
-    bool is_under_way = false;
-    bool has_arrived = false;
-  };
-
   static constexpr int64_t kNumbers = 4;
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
@@ -177,31 +156,24 @@ class StepLetter {
     return at::stack(all);
   }
 
+  void mark() {
+    has_arrived_ = device_.is_cpu();  // at once
+    is_under_way_ = !device_.is_cpu() && !is_captured_;
+    if (is_under_way_) event_.record(current_stream());
+  }
+
   c10::Stream current_stream() const {
     return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-  }
-
-  void mark(Sent& sent) {
-    sent.has_arrived = device_.is_cpu();  // at once
-    sent.is_under_way = !device_.is_cpu() && !is_captured_;
-    if (!sent.is_under_way) return;
-    sent.event.record(current_stream());
-  }
-
-  /// Returns whether the write has arrived; an event may not be queried during a capture.
-  bool has_arrived(Sent& sent) {
-    if (sent.is_under_way && !sent.has_arrived && capture_on(device_) == 0) {
-      sent.has_arrived = sent.event.query();
-    }
-    return sent.has_arrived;
   }
 
   at::Device device_;
   bool is_captured_;
   bool has_norm_ = false;
   bool was_unscaled_ = false;
-  Sent numbers_sent_, next_scale_sent_;
-  at::Tensor numbers_, next_scale_;
+  bool is_under_way_ = false;
+  bool has_arrived_ = false;
+  c10::Event event_;
+  at::Tensor numbers_;
   at::Tensor found_inf_;
 };
 
@@ -237,54 +209,23 @@ class DeviceStepSlot final : public StepSlot {
 };
 
 /// The letters of a scaler, which live as long as the scaler. A letter that nothing else holds, and
-/// that has arrived, is used again; a captured letter, which its graph keeps writing, is not.
+/// that no device will write, is used again; a captured letter, which its graph keeps writing, is
+/// not.
 class LetterPool {
  public:
   /// Returns a letter for one step on `device`.
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
-    if (capture_on(device) == 0) {
-      for (const std::shared_ptr<StepLetter>& letter : letters_) {
-        const bool is_free = letter.use_count() == 1 && letter->device() == device;
-        if (!is_free || !letter->is_there()) continue;
-        letter->clear();
-        return letter;
-      }
+    for (const std::shared_ptr<StepLetter>& letter : letters_) {
+      const bool is_free = letter.use_count() == 1 && letter->device() == device;
+      if (!is_free || capture_on(device) != 0 || letter->is_on_its_way()) continue;
+      letter->clear();
+      return letter;
     }
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }
 
  private:
   std::vector<std::shared_ptr<StepLetter>> letters_;
-};
-
-/// Iterations whose letters are under way, in order; `on_skip` has yet to be called for them.
-class PendingLines {
- public:
-  /// Adds the letters of one iteration; the last also carries the next scale.
-  void add(std::vector<std::shared_ptr<StepLetter>> letters) {
-    iterations_.push_back(std::move(letters));
-  }
-
-  bool empty() const noexcept { return iterations_.empty(); }
-
-  /// Calls `tell(scale, next scale)` for each iteration that is known by now and skipped a step,
-  /// and `end_row()` for each that did not. Never waits.
-  template <class Tell, class EndRow>
-  void poll(const Tell& tell, const EndRow& end_row) {
-    while (!iterations_.empty() && iterations_.front().back()->is_next_scale_there()) {
-      const std::vector<std::shared_ptr<StepLetter>> letters = std::move(iterations_.front());
-      iterations_.pop_front();
-      std::optional<float> skipped_scale;  // one line an iteration
-      for (const auto& letter : letters) {
-        const StepOutcome outcome = letter->outcome();
-        if (outcome.found_inf && !skipped_scale) skipped_scale = outcome.scale;
-      }
-      skipped_scale ? tell(*skipped_scale, letters.back()->next_scale()) : end_row();
-    }
-  }
-
- private:
-  std::list<std::vector<std::shared_ptr<StepLetter>>> iterations_;
 };
 
 }  // namespace detail
