@@ -39,7 +39,6 @@ struct StepOptions {
   /// Sets the gradients to zero in the same pass. They stay defined.
   bool zero_grad = false;
 };
-};
 
 /// The parameters that take part in one step, with their gradients and state. One walk over the
 /// parameters makes a plan and checks all of it; `apply` consumes it. No plan is kept for another
