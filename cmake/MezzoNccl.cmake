@@ -1,5 +1,5 @@
-# mezzo::nccl: mezzo::cuda and what libtorch's NCCL process group is compiled with, for
-# mezzo/distributed/nccl_backend.h. NCCL itself is a part of a CUDA libtorch; only its header is not.
+# mezzo::nccl: mezzo::cuda and what libtorch's NCCL process group (c10d/ProcessGroupNCCL.hpp) is compiled with.
+# NCCL itself is a part of a CUDA libtorch; only its header is not.
 #
 #   NCCL_INCLUDE_DIR   the folder of nccl.h, where it lies neither with CUDA's headers nor in a wheel beside libtorch's
 

@@ -3,7 +3,7 @@
 //   skipped: nothing but what telemetry takes, which should be under 1 % of the step;
 // - record_*: telemetry alone, to nobody and to each writer;
 // - overflow_report against read_gradients: a report should cost under one more read of them;
-// - bert_step/own_gradients and bert_step/traced: what looks at gradients or ops in each step.
+// - bert_step/traced: what looks at all ops of each step.
 // Steps differ by less than a machine's noise. Compare minima of interleaved repetitions:
 //   OMP_NUM_THREADS=1 diagnose_bench --benchmark_enable_random_interleaving=true
 //     --benchmark_report_aggregates_only=true
@@ -65,7 +65,6 @@ void record_to_tensorboard(benchmark::State& state) {
 
 void write_to_all(mezzo::Telemetry& telemetry, mezzo::RunReport& report) {
   telemetry.write_to(mezzo::CsvFile(scratch("mezzo_telemetry.csv")));
-  telemetry.write_to(mezzo::JsonLinesFile(scratch("mezzo_telemetry.jsonl")));
   telemetry.write_to(mezzo::TensorBoardFile(scratch("mezzo_telemetry_events")));
   telemetry.write_to(std::ref(report));
 }
@@ -122,15 +121,6 @@ void step_asleep(benchmark::State& state) {
   }
 }
 
-void step_own_gradients(benchmark::State& state) {
-  Training training;
-  training.scaler.on_skip(mezzo::OverflowReport(*training.model, {.own_gradients = true}));
-  for (auto _ : state) {
-    training.backward();
-    training.step();
-  }
-}
-
 void step_traced(benchmark::State& state) {
   Training training;
   for (auto _ : state) {
@@ -169,7 +159,6 @@ BENCHMARK(record_to_tensorboard);
 BENCHMARK(record_to_all);
 BENCHMARK(step_off)->Name("bert_step/off")->Iterations(3)->Apply(repeat);
 BENCHMARK(step_asleep)->Name("bert_step/asleep")->Iterations(3)->Apply(repeat);
-BENCHMARK(step_own_gradients)->Name("bert_step/own_gradients")->Iterations(3)->Apply(repeat);
 BENCHMARK(step_traced)->Name("bert_step/traced")->Iterations(3)->Apply(repeat);
 BENCHMARK(read_gradients)->Apply(repeat);
 BENCHMARK(overflow_report)->Apply(repeat);

@@ -271,29 +271,21 @@ def kernel_of(demangled):
     smallest = 16 if arguments and arguments[0] == "double" else 8
     if kind in ("summary_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
-        table = " large table" if len(arguments) > 1 and "900" in arguments[1] else ""
-        return Kernel(f"{kind[:-7]} {words[0]}{table}", own, own if kind == "unscale_kernel" else 0, 16)
-    if kind.startswith("staged_"):  # no loop over packs alone: tails and dtypes are branches
-        rule = TITLES.get(arguments[0], "") if kind == "staged_step_kernel" else kind[7:-7].replace("_", " ")
-        weights = arguments[1 if kind == "staged_step_kernel" else 0]
-        dtype = next((word for name, word in short.items() if name in weights), "float")
-        dtype = "bfloat16 split" if "Split" in weights else "bfloat16 stochastic" if "Stochastic" in weights else dtype
-        return Kernel(f"{rule} {dtype}, block8")
-    is_lamb_parameter = kind == "lamb_parameter_kernel"
-    if kind not in ("optimizer_step_kernel", "lamb_moments_kernel") and not is_lamb_parameter:
+        return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, 16)
+    if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
+        return Kernel(f"AdamW8bit {words[0]}")
+    if kind != "optimizer_step_kernel":
         return Kernel(kind[:-7])
-    weights = arguments[1 if is_lamb_parameter else 3 if kind == "optimizer_step_kernel" else 2]
-    parameter, gradient = BYTES[arguments[0]], 0 if is_lamb_parameter else BYTES[arguments[1]]
+    rule, weights = arguments[1], arguments[2]
+    parameter = BYTES[arguments[0]]
+    gradient = 8 if parameter == 8 else 4  # the shortest way is that of gradients that need no conversion
     moment = 4 if "Split" in weights else parameter
     halves = 2 if "Split" in weights else 0
-    rule = arguments[2] if kind == "optimizer_step_kernel" else kind[:-7].replace("_", " ")
     moments = moment * MOMENTS.get(rule, 2)
     read = parameter + gradient + moments + halves
-    written = (moments if kind == "lamb_moments_kernel" else
-               parameter + halves + (0 if is_lamb_parameter else moments))
-    dtypes = words[0] if is_lamb_parameter or words[0] == words[1] else f"{words[0]}/{words[1]}"
+    written = parameter + halves + moments
     how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
-    return Kernel(f"{TITLES.get(rule, rule)} {dtypes}{how}", read, written, smallest)
+    return Kernel(f"{TITLES.get(rule, rule)} {words[0]}{how}", read, written, smallest)
 
 
 def demangled(names):
@@ -350,7 +342,7 @@ def missed_goals(rows):
         if "instructions" not in row or "double" in row["kernel"]:
             continue
         # Sums of squares are carried into a double, once a run.
-        carries = row["kernel"].startswith(("summary", "lamb moments"))
+        carries = row["kernel"].startswith("summary")
         if row.get("fp64", 0) > (1 if carries else 0):
             yield f"{name} takes {row['fp64']:.2f} double-precision instructions an element"
         limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("summary") else None

@@ -20,6 +20,7 @@
 //   adamw_bench [rounds [name...]]    all rows, or those that are named
 
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ATen.h>
@@ -40,7 +41,6 @@
 
 namespace {
 
-using mezzo::optim::MomentStorage;
 using mezzo::optim::WeightStorage;
 
 constexpr double kMaxNorm = 1.0;
@@ -94,13 +94,10 @@ class Peer {
 
 class Mezzo : public Peer {
  public:
-  Mezzo(const optim_bench::Model& model, at::ScalarType dtype, WeightStorage weights,
-        MomentStorage moments)
+  Mezzo(const optim_bench::Model& model, at::ScalarType dtype, WeightStorage weights)
       : Peer(model, dtype),
-        optimizer_(parameters_, mezzo::optim::AdamWOptions(kLr)
-                                    .weight_decay(kDecay)
-                                    .weight_storage(weights)
-                                    .moment_storage(moments)),
+        optimizer_(parameters_,
+                   mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay).weight_storage(weights)),
         scaler_({.init_scale = kScale}) {
     (void)scaler_.scale(at::zeros({}));
   }
@@ -111,6 +108,25 @@ class Mezzo : public Peer {
 
  private:
   mezzo::optim::AdamW optimizer_;
+  mezzo::GradScaler scaler_;
+};
+
+/// An ordinary optimizer: the scaler unscales, checks and clips before its step.
+class In8Bits : public Peer {
+ public:
+  In8Bits(const optim_bench::Model& model, at::ScalarType dtype)
+      : Peer(model, dtype),
+        optimizer_(parameters_, torch::optim::AdamWOptions(kLr).weight_decay(kDecay)),
+        scaler_({.init_scale = kScale}) {
+    (void)scaler_.scale(at::zeros({}));
+  }
+  void step() override {
+    scaler_.step(optimizer_, {.max_norm = kMaxNorm, .zero_grad = true});
+    scaler_.update();
+  }
+
+ private:
+  mezzo::optim::AdamW8bit optimizer_;
   mezzo::GradScaler scaler_;
 };
 
@@ -298,15 +314,16 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
     const bool is_named = std::find(names.begin(), names.end(), name) != names.end();
     if (names.empty() || is_named) rows.push_back({name, make(), {}});
   };
-  const auto mezzo = [&](at::ScalarType dtype, WeightStorage weights, MomentStorage moments) {
-    return [&model, dtype, weights, moments] {
-      return std::make_unique<Mezzo>(model, dtype, weights, moments);
-    };
+  const auto mezzo = [&](at::ScalarType dtype, WeightStorage weights) {
+    return [&model, dtype, weights] { return std::make_unique<Mezzo>(model, dtype, weights); };
   };
-  add("mezzo", mezzo(at::kFloat, WeightStorage::plain, MomentStorage::as_weights));
-  add("block8", mezzo(at::kFloat, WeightStorage::plain, MomentStorage::block8));
-  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic, MomentStorage::as_weights));
-  add("bf16/8", mezzo(at::kBFloat16, WeightStorage::stochastic, MomentStorage::block8));
+  const auto in_8_bits = [&](at::ScalarType dtype) {
+    return [&model, dtype] { return std::make_unique<In8Bits>(model, dtype); };
+  };
+  add("mezzo", mezzo(at::kFloat, WeightStorage::plain));
+  add("8bit", in_8_bits(at::kFloat));
+  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic));
+  add("bf16/8", in_8_bits(at::kBFloat16));
   add("loop", [&] { return std::make_unique<Loop>(model); });
   add("chain", [&] { return std::make_unique<Chain>(model); });
   add("folded", [&] { return std::make_unique<Folded>(model); });

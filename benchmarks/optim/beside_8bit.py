@@ -54,10 +54,10 @@ class Peer:
 
 
 def mezzo_milliseconds(program):
-    """The medians of the row block8 that adamw_bench prints, by model."""
-    command = [program, str(ROUNDS), "block8"]
+    """The medians of the row 8bit that adamw_bench prints, by model."""
+    command = [program, str(ROUNDS), "8bit"]
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = re.findall(r"^(.+?): .* tensors\n +block8 +([0-9.]+) ms", text, re.MULTILINE)
+    found = re.findall(r"^(.+?): .* tensors\n +8bit +([0-9.]+) ms", text, re.MULTILINE)
     return {name: float(time) for name, time in found}
 
 
@@ -77,7 +77,7 @@ def main():
                 python[kind, name].append(statistics.median(times[2:]))
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {TURNS} turns")
     for name in MODELS:
-        print(f"{name:22} {'mezzo block8, whole step':32} {statistics.median(mezzo[name]):10.2f} ms")
+        print(f"{name:22} {'mezzo AdamW8bit, whole step':32} {statistics.median(mezzo[name]):10.2f} ms")
         for kind, _ in kinds:
             ratios = [slow / fast for slow, fast in zip(python[kind, name], mezzo[name])]
             print(

@@ -23,7 +23,7 @@ mezzo::TrainingState state_of(Trainer& trainer, std::string& record) {
   auto& position = trainer.position;
   state.add("record", record).add("epoch", position.epoch).add("group", position.group);
   state.add("steps", position.steps).add("model", trainer.model);
-  state.add("optimizer", trainer.optimizer).add("schedule", trainer.schedule);
+  state.add("optimizer", *trainer.optimizer).add("schedule", trainer.schedule);
   if (trainer.scaler.is_enabled()) state.add("scaler", trainer.scaler);
   return std::move(state.with_random_state());
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "machine.h"
@@ -21,29 +22,34 @@ BertForTokenClassification stored_as(Precision precision, BertForTokenClassifica
   return model;
 }
 
-/// Weights are decayed, biases and layer norms are not. Embeddings are a group of their own, for a
-/// rare word's moments would be lost beside a frequent word's in 8 bits.
-mezzo::optim::AdamW make_optimizer(const BertForTokenClassification& model,
-                                   const TrainingOptions& options) {
-  using enum mezzo::optim::MomentStorage;
+/// Weights are decayed, biases and layer norms are not. In 8 bits embeddings keep float moments: a
+/// rare word's would be lost beside a frequent word's.
+std::unique_ptr<torch::optim::Optimizer> make_optimizer(const BertForTokenClassification& model,
+                                                        const TrainingOptions& options) {
   std::vector<torch::Tensor> decayed, embeddings, others;
   for (const auto& item : model->named_parameters()) {
     const bool is_embedding = item.key().find("_embeddings.") != std::string::npos;
     (item.value().dim() < 2 ? others : is_embedding ? embeddings : decayed).push_back(item.value());
   }
-  const bool in_8_bits = options.precision == Precision::bf16_stochastic_8bit;
-  const auto group = [&](const auto& parameters, double weight_decay, auto moments) {
-    auto adamw = std::make_unique<mezzo::optim::AdamWOptions>(options.learning_rate);
-    adamw->weight_decay(weight_decay)
-        .weight_storage(weight_storage_of(options.precision))
-        .moment_storage(in_8_bits ? moments : as_weights)
-        .seed(options.seed);
-    return torch::optim::OptimizerParamGroup(parameters, std::move(adamw));
+  const auto groups = [&](const auto& adamw) {
+    std::vector<torch::optim::OptimizerParamGroup> all;
+    for (const auto* const parameters : {&embeddings, &decayed, &others}) {
+      auto own = std::make_unique<std::remove_cvref_t<decltype(adamw)>>(adamw);
+      own->weight_decay(parameters == &others ? 0 : options.weight_decay);
+      all.emplace_back(*parameters, std::move(own));
+    }
+    return all;
   };
-  return mezzo::optim::AdamW(
-      {group(embeddings, options.weight_decay, as_weights),
-       group(decayed, options.weight_decay, block8), group(others, 0, block8)},
-      options.learning_rate);
+  if (options.precision == Precision::bf16_stochastic_8bit) {
+    const torch::optim::AdamWOptions adamw(options.learning_rate);
+    return std::make_unique<mezzo::optim::AdamW8bit>(
+        groups(adamw), adamw,
+        mezzo::optim::AdamW8bitOptions{.float_moments = embeddings, .seed = options.seed});
+  }
+  const auto adamw = mezzo::optim::AdamWOptions(options.learning_rate)
+                         .weight_storage(weight_storage_of(options.precision))
+                         .seed(options.seed);
+  return std::make_unique<mezzo::optim::AdamW>(groups(adamw), adamw);
 }
 
 mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t epoch_steps) {
@@ -85,38 +91,41 @@ Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions
                  int64_t epoch_steps)
     : model(stored_as(options.precision, std::move(trained_model))),
       optimizer(make_optimizer(model, options)),
-      schedule(optimizer, learning_rate_curve(options, epoch_steps)),
+      schedule(*optimizer, learning_rate_curve(options, epoch_steps)),
       scaler({.enabled = scales_loss(options.precision)}),
       options_(options),
       precision_(std::move(precision)),
       class_weights_(std::move(class_weights)),
       criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
-      device_(model->parameters().front().device()) {
-  precision_.cache = weights_;
-  if (precision_.enabled) optimizer.publish_to(weights_, dtype_of(precision_));
-}
+      device_(model->parameters().front().device()) {}
 
 double Trainer::bytes_a_parameter() const {
-  auto bytes = static_cast<double>(weights_.statistics().bytes_held);
+  double bytes = 0;
   double parameters = 0;
   const auto add = [&](const torch::Tensor& tensor) {
     if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
   };
-  const auto& states = optimizer.state();
+  const auto& states = optimizer->state();
   for (const auto& parameter : model->parameters()) {
     parameters += static_cast<double>(parameter.numel());
     bytes += 2 * static_cast<double>(parameter.nbytes());  // a gradient has the same dtype
     const auto found = states.find(parameter.unsafeGetTensorImpl());
     if (found == states.end()) continue;
-    auto& state = static_cast<mezzo::optim::AdamWParamState&>(*found->second);
-    for (const auto& kept : {state.exp_avg(), state.exp_avg_sq(), state.lower_half()}) add(kept);
-    for (const auto& tensor : state.scales) add(tensor);
+    if (auto* state = dynamic_cast<mezzo::optim::AdamWParamState*>(found->second.get())) {
+      for (const auto& kept : {state->exp_avg(), state->exp_avg_sq(), state->lower_half()})
+        add(kept);
+    } else if (auto* own = dynamic_cast<mezzo::optim::AdamW8bitParamState*>(found->second.get())) {
+      for (const auto& kept :
+           {own->exp_avg(), own->exp_avg_sq(), own->exp_avg_scales(), own->exp_avg_sq_scales()}) {
+        add(kept);
+      }
+    }
   }
   return bytes / parameters;
 }
 
 torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  // Forward and loss in low precision where it pays, with the copies of weights that steps publish.
+  // Forward and loss in low precision where it pays.
   mezzo::AutocastGuard autocast(precision_);
   const auto& [ids, mask, labels, tokens] = micro_batch.batch;
   const auto logits = model(ids, mask);
@@ -134,12 +143,12 @@ StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
     loss_sum += loss.detach();
     tokens += micro_batch.batch.tokens;
   }
-  const double learning_rate = optimizer.param_groups().front().options().get_lr();
+  const double learning_rate = optimizer->param_groups().front().options().get_lr();
   // Unscales, clips and steps, unless there is an inf or a NaN.
-  auto result = scaler.step(optimizer, {.max_norm = options_.max_grad_norm});
+  auto result = scaler.step(*optimizer, {.max_norm = options_.max_grad_norm});
   scaler.update();
   schedule.step(result);  // a skipped step spends no learning rate
-  optimizer.zero_grad();
+  optimizer->zero_grad();
   return {.loss = loss_sum / parts,
           .tokens = tokens,
           .learning_rate = learning_rate,

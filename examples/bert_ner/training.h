@@ -3,8 +3,8 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -12,6 +12,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -63,7 +64,7 @@ class Trainer {
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;
-  mezzo::optim::AdamW optimizer;
+  std::unique_ptr<torch::optim::Optimizer> optimizer;  ///< AdamW or AdamW8bit
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
   TrainingPosition position;
@@ -75,7 +76,6 @@ class Trainer {
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
   /// Copies of the weights that autocast reads, written by the optimizer.
-  mezzo::WeightCache weights_ = mezzo::install_op_overrides(mezzo::WeightCache());
   std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;

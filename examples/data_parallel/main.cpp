@@ -1,10 +1,12 @@
-// Several processes train one model in mixed precision, each on its part of every batch:
+// Several processes train one model in mixed precision, each on its part of every batch; with
+// --zero1 each keeps the optimizer's state of its part of the weights alone:
 //
-//     mpirun -np 2 ./data_parallel
+//     mpirun -np 2 ./data_parallel [--zero1]
 //
 // Exits with 1 if the loss did not fall, or if the processes end with different weights.
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/mpi_backend.h>
+#include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -13,6 +15,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <optional>
+#include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -41,26 +45,15 @@ torch::Tensor reduced(const torch::Tensor& tensor, const Group& world,
   return tensors[0];
 }
 
-}  // namespace
-
-int main() {
-  const mezzo::MpiEnvironment mpi;
-  const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+/// Trains, and returns the ranks' mean loss of the first epoch and of the last. `Forward` and
+/// `NoSync` stand for either way to train together.
+template <class Optimizer, class Forward, class NoSync>
+std::pair<double, double> train(Optimizer& optimizer, const Forward& forward, const NoSync& no_sync,
+                                const Samples& samples, const Group& world) {
   const auto ranks = static_cast<std::size_t>(world->getSize());
-
-  torch::manual_seed(0);  // all ranks have the same data, and each takes a part of it
-  const auto teacher = torch::randn({16, 4});  // which class each input belongs to
-  const auto inputs = torch::randn({1024, 16});
-  const Samples samples(inputs, inputs.mm(teacher).argmax(1));
   torch::data::samplers::DistributedRandomSampler sampler(
       1024, ranks, static_cast<std::size_t>(world->getRank()));
-  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
-                              torch::nn::Linear(64, 4));
-
-  mezzo::DataParallel ddp(model, world);  // all ranks have rank 0's weights
-  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
   mezzo::GradScaler scaler;
-
   double first = 0, last = 0;
   for (std::size_t epoch = 0; epoch < 8; ++epoch) {
     sampler.set_epoch(epoch);  // a new division, the same on all ranks
@@ -69,10 +62,10 @@ int main() {
                                                 sampler, 64 / ranks);
     torch::Tensor loss;
     for (auto& batch : mezzo::accumulate(*loader, 2)) {
-      std::optional<mezzo::GradBuckets::NoSync> no_sync;
-      if (!batch.is_last()) no_sync.emplace(ddp.no_sync());  // the last one adds the ranks up
+      std::optional<mezzo::NoSync> guard;
+      if (!batch.is_last()) guard.emplace(no_sync());  // the last one adds the ranks up
       loss = mezzo::autocast({.device = torch::kCPU}, [&] {
-        return torch::nn::functional::cross_entropy(ddp(batch.data), batch.target);
+        return torch::nn::functional::cross_entropy(forward(batch.data), batch.target);
       });
       scaler.scale(batch.divide(loss)).backward();
       if (!batch.is_last()) continue;
@@ -85,6 +78,37 @@ int main() {
     if (world->getRank() == 0) {
       std::printf("epoch %zu  loss %.3f  scale %g\n", epoch + 1, last, scaler.get_scale());
     }
+  }
+  return {first, last};
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const bool is_zero1 = argc > 1 && std::string(argv[1]) == "--zero1";
+  const mezzo::MpiEnvironment mpi;
+  const Group world = c10::make_intrusive<mezzo::MpiBackend>(MPI_COMM_WORLD);
+
+  torch::manual_seed(0);  // all ranks have the same data, and each takes a part of it
+  const auto teacher = torch::randn({16, 4});  // which class each input belongs to
+  const auto inputs = torch::randn({1024, 16});
+  const Samples samples(inputs, inputs.mm(teacher).argmax(1));
+  torch::nn::Sequential model(torch::nn::Linear(16, 64), torch::nn::GELU(),
+                              torch::nn::Linear(64, 4));
+
+  double first = 0, last = 0;
+  if (is_zero1) {
+    mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(model->parameters(), world,
+                                                           mezzo::optim::AdamWOptions(1e-2));
+    std::tie(first, last) = train(
+        optimizer, [&](const torch::Tensor& x) { return model->forward(x); },
+        [&] { return optimizer.no_sync(); }, samples, world);
+  } else {
+    mezzo::DataParallel ddp(model, world);  // all ranks have rank 0's weights
+    mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
+    std::tie(first, last) = train(
+        optimizer, [&](const torch::Tensor& x) { return ddp(x); }, [&] { return ddp.no_sync(); },
+        samples, world);
   }
   auto differs = torch::tensor(0);
   for (const auto& weight : model->parameters()) {

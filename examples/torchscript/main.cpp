@@ -2,9 +2,9 @@
 // `torchscript model.pt` loads your file, whose forward must take rows of 16 numbers and return
 // scores of 4 classes; without an argument the program makes such a file. Exits with 1 if the loss
 // did not fall, or if the checkpoint has other weights.
-#include <mezzo/base/script_module.h>
 #include <mezzo/checkpoint.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/torchscript.h>
 
 #include <torch/script.h>
 #include <torch/torch.h>
@@ -65,9 +65,10 @@ int main(int argc, char** argv) try {
   }
   checkpoints.save(state, 100);
 
-  auto fresh = torch::jit::load(file);  // a checkpoint takes a torch::jit::Module as it is
+  auto fresh = torch::jit::load(file);
+  mezzo::ScriptModule fresh_model(fresh);  // with the same tensors
   mezzo::TrainingState weights;
-  weights.add("model", fresh);
+  weights.add("model", fresh_model);
   checkpoints.load_newest(weights, {.subset = true});
   const auto input = torch::randn({8, 16});
   const bool is_same = torch::equal(fresh.forward({input}).toTensor(), model(input).toTensor());

@@ -1,6 +1,6 @@
 /// \file
 /// Mixed precision for forward and backward: guards, wrapped callables and modules, op policies,
-/// weight cache, autograd functions, activation checkpointing, traces.
+/// autograd functions, activation checkpointing, traces.
 #pragma once
 
 #include <mezzo/autocast/activation_checkpoint.h>  // IWYU pragma: export
@@ -12,5 +12,4 @@
 #include <mezzo/autocast/cast_trace.h>             // IWYU pragma: export
 #include <mezzo/autocast/op_category.h>            // IWYU pragma: export
 #include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
-#include <mezzo/autocast/weight_cache.h>           // IWYU pragma: export
 #include <mezzo/base/precision.h>                  // IWYU pragma: export

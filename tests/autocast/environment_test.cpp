@@ -127,14 +127,12 @@ TEST(AutocastFromEnv, RefusesADeviceWithoutAutocast) {
 
 TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {
   const CpuFeatures plain{.known = true, .avx512 = true};
-  EXPECT_EQ(
-      parse_autocast("bf16", torch::kCPU, plain).reason,
-      "bfloat16: MEZZO_AUTOCAST=bf16, though this CPU has no bfloat16 instructions; expect it "
-      "to be about 2.5 times slower than float32");
-  EXPECT_EQ(
-      parse_autocast("fp16", torch::kCPU, plain).reason,
-      "float16: MEZZO_AUTOCAST=fp16, though this CPU has no float16 instructions; expect it to "
-      "be more than 10 times slower than float32");
+  EXPECT_EQ(parse_autocast("bf16", torch::kCPU, plain).reason,
+            "bfloat16: MEZZO_AUTOCAST=bf16, though this CPU has no bfloat16 instructions, and "
+            "emulated bfloat16 is slower than float32");
+  EXPECT_EQ(parse_autocast("fp16", torch::kCPU, plain).reason,
+            "float16: MEZZO_AUTOCAST=fp16, though this CPU has no float16 instructions, and "
+            "emulated float16 is slower than float32");
 }
 
 TEST(AutocastFromEnv, SaysOnlyWhoAskedWhereTheHardwareIsUpToIt) {

@@ -4,8 +4,8 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/torchscript.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +13,7 @@
 #include <sstream>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../support/script_model.h"
@@ -115,7 +116,7 @@ TEST(ScriptModule, SharesParametersBuffersAndModeWithTheScript) {
   }
   mezzo::optim::AdamW optimizer(script->parameters(), 1e-2);
   const auto before = bare.attr("out").toModule().attr("weight").toTensor().detach().clone();
-  script->forward({images().to(torch::kDouble)}).toTensor().sum().backward();
+  script->forward(images().to(torch::kDouble)).toTensor().sum().backward();
   optimizer.step();
   EXPECT_FALSE(torch::equal(bare.attr("out").toModule().attr("weight").toTensor(), before));
 }
@@ -140,6 +141,16 @@ TEST(ScriptModule, RefusesArgumentsThatTheScriptDoesNotTakeUnderAutocastToo) {
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_THROW(script(images(), images()), c10::Error);
   EXPECT_THROW(script(3.0), c10::Error);
+}
+
+TEST(ScriptModule, TakesAVectorOfIValuesAsItsArguments) {
+  ScriptModule script(script_model());
+  script->eval();
+  std::vector<c10::IValue> arguments{images()};
+  const auto expected = script(images()).toTensor();
+  EXPECT_TRUE(torch::equal(script(arguments).toTensor(), expected));
+  EXPECT_TRUE(torch::equal(script(std::as_const(arguments)).toTensor(), expected));
+  EXPECT_TRUE(torch::equal(script->forward(std::move(arguments)).toTensor(), expected));
 }
 
 TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
@@ -222,24 +233,24 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
   };
   EXPECT_THAT(refused("many_forks.pt"),
               testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is kept in a list"),
-                             testing::HasSubstr("Wait for each fork by its name")));
+                             testing::HasSubstr("wait for each fork by its name")));
   EXPECT_THAT(refused("interface.pt"),
               testing::AllOf(testing::HasSubstr("calls a method of an interface"),
-                             testing::HasSubstr("Declare the submodule with its class")));
+                             testing::HasSubstr("declare the submodule with its class")));
 }
 
 TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
   const auto bare = script_model();
-  AutocastModule net(bare, {.device = torch::kCPU});
+  AutocastModule net(ScriptModule(bare), {.device = torch::kCPU});
   torch::Tensor output, forwarded;
   std::thread([&] {
     output = net(images()).toTensor();
-    forwarded = net->forward({images()}).toTensor();
+    forwarded = net->forward(std::vector<c10::IValue>{images()}).toTensor();
   }).join();
   EXPECT_EQ(output.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(forwarded.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(net->parameters().size(), bare.parameters().size());
-  AutocastModule off(bare, {.device = torch::kCPU, .enabled = false});
+  AutocastModule off(ScriptModule(bare), {.device = torch::kCPU, .enabled = false});
   EXPECT_EQ(off(images()).toTensor().scalar_type(), torch::kFloat);
 }
 

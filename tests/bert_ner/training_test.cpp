@@ -198,7 +198,7 @@ TEST(Training, DecaysWeightsAloneAndBiasesNot) {
   auto options = tiny_options(Precision::fp32);
   options.weight_decay = 0.5;
   TinyTraining run(options);
-  for (const auto& group : run.trainer->optimizer.param_groups()) {
+  for (const auto& group : run.trainer->optimizer->param_groups()) {
     const auto& adamw = static_cast<const mezzo::optim::AdamWOptions&>(group.options());
     for (const auto& parameter : group.params()) {
       EXPECT_EQ(adamw.weight_decay(), parameter.dim() > 1 ? 0.5 : 0.0);

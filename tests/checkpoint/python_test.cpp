@@ -1,12 +1,14 @@
-// Python reads checkpoints with PyTorch alone: examples/python_adamw.
+// Files go to Python as they are, and come from it.
 
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -16,21 +18,212 @@
 #include <cstddef>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <random>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "../support/error_of.h"
 #include "../support/scratch.h"
 
-#ifdef MEZZO_PYTHON_WITH_TORCH
+#ifndef MEZZO_CHECKPOINT_TEST_DATA
+#error "give -DMEZZO_CHECKPOINT_TEST_DATA, the folder tests/checkpoint/data"
+#endif
 
 namespace {
 
+using mezzo::TrainingState;
+using test_support::error_of;
 using testing::AllOf;
-using testing::EndsWith;
 using testing::HasSubstr;
 
-/// What a Python program prints, and its errors.
-std::string output_of_python(const std::string& arguments) {
-  FILE* const pipe = ::popen(("'" MEZZO_PYTHON_WITH_TORCH "' " + arguments + " 2>&1").c_str(), "r");
+// --- From Python -------------------------------------------------------------------------------
+
+/// data/python.py wrote it with PyTorch.
+const std::filesystem::path& python_file() {
+  static const std::filesystem::path path(MEZZO_CHECKPOINT_TEST_DATA "/python.pt");
+  return path;
+}
+
+/// What Python came to afterwards.
+c10::IValue python_next(const std::string& key) {
+  std::ifstream file(MEZZO_CHECKPOINT_TEST_DATA "/python_next.pt", std::ios::binary);
+  const c10::IValue next = torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
+  return next.toGenericDict().at(key);
+}
+
+std::vector<torch::Tensor> tensors(const c10::IValue& list) {
+  std::vector<torch::Tensor> tensors;
+  for (const c10::IValue& one : list.toListRef()) tensors.push_back(one.toTensor());
+  return tensors;
+}
+
+torch::nn::Sequential python_model() {
+  return torch::nn::Sequential(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2),
+                               torch::nn::Linear(2, 1));
+}
+
+/// Python's two groups.
+std::vector<torch::optim::OptimizerParamGroup> groups_of(const torch::nn::Sequential& model) {
+  const auto all = model->parameters();
+  return {{{all[0], all[1], all[2], all[3]}}, {{all[4], all[5]}}};
+}
+
+/// Loads model and optimizer, and goes on with Python's gradients.
+template <class Optimizer, class Options>
+void expect_to_go_on(const std::string& name, const Options& options) {
+  auto model = python_model();
+  Optimizer optimizer(groups_of(model), options);
+  mezzo::load_checkpoint(
+      python_file(),
+      TrainingState().add(name + "_model", model).add(name + "_optimizer", optimizer),
+      {.subset = true});
+  const c10::IValue gradients = python_next(name + "_gradients");
+  const auto parameters = model->parameters();
+  for (const c10::IValue& step : gradients.toListRef()) {
+    const auto of_step = tensors(step);
+    for (std::size_t i = 0; i < of_step.size(); ++i) {
+      parameters[i].mutable_grad() = of_step[i].clone();
+    }
+    optimizer.step();
+  }
+  const auto after = tensors(python_next(name + "_after"));
+  for (std::size_t i = 0; i < after.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(parameters[i], after[i], 1e-5, 1e-6)) << name << ' ' << i << '\n'
+                                                                      << parameters[i] << '\n'
+                                                                      << after[i];
+  }
+}
+
+TEST(CheckpointFromPython, AdamWGoesOn) {
+  expect_to_go_on<mezzo::optim::AdamW>("adamw", mezzo::optim::AdamWOptions());
+  expect_to_go_on<torch::optim::AdamW>("adamw", torch::optim::AdamWOptions());
+}
+
+TEST(CheckpointFromPython, AdamGoesOn) {
+  expect_to_go_on<mezzo::optim::Adam>("adam", mezzo::optim::AdamOptions());
+  expect_to_go_on<torch::optim::Adam>("adam", torch::optim::AdamOptions());
+}
+
+TEST(CheckpointFromPython, SgdGoesOn) {
+  for (const char* const name : {"sgd", "plain_sgd"}) {
+    expect_to_go_on<mezzo::optim::SGD>(name, mezzo::optim::SGDOptions(0.1));
+    expect_to_go_on<torch::optim::SGD>(name, torch::optim::SGDOptions(0.1));
+  }
+}
+
+TEST(CheckpointFromPython, NumbersAndStringsComeToo) {
+  std::int64_t epoch = 0, large = 0;
+  double best = 0;
+  std::string name;
+  TrainingState state;
+  state.add("epoch", epoch).add("large", large).add("best", best).add("name", name);
+  EXPECT_EQ(mezzo::load_checkpoint(python_file(), state, {.subset = true}).step, 0);
+  EXPECT_EQ(epoch, 7);
+  EXPECT_EQ(large, std::int64_t{1} << 40);
+  EXPECT_EQ(best, 1);
+  EXPECT_EQ(name, "B\xC3\xA4r");
+}
+
+TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
+  auto model = python_model();
+  const auto error = [&](auto optimizer, const std::string& name) {
+    std::string words = error_of([&] {
+      mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer), {.subset = true});
+    });
+    EXPECT_TRUE(optimizer.state().empty());
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.5);
+    return words;
+  };
+  using torch::optim::AdamW;
+  EXPECT_THAT(error(AdamW(model->parameters(), 0.5), "adamw_optimizer"),
+              HasSubstr("it has 2 groups in Python, and 1 here"));
+  auto turned = groups_of(model);
+  std::swap(turned[0].params()[0], turned[0].params()[1]);
+  EXPECT_THAT(error(AdamW(turned, 0.5), "adamw_optimizer"),
+              HasSubstr("parameter 0 of group 0 is [2, 3] in Python, and [2] here"));
+  auto fewer = groups_of(model);
+  fewer[0].params().pop_back();
+  EXPECT_THAT(error(AdamW(fewer, 0.5), "adamw_optimizer"),
+              HasSubstr("group 0 has 4 parameters in Python, and 3 here"));
+  EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adam_optimizer"),
+              HasSubstr("it is the state of Adam in the file, and of AdamW here"));
+  EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adamw_model"),
+              HasSubstr("and an optimizer's state here"));
+  torch::nn::Linear other(3, 2);
+  EXPECT_THAT(error_of([&] {
+                mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", other),
+                                       {.subset = true});
+              }),
+              HasSubstr("the file lacks \"weight\""));
+}
+
+// --- Files of format 1 -------------------------------------------------------------------------
+
+/// data/format_1.pt was written by mezzo 0.2.
+TEST(CheckpointFormat1, StillLoads) {
+  torch::nn::Linear layer(3, 2);
+  torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
+  torch::optim::AdamW theirs(model->parameters());
+  mezzo::optim::AdamW ours(layer->parameters(), 1e-3);
+  torch::optim::SGD sgd(layer->parameters(), torch::optim::SGDOptions(1).momentum(0.9));
+  mezzo::Ema ema(layer->parameters());
+  mezzo::GradScaler scaler;
+  std::int64_t epoch = 0;
+  bool done = false;
+  double best = 0;
+  std::string name;
+  std::vector<std::size_t> order;
+  std::mt19937 engine, expected(3);
+  expected.discard(700);
+  torch::Tensor tensor;
+  at::Generator own = at::detail::createCPUGenerator(1);
+  TrainingState state;
+  state.add("model", model).add("theirs", theirs).add("ours", ours).add("sgd", sgd);
+  state.add("ema", ema).add("scaler", scaler).add("epoch", epoch).add("done", done);
+  state.add("best", best).add("name", name).add("order", order).add("engine", engine);
+  state.add("tensor", tensor).add("own", own);
+  const auto loaded =
+      mezzo::load_checkpoint(MEZZO_CHECKPOINT_TEST_DATA "/format_1.pt", state, {.subset = true});
+  EXPECT_EQ(loaded.step, 3400);
+  EXPECT_TRUE(layer->weight.equal(torch::arange(6).view({2, 3}).to(torch::kFloat)));
+  EXPECT_TRUE(layer->bias.equal(torch::tensor({0.5F, -1.0F})));
+  EXPECT_EQ(theirs.param_groups()[0].options().get_lr(), 0.125);
+  const auto& of_theirs = static_cast<torch::optim::AdamWParamState&>(
+      *theirs.state().at(layer->weight.unsafeGetTensorImpl()));
+  EXPECT_EQ(of_theirs.step(), 2);
+  EXPECT_TRUE(of_theirs.exp_avg().allclose(torch::full({2, 3}, 0.19)));
+  EXPECT_EQ(ours.applied_steps(), 1);
+  EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 0.25);
+  const auto& of_sgd = static_cast<torch::optim::SGDParamState&>(
+      *sgd.state().at(layer->weight.unsafeGetTensorImpl()));
+  EXPECT_TRUE(of_sgd.momentum_buffer().equal(torch::ones({2, 3})));
+  EXPECT_EQ(ema.averages().size(), 2U);
+  EXPECT_EQ(scaler.get_scale(), 8);
+  EXPECT_EQ(epoch, 7);
+  EXPECT_TRUE(done);
+  EXPECT_EQ(best, 0.25);
+  EXPECT_EQ(name, "first");
+  EXPECT_THAT(order, testing::ElementsAre(5, 0, 3));
+  EXPECT_EQ(engine, expected);
+  EXPECT_TRUE(tensor.equal(torch::arange(4)));
+  EXPECT_TRUE(own.get_state().equal(at::detail::createCPUGenerator(11).get_state()));
+}
+
+// --- To Python ---------------------------------------------------------------------------------
+
+#ifdef MEZZO_PYTHON_WITH_TORCH
+
+/// Runs a Python program, and returns what it prints, and its errors.
+std::string output_of_python(const std::string& program, const std::filesystem::path& file) {
+  const test_support::Scratch scratch;
+  const auto script = scratch.path() / "script.py";
+  test_support::put_bytes(script, program);
+  const std::string command =
+      "'" MEZZO_PYTHON_WITH_TORCH "' '" + script.string() + "' '" + file.string() + "' 2>&1";
+  FILE* const pipe = ::popen(command.c_str(), "r");
   std::string output;
   std::array<char, 4096> block{};
   while (const std::size_t count = std::fread(block.data(), 1, block.size(), pipe)) {
@@ -39,97 +232,61 @@ std::string output_of_python(const std::string& arguments) {
   return output + "status " + std::to_string(::pclose(pipe));
 }
 
-/// Something of every kind.
-struct RunToRead {
-  RunToRead() {
-    torch::NoGradGuard no_grad;
-    model->to(torch::kBFloat16);
+TEST(CheckpointInPython, AModelIsAStateDictAndTheRestIsReadable) {
+  const test_support::Scratch scratch;
+  torch::nn::Linear layer(3, 2);
+  torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
+  {
+    const torch::NoGradGuard no_grad;
     layer->weight.copy_(torch::arange(6).view({2, 3}));
     layer->bias.copy_(torch::tensor({0.5, -1.0}));
-    state.add("model", model).add("optimizer", optimizer).add("masters", masters);
-    state.add("ema", ema).add("scaler", scaler).add("schedule", schedule).add("epoch", epoch);
-    state.add("large", large).add("best", best).add("done", done).add("name", name);
-    state.add("order", order).add("own", own).with_random_state();
   }
-  void step() {
-    layer->forward(torch::ones({1, 3}, torch::kBFloat16)).sum().backward();
-    optimizer.step();
-    masters.step();
-  }
-
-  torch::nn::Linear layer{3, 2};
-  torch::nn::Sequential model{layer, torch::nn::BatchNorm1d(2)};
-  mezzo::optim::AdamW optimizer{layer->parameters(), mezzo::optim::AdamWOptions(0)};
-  torch::optim::SGD sgd{model->parameters(), torch::optim::SGDOptions(0)};
-  mezzo::MasterWeights masters{sgd};
-  mezzo::Ema ema{layer->parameters()};
-  mezzo::GradScaler scaler;
-  mezzo::LinearSchedule schedule{optimizer, {.total_steps = 10}};
-  int64_t epoch = 7, large = int64_t{1} << 40;
-  double best = 0.25;
+  model->to(torch::kBFloat16);
+  mezzo::Ema ema(layer->parameters());
+  mezzo::GradScaler scaler({.init_scale = 8});
+  std::int64_t epoch = 7, large = std::int64_t{1} << 40;
   bool done = true;
   std::string name = "B\xC3\xA4r \"1\"";
-  torch::Tensor order = torch::arange(10).select(0, 3);
+  std::vector<std::size_t> order{5, 0, 3};
   at::Generator own = at::detail::createCPUGenerator(11);
-  mezzo::TrainingState state;
-};
-
-std::filesystem::path saved_run(const std::filesystem::path& folder) {
-  RunToRead run;
-  run.step();
-  return mezzo::CheckpointManager(folder).save(run.state, 3400).file;
-}
-
-TEST(CheckpointPython, ListsWhatWasSaved) {
-  const test_support::Scratch scratch;
-  const std::string output =
-      output_of_python("'" MEZZO_EXAMPLES "/python_adamw/read_checkpoint.py' '" +
-                       saved_run(scratch.path()).string() + "'");
-  EXPECT_THAT(output,
-              AllOf(HasSubstr("step 3400\n"), HasSubstr("\nmodel.0.weight torch.bfloat16 [2, 3]\n"),
-                    HasSubstr("\nmodel.1.running_mean torch.bfloat16 [2]\n"),
-                    HasSubstr(".exp_avg torch."), HasSubstr("\noptimizer.applied_steps 1\n"),
-                    HasSubstr("\nscaler."), HasSubstr("\nschedule.base_lrs [0.0]\n")));
-  EXPECT_THAT(output, AllOf(HasSubstr("\nepoch 7\n"), HasSubstr("\nlarge 1099511627776\n"),
-                            HasSubstr("\nbest 0.25\n"), HasSubstr("\ndone True\n"),
-                            HasSubstr("\nname 'B\xC3\xA4r \"1\"'\n"),
-                            HasSubstr("\norder torch.int64 []\n"), EndsWith("\nstatus 0")))
-      << output;
-}
-
-TEST(CheckpointPython, LoadsTheWeightsIntoAPythonModelAndTheZipIsWhole) {
-  const test_support::Scratch scratch;
-  const std::string file = saved_run(scratch.path()).string();
-  const auto script = scratch.path() / "script.py";
-  test_support::put_bytes(script, R"(
+  TrainingState state;
+  state.add("model", model).add("ema", ema).add("scaler", scaler).add("epoch", epoch);
+  state.add("large", large).add("done", done).add("name", name).add("order", order);
+  state.add("own", own).with_random_state();
+  const auto file = mezzo::CheckpointManager(scratch.path()).save(state, 3400).file;
+  EXPECT_EQ(output_of_python(R"(
 import sys, torch, zipfile
-sys.path.insert(0, sys.argv[1] + "/python_adamw")
-from read_checkpoint import flatten, read
-state = read(sys.argv[2])["state"]
+saved = torch.load(sys.argv[1], weights_only=True)
 model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).bfloat16()
-model.load_state_dict(flatten(state["model"]))
+print(model.load_state_dict(saved["model"]))
 print(model[0].weight.tolist(), model[0].bias.tolist(), model[1].running_var.tolist())
 generator = torch.Generator()
-generator.set_state(state["own"])
-print(generator.initial_seed(), state["order"].item(), len(state["ema"]["averages"]))
-with zipfile.ZipFile(sys.argv[2]) as archive:
+generator.set_state(saved["own"])
+print(generator.initial_seed(), saved["order"].tolist(), len(saved["ema"]["averages"]))
+print(saved["epoch"], saved["large"], saved["done"], saved["name"], saved["scaler"]["scale"].item())
+print(saved["mezzo"])
+with zipfile.ZipFile(sys.argv[1]) as archive:
     print(archive.testzip(), archive.comment[:-8].decode())
-)");
-  EXPECT_EQ(output_of_python("'" + script.string() + "' '" MEZZO_EXAMPLES "' '" + file + "'"),
+)",
+                             file),
+            "<All keys matched successfully>\n"
             "[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]] [0.5, -1.0] [1.0, 1.0]\n"
-            "11 3 2\n"
-            "None mezzo checkpoint, format 1, CRC-32C of all before: \n"
+            "11 [5, 0, 3] 2\n"
+            "7 1099511627776 True B\xC3\xA4r \"1\" 8.0\n"
+            "{'format': 2, 'step': 3400}\n"
+            "None mezzo checkpoint, format 2, CRC-32C of all before: \n"
             "status 0");
 }
 
-TEST(CheckpointPython, AdamWGoesOnInPython) {
+/// Steps twice, saves, steps once more here and in Python, and compares.
+template <class Optimizer, class Options>
+void expect_to_go_on_in_python(const std::string& python_class, const Options& options) {
   const test_support::Scratch scratch;
-  const torch::Tensor weight = torch::tensor({1.0F, 2.0F}).requires_grad_();
+  torch::Tensor weight = torch::tensor({1.0F, 2.0F}).requires_grad_();
   const torch::Tensor later = torch::tensor({3.0F}).requires_grad_();
-  mezzo::optim::AdamW optimizer({weight, later},
-                                mezzo::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true));
-  mezzo::TrainingState state;
-  state.add("optimizer", optimizer);
+  Optimizer optimizer({weight, later}, options);
+  TrainingState state;
+  state.add("weight", weight).add("optimizer", optimizer);
   const auto step = [&] {
     (weight * weight).sum().backward();
     optimizer.step();
@@ -137,35 +294,41 @@ TEST(CheckpointPython, AdamWGoesOnInPython) {
   };
   step();
   step();
-  const auto before = weight.detach().clone();
   const auto file = mezzo::CheckpointManager(scratch.path()).save(state, 2).file;
   step();
-
-  const auto script = scratch.path() / "script.py";
-  test_support::put_bytes(script, R"(
+  std::array<char, 100> expected{};
+  std::snprintf(expected.data(), expected.size(), "%.6f %.6f\nstatus 0",
+                weight[0].template item<double>(), weight[1].template item<double>());
+  const std::string program = R"(
 import sys, torch
-sys.path.insert(0, sys.argv[1] + "/python_adamw")
-from read_checkpoint import adamw_state_dict, read
-weight = torch.nn.Parameter(torch.tensor([float(sys.argv[3]), float(sys.argv[4])]))
+saved = torch.load(sys.argv[1], weights_only=True)
+weight = torch.nn.Parameter(saved["weight"])
 later = torch.nn.Parameter(torch.tensor([3.0]))
-optimizer = torch.optim.AdamW([weight, later])
-optimizer.load_state_dict(adamw_state_dict(read(sys.argv[2])["state"]["optimizer"], optimizer))
+optimizer = torch.optim.)" + python_class +
+                              R"(([weight, later], lr=7.0)
+optimizer.load_state_dict(saved["optimizer"])
 (weight * weight).sum().backward()
 optimizer.step()
-group = optimizer.param_groups[0]
-print(group["lr"], group["betas"], group["amsgrad"], len(optimizer.state), optimizer.state[weight]["step"].item())
+assert len(optimizer.state) == 1
 print(*(f"{x:.6f}" for x in weight.tolist()))
-)");
-  std::array<char, 200> expected{}, numbers{};
-  std::snprintf(expected.data(), expected.size(), "0.1 (0.8, 0.99) True 1 3.0\n%.6f %.6f\nstatus 0",
-                weight[0].item<double>(), weight[1].item<double>());
-  std::snprintf(numbers.data(), numbers.size(), " %.9g %.9g", before[0].item<double>(),
-                before[1].item<double>());
-  EXPECT_EQ(output_of_python("'" + script.string() + "' '" MEZZO_EXAMPLES "' '" + file.string() +
-                             "'" + numbers.data()),
-            expected.data());
+)";
+  EXPECT_EQ(output_of_python(program, file), expected.data()) << python_class;
 }
 
-}  // namespace
+TEST(CheckpointInPython, OptimizersGoOnAsTheyAre) {
+  const auto adamw = torch::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true);
+  const auto adam = torch::optim::AdamOptions(0.1).weight_decay(0.125);
+  const auto sgd = torch::optim::SGDOptions(0.1).momentum(0.5);
+  expect_to_go_on_in_python<torch::optim::AdamW>("AdamW", adamw);
+  expect_to_go_on_in_python<torch::optim::Adam>("Adam", adam);
+  expect_to_go_on_in_python<torch::optim::SGD>("SGD", sgd);
+  expect_to_go_on_in_python<mezzo::optim::AdamW>(
+      "AdamW", mezzo::optim::AdamWOptions(0.1).betas({0.8, 0.99}).amsgrad(true));
+  expect_to_go_on_in_python<mezzo::optim::Adam>("Adam",
+                                                mezzo::optim::AdamOptions(0.1).weight_decay(0.125));
+  expect_to_go_on_in_python<mezzo::optim::SGD>("SGD", mezzo::optim::SGDOptions(0.1).momentum(0.5));
+}
 
 #endif
+
+}  // namespace

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 //
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/torchscript.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,6 +14,7 @@
 
 namespace {
 
+using mezzo::ScriptModule;
 using mezzo::TrainingState;
 using test_support::script_model;
 
@@ -21,8 +23,9 @@ TEST(CheckpointOfScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
   auto saved = script_model(1), loaded = script_model(2);
   saved.forward({torch::randn({2, 3, 6, 6})});
   TrainingState from, to, to_cpp;
-  from.add("model", saved);
-  to.add("model", loaded);
+  ScriptModule of_saved(saved), of_loaded(loaded);
+  from.add("model", of_saved);
+  to.add("model", of_loaded);
   const auto file = mezzo::CheckpointManager(scratch.path()).save(from, 5).file;
 
   const auto held = loaded.attr("out").toModule().attr("weight").toTensor();
@@ -48,10 +51,12 @@ TEST(CheckpointOfScript, RefusesAnotherModelsFileAndKeepsTheScript) {
   torch::jit::Module other("Other");
   other.register_parameter("weight", torch::ones({2}), false);
   TrainingState from, to;
-  from.add("model", other);
+  ScriptModule of_other(other);
+  from.add("model", of_other);
   const auto file = mezzo::CheckpointManager(scratch.path()).save(from, 0).file;
-  auto script = script_model();
-  to.add("model", script);
+  const auto script = script_model();
+  ScriptModule of_script(script);
+  to.add("model", of_script);
   EXPECT_THAT(test_support::error_of([&] { mezzo::load_checkpoint(file, to); }),
               testing::HasSubstr("\"model\" does not fit"));
   EXPECT_TRUE(torch::equal(script.attr("out").toModule().attr("weight").toTensor(),
@@ -60,15 +65,15 @@ TEST(CheckpointOfScript, RefusesAnotherModelsFileAndKeepsTheScript) {
 
 TEST(CheckpointOfScript, TakesAModelThatIsLoadedLater) {
   const test_support::Scratch scratch;
-  auto script = script_model(1);
+  ScriptModule script(script_model(1));
   TrainingState state;
   state.add("model", script);
   mezzo::CheckpointManager checkpoints(scratch.path());
   checkpoints.save(state, 1);
-  script = script_model(2);
+  script = ScriptModule(script_model(2));
   checkpoints.load_newest(state);
-  EXPECT_TRUE(torch::equal(script.attr("out").toModule().attr("weight").toTensor(),
-                           test_support::twin(1)->out->weight));
+  EXPECT_TRUE(
+      torch::equal(script->named_parameters()["out.weight"], test_support::twin(1)->out->weight));
 }
 
 }  // namespace

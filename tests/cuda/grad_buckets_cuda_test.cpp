@@ -1,8 +1,8 @@
 // Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
 // MEZZO_WITH_CUDA is defined, through mezzo's: what the CPU says of the same gradients.
 
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/accumulate_if_finite.h>
 
 #include <ATen/cuda/CUDAGraph.h>
@@ -119,15 +119,16 @@ TEST_F(GradBucketsCuda, SummaryIsCapturedInAGraph) {
   }
 }
 
-TEST_F(GradBucketsCuda, HaveEveryGradientInItsPlaceWhenThePassEnds) {
+TEST_F(GradBucketsCuda, HaveEveryGradientInItsPlace) {
   torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
                               torch::nn::Linear(300, 900), torch::nn::Linear(900, 3));
   model->to(torch::kCUDA);
-  const GradBuckets buckets(model->parameters());
+  GradBuckets buckets(model->parameters());
   for (int step = 0; step < 3; ++step) {
     model->zero_grad();
     const auto input = torch::full({2, 40}, 0.1, torch::kCUDA);
     model->forward(input).square().sum().backward();
+    buckets.reattach_gradients();
     double sum = 0;
     for (const auto& parameter : model->parameters()) {
       EXPECT_TRUE(parameter.grad().storage().is_alias_of(buckets.buckets()[0].flat.storage()));
@@ -160,9 +161,10 @@ TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
 TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
   const auto on_host = torch::ones({3}).requires_grad_();
   const auto on_gpu = torch::ones({4}, torch::kCUDA).requires_grad_();
-  const GradBuckets buckets({on_host, on_gpu});
+  GradBuckets buckets({on_host, on_gpu});
   EXPECT_EQ(buckets.buckets().size(), 2U);
   (on_host.sum() + on_gpu.sum().cpu() * 2).backward();
+  buckets.reattach_gradients();
   for (const auto& bucket : buckets.buckets()) {
     const double each = bucket.device.is_cpu() ? 3 : 8;
     EXPECT_EQ(bucket.flat.sum().item<double>(), each);

@@ -3,7 +3,6 @@
 
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/sgd.h>
 
@@ -28,7 +27,6 @@ using cuda_on_host::expect_same;
 using cuda_on_host::Training;
 using cuda_on_host::TrainingOptions;
 using mezzo::optim::AdamWOptions;
-using mezzo::optim::MomentStorage;
 using mezzo::optim::WeightStorage;
 using testing::HasSubstr;
 using testing::Property;
@@ -65,12 +63,10 @@ std::vector<TrainingOptions> all_options() {
   all.push_back({.dtype = at::kBFloat16,
                  .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::master),
                  .unscales = true});
-  const auto block8 = AdamWOptions(0.1).moment_storage(MomentStorage::block8);
-  all.push_back({.elements = 4100, .adamw = block8});
-  for (const int64_t elements : {int64_t{50}, int64_t{4100}}) {  // of the first, moments are floats
+  for (const int64_t elements : {int64_t{50}, int64_t{4100}}) {
     all.push_back({.elements = elements,
                    .dtype = at::kBFloat16,
-                   .adamw = AdamWOptions(block8).weight_storage(WeightStorage::stochastic)});
+                   .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::stochastic)});
   }
   return all;
 }
@@ -258,14 +254,13 @@ TEST(CapturesOfManyParameters, LeaveTheirTablesToTheirGraph) {
   step_before_the_first_replay(kManyParameters);
 }
 
-TEST_P(Captures, LeaveTheAddressesOfManyCountersToTheirGraph) {
+TEST_P(Captures, OfManyCountersCountEachOnce) {
   const c10::StreamGuard stream(host_gpu::new_stream());
   const at::Tensor counts = at::zeros({4001}, at::device(host_gpu::device()).dtype(at::kFloat));
   std::vector<float*> counters;
   for (int i = 0; i < 4001; ++i) counters.push_back(counts.mutable_data_ptr<float>() + i);
-  mezzo::detail::TableMemory memory;
   const auto count = [&] {
-    mezzo::detail::cuda::count_steps_(host_gpu::device(), counters, nullptr, memory);
+    mezzo::detail::cuda::count_steps_(host_gpu::device(), counters, nullptr);
   };
   host_gpu::Graph graph;
   host_gpu::capture(graph, count);
@@ -570,25 +565,6 @@ TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
   }
 }
 
-struct OpenAdamW : mezzo::optim::AdamW {
-  using AdamW::AdamW;
-  using AdamW::table_memory;
-};
-
-TEST_P(Captures, TablesThatTheLastStepDidNotUseAreGivenBack) {
-  std::vector<at::Tensor> parameters;
-  for (int i = 0; i < 301; ++i) {
-    parameters.push_back(ones_on(0));
-    parameters.back().mutable_grad() = at::ones_like(parameters.back());
-  }
-  OpenAdamW optimizer(parameters);
-  for (int step = 1; step < 20; ++step) {
-    optimizer.param_groups()[0].options().set_lr(1.0 / step);  // which a table holds
-    optimizer.step();
-    EXPECT_LE(optimizer.table_memory().size(), 2U);
-  }
-}
-
 TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
   const auto stepped = [](at::Device device) {
     const auto one = at::ones({50}, at::device(device));
@@ -619,7 +595,7 @@ TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
   EXPECT_EQ(gpu.applied_steps(), 8);
 }
 
-TEST_P(Captures, ASummaryWithoutMemoryForTablesReadsAllGradients) {
+TEST_P(Captures, ASummaryOfMoreTensorsThanATableHoldsReadsAllGradients) {
   std::vector<at::Tensor> gradients;
   for (int i = 0; i < 1100; ++i) gradients.push_back(at::full({1}, i + 1.0, at::kFloat));
   const auto summary = [&](at::Device device) {

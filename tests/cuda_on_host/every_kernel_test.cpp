@@ -34,7 +34,7 @@ bool is_mezzos(const std::string& kernel) { return kernel.find("mezzo::") != std
 
 TEST(EveryKernel, IsLaunchedSomewhere) {
   const std::set<std::string> names = kernels_of_sources();
-  EXPECT_GE(names.size(), 9U) << "the pattern no longer finds them";
+  EXPECT_GE(names.size(), 8U) << "the pattern no longer finds them";
   for (const std::string& name : names) {
     bool is_known = false;
     for (const auto& [kernel, count] : host_device::launches()) {
@@ -53,7 +53,7 @@ class EveryKernelRan : public testing::Environment {
       ++kernels;
       EXPECT_GT(count, 0) << "no test launches " << kernel;
     }
-    EXPECT_GE(kernels, 101);
+    EXPECT_GE(kernels, 44);
   }
 };
 

@@ -88,7 +88,7 @@ class DeviceCases {
       add("adamw", "bfloat16_master", way);
     }
     for (const char* optimizer :
-         {"amsgrad", "adam", "sgd", "sgd_nesterov", "sgd_dampening", "lion", "lamb"}) {
+         {"amsgrad", "adam", "sgd", "sgd_nesterov", "sgd_dampening", "lion"}) {
       add(optimizer, "float", Way::norm);
       add(optimizer, "bfloat16_master", Way::norm_zero);
     }

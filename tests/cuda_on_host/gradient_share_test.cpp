@@ -17,7 +17,7 @@
 
 namespace {
 
-using mezzo::detail::SmallSummaryTable;
+using mezzo::detail::SummaryTable;
 
 /// How often each element was seen, in memory where element i is i.
 struct CountVisits {
@@ -93,7 +93,7 @@ TEST(SummaryShare, SharesTogetherSayWhatTheReferenceSays) {
 }
 
 TEST(SummaryTable, SendsEachBlockToItsPart) {
-  SmallSummaryTable table(16);
+  SummaryTable table(16);
   float first = 0;
   float second = 0;
   table.push_back({&first, 33, 100});
@@ -115,10 +115,10 @@ TEST(SummaryTable, SendsEachBlockToItsPart) {
 
 TEST(SummaryTable, CountsBeyondTwoToTheThirtyOne) {
   constexpr int64_t kHuge = (int64_t{1} << 33) + 5;
-  SmallSummaryTable table(16384);
+  SummaryTable table(16384);
   float data = 0;
   table.push_back({&data, kHuge, 0});
-  table.push_back({&data, kHuge, SmallSummaryTable::blocks_of(kHuge, 16384)});
+  table.push_back({&data, kHuge, SummaryTable::blocks_of(kHuge, 16384)});
   const auto last = table.slice_of(table.blocks() - 1);
   EXPECT_EQ(last.begin, int64_t{1} << 33);
   EXPECT_EQ(last.end, kHuge);
@@ -126,16 +126,15 @@ TEST(SummaryTable, CountsBeyondTwoToTheThirtyOne) {
 }
 
 TEST(SummaryTable, FullTablesFindEveryTensor) {
-  using mezzo::detail::LargeSummaryTable;
-  LargeSummaryTable table(8);
+  SummaryTable table(8);
   int64_t expected_block = 0;
-  std::vector<float> memory(LargeSummaryTable::kCapacity);
-  for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
+  std::vector<float> memory(SummaryTable::kCapacity);
+  for (int i = 0; i < SummaryTable::kCapacity; ++i) {
     EXPECT_FALSE(table.full());
     table.push_back({&memory[static_cast<std::size_t>(i)], 1 + i % 20, i});
   }
   EXPECT_TRUE(table.full());
-  for (int i = 0; i < LargeSummaryTable::kCapacity; ++i) {
+  for (int i = 0; i < SummaryTable::kCapacity; ++i) {
     for (int64_t own = 0; own * 8 < 1 + i % 20; ++own, ++expected_block) {
       const auto slice = table.slice_of(expected_block);
       EXPECT_EQ(slice.data, &memory[static_cast<std::size_t>(i)]);

@@ -25,7 +25,6 @@ using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
 using cuda_on_host::same_bits;
 using mezzo::Verdict;
-using mezzo::detail::TableMemory;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -98,11 +97,10 @@ void expect_same(const Verdict& device, const Verdict& cpu, int64_t count) {
   }
 }
 
-void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale,
-                         TableMemory* memory = nullptr) {
+void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale) {
   const Verdict cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
   const host_device::On on;
-  expect_same(mezzo::detail::summarize_gradients(gradients, scalar(inv_scale), memory), cpu,
+  expect_same(mezzo::detail::summarize_gradients(gradients, scalar(inv_scale)), cpu,
               elements_of(gradients));
 }
 
@@ -201,12 +199,10 @@ TEST_F(GradientsOnHost, SummariesOfVeryLargeAndVerySmallNumbers) {
 }
 
 TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
-  TableMemory memory;
   std::vector<at::Tensor> floats;
   for (int i = 0; i < 905; ++i) floats.push_back(at::randn({i % 23}));
   for (const auto& gradients : {many_gradients(110 * 4), floats}) {
     expect_same_summary(gradients, 0.5F);
-    expect_same_summary(gradients, 0.5F, &memory);
   }
 }
 

@@ -1,11 +1,9 @@
 // What CUDA forbids is a Fault on the GPUs that the host plays, and what it leaves open happens;
-// and what of mezzo's is between streams: copied tables, published weights, partial results of
+// and what of mezzo's is between streams: copied tables, partial results of
 // buckets.
 
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/table_memory.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -27,7 +25,6 @@ namespace {
 
 using host_gpu::Fault;
 using host_gpu::Graph;
-using mezzo::detail::TableMemory;
 
 class Streams : public testing::TestWithParam<uint64_t> {
  protected:
@@ -247,129 +244,6 @@ TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
   const at::Tensor again = at::empty({7}, options);
   EXPECT_EQ(again.const_data_ptr(), address);
   EXPECT_TRUE(at::isnan(again.cpu()).all().item<bool>());
-}
-
-std::vector<std::byte> bytes_with(int value) {
-  return std::vector<std::byte>(40000, std::byte(value));
-}
-
-/// What kernels find there, in the stream's order.
-int first_byte_at(const void* there) {
-  const auto options = at::TensorOptions().dtype(at::kByte).device(at::kCPU);
-  host_gpu::run_all();
-  return at::from_blob(const_cast<void*>(there), {1}, options).item<uint8_t>();
-}
-
-TEST_P(Streams, ATableThatACaptureCopiesIsNobodyElses) {
-  TableMemory memory;
-  const c10::Device gpu = host_gpu::device();
-  const c10::StreamGuard guard(host_gpu::new_stream());
-  const auto on = [&](int value) {
-    return memory.on(gpu, bytes_with(value), host_device::capture_on(gpu));
-  };
-  const void* const warm = on(1);
-  Graph a;
-  Graph b;
-  const void* in_a = nullptr;
-  const void* in_b = nullptr;
-  host_gpu::capture(a, [&] {
-    EXPECT_EQ(on(1), warm) << "it is there";
-    in_a = on(2);
-    EXPECT_EQ(on(2), in_a);
-  });
-  host_gpu::capture(b, [&] { in_b = on(2); });
-  EXPECT_NE(in_a, in_b);
-  EXPECT_EQ(first_byte_at(on(2)), 2) << "before a replay";
-  b.replay();
-  EXPECT_EQ(first_byte_at(in_b), 2);
-  for (int i = 3; i < 9; ++i) {
-    memory.begin_step(gpu, 0);
-    EXPECT_EQ(first_byte_at(on(i)), i);
-  }
-  a.replay();
-  EXPECT_EQ(first_byte_at(in_a), 2);
-  EXPECT_EQ(first_byte_at(warm), 1) << "a graph reads it";
-}
-
-TEST_P(Streams, TwoDevicesKeepTheirTables) {
-  TableMemory memory;
-  for (int step = 0; step < 3; ++step) {
-    for (int index = 0; index < 2; ++index) {
-      memory.begin_step(host_gpu::device(index), 0);
-      memory.on(host_gpu::device(index), bytes_with(1), 0);
-    }
-    EXPECT_EQ(host_gpu::counts().copies_from_host, 2) << "one for each, and no more";
-  }
-}
-
-/// Weights with copies that are published, and an op's use of a copy.
-TEST_P(Streams, PublishedWeightsAreReadOnAnotherStreamAndInACapture) {
-  const mezzo::WeightCache cache;
-  const at::Tensor weight = at::ones({100}, at::device(host_gpu::device()).dtype(at::kFloat));
-  const at::Tensor copy = cache.buffer_for(weight, at::kBFloat16);
-  host_gpu::run_all();
-  const auto write = [&](double value) {
-    const at::NoGradGuard no_grad;
-    weight.fill_(value);
-    copy.fill_(value);
-    cache.publish(weight, copy);
-  };
-  const c10::StreamGuard warm_up(host_gpu::new_stream());
-  write(2);
-  const auto store = std::make_shared<mezzo::detail::WeightStore>();
-  store->buffer_for(weight, at::kBFloat16);
-  mezzo::detail::ThreadCache of_the_region{store, nullptr};
-  const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
-  {
-    const c10::StreamGuard other(host_gpu::new_stream());
-    EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
-  }
-  host_gpu::run_all();
-  const c10::StreamGuard capturing(host_gpu::new_stream());
-  Graph graph;
-  at::Tensor sum = at::zeros({}, weight.options());
-  host_gpu::capture(graph, [&] {
-    sum.copy_(read().sum());
-    mezzo::detail::WriteEvents events;
-    store->publish(weight, store->buffer_for(weight, at::kBFloat16), events);
-  });
-  graph.replay();
-  EXPECT_EQ(sum.item<float>(), 200);
-  const c10::StreamGuard third(host_gpu::new_stream());
-  EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
-}
-
-TEST_P(Streams, PinnedAndTrainableWeightsAreReadOnAnotherStream) {
-  const auto store = std::make_shared<mezzo::detail::WeightStore>();
-  mezzo::detail::ThreadCache of_the_region{store, nullptr};
-  for (const bool pinned : {true, false}) {
-    const at::Tensor weight = at::zeros({100}, at::device(host_gpu::device()).dtype(at::kFloat));
-    pinned ? store->pin({weight}) : static_cast<void>(weight.requires_grad_());
-    host_gpu::run_all();
-    const at::NoGradGuard no_grad;
-    const auto read = [&] { return store->lower(weight, at::kBFloat16, of_the_region); };
-    {
-      const c10::StreamGuard first(host_gpu::new_stream());
-      weight.fill_(2);
-      read();
-    }
-    const auto hits = store->statistics().hits;
-    const c10::StreamGuard second(host_gpu::new_stream());
-    EXPECT_TRUE(at::equal(read().cpu(), at::full({100}, 2.0, at::kBFloat16)));
-    EXPECT_EQ(store->statistics().hits, hits + 1);
-  }
-}
-
-TEST_P(Streams, WhatAStepPublishesHasOneEventADevice) {
-  const mezzo::WeightCache cache;
-  std::vector<std::pair<at::Tensor, at::Tensor>> published;
-  for (int i = 0; i < 10; ++i) {
-    const at::Tensor weight = at::ones({5}, at::device(host_gpu::device(i % 2)));
-    published.emplace_back(weight, cache.buffer_for(weight, at::kHalf));
-  }
-  const int64_t before = host_gpu::counts().events;
-  cache.publish(published);
-  EXPECT_EQ(host_gpu::counts().events - before, 2);
 }
 
 }  // namespace

@@ -43,9 +43,5 @@ class DiagnosisPage : public testing::Test {
   mezzo::GradScaler scaler;
   torch::nn::CrossEntropyLoss criterion;
   std::vector<Batch> batches;
-
-  // Of a program with two models.
-  torch::nn::Linear net_g{4, 8}, net_d{8, 1};
-  mezzo::StepResult result_g{{.ran = true}}, result_d{{.ran = true}};
-  torch::Tensor loss_g = torch::ones({}), loss_d = torch::ones({});
+  torch::nn::Linear net_g{4, 8}, net_d{8, 1};  // of a program with two models
 };

@@ -1,6 +1,3 @@
-#include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
-#include <mezzo/diagnose/detail/value_range.h>
 #include <mezzo/diagnose/doctor.h>
 #include <mezzo/optim/adamw.h>
 
@@ -25,9 +22,8 @@ namespace {
 
 using mezzo::diagnose;
 using mezzo::Diagnosis;
-using mezzo::DoctorFinding;
+using mezzo::Finding;
 using mezzo::FindingSeverity;
-using mezzo::FindingTopic;
 using test_support::error_of;
 using testing::AllOf;
 using testing::Contains;
@@ -36,33 +32,17 @@ using testing::Field;
 using testing::HasSubstr;
 using testing::Not;
 
-const mezzo::DoctorOptions kInHalf{.dtype = torch::kHalf, .measure = false};
-const mezzo::DoctorOptions kInBfloat16{.dtype = torch::kBFloat16, .measure = false};
+const mezzo::DoctorOptions kInHalf{.dtype = torch::kHalf};
+const mezzo::DoctorOptions kInBfloat16{.dtype = torch::kBFloat16};
 
-auto finding(FindingSeverity severity, FindingTopic topic, const std::string& where,
+auto finding(FindingSeverity severity, const std::string& topic, const std::string& where,
              const std::string& reason) {
-  return AllOf(Field("severity", &DoctorFinding::severity, severity),
-               Field("topic", &DoctorFinding::topic, topic),
-               Field("where", &DoctorFinding::where, where),
-               Field("reason", &DoctorFinding::reason, HasSubstr(reason)));
+  return AllOf(Field("severity", &Finding::severity, severity),
+               Field("topic", &Finding::topic, topic), Field("where", &Finding::where, where),
+               Field("reason", &Finding::reason, HasSubstr(reason)));
 }
 
-auto about(FindingTopic topic) { return Field("topic", &DoctorFinding::topic, topic); }
-
-TEST(RoundingEnds, AreThoseOfLibtorchsConversions) {
-  const auto rounded = [](double value, at::ScalarType dtype) {
-    return torch::scalar_tensor(value, torch::kDouble).to(dtype).item<double>();
-  };
-  for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
-    const auto [overflow, underflow] = mezzo::detail::rounding_ends(dtype);
-    EXPECT_TRUE(mezzo::detail::nonfinite_bits(rounded(overflow, dtype))) << dtype;
-    EXPECT_FALSE(mezzo::detail::nonfinite_bits(rounded(overflow * (1 - 0x1p-20), dtype))) << dtype;
-    EXPECT_EQ(rounded(underflow, dtype), 0) << dtype;
-#ifndef __FAST_MATH__  // where a program is linked so, subnormal numbers are 0
-    EXPECT_GT(rounded(underflow * (1 + 0x1p-10), dtype), 0) << dtype;
-#endif
-  }
-}
+auto about(const std::string& topic) { return Field("topic", &Finding::topic, topic); }
 
 /// One head of attention whose mask and eps are constants in `forward`.
 struct Attention : torch::nn::Module {
@@ -91,10 +71,10 @@ TEST(Doctor, NamesAMaskThatHalfDoesNotHoldAndWhereItIs) {
   const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
   EXPECT_THAT(
       diagnosis.findings,
-      Contains(finding(FindingSeverity::error, FindingTopic::range, "after query",
+      Contains(finding(FindingSeverity::error, "range", "after query",
                        "masked_fill with -1e+09 computes in float16, which ends at 65504")));
   EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::error, FindingTopic::forward, "after query",
+              Contains(finding(FindingSeverity::error, "forward", "after query",
                                "throws under autocast to float16, in aten::masked_fill.Scalar")));
   EXPECT_EQ(diagnosis.exit_status(), 2);
 }
@@ -105,17 +85,10 @@ TEST(Doctor, HasNothingAgainstAMaskThatTheTypeHolds) {
   for (const auto& options : {kInHalf, kInBfloat16}) {
     const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, options);
     EXPECT_THAT(diagnosis.findings,
-                Each(Field(&DoctorFinding::severity, testing::Ne(FindingSeverity::error))));
+                Each(Field(&Finding::severity, testing::Ne(FindingSeverity::error))));
     EXPECT_THAT(diagnosis.findings,
-                Not(Contains(Field(&DoctorFinding::reason, HasSubstr("masked_fill")))));
+                Not(Contains(Field(&Finding::reason, HasSubstr("masked_fill")))));
   }
-}
-
-TEST(Doctor, InBfloat16AMaskIsANote) {
-  Attention model;
-  EXPECT_THAT(diagnose(model, rows(), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::note, FindingTopic::range, "after query",
-                               "masked_fill with -1e+09 holds in bfloat16; float16 would make")));
 }
 
 TEST(Doctor, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
@@ -123,10 +96,9 @@ TEST(Doctor, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
   model.fill = 0;
   const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
   EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::warning, FindingTopic::range, "after query",
+              Contains(finding(FindingSeverity::warning, "range", "after query",
                                "clamp_min with 1e-12 computes in float16, whose smallest number")));
-  EXPECT_THAT(diagnosis.findings,
-              Not(Contains(Field(&DoctorFinding::reason, HasSubstr("layer_norm")))));
+  EXPECT_THAT(diagnosis.findings, Not(Contains(Field(&Finding::reason, HasSubstr("layer_norm")))));
 }
 
 /// Reads its buffers, its input and a value in half where `casts`, and not at all if not.
@@ -151,7 +123,6 @@ struct Caster : torch::nn::Module {
 };
 
 TEST(Doctor, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHoldWhereTheRunCastsThem) {
-  const auto range = FindingTopic::range;
   const auto found = [](bool casts) {
     Caster model(casts);
     const torch::NoGradGuard no_grad;
@@ -162,61 +133,31 @@ TEST(Doctor, NamesWeightsBuffersAndInputsThatTheTypeDoesNotHoldWhereTheRunCastsT
     return diagnose(model, torch::full({4, 16}, 1e6), torch::kCPU, kInHalf).findings;
   };
   const auto all = found(true);
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, range, "head.weight",
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, "range", "head.weight",
                                     "this parameter holds inf or NaN already")));
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, range, "head.bias",
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::error, "range", "head.bias",
                                     "this parameter holds 1e+05 in magnitude")));
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "value",
-                                    "makes up to 1e+02 % of the values of this parameter 0")));
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "mask",
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "value",
+                                    "makes more than a tenth of the values of this parameter 0")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "mask",
                                     "this buffer holds 1e+09 in magnitude")));
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, range, "input 0", "this input")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::warning, "range", "input 0", "this input")));
   const auto idle = found(false);
   for (const char* name : {"mask", "input 0"}) {
-    EXPECT_THAT(idle, Contains(finding(FindingSeverity::note, range, name,
+    EXPECT_THAT(idle, Contains(finding(FindingSeverity::note, "range", name,
                                        "and no op of the traced run casts it")));
   }
-  EXPECT_THAT(idle, Not(Contains(Field(&DoctorFinding::reason, HasSubstr("of this parameter 0")))));
+  EXPECT_THAT(idle, Not(Contains(Field(&Finding::reason, HasSubstr("of this parameter 0")))));
 }
 
-TEST(Doctor, ReadsWeightsThatHaveNoArithmeticAndCountsWhatIsFinite) {
+TEST(Doctor, ReadsWeightsThatHaveNoArithmetic) {
   Caster model(true);
   model.register_buffer("packed", torch::ones({4}).to(torch::kFloat8_e4m3fn));
-  torch::Tensor values = model.named_parameters()["value"].detach();
-  values.slice(0, 0, 985).fill_(std::numeric_limits<float>::quiet_NaN());
-  values[999] = 1e-30;  // one of 15, and of 1000
+  model.named_parameters()["value"].detach().slice(0, 0, 200).fill_(1e-30);
   const Diagnosis diagnosis = diagnose(model, torch::ones({4, 16}), torch::kCPU, kInHalf);
-  EXPECT_THAT(
-      diagnosis.findings,
-      Contains(AllOf(about(FindingTopic::range), Field("where", &DoctorFinding::where, "value"),
-                     Field("reason", &DoctorFinding::reason, HasSubstr("6.7")))))
+  EXPECT_THAT(diagnosis.findings,
+              Contains(finding(FindingSeverity::warning, "range", "value", "of this parameter 0")))
       << diagnosis;
-}
-
-TEST(Doctor, AdvisesFloatForTheGradientsOfManyMicroBatches) {
-  const auto found = [](at::ScalarType dtype, int64_t micro_batches, bool in_float = false) {
-    torch::nn::Linear layer(8, 8);
-    layer->to(dtype);
-    const mezzo::optim::AdamW optimizer(layer->parameters(),
-                                        mezzo::optim::AdamWOptions().accumulate_in_float(in_float));
-    mezzo::DoctorOptions options = kInBfloat16;
-    options.micro_batches = micro_batches;
-    return diagnose(layer, torch::ones({8, 8}).to(dtype), torch::kCPU, options).findings;
-  };
-  const auto of_severity = [](FindingSeverity severity, const std::string& reason) {
-    return Contains(finding(severity, FindingTopic::accumulation, "weight, bias", reason));
-  };
-  EXPECT_THAT(found(torch::kBFloat16, 17), of_severity(FindingSeverity::warning,
-                                                       "stop at 256 equal ones; in float they take "
-                                                       "144 B more"));
-  EXPECT_THAT(found(torch::kBFloat16, 16), of_severity(FindingSeverity::note, "of 16 micro-batch"));
-  EXPECT_THAT(found(torch::kHalf, 128), of_severity(FindingSeverity::note, "stop at 2048"));
-  EXPECT_THAT(found(torch::kHalf, 129), of_severity(FindingSeverity::warning, "stop at 2048"));
-  const auto says_nothing = Not(Contains(about(FindingTopic::accumulation)));
-  EXPECT_THAT(found(torch::kBFloat16, 1), says_nothing);
-  EXPECT_THAT(found(torch::kFloat, 1000), says_nothing);
-  EXPECT_THAT(found(torch::kBFloat16, 1000, /*in_float=*/true), says_nothing);
-  EXPECT_THAT(error_of([&] { found(torch::kFloat, 0); }), HasSubstr("micro_batches is 0"));
 }
 
 /// The share that the doctor foretells is that of a run, and its remedy makes all weights move.
@@ -230,14 +171,13 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
     options.learning_rate = rate;
     return diagnose(layer, torch::ones({8, 64}).to(dtype), torch::kCPU, options).findings;
   };
-  const auto says_nothing = Not(Contains(about(FindingTopic::updates)));
+  const auto says_nothing = Not(Contains(about("updates")));
   EXPECT_THAT(found(torch::kBFloat16, std::nullopt), says_nothing);
   EXPECT_THAT(found(torch::kBFloat16, 1e-2), says_nothing);
   EXPECT_THAT(error_of([&] { found(torch::kBFloat16, -1.0); }), HasSubstr("learning_rate is -1"));
   const auto findings = found(torch::kBFloat16, 1e-4);
-  const auto finding = std::find_if(findings.begin(), findings.end(), [](const auto& one) {
-    return one.topic == FindingTopic::updates;
-  });
+  const auto finding = std::find_if(findings.begin(), findings.end(),
+                                    [](const auto& one) { return one.topic == "updates"; });
   ASSERT_NE(finding, findings.end());
   EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::master"));
 
@@ -275,111 +215,31 @@ TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
   } model;
   const torch::Tensor x = torch::ones({8, 8});
   EXPECT_THAT(diagnose(model, x, torch::kCPU, kInHalf).findings,
-              Contains(finding(FindingSeverity::error, FindingTopic::forward, "(model)",
+              Contains(finding(FindingSeverity::error, "forward", "(model)",
                                "inf or NaN under autocast to float16 and none in float32")));
   EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
-              Not(Contains(about(FindingTopic::forward))));
+              Not(Contains(about("forward"))));
   model.takes_log = true;
   EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::error, FindingTopic::forward, "(model)",
+              Contains(finding(FindingSeverity::error, "forward", "(model)",
                                "without autocast already: forward pass: aten::log, after layer")));
   EXPECT_THAT(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::error, FindingTopic::forward, "layer",
-                               "throws in float32 already, in aten::addmm")));
-}
-
-/// The weight is used twice, as nn::Linear uses it: through a view, which libtorch does not cache.
-struct Twice : torch::nn::Module {
-  torch::nn::Linear layer{torch::nn::LinearOptions(8, 8).bias(false)};
-  Twice() { register_module("layer", layer); }
-  torch::Tensor forward(const torch::Tensor& x) { return layer->forward(layer->forward(x)); }
-};
-
-TEST(Doctor, NamesAResultOf16BitsThatALossOutsideOfTheRegionWouldRead) {
-  Attention model;
-  const auto about_result = about(FindingTopic::output);
-  const auto said = diagnose(model, rows(), torch::kCPU, kInBfloat16).findings;
-  EXPECT_THAT(said, Contains(finding(FindingSeverity::note, FindingTopic::output, "(model)",
-                                     "the result is of bfloat16")));
-  const auto told = std::find_if(said.begin(), said.end(),
-                                 [](const auto& one) { return one.topic == FindingTopic::output; });
-  EXPECT_EQ(told->remedy,
-            "auto result = mezzo::autocast({.device = torch::kCPU, .output = torch::kFloat}, [&] { "
-            "return model->forward(x); });");
-  struct Remedied : torch::nn::Module {
-    explicit Remedied(Attention& attention) : model(attention) {
-      for (auto& parameter : model.parameters()) register_parameter(c10::str(i++), parameter);
-    }
-    torch::Tensor forward(const torch::Tensor& x) {
-      return mezzo::autocast({.device = torch::kCPU, .output = torch::kFloat},
-                             [&] { return model.forward(x); });
-    }
-    Attention& model;
-    int i = 0;
-  };
-  Remedied remedied(model);
-  EXPECT_THAT(diagnose(remedied, rows(), torch::kCPU, kInBfloat16).findings,
-              Not(Contains(about_result)));
-}
-
-TEST(Doctor, SaysNothingOfAResultThatHas16BitsInFloat32Too) {
-  Attention model;
-  model.to(torch::kBFloat16);
-  EXPECT_THAT(diagnose(model, rows().to(torch::kBFloat16), torch::kCPU, kInBfloat16).findings,
-              Not(Contains(about(FindingTopic::output))));
-}
-
-TEST(Doctor, CountsWeightsThatAreCastAgainAndAgain) {
-  Twice model;
-  const auto casts = FindingTopic::weight_casts;
-  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::warning, casts, "layer.weight",
-                               "1 of 1 parameters are cast to bfloat16 in every forward pass, 768 "
-                               "B read and written; 1 of them more than once")));
-  mezzo::DoctorOptions cached = kInBfloat16;
-  const auto cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  cache.pin(model.parameters());
-  cached.cache = cache;
-  EXPECT_THAT(diagnose(model, torch::ones({8, 8}), torch::kCPU, cached).findings,
-              Not(Contains(about(casts))))
-      << "the cache holds the copy from the first run on";
-}
-
-TEST(Doctor, TellsOpsThatRunInFloat32AndWhatTheirCastsCost) {
-  Attention model;
-  model.fill = 0;
-  mezzo::DoctorOptions options = kInBfloat16;
-  options.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::softmax.int"));
-  const auto all = diagnose(model, rows(), torch::kCPU, options).findings;
-  const auto softmax =
-      finding(FindingSeverity::note, FindingTopic::float32_ops, "aten::softmax.int",
-              "runs in float32, 1 call; its casts read and write 1.5 KiB");
-  EXPECT_THAT(all, Contains(softmax)) << "4 x 8 x 8 scores, 2 bytes read and 4 written";
-  EXPECT_THAT(diagnose(model, rows(), torch::kCPU, kInBfloat16).findings, Not(Contains(softmax)));
-}
-
-TEST(Doctor, TellsOfTheChannelsOfAConvolutionAsOfChannels) {
-  const torch::nn::Conv2d model(1, 16, 3);
-  const auto all = diagnose(model, torch::ones({8, 1, 6, 6}), torch::kCPU, kInBfloat16).findings;
-  const auto found = std::find_if(all.begin(), all.end(), [](const DoctorFinding& one) {
-    return one.topic == FindingTopic::dimensions;
-  });
-  ASSERT_NE(found, all.end());
-  EXPECT_THAT(found->reason, HasSubstr("its channels are 1 in, 16 out"));
-  EXPECT_THAT(found->remedy, HasSubstr("torch::nn::Conv2dOptions(8, 16, kernel_size)"));
+              Contains(finding(FindingSeverity::error, "forward", "layer",
+                               "throws in float32 already, in aten::linear")));
 }
 
 TEST(Doctor, NamesSizesThatAreNoMultipleOf8) {
   torch::nn::Sequential model(torch::nn::Linear(16, 16), torch::nn::Linear(16, 9));
   const auto all = diagnose(model, torch::ones({8, 16}), torch::kCPU, kInBfloat16).findings;
-  EXPECT_THAT(all, Contains(finding(FindingSeverity::note, FindingTopic::dimensions, "1",
-                                    "its weight is 16 x 9")));
+  EXPECT_THAT(all, Contains(finding(FindingSeverity::note, "dimensions", "1",
+                                    "a product of 8 x 16 with 16 x 9 has a size that is no")));
   EXPECT_EQ(std::count_if(all.begin(), all.end(),
-                          [](const auto& f) { return f.topic == FindingTopic::dimensions; }),
+                          [](const auto& one) { return one.topic == "dimensions"; }),
             1);
-  EXPECT_THAT(diagnose(model, torch::ones({5, 16}), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::note, FindingTopic::dimensions, "0",
-                               "a product has a size of 5")));
+  const torch::nn::Conv2d images(1, 16, 3);
+  EXPECT_THAT(diagnose(images, torch::ones({8, 1, 6, 6}), torch::kCPU, kInBfloat16).findings,
+              Contains(finding(FindingSeverity::note, "dimensions", "(model)",
+                               "a convolution of 1 to 16 channels")));
 }
 
 TEST(Doctor, LeavesNoTrace) {
@@ -402,10 +262,7 @@ TEST(Doctor, LeavesNoTrace) {
   EXPECT_EQ(weight._version(), version);
   EXPECT_TRUE(torch::equal(weight.grad(), torch::ones({8, 8})));
   EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
-  ASSERT_EQ(diagnosis.speeds.size(), 3);
-  EXPECT_EQ(diagnosis.speeds[0].name, "float32");
-  for (const auto& speed : diagnosis.speeds) EXPECT_GT(speed.gflops, 0) << speed.name;
-  EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::hardware)));
+  EXPECT_THAT(diagnosis.findings, Contains(about("hardware")));
 }
 
 TEST(Doctor, PutsBackBuffersOfIntegersToo) {
@@ -431,21 +288,9 @@ TEST(Doctor, TakesNeitherItsOwnOpsNorUnwrittenMemoryForConstants) {
   } model;
   const Diagnosis diagnosis = diagnose(model, torch::ones({8, 8}), torch::kCPU, kInHalf);
   for (const char* number : {"2e+07", "1e+09"}) {
-    EXPECT_THAT(diagnosis.findings, Not(Contains(Field(&DoctorFinding::reason, HasSubstr(number)))))
+    EXPECT_THAT(diagnosis.findings, Not(Contains(Field(&Finding::reason, HasSubstr(number)))))
         << diagnosis;
   }
-}
-
-TEST(Doctor, SaysWhatEachPolicyTakes) {
-  Attention model;
-  model.fill = 0;
-  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInBfloat16);
-  const std::int64_t parameters = 32 + 17 * 16 + 17 * 8;
-  EXPECT_EQ(diagnosis.parameters, parameters);
-  ASSERT_EQ(diagnosis.memory.size(), 6);
-  EXPECT_EQ(diagnosis.memory[0].bytes, 16 * parameters);
-  EXPECT_EQ(diagnosis.memory[4].name, "bf16 + split master");
-  EXPECT_EQ(diagnosis.memory[4].bytes, 14 * parameters);
 }
 
 TEST(Doctor, TakesHoldersPointersAndSeveralArguments) {
@@ -480,87 +325,26 @@ struct MaskedAttention : torch::nn::Module {
 };
 
 /// The forward error of the pass, which is there.
-DoctorFinding throw_in(const Diagnosis& diagnosis) {
-  for (const DoctorFinding& one : diagnosis.findings) {
-    if (one.topic == FindingTopic::forward) return one;
+Finding throw_in(const Diagnosis& diagnosis) {
+  for (const Finding& one : diagnosis.findings) {
+    if (one.topic == "forward") return one;
   }
   ADD_FAILURE() << diagnosis;
   return {};
 }
 
-/// The op that a remedy denies or allows; empty if it names none.
-std::string edited_op(const std::string& remedy) {
-  const std::size_t begin = remedy.find("(\"aten::");
-  if (begin == std::string::npos) return "";
-  return remedy.substr(begin + 2, remedy.find('"', begin + 2) - begin - 2);
-}
-
-TEST(Doctor, ProposesAPolicyThatLetsAttentionWithPaddingRunAndKeepsItsResult) {
-  torch::manual_seed(3);
+TEST(Doctor, SaysWhereTheModelsOwnCodeThrowsAndNoOp) {
   MaskedAttention model;
   model.eval();
   const torch::Tensor x = torch::randn({8, 4, 16});
   const torch::Tensor mask = torch::zeros({4, 8}, torch::kBool);
-  mask.slice(1, 6).fill_(true);
   for (const auto& options : {kInBfloat16, kInHalf}) {
-    const DoctorFinding found =
-        throw_in(diagnose(model, std::make_tuple(x, mask), torch::kCPU, options));
+    const Finding found = throw_in(diagnose(model, std::make_tuple(x, mask), torch::kCPU, options));
     EXPECT_THAT(found.reason, HasSubstr("in the model's code and in no op, after aten::"));
     EXPECT_THAT(found.reason, HasSubstr("attn_output_weights"));
     EXPECT_THAT(found.where, HasSubstr("attention"));
-    const std::string op = edited_op(found.remedy);
-    ASSERT_EQ(op, "aten::bmm") << found.remedy;
-    const torch::NoGradGuard no_grad;
-    const torch::Tensor exact = model.forward(x, mask);
-    const mezzo::AutocastGuard region(
-        {.device = torch::kCPU,
-         .dtype = *options.dtype,
-         .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))});
-    const torch::Tensor cured = model.forward(x, mask).to(torch::kFloat);
-    EXPECT_LT((cured - exact).norm().item<double>(), 0.05 * exact.norm().item<double>());
+    EXPECT_THAT(found.remedy, HasSubstr(".enabled = false"));
   }
-}
-
-TEST(Doctor, DropsAPolicyThatChangesTheResult) {
-  struct Picky : torch::nn::Module {
-    torch::nn::Linear layer{8, 8};
-    Picky() { register_module("layer", layer); }
-    // Refuses low precision, and computes another thing where only addmm is in float32.
-    torch::Tensor forward(const torch::Tensor& x) {
-      const torch::Tensor y = layer->forward(x);
-      TORCH_CHECK(y.scalar_type() == torch::kFloat, "float32 alone");
-      return at::autocast::is_autocast_enabled(torch::kCPU) ? y * 3 : y;
-    }
-  } model;
-  const DoctorFinding found =
-      throw_in(diagnose(model, torch::ones({8, 8}), torch::kCPU, kInBfloat16));
-  EXPECT_THAT(found.reason, HasSubstr("in no op, after aten::addmm: float32 alone"));
-  EXPECT_EQ(found.remedy, "mezzo::AutocastGuard exact({.device = torch::kCPU, .enabled = false});");
-}
-
-TEST(Doctor, ProposesAnAllowThatKeepsTheResultAlone) {
-  struct Softmax : torch::nn::Module {
-    torch::nn::Linear layer{16, 16};
-    bool cancels = false;
-    Softmax() { register_module("layer", layer); }
-    torch::Tensor forward(const torch::Tensor& x) {
-      const torch::Tensor y = torch::softmax(layer->forward(x), -1);
-      return cancels ? 1 + 1000 * (y.to(torch::kFloat).sum(-1) - 1) : y;
-    }
-  } model;
-  mezzo::DoctorOptions options = kInBfloat16;
-  options.policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::softmax.int"));
-  const auto remedy_of = [&] {
-    for (const auto& one : diagnose(model, torch::ones({8, 16}), torch::kCPU, options).findings) {
-      if (one.where == "aten::softmax.int") return one.remedy;
-    }
-    ADD_FAILURE();
-    return std::string();
-  };
-  EXPECT_EQ(edited_op(remedy_of()), "aten::softmax.int");
-  model.cancels = true;
-  EXPECT_EQ(remedy_of(), "")
-      << "the sum is 1 in float32, and off by 1e-3 where softmax gives bfloat16";
 }
 
 TEST(Doctor, GivesNoRemedyWhereFloat32ThrowsToo) {
@@ -588,28 +372,29 @@ torch::jit::Module scripted() {
   return model;
 }
 
+Diagnosis diagnose_script(torch::jit::Module model, const std::vector<c10::IValue>& sample) {
+  return diagnose(model, sample, torch::kCPU, kInHalf);
+}
+
 TEST(Doctor, NamesTheModuleBeforeAConstantOfTorchScript) {
-  const Diagnosis diagnosis = diagnose(scripted(), {rows()}, torch::kCPU, kInHalf);
-  const auto range = FindingTopic::range;
+  const Diagnosis diagnosis = diagnose_script(scripted(), {rows()});
   EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::error, range, "after encoder.layer",
+              Contains(finding(FindingSeverity::error, "range", "after encoder.layer",
                                "masked_fill with -1e+09 computes in float16")));
   EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::warning, range, "after encoder.layer",
+              Contains(finding(FindingSeverity::warning, "range", "after encoder.layer",
                                "clamp_min with 1e-12 computes in float16")));
   EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::error, FindingTopic::forward, "after encoder.layer",
+              Contains(finding(FindingSeverity::error, "forward", "after encoder.layer",
                                "throws under autocast to float16")));
   EXPECT_EQ(diagnosis.parameters, 256);
-  EXPECT_THAT(diagnosis.findings, Contains(about(FindingTopic::weight_casts)));
 }
 
 TEST(Doctor, ReadsTheValuesOfTorchScriptWithoutASample) {
   torch::jit::Module model = scripted();
   model.register_buffer("mask", torch::full({2}, -1e9));
-  EXPECT_THAT(
-      diagnose(model, {}, torch::kCPU, kInHalf).findings,
-      Contains(finding(FindingSeverity::warning, FindingTopic::range, "mask", "this buffer")));
+  EXPECT_THAT(diagnose_script(model, {}).findings,
+              Contains(finding(FindingSeverity::warning, "range", "mask", "this buffer")));
 }
 
 TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
@@ -622,70 +407,11 @@ TEST(Doctor, AccusesNoConstantOfTorchScriptThatMeetsIntegersAlone) {
         return torch.matmul(x, self.weight) + ids.unsqueeze(-1) / rows
   )");
   const auto named = [](const std::string& what) {
-    return Field(&DoctorFinding::reason, HasSubstr(what));
+    return Field(&Finding::reason, HasSubstr(what));
   };
-  const auto all = diagnose(model, {torch::ones({8, 8})}, torch::kCPU, kInHalf).findings;
+  const auto all = diagnose_script(model, {torch::ones({8, 8})}).findings;
   EXPECT_THAT(all, Not(Contains(named("1e+05")))) << "integers alone";
   EXPECT_THAT(all, Not(Contains(named("1e+06")))) << "a product of two Python floats";
-}
-
-TEST(Doctor, HoldsThreadsAgainstCores) {
-  using mezzo::detail::thread_finding;
-  EXPECT_FALSE(thread_finding(4, 4));
-  EXPECT_THAT(thread_finding(8, 4).value(), finding(FindingSeverity::warning, FindingTopic::threads,
-                                                    "cpu", "8 threads and this process 4 cores"));
-  EXPECT_EQ(thread_finding(8, 4)->remedy, "at::set_num_threads(4);  // or OMP_NUM_THREADS=4");
-  EXPECT_THAT(thread_finding(1, 2).value(), finding(FindingSeverity::note, FindingTopic::threads,
-                                                    "cpu", "1 thread and this process 2 cores"));
-}
-
-TEST(Doctor, SaysHowCublasAddsUpAndWhetherItRepeats) {
-  using mezzo::detail::blas_findings;
-  const c10::Device gpu(torch::kCUDA, 0);
-  const auto about = [&](const char* reason, FindingSeverity severity = FindingSeverity::note) {
-    return testing::ElementsAre(finding(severity, FindingTopic::blas, "cuda:0", reason));
-  };
-  EXPECT_TRUE(blas_findings({}, torch::kHalf, gpu).empty());
-  EXPECT_THAT(blas_findings({.is_deterministic = true}, torch::kHalf, gpu),
-              about("CUBLAS_WORKSPACE_CONFIG is not set", FindingSeverity::error));
-  EXPECT_THAT(blas_findings({.workspace = ":8:8", .is_deterministic = true}, torch::kHalf, gpu),
-              about("is \":8:8\"", FindingSeverity::error));
-  EXPECT_TRUE(
-      blas_findings({.workspace = ":16:8", .is_deterministic = true}, torch::kHalf, gpu).empty());
-  EXPECT_THAT(blas_findings({.workspace = ":4096:8"}, torch::kHalf, gpu),
-              about("products repeat to the bit"));
-  EXPECT_THAT(blas_findings({.adds_in_half = true, .adds_in_bfloat16 = true}, torch::kHalf, gpu),
-              about("in half: a sum above 65504"));
-  EXPECT_THAT(
-      blas_findings({.adds_in_half = true, .adds_in_bfloat16 = true}, torch::kBFloat16, gpu),
-      about("8 binary digits"));
-  EXPECT_THAT(blas_findings({.backend = at::BlasBackend::Cublaslt}, torch::kHalf, gpu),
-              about("Cublaslt"));
-}
-
-TEST(Doctor, ReadsWhatTheProcessTellsCublas) {
-  const auto adds_in_half = [] { return mezzo::detail::BlasSettings::of_process().adds_in_half; };
-  at::Context& context = at::globalContext();
-  const bool before = adds_in_half();
-  context.setAllowFP16ReductionCuBLAS(!before);
-  EXPECT_EQ(adds_in_half(), !before);
-  context.setAllowFP16ReductionCuBLAS(before);
-  EXPECT_EQ(adds_in_half(), before);
-}
-
-TEST(Doctor, HoldsTheMeasuredSpeedAgainstFloat32s) {
-  Diagnosis diagnosis{.dtype = torch::kBFloat16};
-  const auto measured = [&](bool native, double gflops) {
-    diagnosis.speeds = {
-        {"float32", true, 100}, {"bfloat16", native, gflops}, {"float16", false, 1}};
-    return mezzo::detail::hardware_finding(diagnosis);
-  };
-  EXPECT_THAT(measured(true, 210), finding(FindingSeverity::note, FindingTopic::hardware, "cpu",
-                                           "bfloat16 run at 2.1 times float32's speed"));
-  EXPECT_THAT(measured(true, 90), finding(FindingSeverity::warning, FindingTopic::hardware, "cpu",
-                                          "a larger batch may gain more"));
-  EXPECT_THAT(measured(false, 40), finding(FindingSeverity::warning, FindingTopic::hardware, "cpu",
-                                           "autocast saves memory here and no time"));
 }
 
 TEST(Doctor, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
@@ -695,9 +421,7 @@ TEST(Doctor, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
   const std::string text = out.str();
   EXPECT_THAT(text, HasSubstr("parameters on cpu, looked at for float16: 2 errors, "));
   EXPECT_LT(text.find("  error "), text.find("  warning "));
-  EXPECT_LT(text.find("  warning "), text.find("  note "));
   EXPECT_THAT(text, HasSubstr("> scores.masked_fill(mask, -std::numeric_limits<float>::infinity"));
-  EXPECT_THAT(text, HasSubstr("O2: fp16 + masters"));
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
     const bool is_code = line.find("> ") != std::string::npos;

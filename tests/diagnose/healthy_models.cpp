@@ -363,8 +363,7 @@ std::string watched(Model& model, at::ScalarType dtype, double& scale) {
   std::string said = kNothing;
   mezzo::Telemetry telemetry;
   telemetry.write_to(mezzo::DivergenceWatch(
-      model,
-      {.callback = [&said](const mezzo::Divergence& divergence) { said = divergence.message(); }}));
+      model, {.callback = [&said](const mezzo::Finding& finding) { said = finding.message(); }}));
   mezzo::GradScaler scaler({.init_scale = dtype == torch::kHalf ? 1024.0 : 1.0});
   scaler.on_skip(nullptr);
   mezzo::optim::AdamW optimizer(model.parameters(), 1e-3);
@@ -389,11 +388,9 @@ std::string traced(Model& model, at::ScalarType dtype, double scale) {
 }
 
 std::string examined(const Made& model, at::ScalarType dtype) {
-  const auto diagnosis =
-      mezzo::diagnose(model, model->sample, torch::kCPU, {.dtype = dtype, .measure = false});
+  const auto diagnosis = mezzo::diagnose(model, model->sample, torch::kCPU, {.dtype = dtype});
   for (const auto& finding : diagnosis.findings) {
-    const bool is_of_values = finding.topic == mezzo::FindingTopic::forward ||
-                              finding.topic == mezzo::FindingTopic::range;
+    const bool is_of_values = finding.topic == "forward" || finding.topic == "range";
     if (finding.severity == mezzo::FindingSeverity::note || !is_of_values) continue;
     return c10::str(to_string(finding.severity), " ", finding.where, ": ", finding.reason);
   }

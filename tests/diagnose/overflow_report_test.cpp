@@ -1,4 +1,3 @@
-#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -9,9 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
-#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -63,8 +60,7 @@ TEST(OverflowReport, WritesTheLineOfTheScalerAndOneOfCause) {
             "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to "
             "32768.0\n"
             "  1.weight and 1 more, in 2 of 3 layers: 1.weight has 1 inf and 1 NaN in 9 gradients, "
-            "the first, -inf, at [1, 2], found after the backward pass; the largest norm without "
-            "these is 3.74, of layer 0\n");
+            "the first, -inf, at [1, 2], found after the backward pass\n");
 }
 
 TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
@@ -83,7 +79,7 @@ TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
   EXPECT_EQ(heard, 1);
 }
 
-TEST(OverflowReport, TellsTheCallbackNamesCountsAndNorms) {
+TEST(OverflowReport, TellsTheCallbackNamesAndCounts) {
   torch::nn::Sequential model = with_gradients();
   gradient_of(model, "1.bias").fill_(kInf);
   gradient_of(model, "0.weight")[0][3] = kNan;
@@ -102,11 +98,8 @@ TEST(OverflowReport, TellsTheCallbackNamesCountsAndNorms) {
   EXPECT_EQ(heard.parameters[1].elements, 12);
   EXPECT_EQ(heard.parameters[1].nans, 1);
   EXPECT_THAT(heard.parameters[1].first, ElementsAre(0, 3));
-  EXPECT_THAT(heard.overflowed_layers(), ElementsAre("1", "0"));
-  ASSERT_EQ(heard.layers.size(), 3);
-  EXPECT_EQ(heard.layers[2].layer, "2");
-  EXPECT_FLOAT_EQ(static_cast<float>(heard.layers[0].norm), std::sqrt(14.0F)) << "without the NaN";
-  EXPECT_DOUBLE_EQ(heard.layers[1].norm, 3);
+  EXPECT_EQ(heard.overflowed_layers, 2);
+  EXPECT_EQ(heard.layers, 3);
   EXPECT_TRUE(
       torch::equal(gradient_of(model, "0.weight").view(torch::kInt), before.view(torch::kInt)));
 }
@@ -181,48 +174,6 @@ TEST(OverflowReport, WritesOnRankZeroAlone) {
   EXPECT_THAT(first.str(), HasSubstr("\n  rank 0: 1.weight, in 1 of 3 layers"));
   EXPECT_EQ(second.str(), "");
   EXPECT_EQ(heard, 3);
-}
-
-TEST(OverflowReport, SaysWhichRanksOwnGradientsItWas) {
-  // Two ranks, and the average of their gradients as DataParallel leaves it in both.
-  std::ostringstream first, second;
-  std::optional<std::vector<std::string>> own;
-  torch::nn::Sequential here = with_gradients(), there = with_gradients();
-  {
-    OverflowReport zero(*here, {.stream = &first, .rank = 0, .own_gradients = true});
-    OverflowReport three(*there, {.stream = &second,
-                                  .callback = [&](const Overflow& overflow) { own = overflow.own; },
-                                  .rank = 3,
-                                  .own_gradients = true});
-    const auto step = [&](float factor) {
-      here->zero_grad();
-      there->zero_grad();
-      here->forward(torch::ones({2, 4})).sum().backward();
-      (there->forward(torch::ones({2, 4})).sum() * factor).backward();
-      for (const auto& entry : here->named_parameters()) {
-        entry.value().mutable_grad() += gradient_of(there, entry.key());
-        gradient_of(there, entry.key()).copy_(entry.value().grad());
-      }
-      zero({.scale = 2});
-      three({.scale = 2});
-    };
-    step(kInf);
-    EXPECT_THAT(first.str(),
-                HasSubstr("\n  rank 0: its own gradients were finite; 2.bias and 5 more"));
-    EXPECT_THAT(second.str(), HasSubstr("\n  rank 3: it began here, in its own gradients of 2.bias "
-                                        "and 5 more; 2.bias and 5 more"));
-    EXPECT_EQ(own.value().size(), 6);
-    second.str("");
-    step(1);
-    EXPECT_EQ(second.str(), "") << "what was told is forgotten";
-    EXPECT_THAT(own.value(), testing::IsEmpty());
-  }
-  here->zero_grad();
-  const mezzo::AnomalyTrace trace(*here, {.frames = 1000});
-  here->forward(torch::ones({2, 4})).sum().backward();
-  for (const mezzo::AnomalyFrame& frame : trace.frames()) {
-    EXPECT_NE(frame.op, "aten::add_") << "a hook that did not go with its report";
-  }
 }
 
 TEST(OverflowReport, TellsRarelyOfAScaleThatStays) {

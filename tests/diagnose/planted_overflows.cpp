@@ -1,7 +1,6 @@
 // A step is skipped: which gradients were it? Asked of OverflowReport, which prints no remedy.
 
 #include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -13,8 +12,6 @@
 #include <string>
 #include <vector>
 
-#include "../distributed/alike_ranks.h"
-#include "../distributed/recording_ranks.h"
 #include "planted_faults.h"
 
 namespace planted_faults {
@@ -84,22 +81,6 @@ std::string report_of_unscaled(bool /*cured*/) {
   return out.str();
 }
 
-/// What rank 3 reports whose gradients are inf while the other rank's, with which it averages, are
-/// fine (`is_own`); or rank 0 the other way round.
-std::string report_of_rank(bool is_own) {
-  Patient model;
-  const auto ranks = distributed_test::recording_ranks(
-      distributed_test::alike_ranks(2), [&](const std::string& collective, const Tensor& tensor) {
-        const bool is_gradient = collective == "average" || collective == "sum";
-        if (!is_own && is_gradient && tensor.is_floating_point()) plant(tensor, 0, kInf);
-      });
-  mezzo::DataParallel parallel(model, ranks);
-  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
-  return report_of(*model, optimizer,
-                   [&] { return parallel(batch_of_ones()).sum() * (is_own ? kInf : 1.0F); },
-                   {.rank = is_own ? 3 : 0, .own_gradients = true});
-}
-
 }  // namespace
 
 std::vector<PlantedFault> overflows() {
@@ -118,14 +99,6 @@ std::vector<PlantedFault> overflows() {
        "a NaN in the gradient of bfloat16 weights with split masters",
        report_of_split_masters,
        {"head.weight, in 1 of 3 layers", "the first, nan, at [1, 2]"}},
-      {"GradientsOfOneBadRank",
-       "inf in the gradients of rank 3, as that rank tells it",
-       [](bool) { return report_of_rank(true); },
-       {"rank 3: it began here, in its own gradients of"}},
-      {"GradientsOfAnotherRank",
-       "inf in the gradients of another rank than rank 0",
-       [](bool) { return report_of_rank(false); },
-       {"rank 0: its own gradients were finite; "}},
       {"InfInASparseRow",
        "an inf in one row of a sparse embedding's gradient",
        report_of_sparse_rows,

@@ -40,19 +40,6 @@ class AlikeBackend : public c10d::Backend {
     output.view({size_, -1}).copy_(input.view({1, -1}).expand({size_, -1}));
     return done();
   }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
-    output.copy_(input.view({size_, -1})[0].view_as(output));
-    if (options.reduceOp == c10d::ReduceOp::SUM) output.mul_(size_);
-    return done();
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
-                        std::vector<int64_t>& /*output_sizes*/,
-                        std::vector<int64_t>& /*input_sizes*/,
-                        const c10d::AllToAllOptions& /*options*/) override {
-    output.view({size_, -1}).copy_(input.view({size_, -1}).narrow(0, 0, 1).expand({size_, -1}));
-    return done();
-  }
   WorkPtr barrier(const c10d::BarrierOptions& /*options*/) override { return done(); }
 
  protected:

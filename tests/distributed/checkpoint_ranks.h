@@ -37,7 +37,6 @@ using distributed_test::world_size;
 using mezzo::CheckpointManager;
 using mezzo::DistributedCheckpointManager;
 using mezzo::TrainingState;
-using mezzo::detail::FileCalls;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using test_support::error_of;
@@ -75,7 +74,7 @@ inline std::string text_of_rank_0(const std::string& text) {
 }
 
 inline std::vector<std::string> texts_of(const Ranks& ranks, const std::string& own) {
-  return mezzo::detail::RankAgreement(ranks).gather(own);
+  return mezzo::detail::gather_texts(ranks, own);
 }
 
 /// What all ranks throw, if those are the same words; what two of them throw otherwise.
@@ -119,16 +118,8 @@ inline mezzo::CheckpointManagerOptions warning_into(std::vector<std::string>& wa
   return {.on_warning = [&warnings](const std::string& text) { warnings.push_back(text); }};
 }
 
-/// With other system calls.
-inline DistributedCheckpointManager manager(const std::filesystem::path& folder, Ranks ranks,
-                                            mezzo::CheckpointManagerOptions options,
-                                            FileCalls calls) {
-  return mezzo::detail::DistributedCheckpointAccess::manager(folder, std::move(ranks),
-                                                             std::move(options), std::move(calls));
-}
-
 using ShardedAdamW = mezzo::ShardedOptimizer<AdamW>;
-inline constexpr mezzo::ShardedOptimizerOptions kSmallShards{.bucket_bytes = 512};
+inline constexpr mezzo::GradAllReduceOptions kSmallShards{.bucket_bytes = 512};
 
 /// Every rank computes the same, so that any number of ranks takes the steps of one alone.
 template <class Optimizer>

@@ -5,6 +5,7 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/torchscript.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -17,7 +18,6 @@
 #include <vector>
 
 #include "../support/error_of.h"
-#include "../support/script_model.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 
@@ -231,11 +231,12 @@ TEST(DataParallel, RefusesWhatItCannotTrain) {
 }
 
 TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
-  const auto script = test_support::script_model();
+  const mezzo::ScriptModule script(test_support::script_model());
   const auto model = test_support::twin();
   DataParallel ddp(script, alike_ranks(2));
   DataParallel of_twin(model, alike_ranks(2));
-  DataParallel wrapped(mezzo::AutocastModule(test_support::script_model(), {.device = torch::kCPU}),
+  DataParallel wrapped(mezzo::AutocastModule(mezzo::ScriptModule(test_support::script_model()),
+                                             {.device = torch::kCPU}),
                        alike_ranks(2));
   const auto x = torch::randn({4, 3, 6, 6});
   {

@@ -29,7 +29,7 @@ namespace {
 
 using distributed_test::alike_ranks;
 using mezzo::DataParallel;
-using mezzo::GradBuckets;
+using mezzo::GradAllReduce;
 using mezzo::GradScaler;
 using mezzo::LossScaleOptions;
 
@@ -56,15 +56,14 @@ at::Tensor loss_of(AveragedNet& net, int64_t step, bool with_tail = true) {
   return net->forward(x.to(net->tail.scalar_type()), with_tail).to(at::kFloat).square().sum();
 }
 
-/// A model, its buckets and what trains it; and the norms that steps said.
+/// A model, what averages its gradients and what trains it; and the norms that steps said.
 struct Training {
   AveragedNet net;
-  GradBuckets* buckets = nullptr;
+  std::function<mezzo::NoSync()> no_sync;
   torch::optim::Optimizer* optimizer = nullptr;
   std::shared_ptr<mezzo::MasterWeights> masters;  // where the loop wants some
   std::vector<double> norms;
 
-  GradBuckets::NoSync no_sync() { return buckets->no_sync(); }
   mezzo::AnyOptimizer stepper() const {
     return masters != nullptr ? mezzo::AnyOptimizer(*masters) : mezzo::AnyOptimizer(*optimizer);
   }
@@ -73,8 +72,6 @@ struct Training {
 
 using Loop = std::function<void(Training&)>;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(AveragedNet& net)>;
-
-mezzo::GradBucketsOptions flat() { return {.bucket_bytes = 128}; }
 
 template <class Optimizer, class Options>
 MakeOptimizer made_of(Options options) {
@@ -88,9 +85,9 @@ MakeOptimizer adamw() { return made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWO
 Training train_alone(const MakeOptimizer& make, const Loop& loop, at::ScalarType dtype) {
   Training training;
   training.net->to(dtype);
-  GradBuckets buckets(training.net->parameters(), flat());
+  GradAllReduce alone(training.net->parameters(), alike_ranks(1), {.bucket_bytes = 128});
   const auto optimizer = make(training.net);
-  training.buckets = &buckets;
+  training.no_sync = [&alone] { return alone.no_sync(); };
   training.optimizer = optimizer.get();
   loop(training);
   training.net->zero_grad();
@@ -104,7 +101,7 @@ Training train_together(int ranks, const MakeOptimizer& make, const Loop& loop,
   DataParallel ddp(training.net, alike_ranks(ranks), {.bucket_bytes = 128});
   EXPECT_GT(ddp.buckets().buckets().size(), 2U);
   const auto optimizer = make(training.net);
-  training.buckets = &ddp.buckets();
+  training.no_sync = [&ddp] { return ddp.no_sync(); };
   training.optimizer = optimizer.get();
   loop(training);
   training.net->zero_grad();
@@ -415,11 +412,11 @@ TEST(GradientsAreAverages, OverSeveralLossesInAmp) {
 
 TEST(GradientsAreAverages, WhereBucketsAreRead) {
   AveragedNet net, alone;
-  GradBuckets wanted(alone->parameters(), flat());
+  GradAllReduce wanted(alone->parameters(), alike_ranks(1), {.bucket_bytes = 128});
   loss_of(alone, 0).backward();
   DataParallel ddp(net, alike_ranks(4), {.bucket_bytes = 128});
   loss_of(net, 0).backward();
-  EXPECT_TRUE(at::equal(ddp.buckets().buckets().at(0).flat, wanted.buckets().at(0).flat));
+  EXPECT_TRUE(at::equal(ddp.buckets().buckets().at(0).flat, wanted.buckets().buckets().at(0).flat));
 }
 
 // In bfloat16 256 + 1 is 256.

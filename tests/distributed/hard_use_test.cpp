@@ -29,7 +29,6 @@ using distributed_test::alike_ranks;
 using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
-using mezzo::GradBuckets;
 using mezzo::GradScaler;
 
 std::string hard_error(const std::function<void()>& call) {
@@ -41,8 +40,6 @@ std::string hard_error(const std::function<void()>& call) {
   return "(no error)";
 }
 
-mezzo::GradBucketsOptions hard_buckets(int64_t bytes = 1) { return {.bucket_bytes = bytes}; }
-
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
 /// Its backward pass throws once it has come to `x`.
@@ -52,26 +49,14 @@ at::Tensor throwing(const at::Tensor& x) {
   return y;
 }
 
-TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
-  const at::Tensor weight = leaf_number(1);
-  GradBuckets buckets({weight}, hard_buckets());
-  auto all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2));
-  // The new one is there before the old one goes.
-  all_reduce = std::make_unique<GradAllReduce>(buckets, alike_ranks(2),
-                                               mezzo::GradAllReduceOptions{.average = false});
-  weight.sum().backward();
-  EXPECT_EQ(weight.grad()[0].item<double>(), 2);
-}
-
 // Whoever clears gradients by the module tells the buckets nothing.
 TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   for (const bool by_buckets : {false, true}) {
     const at::Tensor first = leaf_number(1), second = leaf_number(2), unused = leaf_number(3);
-    GradBuckets buckets({first, second, unused}, hard_buckets(1 << 20));
-    const GradAllReduce all_reduce(buckets, alike_ranks(2));
+    GradAllReduce all_reduce({first, second, unused}, alike_ranks(2));
     EXPECT_THAT(hard_error([&] { (throwing(first) * second).sum().backward(); }),
                 testing::HasSubstr("on purpose"));
-    if (by_buckets) buckets.zero_grad();
+    if (by_buckets) all_reduce.buckets().zero_grad();
     for (const at::Tensor& one : {first, second}) one.mutable_grad() = at::Tensor();
     EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
                 testing::HasSubstr("an earlier backward pass did not end"))
@@ -79,36 +64,25 @@ TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   }
 }
 
-TEST(HardUse, ABucketOfAPassThatThrewIsNotTakenForOneOfTheNext) {
-  const at::Tensor late = leaf_number(1), early = leaf_number(2);
-  GradBuckets buckets({late, early}, hard_buckets());
-  ASSERT_EQ(buckets.buckets()[0].parameters[0], 1U);
-  const GradAllReduce all_reduce(buckets, alike_ranks(2));
-  EXPECT_THAT(hard_error([&] { (throwing(early) * late).sum().backward(); }),
-              testing::HasSubstr("on purpose"));
-  buckets.zero_grad();
-  EXPECT_THAT(hard_error([&] { (early * (late * 2)).sum().backward(); }),
-              testing::HasSubstr("an earlier backward pass did not end"));
-}
-
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
-  GradBuckets of_left({left, shared}, hard_buckets()), of_right({right, shared}, hard_buckets());
-  const GradAllReduce first(of_left, alike_ranks(2));
-  (shared * left).sum().backward();
-  const GradAllReduce second(of_right, alike_ranks(2));
-  EXPECT_THAT(hard_error([&] { (shared * left * right).sum().backward(); }),
-              testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
-                             testing::HasSubstr("on cpu) is reduced by another")));
+  {
+    const GradAllReduce first({left, shared}, alike_ranks(2));
+    EXPECT_THAT(hard_error([&] {
+                  GradAllReduce({right, shared}, alike_ranks(2));
+                }),
+                testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
+                               testing::HasSubstr("on cpu) is reduced by another")));
+  }
+  const GradAllReduce in_its_place({right, shared}, alike_ranks(2));
 }
 
 TEST(HardUse, AShardedOptimizerOfADataParallelsModelIsRefused) {
   torch::nn::Linear net(3, 3);
   DataParallel ddp(net, alike_ranks(2));
-  const mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(net->parameters(), alike_ranks(2),
-                                                               mezzo::optim::AdamWOptions(1e-2));
   EXPECT_THAT(hard_error([&] {
-                ddp(torch::ones({2, 3})).sum().backward();
+                mezzo::ShardedOptimizer<mezzo::optim::AdamW>(net->parameters(), alike_ranks(2),
+                                                             mezzo::optim::AdamWOptions(1e-2));
               }),
               testing::HasSubstr("is reduced by another"));
 }
@@ -209,6 +183,7 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
       if (i % 2 == 0) net->zero_grad();
       net->loss(i).backward();
       if (i == 1) {
+        ddp.reset();
         ddp.reset(
             new HardDdp(net, alike_ranks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
       }
@@ -262,8 +237,7 @@ TEST(HardUse, GradientsMayBeClearedInEveryWay) {
 TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
   for (const at::ScalarType dtype : {at::kBFloat16, at::kDouble}) {
     torch::nn::Linear net(3, 3);
-    GradBuckets buckets(net->parameters(), hard_buckets());
-    const GradAllReduce all_reduce(buckets, alike_ranks(2));
+    const GradAllReduce all_reduce(net->parameters(), alike_ranks(2));
     net->to(dtype);
     EXPECT_THAT(hard_error([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();

@@ -8,7 +8,6 @@
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/distributed/watchdog.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -89,10 +88,11 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
 }
 
 /// The ranks that torchrun, or hosts_test.py, has started.
-Ranks over_gloo([[maybe_unused]] const mezzo::ProcessGroupEnvironment& environment) {
+Ranks over_gloo() {
 #if defined(USE_C10D_GLOO)
-  return mezzo::gloo_backend(mezzo::rendezvous(environment, 20s), environment.rank,
-                             environment.world_size, 60s);
+  const auto environment = mezzo::ProcessGroupEnvironment::read();
+  return mezzo::gloo_backend(mezzo::rendezvous(environment, 60s), environment.rank,
+                             environment.world_size, 30s);
 #else
   TORCH_CHECK(false, "killed_program was built without Gloo");
 #endif
@@ -102,23 +102,18 @@ int run(const std::string& way, const std::filesystem::path& folder, int64_t ste
   std::optional<mezzo::MpiEnvironment> mpi;
   const bool is_over_mpi = std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
   if (is_over_mpi) mpi.emplace();
-  const auto environment = mezzo::ProcessGroupEnvironment::read();
-  mezzo::Watchdog watchdog(mezzo::rendezvous(environment, 60s), environment.rank,
-                           environment.world_size, {.interval = 200ms, .heartbeat_timeout = 10s});
-  auto world = watchdog.watch(is_over_mpi ? everyone() : over_gloo(environment));
-  watchdog.run([&] {
-    const torch::nn::Sequential model = make_model();
-    if (way == "zero") {
-      mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
-      train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) {
-        return at::Tensor(torch::nn::Sequential(model)->forward(x));
-      });
-    } else {
-      mezzo::DataParallel ddp(model, world);
-      AdamW optimizer(model->parameters(), AdamWOptions(1e-3));
-      train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
-    }
-  });
+  const Ranks world = is_over_mpi ? everyone() : over_gloo();
+  const torch::nn::Sequential model = make_model();
+  if (way == "zero") {
+    mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
+    train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) {
+      return at::Tensor(torch::nn::Sequential(model)->forward(x));
+    });
+  } else {
+    mezzo::DataParallel ddp(model, world);
+    AdamW optimizer(model->parameters(), AdamWOptions(1e-3));
+    train(world, folder, steps, model, optimizer, [&](const at::Tensor& x) { return ddp(x); });
+  }
   return 0;
 }
 

@@ -15,7 +15,6 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <functional>
 #include <limits>
 #include <string>
 #include <utility>
@@ -46,34 +45,27 @@ torch::nn::Sequential make_net(bool has_buffers) {
   return net;
 }
 
-/// Gradients in bfloat16 with error feedback, averaged; running statistics.
+/// Averaged gradients, and running statistics.
 struct Averaging {
-  Averaging(Ranks world, const std::function<at::Tensor()>& loss_scale)
+  explicit Averaging(Ranks world)
       : net(make_net(true)),
-        ddp(net, std::move(world),
-            {.bucket_bytes = 512,
-             .all_reduce = {.compress_dtype = at::kBFloat16,
-                            .error_feedback = true,
-                            .loss_scale = loss_scale}}),
-        optimizer(net->parameters(), AdamWOptions(1e-2)),
-        residuals(ddp.residuals()) {}
+        ddp(net, std::move(world), {.bucket_bytes = 512}),
+        optimizer(net->parameters(), AdamWOptions(1e-2)) {}
   at::Tensor forward(const at::Tensor& x) { return ddp(x); }
 
   torch::nn::Sequential net;
   mezzo::DataParallel<torch::nn::Sequential> ddp;
   AdamW optimizer;
-  std::vector<at::Tensor> residuals;
 };
 
 struct Sharding {
-  Sharding(Ranks world, const std::function<at::Tensor()>& /*loss_scale*/)
+  explicit Sharding(Ranks world)
       : net(make_net(false)),
         optimizer(net->parameters(), std::move(world), AdamWOptions(1e-2), kSmallShards) {}
   at::Tensor forward(const at::Tensor& x) { return net->forward(x); }
 
   torch::nn::Sequential net;
   ShardedAdamW optimizer;
-  std::vector<at::Tensor> residuals;
 };
 
 /// All that a run has, with an inf now and then.
@@ -81,14 +73,12 @@ template <class Way>
 class EachRanksTraining {
  public:
   EachRanksTraining(Ranks world, uint64_t seed)
-      : rank_(world->getRank()),
-        way((torch::manual_seed(seed), world), [this] { return scaler.scale(torch::ones({})); }) {
+      : rank_(world->getRank()), way((torch::manual_seed(seed), world)) {
     torch::manual_seed(seed + 100 * static_cast<uint64_t>(rank_ + 1));
     own_random.set_current_seed(seed + static_cast<uint64_t>(rank_));
     state.add("model", way.net).add("optimizer", way.optimizer).add("scaler", scaler);
     state.add("schedule", schedule).add("position", position).with_random_state();
     state.add_per_rank("order", own_random).add_per_rank("seen", seen);
-    if (!way.residuals.empty()) state.add_per_rank("residuals", way.residuals);
   }
 
   void step() {
@@ -107,7 +97,6 @@ class EachRanksTraining {
     std::vector<at::Tensor> all;
     for (const auto& tensor : way.net->parameters()) all.push_back(tensor.detach().clone());
     for (const auto& tensor : way.net->buffers()) all.push_back(tensor.clone());
-    for (const auto& tensor : way.residuals) all.push_back(tensor.clone());
     for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
     for (const double lr : schedule.lrs()) all.push_back(torch::tensor(lr, torch::kDouble));
     all.push_back(torch::tensor({position, seen}));

@@ -18,7 +18,6 @@
 #include <vector>
 
 #include "../support/error_of.h"
-#include "../support/script_model.h"
 #include "ranks.h"
 #include "same_bits.h"
 
@@ -275,24 +274,6 @@ TEST(MpiDataParallel, TrainsUnderAutocast) {
   }
   EXPECT_FALSE(at::equal(before, model->in->weight));
   expect_same_weights_on_all_ranks(world, model);
-}
-
-TEST(MpiDataParallel, GivesTorchScriptTheRootsWeightsAndAveragedGradients) {
-  const Ranks world = everyone();
-  const auto rank = static_cast<std::uint64_t>(world->getRank());
-  const auto script = test_support::script_model(rank);  // other weights on each rank
-  DataParallel ddp(script, world);
-  mezzo::optim::AdamW optimizer(ddp->parameters(), 1e-2);
-  for (int step = 0; step < 3; ++step) {
-    ddp->zero_grad();
-    torch::manual_seed(10 * step + rank);
-    const mezzo::Autocast<torch::kCPU> autocast;
-    ddp(torch::randn({2, 3, 6, 6})).toTensor().to(torch::kFloat).square().sum().backward();
-    optimizer.step();
-  }
-  expect_same_weights_on_all_ranks(world, ddp);
-  EXPECT_FALSE(
-      torch::equal(ddp->named_parameters()["out.weight"], test_support::twin(0)->out->weight));
 }
 
 }  // namespace

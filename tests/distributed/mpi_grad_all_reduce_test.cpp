@@ -22,8 +22,7 @@ using distributed_test::expect_same_weights_on_all_ranks;
 using distributed_test::Ranks;
 using distributed_test::ReduceOp;
 using mezzo::GradAllReduce;
-using mezzo::GradBuckets;
-using mezzo::GradBucketsOptions;
+using mezzo::GradAllReduceOptions;
 using test_support::error_of;
 
 /// Two branches, a parameter that only some ranks use, one that nobody does, and a frozen one.
@@ -51,7 +50,7 @@ struct BranchesImpl : torch::nn::Module {
 };
 TORCH_MODULE(Branches);
 
-GradBucketsOptions small_buckets() { return {.bucket_bytes = 256}; }
+constexpr GradAllReduceOptions kSmallBuckets{.bucket_bytes = 256};
 
 struct Batch {
   at::Tensor x, y;
@@ -104,9 +103,8 @@ void train_alone(Branches model, const std::vector<Batch>& data, int ranks) {
 TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
   const Ranks world = everyone();
   Branches model, alone;
-  GradBuckets buckets(model->parameters(), small_buckets());
-  ASSERT_GT(buckets.buckets().size(), 3U);
-  const GradAllReduce all_reduce(buckets, world);
+  GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
+  ASSERT_GT(all_reduce.buckets().buckets().size(), 3U);
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
   for (const Batch& batch : batches()) {
     optimizer.zero_grad();
@@ -128,15 +126,14 @@ TEST(GradAllReduce, RanksWithPartsOfABatchFollowOneWithAllOfIt) {
 TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
   const Ranks world = everyone();
   Branches model, alone;
-  GradBuckets buckets(model->parameters(), small_buckets());
-  const GradAllReduce all_reduce(buckets, world);
+  GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
   const auto data = batches();
   const auto backward = [&](const Batch& batch) {
     (loss_of(model, batch.part(world->getRank(), world->getSize()), world->getRank(), false) / 2)
         .backward();
   };
   {
-    const auto no_sync = buckets.no_sync();
+    const auto no_sync = all_reduce.no_sync();
     backward(data[0]);
   }
   const at::Tensor local = model->out->bias.grad().clone();
@@ -165,7 +162,8 @@ TEST(GradAllReduce, AccumulatesLocallyUntilTheLastMicroBatch) {
 /// A weight whose gradient is what it is multiplied by.
 struct OneWeight {
   explicit OneWeight(at::ScalarType dtype)
-      : weight(torch::zeros({3}, dtype).requires_grad_()), buckets({weight}, small_buckets()) {}
+      : weight(torch::zeros({3}, dtype).requires_grad_()),
+        all_reduce({weight}, everyone(), kSmallBuckets) {}
   void backward(double gradient) {
     (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
   }
@@ -174,7 +172,7 @@ struct OneWeight {
         << weight.grad() << value;
   }
   at::Tensor weight;
-  GradBuckets buckets;
+  GradAllReduce all_reduce;
 };
 
 // Numbers that 1 to 4 ranks divide without rounding.
@@ -184,13 +182,12 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
   const double mean = (world->getSize() + 1) / 2.;
   for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kHalf}) {
     OneWeight one(dtype);
-    const GradAllReduce all_reduce(one.buckets, world);
     one.backward(own(12));
     one.expect_gradient(12 * mean);
     one.backward(own(24));  // onto what is an average already
     one.expect_gradient(36 * mean);
     {
-      const auto no_sync = one.buckets.no_sync();
+      const auto no_sync = one.all_reduce.no_sync();
       one.backward(own(12));
       one.expect_gradient(36 * mean + own(12));
     }
@@ -199,7 +196,7 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
     one.weight.mutable_grad().mul_(0.5);  // as a user clips
     one.backward(own(12));
     one.expect_gradient(36 * mean);
-    one.buckets.zero_grad(/*set_to_none=*/false);
+    one.all_reduce.buckets().zero_grad(/*set_to_none=*/false);
     one.backward(own(12));
     one.expect_gradient(12 * mean);
   }
@@ -207,25 +204,27 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
 
 // The loss scale is on the gradients while they are averaged.
 TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
-  const Ranks world = everyone();
-  for (const bool average : {true, false}) {
-    OneWeight one(at::kHalf);
-    const GradAllReduce all_reduce(one.buckets, world, {.average = average});
-    one.backward(60'000);
-    const bool fits = average || world->getSize() == 1;
-    one.expect_gradient(fits ? 60'000 : std::numeric_limits<double>::infinity());
-  }
+  OneWeight one(at::kHalf);
+  one.backward(60'000);
+  one.expect_gradient(60'000);
 }
 
-TEST(GradAllReduce, LeavesTheSumWhereItIsAskedTo) {
+TEST(GradAllReduce, SendsFloatsInTwoBytesWithinTheirRounding) {
   const Ranks world = everyone();
-  const at::Tensor weight = torch::zeros({3}).requires_grad_();
-  GradBuckets buckets({weight}, small_buckets());
-  const GradAllReduce all_reduce(buckets, world, {.average = false});
-  (weight * (world->getRank() + 1)).sum().backward();
-  const int ranks = world->getSize();
-  EXPECT_TRUE(
-      at::equal(weight.grad(), torch::full({3}, static_cast<float>(ranks * (ranks + 1) / 2))));
+  for (const auto dtype : {at::kBFloat16, at::kHalf}) {
+    Branches model, alone;
+    const GradAllReduce compressed(model->parameters(), world, {.compress_dtype = dtype});
+    const GradAllReduce plain(alone->parameters(), world);
+    const Batch part = batches()[0].part(world->getRank(), world->getSize());
+    for (const auto& net : {model, alone}) loss_of(net, part, world->getRank(), false).backward();
+    for (const auto& item : model->named_parameters()) {
+      const at::Tensor wanted = alone->named_parameters()[item.key()].grad();
+      if (!wanted.defined()) continue;
+      const double bit = dtype == at::kBFloat16 ? 1. / 128 : 1. / 1024;
+      EXPECT_TRUE(at::allclose(item.value().grad(), wanted, 2 * bit, bit / 100)) << item.key();
+      distributed_test::expect_same_bits_on_all_ranks(world, item.value().grad(), item.key());
+    }
+  }
 }
 
 TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
@@ -233,8 +232,7 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     Branches model;
     model->to(dtype);
-    GradBuckets buckets(model->parameters(), small_buckets());
-    const GradAllReduce all_reduce(buckets, world);
+    const GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     for (const Batch& batch : batches(dtype)) {
       optimizer.zero_grad();
@@ -249,8 +247,7 @@ TEST(GradAllReduce, LowPrecisionGradientsAreTheSameBitsOnAllRanks) {
 TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
   const Ranks world = everyone();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
-  GradBuckets buckets({weight}, small_buckets());
-  { const GradAllReduce all_reduce(buckets, world); }
+  { const GradAllReduce all_reduce({weight}, world); }
   (weight * (world->getRank() + 1)).sum().backward();
   EXPECT_EQ(weight.grad()[0].item<int>(), world->getRank() + 1);
 }
@@ -258,14 +255,13 @@ TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   const Ranks world = everyone();
   Branches model;
-  GradBuckets buckets(model->parameters(), small_buckets());
-  const GradAllReduce all_reduce(buckets, world);
+  GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
   const Batch batch = batches()[0];
   const at::Tensor hidden = torch::tanh(model->left->forward(batch.x));
   hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
   EXPECT_THAT(error_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
-  buckets.zero_grad();
+  all_reduce.buckets().zero_grad();
   EXPECT_THAT(error_of([&] { loss_of(model, batch, 0, false).backward(); }),
               testing::HasSubstr("an earlier backward pass did not end"));
 }
@@ -276,35 +272,13 @@ TEST(GradAllReduce, RanksWithOtherBucketsAreToldBeforeAnyPass) {
   const at::Tensor one = torch::ones({3}).requires_grad_(),
                    other = torch::ones({3}, at::kBFloat16).requires_grad_();
   const bool is_first = world->getRank() == 0;
-  GradBuckets buckets(is_first ? std::vector{one, other} : std::vector{other, one});
-  const std::string error = error_of([&] { const GradAllReduce all_reduce(buckets, world); });
-  EXPECT_EQ(error.find("where rank 0 has \"bucket 0: 3 elements of bfloat16") != std::string::npos,
-            world->getSize() > 1)
+  const std::vector<at::Tensor> parameters =
+      is_first ? std::vector{one, other} : std::vector{other, one};
+  const std::string error = error_of([&] { const GradAllReduce all_reduce(parameters, world); });
+  EXPECT_EQ(
+      error.find("where rank 0 has \"parameter 0: Float [3] in bucket 1") != std::string::npos,
+      world->getSize() > 1)
       << error;
-}
-
-TEST(GradAllReduce, SparseGradientsAreRefused) {
-  const Ranks world = everyone();
-  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
-  GradBuckets buckets(embedding->parameters(), small_buckets());
-  const GradAllReduce all_reduce(buckets, world);
-  EXPECT_THAT(error_of([&] {
-                embedding->forward(torch::tensor({1, 2})).sum().backward();
-              }),
-              testing::HasSubstr("on cpu) is sparse"));
-}
-
-TEST(GradAllReduce, WhatOneRankRefusesThrowsOnAllOfThem) {
-  const Ranks world = everyone();
-  const bool is_sparse = world->getRank() == 0;
-  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(is_sparse));
-  GradBuckets buckets(embedding->parameters(), small_buckets());
-  const GradAllReduce all_reduce(buckets, world);
-  EXPECT_THAT(
-      error_of([&] {
-        embedding->forward(torch::tensor({1, 2})).sum().backward();
-      }),
-      testing::HasSubstr(is_sparse ? "on cpu) is sparse" : "another rank refuses a gradient"));
 }
 
 // In bfloat16 256 + 1 is 256.
@@ -312,11 +286,11 @@ TEST(GradAllReduce, ReducesFloatGradientsOfABfloat16ParameterInFloat) {
   const Ranks world = everyone();
   const at::Tensor weight = torch::zeros({3}, at::kBFloat16).requires_grad_();
   weight.set_grad_dtype(at::kFloat);
-  GradBuckets buckets({weight}, small_buckets());
-  const GradAllReduce all_reduce(buckets, world, {.average = false});
-  EXPECT_EQ(buckets.buckets()[0].dtype, at::kFloat);
-  (weight.to(at::kFloat) * (world->getRank() == 0 ? 256 : 1)).sum().backward();
-  const auto expected = static_cast<float>(256 + world->getSize() - 1);
+  GradAllReduce all_reduce({weight}, world);
+  EXPECT_EQ(all_reduce.buckets().buckets()[0].dtype, at::kFloat);
+  const int size = world->getSize();
+  (weight.to(at::kFloat) * (world->getRank() == 0 ? 256 * size : size)).sum().backward();
+  const auto expected = static_cast<float>(256 + size - 1);
   EXPECT_TRUE(at::equal(weight.grad(), torch::full({3}, expected))) << weight.grad();
 }
 

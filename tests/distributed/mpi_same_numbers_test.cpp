@@ -173,7 +173,9 @@ double tolerance(Level level) {
 template <class Optimizer, class Options>
 void expect_same_numbers(const Case& of, Options options) {
   const Ranks world = everyone();
-  if (of.level == Level::O2) options.weight_storage(WeightStorage::master);
+  if constexpr (requires { options.weight_storage(WeightStorage::master); }) {
+    if (of.level == Level::O2) options.weight_storage(WeightStorage::master);
+  }
   const at::Tensor wanted = train_alone<Optimizer>(of, options);
   const at::Tensor weights = train_together<Optimizer>(world, of, options);
 
@@ -188,7 +190,8 @@ struct SameNumbers : testing::TestWithParam<std::tuple<const char*, Level, int64
 TEST_P(SameNumbers, AsOneProcessWithTheWholeBatch) {
   const auto& [optimizer, level, micro_batches, is_sharded] = GetParam();
   const Case of{optimizer, level, micro_batches, is_sharded};
-  if (of.optimizer == "LAMB" && is_sharded) return;  // which no ShardedOptimizer takes
+  // No ShardedOptimizer takes LAMB, which keeps no masters itself.
+  if (of.optimizer == "LAMB" && (is_sharded || level == Level::O2)) return;
   using namespace mezzo::optim;
   if (of.optimizer == "AdamW") expect_same_numbers<AdamW>(of, AdamWOptions(3e-3));
   if (of.optimizer == "Adam") expect_same_numbers<Adam>(of, AdamOptions(3e-3));

@@ -10,7 +10,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
+#include <memory>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
@@ -20,10 +24,7 @@
 namespace sharded_optimizer_test {
 namespace {
 
-using distributed_test::all_reduce;
-using distributed_test::everyone;
 using distributed_test::Ranks;
-using distributed_test::ReduceOp;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
 using sharded_test::batches;
@@ -51,17 +52,12 @@ std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) 
   return groups;
 }
 
-/// The gradients of `to` become the average of what the ranks have of `from`'s: a part each, and
-/// zeros elsewhere.
-void give_averages(const Ranks& ranks, Model from, Model to) {
+/// The gradients of `to` become `from`'s, which are averages over the ranks.
+void give_averages(Model from, Model to) {
   const auto sources = from->named_parameters();
   for (auto& item : to->named_parameters()) {
-    const at::Tensor& part = sources[item.key()].grad();
-    item.value().mutable_grad() = at::Tensor();
-    if (!part.defined()) continue;
-    const at::Tensor sum = part.clone();
-    all_reduce(ranks, sum, ReduceOp::SUM);
-    item.value().mutable_grad() = sum.div_(ranks->getSize());
+    const at::Tensor& average = sources[item.key()].grad();
+    item.value().mutable_grad() = average.defined() ? average.clone() : at::Tensor();
   }
 }
 
@@ -88,13 +84,13 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
         loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
     if (number == 3) {
       loss.backward();
-      give_averages(ranks, model, alone);
+      give_averages(model, alone);
       sharded.step();
       whole.step();
     } else {
       (void)scaler_alone.scale(loss);
       (scaler.scale(loss) * (number == 1 ? kInf : 1.)).backward();
-      give_averages(ranks, model, alone);
+      give_averages(model, alone);
       EXPECT_EQ(scaler.step(sharded, {.zero_grad = number == 4}).ran(), number != 1) << what;
       EXPECT_EQ(scaler_alone.step(whole, {}).ran(), number != 1) << what;
       scaler.update();
@@ -129,6 +125,145 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
   expect_the_bits_of_one<AdamW>(stored(WeightStorage::master), at::kHalf, "master, half");
   expect_the_bits_of_one<AdamW>(stored(WeightStorage::split_master), at::kBFloat16, "split");
   expect_the_bits_of_one<AdamW>(stored(WeightStorage::plain), at::kBFloat16, "plain, bfloat16");
+}
+
+/// libtorch's clipping, and unscaling where the gradients lie, work as with any optimizer.
+TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
+  const Ranks ranks = world();
+  for (const auto dtype : {at::kFloat, at::kBFloat16}) {
+    Model model, alone;
+    model->to(dtype);
+    alone->to(dtype);
+    const auto options = mezzo::optim::AdamWOptions(0.01).weight_storage(WeightStorage::master);
+    ShardedOptimizer<mezzo::optim::AdamW> sharded(model->parameters(), ranks, options,
+                                                  kSmallBuckets);
+    mezzo::optim::AdamW whole(alone->parameters(), options);
+    mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
+    for (const auto& batch : batches(4, dtype)) {
+      sharded.zero_grad();
+      const at::Tensor loss =
+          loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
+      (void)scaler_alone.scale(loss);
+      scaler.scale(loss).backward();
+      give_averages(model, alone);
+      scaler.unscale_(sharded);
+      scaler_alone.unscale_(whole);
+      const double norm = torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1);
+      EXPECT_EQ(norm, torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.1));
+      EXPECT_TRUE(scaler.step(sharded).ran());
+      EXPECT_TRUE(scaler_alone.step(whole).ran());
+      scaler.update();
+      scaler_alone.update();
+      sharded_test::expect_equal(model, alone, "unscaled and clipped");
+    }
+  }
+}
+
+template <class Optimizer, class Options>
+void expect_the_bits_of_an_ordinary_one(const Options& options) {
+  const Ranks ranks = world();
+  Model model, alone;
+  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
+  Optimizer whole(groups_of(alone, options), options);
+  mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
+  scaler.on_skip(nullptr);
+  scaler_alone.on_skip(nullptr);
+  int number = 0;
+  for (const auto& batch : batches(5)) {
+    sharded.zero_grad();
+    const at::Tensor loss =
+        loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
+    (void)scaler_alone.scale(loss);
+    (scaler.scale(loss) * (number == 1 ? kInf : 1.)).backward();
+    give_averages(model, alone);
+    EXPECT_EQ(scaler.step(sharded, {.max_norm = 0.5}).ran(), number != 1);
+    EXPECT_EQ(scaler_alone.step(whole, {.max_norm = 0.5}).ran(), number != 1);
+    scaler.update();
+    scaler_alone.update();
+    sharded.param_groups()[1].options().set_lr(0.01 / ++number);
+    whole.param_groups()[1].options().set_lr(0.01 / number);
+    sharded_test::expect_equal(model, alone, "step " + std::to_string(number));
+  }
+  std::stringstream file;
+  torch::save(sharded, file);
+  if (ranks->getRank() == 0) {
+    Optimizer loaded(groups_of(alone, options), options);
+    torch::load(loaded, file);
+    EXPECT_EQ(loaded.state().size(), whole.state().size());
+  }
+}
+
+TEST(ShardedOptimizer, TakesOptimizersOfLibtorchToo) {
+  expect_the_bits_of_an_ordinary_one<torch::optim::AdamW>(torch::optim::AdamWOptions(0.01));
+  expect_the_bits_of_an_ordinary_one<torch::optim::SGD>(
+      torch::optim::SGDOptions(0.05).momentum(0.9));
+}
+
+TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
+  const Ranks ranks = world();
+  const at::Tensor weight = torch::zeros({301}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  {
+    const auto no_sync = optimizer.no_sync();
+    (weight * 8 * (ranks->getRank() + 1)).sum().backward();
+  }
+  (weight * 4 * (ranks->getRank() + 1)).sum().backward();
+  optimizer.step();
+  EXPECT_TRUE(at::equal(weight, torch::full({301}, -6. * (ranks->getSize() + 1))));
+}
+
+TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
+  const Ranks ranks = world();
+  torch::manual_seed(1);
+  torch::nn::Sequential model;
+  for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(16, 16));
+  ShardedOptimizer<mezzo::optim::AdamW> optimizer(model->parameters(), ranks,
+                                                  mezzo::optim::AdamWOptions(0.01));
+  model->forward(torch::ones({2, 16})).sum().backward();
+  optimizer.step();
+  int64_t elements = 0;
+  for (const auto& [parameter, state] : optimizer.state()) {
+    elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
+  }
+  EXPECT_EQ(elements, 8 * 17 * 16 / ranks->getSize()) << "dealt evenly among 1, 2 and 4";
+}
+
+TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
+  const Ranks ranks = world();
+  const at::Tensor weight = torch::zeros({3}).requires_grad_();
+  ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
+  mezzo::GradScaler scaler({.init_scale = 8.});
+  for (int i = 0; i < 3; ++i) {
+    scaler.scale(weight.sum()).backward();
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 10., .zero_grad = true}).ran());
+    EXPECT_EQ(weight.grad().abs().max().item<double>(), 0.);
+    scaler.update();
+  }
+  EXPECT_TRUE(at::equal(weight, torch::full({3}, -3.))) << weight;
+  EXPECT_EQ(optimizer.applied_steps(), 3);
+}
+
+TEST(ShardedOptimizer, BeginsWithTheValuesOfRank0AndNamesARankThatDiffers) {
+  const Ranks ranks = world();
+  using Sharded = ShardedOptimizer<mezzo::optim::AdamW>;
+  const mezzo::optim::AdamWOptions options(0.01);
+  const at::Tensor trained = torch::full({301}, ranks->getRank() + 1.).requires_grad_();
+  const at::Tensor frozen = torch::full({3}, ranks->getRank() + 1.);
+  Sharded optimizer({trained, frozen}, ranks, options);
+  EXPECT_TRUE(at::equal(trained, torch::ones({301})));
+  EXPECT_TRUE(at::equal(frozen, torch::ones({3})));
+  frozen.requires_grad_();
+  (trained.sum() + frozen.sum()).backward();
+  EXPECT_THAT(error_of([&] { optimizer.step(); }), testing::HasSubstr("was frozen"));
+  if (ranks->getSize() == 1) return;
+  const bool is_other = ranks->getRank() == 1;
+  const at::Tensor other = torch::zeros({is_other ? 4 : 3}).requires_grad_();
+  EXPECT_THAT(error_of([&] { Sharded({other}, ranks, options); }),
+              testing::HasSubstr("rank 1 has \"parameter 0 of group 0: Float [4]"));
+  const at::Tensor same = torch::zeros({3}).requires_grad_();
+  EXPECT_THAT(
+      error_of([&] { Sharded({same}, ranks, mezzo::optim::AdamWOptions(is_other ? 0.02 : 0.01)); }),
+      testing::HasSubstr("rank 1 has \"group 0: lr 0.02"));
 }
 
 }  // namespace

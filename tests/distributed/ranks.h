@@ -2,9 +2,8 @@
 /// The groups that tests of several processes run on, and their collectives in a word each.
 #pragma once
 
-#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/detail/ranks.h>
 #include <mezzo/distributed/mpi_backend.h>
-#include <mezzo/distributed/mpi_rendezvous.h>
 #if defined(USE_C10D_GLOO)
 #include <mezzo/distributed/gloo_backend.h>
 #endif
@@ -15,6 +14,7 @@
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <mpi.h>
 
@@ -35,13 +35,32 @@ inline bool is_over_gloo() {
   return transport != nullptr && transport == std::string("gloo");
 }
 
+#if defined(USE_C10D_GLOO)
+/// A store that rank 0 serves on a port that is free, of which it tells the others.
+inline c10::intrusive_ptr<c10d::Store> store_of_the_world() {
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = rank == 0;
+  options.waitWorkers = false;
+  c10::intrusive_ptr<c10d::TCPStore> store;
+  if (rank == 0) {
+    store = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    options.port = store->getPort();
+  }
+  MPI_Bcast(&options.port, 1, MPI_UINT16_T, 0, MPI_COMM_WORLD);
+  return rank == 0 ? store : c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+#endif
+
 /// A new group of the ranks of `communicator`, which all of them make together.
 inline Ranks ranks_of(MPI_Comm communicator) {
   if (!is_over_gloo()) return c10::make_intrusive<mezzo::MpiBackend>(communicator);
 #if defined(USE_C10D_GLOO)
   // One store for all groups: each connection looks up names, which takes a DNS time-out (5 s) now
   // and then.
-  static const auto store = mezzo::rendezvous(MPI_COMM_WORLD);
+  static const auto store = store_of_the_world();
   static int groups_made = 0;
   int rank = 0, size = 0, in_world = 0;
   MPI_Comm_rank(communicator, &rank);
@@ -66,14 +85,14 @@ inline Ranks everyone() { return ranks_of(MPI_COMM_WORLD); }
 inline void all_reduce(const Ranks& ranks, const at::Tensor& tensor, ReduceOp::RedOpType op) {
   const c10::NoGradGuard no_grad;
   const at::Tensor flat = tensor.contiguous();
-  mezzo::detail::all_reduce(ranks, flat, op).wait();
+  mezzo::detail::all_reduce(ranks, flat, op)->wait();
   if (!flat.is_same(tensor)) at::Tensor(tensor).copy_(flat);
 }
 inline void broadcast(const Ranks& ranks, const at::Tensor& tensor, int root) {
-  mezzo::detail::broadcast(ranks, tensor, root).wait();
+  mezzo::detail::broadcast(ranks, {tensor}, root);
 }
 inline void all_gather(const Ranks& ranks, const at::Tensor& output, const at::Tensor& input) {
-  mezzo::detail::all_gather(ranks, output, input).wait();
+  mezzo::detail::all_gather(ranks, output, input);
 }
 inline void barrier(const Ranks& ranks) { ranks->barrier()->wait(); }
 

@@ -1,8 +1,6 @@
 // A group that tells of the collectives that it passes on.
 #pragma once
 
-#include <mezzo/distributed/detail/collectives.h>
-
 #include <ATen/ATen.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -29,7 +27,11 @@ class RecordingBackend : public c10d::Backend {
 
   WorkPtr allreduce(std::vector<at::Tensor>& tensors,
                     const c10d::AllreduceOptions& options) override {
-    listener_(mezzo::detail::name_of(options.reduceOp.op_), tensors[0]);
+    const auto reduction = options.reduceOp.op_;
+    listener_(reduction == c10d::ReduceOp::SUM   ? "sum"
+              : reduction == c10d::ReduceOp::AVG ? "average"
+                                                 : "max",
+              tensors[0]);
     return inner_->allreduce(tensors, options);
   }
   WorkPtr broadcast(std::vector<at::Tensor>& tensors,
@@ -41,17 +43,6 @@ class RecordingBackend : public c10d::Backend {
                           const c10d::AllgatherOptions& options) override {
     listener_("all_gather", output);
     return inner_->_allgather_base(output, input, options);
-  }
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options) override {
-    listener_("reduce_scatter", input);
-    return inner_->_reduce_scatter_base(output, input, options);
-  }
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes,
-                        const c10d::AllToAllOptions& options) override {
-    listener_("all_to_all", input);
-    return inner_->alltoall_base(output, input, output_sizes, input_sizes, options);
   }
   WorkPtr barrier(const c10d::BarrierOptions& options) override {
     listener_("barrier", at::Tensor());

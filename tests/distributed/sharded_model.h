@@ -23,17 +23,17 @@ using distributed_test::Ranks;
 inline distributed_test::Ranks world() { return distributed_test::everyone(); }
 
 /// So that the model below takes several.
-inline constexpr mezzo::ShardedOptimizerOptions kSmallBuckets{.bucket_bytes = 1024};
+inline constexpr mezzo::GradAllReduceOptions kSmallBuckets{.bucket_bytes = 1024};
 
 /// Sizes that no number of ranks divides, a weight in another memory format, parameters that only
 /// some ranks use or none, a frozen one, one without elements.
 struct ModelImpl : torch::nn::Module {
-  explicit ModelImpl(int64_t hidden = 31) {
+  ModelImpl() {
     torch::manual_seed(3);
     conv = register_module("conv", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 5, 3)));
     conv->weight.set_data(conv->weight.contiguous(at::MemoryFormat::ChannelsLast));
-    wide = register_module("wide", torch::nn::Linear(45, hidden));
-    out = register_module("out", torch::nn::Linear(hidden, 3));
+    wide = register_module("wide", torch::nn::Linear(45, 31));
+    out = register_module("out", torch::nn::Linear(31, 3));
     sometimes = register_parameter("sometimes", torch::randn({3}));
     never = register_parameter("never", torch::randn({7}));
     empty = register_parameter("empty", torch::randn({0, 4}));

@@ -50,7 +50,6 @@ extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
 extern mezzo::AutocastSetting setting;
 extern const mezzo::OpPolicy policy;
-extern const mezzo::WeightCache cache;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DataParallel<Net> ddp;
 
@@ -75,8 +74,6 @@ extern mezzo::Telemetry telemetry;
 extern mezzo::RunReport report;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;
-extern mezzo::StepResult result_g, result_d;
-extern torch::Tensor loss_g, loss_d;
 }  // namespace page_diagnosis
 namespace page_checkpoints {
 struct Loader {

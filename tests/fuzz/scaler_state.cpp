@@ -1,5 +1,4 @@
 #include <mezzo/scaling/grad_scaler.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>

@@ -2,7 +2,6 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
 #include <mezzo/base/precision.h>
-#include <mezzo/distributed/process_group_environment.h>
 #include <mezzo/levels/opt_level.h>
 
 #include <c10/util/Exception.h>
@@ -52,32 +51,12 @@ void onednn(std::string_view text) {
   require(left.avx512 || !left.bf16() || left.amx_bf16, "a cap takes away, and adds nothing");
 }
 
-/// NAME=VALUE lines, as the launchers of jobs set them.
-void launcher(std::string_view text) {
-  std::map<std::string, std::string, std::less<>> variables;
-  while (!text.empty()) {
-    auto line = take_until(text, '\n');
-    const auto name = take_until(line, '=');
-    variables.insert_or_assign(std::string(name), std::string(line));
-  }
-  const auto read = [&variables](const char* name) -> std::optional<std::string> {
-    const auto found = variables.find(name);
-    return found == variables.end() ? std::nullopt : std::optional(found->second);
-  };
-  static_cast<void>(mezzo::ProcessGroupEnvironment::is_launched(read));
-  const auto environment = mezzo::ProcessGroupEnvironment::read(read);
-  require(environment.rank >= 0 && environment.rank < environment.world_size &&
-              environment.local_rank >= 0 && environment.local_rank < environment.world_size &&
-              environment.master_port > 0 && !environment.master_addr.empty(),
-          "ranks and ports are in range");
-}
-
 }  // namespace
 
 /// The first byte says which of the words that people write in flags and variables it is.
 void words(std::string_view bytes) {
   try {
-    switch (take_byte(bytes) % 6) {
+    switch (take_byte(bytes) % 5) {
       case 0:
         return precision(bytes);
       case 1:
@@ -86,8 +65,6 @@ void words(std::string_view bytes) {
         return autocast(bytes);
       case 3:
         return onednn(bytes);
-      case 4:
-        return launcher(bytes);
       default:
         static_cast<void>(mezzo::detail::dtype_named(bytes));
     }

@@ -149,14 +149,15 @@ TEST_P(AdamLoop, ClearsTheGradientsWhenAsked) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, AdamLoop,
-                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(AdamLoopDtypes, HasNoLoopForOtherDtypes) {
   using mezzo::detail::step_loop;
   constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
-  EXPECT_TRUE(step_loop<AdamRule<false>>(kPlain, torch::kHalf, CpuIsa::vector128));
-  EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, CpuIsa::vector128));
+  EXPECT_TRUE(step_loop<AdamRule<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));
+  EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
 }
 
 TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {

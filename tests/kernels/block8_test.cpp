@@ -1,6 +1,6 @@
 // Moments in blocks of 8 bits: the codes that bitsandbytes chooses, on every instruction set.
 
-#include <mezzo/kernels/block8_cpu.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
 
 #include <gtest/gtest.h>
 
@@ -27,19 +27,43 @@ struct Blocks {
   bool operator==(const Blocks&) const = default;
 };
 
-Blocks narrowed(bool is_signed, const std::vector<float>& values, CpuIsa isa) {
+/// Converts blocks as AdamW8bit's loop does.
+template <class Element, class IsSigned, class Lanes>
+struct ConvertKernel {
+  C10_ALWAYS_INLINE static void run(uint8_t* codes, float* scales, float* values, int64_t count,
+                                    bool is_back) {
+    using Converter = mezzo::detail::Block8Converter<Lanes, IsSigned::value>;
+    for (int64_t begin = 0; begin < count; begin += mezzo::detail::kBlock8) {
+      const int64_t own = std::min(mezzo::detail::kBlock8, count - begin);
+      float& scale = scales[begin / mezzo::detail::kBlock8];
+      if (is_back) {
+        Converter::narrow(values + begin, codes + begin, scale, own);
+      } else {
+        Converter::widen(codes + begin, scale, values + begin, own);
+      }
+    }
+  }
+};
+
+void convert(bool is_signed, Blocks& blocks, std::vector<float>& values, bool is_back, CpuIsa isa) {
+  const auto run = is_signed
+                       ? mezzo::detail::cpu_kernel<ConvertKernel, float, std::true_type>(isa)
+                       : mezzo::detail::cpu_kernel<ConvertKernel, float, std::false_type>(isa);
+  run(blocks.codes.data(), blocks.scales.data(), values.data(), static_cast<int64_t>(values.size()),
+      is_back);
+}
+
+Blocks narrowed(bool is_signed, std::vector<float> values, CpuIsa isa) {
   Blocks blocks{std::vector<uint8_t>(values.size()),
                 std::vector<float>(
                     static_cast<std::size_t>(blocks8_of(static_cast<int64_t>(values.size()))))};
-  mezzo::detail::narrow_block8(is_signed, values.data(), blocks.codes.data(), blocks.scales.data(),
-                               static_cast<int64_t>(values.size()), isa);
+  convert(is_signed, blocks, values, /*is_back=*/true, isa);
   return blocks;
 }
 
-std::vector<float> widened(bool is_signed, const Blocks& blocks, CpuIsa isa) {
+std::vector<float> widened(bool is_signed, Blocks blocks, CpuIsa isa) {
   std::vector<float> values(blocks.codes.size());
-  mezzo::detail::widen_block8(is_signed, blocks.codes.data(), blocks.scales.data(), values.data(),
-                              static_cast<int64_t>(values.size()), isa);
+  convert(is_signed, blocks, values, /*is_back=*/false, isa);
   return values;
 }
 
@@ -187,8 +211,8 @@ TEST(Block8, IsTheSameOnEveryInstructionSet) {
         value = normal(random) * std::exp(-static_cast<float>(random() % 16)) * spread;
         if (!is_signed) value = std::abs(value);
       }
-      const Blocks expected = narrowed(is_signed, values, CpuIsa::vector128);
-      const std::vector<float> wide = widened(is_signed, expected, CpuIsa::vector128);
+      const Blocks expected = narrowed(is_signed, values, isas_here().front());
+      const std::vector<float> wide = widened(is_signed, expected, isas_here().front());
       for (const CpuIsa isa : isas_here()) {
         ASSERT_EQ(narrowed(is_signed, values, isa), expected);
         ASSERT_EQ(widened(is_signed, expected, isa), wide);

@@ -142,14 +142,15 @@ TEST_P(SummaryLoop, AddsUpSubnormals) {
   EXPECT_EQ(run(values, isa()).sum_of_squares, 37 * 9 * smallest * smallest);
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    AllDtypesAndInstructionSets, SummaryLoop,
-    testing::Combine(testing::Values(torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16),
-                     testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512)),
-    [](const auto& test) {
-      return std::string(torch::toString(std::get<0>(test.param))) + "_" +
-             name_of(std::get<1>(test.param));
-    });
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, SummaryLoop,
+                         testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
+                                                          torch::kHalf, torch::kBFloat16),
+                                          testing::Values(CpuIsa::scalar, CpuIsa::vector128,
+                                                          CpuIsa::avx2, CpuIsa::avx512)),
+                         [](const auto& test) {
+                           return std::string(torch::toString(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
 
 class SummaryOfDtype : public testing::TestWithParam<torch::ScalarType> {};
 

@@ -175,49 +175,7 @@ TEST_P(LaneMath, TakesCorrectlyRoundedSquareRoots) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LaneMath,
-                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512));
-
-#if defined(__GNUC__) && !defined(__clang__)
-
-/// c = c - (a * b + c) / 128 with two fmas in a row, as -O3 compiles them whatever the flags here.
-__attribute__((noinline, optimize("O3"))) void two_fmas(const float* a, const float* b, float* c,
-                                                        int64_t count) {
-  using Lanes = mezzo::detail::VectorLanes<float, 16>;
-  Lanes::Value rate;
-  Lanes::broadcast(-1.0F / 128, rate);
-  for (int64_t i = 0; i < count; i += Lanes::kWidth) {
-    Lanes::Value left;
-    Lanes::Value right;
-    Lanes::Value sum;
-    std::memcpy(&left, a + i, sizeof(left));
-    std::memcpy(&right, b + i, sizeof(right));
-    std::memcpy(&sum, c + i, sizeof(sum));
-    Lanes::Value update;
-    Lanes::fma(left, right, sum, update);
-    Lanes::fma(rate, update, sum, sum);
-    std::memcpy(c + i, &sum, sizeof(sum));
-  }
-}
-
-TEST(LaneMath, RoundsAFusedProductBeforeTheNextTakesIt) {
-  constexpr std::size_t kCount = 4096;
-  std::mt19937 random(1);
-  std::uniform_real_distribution<float> uniform(-1, 1);
-  std::vector<float> a(kCount);
-  std::vector<float> b(kCount);
-  std::vector<float> c(kCount);
-  for (auto* values : {&a, &b, &c}) {
-    for (float& value : *values) value = uniform(random);
-  }
-  for (float& value : a) value *= 64;
-  std::vector<float> expected(kCount);
-  for (std::size_t i = 0; i < kCount; ++i) {
-    expected[i] = std::fma(-1.0F / 128, std::fma(a[i], b[i], c[i]), c[i]);
-  }
-  two_fmas(a.data(), b.data(), c.data(), static_cast<int64_t>(kCount));
-  EXPECT_EQ(c, expected);
-}
-
-#endif
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512));
 
 }  // namespace

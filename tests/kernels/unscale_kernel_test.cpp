@@ -35,7 +35,7 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
-    loops_ = mezzo::detail::unscale_loops(dtype(), isa());
+    loop_ = mezzo::detail::unscale_loop(dtype(), isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
@@ -50,10 +50,10 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
   }
 
   bool unscale(void* data, int64_t count, float inv_scale) const {
-    return loops_.unscale(data, data, count, inv_scale);
+    return loop_(data, data, count, inv_scale);
   }
 
-  mezzo::detail::UnscaleLoops loops_{};
+  mezzo::detail::UnscaleLoop loop_ = nullptr;
 };
 
 TEST_P(UnscaleLoop, MultipliesEveryElementForEveryTail) {
@@ -92,7 +92,6 @@ TEST_P(UnscaleLoop, FindsOneBadElementAtEveryPlace) {
     for (int64_t place = 0; place < kCount; ++place) {
       auto values = torch::ones({kCount}, dtype());
       values[place] = bad;
-      EXPECT_TRUE(loops_.check(values.const_data_ptr(), kCount)) << bad << " at " << place;
       EXPECT_TRUE(unscale(values.data_ptr(), kCount, 0.5F)) << bad << " at " << place;
     }
   }
@@ -107,7 +106,6 @@ TEST_P(UnscaleLoop, FindsNothingInTheLargestAndSmallestFiniteValues) {
                     .to(dtype())
                     .repeat({11});
   const auto before = values.clone();
-  EXPECT_FALSE(loops_.check(values.const_data_ptr(), values.numel()));
   EXPECT_FALSE(unscale(values.data_ptr(), values.numel(), 1.0F));
   EXPECT_TRUE(torch::equal(values, before));
 }
@@ -122,14 +120,15 @@ TEST_P(UnscaleLoop, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
   EXPECT_TRUE(unscale(zeros.data_ptr(), 21, kInfinity));
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    AllDtypesAndInstructionSets, UnscaleLoop,
-    testing::Combine(testing::Values(torch::kFloat, torch::kDouble, torch::kHalf, torch::kBFloat16),
-                     testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512)),
-    [](const auto& test) {
-      return std::string(torch::toString(std::get<0>(test.param))) + "_" +
-             name_of(std::get<1>(test.param));
-    });
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
+                         testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
+                                                          torch::kHalf, torch::kBFloat16),
+                                          testing::Values(CpuIsa::scalar, CpuIsa::vector128,
+                                                          CpuIsa::avx2, CpuIsa::avx512)),
+                         [](const auto& test) {
+                           return std::string(torch::toString(std::get<0>(test.param))) + "_" +
+                                  name_of(std::get<1>(test.param));
+                         });
 
 template <class Element>
 void expect_same_conversions(const std::vector<float>& values) {
@@ -213,13 +212,19 @@ TEST(UnscaleCpu, ScalesAllTensorsOfAllDtypesOnAllThreads) {
   }
 }
 
+bool any_nonfinite(const std::vector<torch::Tensor>& gradients) {
+  at::Tensor found = torch::zeros({});
+  mezzo::detail::check_(gradients, found);
+  return found.item<float>() != 0;
+}
+
 TEST(UnscaleCpu, FindsABadElementInAnyThreadsPart) {
   for (const std::size_t tensor : {std::size_t{0}, std::size_t{3}, std::size_t{6}}) {
     for (const bool at_end : {false, true}) {
       auto gradients = mixed_gradients();
-      EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu(gradients));
+      EXPECT_FALSE(any_nonfinite(gradients));
       gradients[tensor][at_end ? -1 : 0] = kInfinity;
-      EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu(gradients)) << tensor;
+      EXPECT_TRUE(any_nonfinite(gradients)) << tensor;
       EXPECT_TRUE(mezzo::detail::unscale_cpu_(gradients, 0.25F)) << tensor;
     }
   }
@@ -283,10 +288,10 @@ TEST(UnscaleCpu, ScalesTensorsWithGapsAndLeavesTheGapsAlone) {
   EXPECT_TRUE(torch::equal(strided, torch::full({6, 4}, 0.5)));
   EXPECT_TRUE(torch::equal(base.slice(1, 1, 8, 2), torch::ones({6, 4})));
   base[3][2] = kNan;
-  EXPECT_TRUE(mezzo::detail::any_nonfinite_cpu({strided}));
+  EXPECT_TRUE(any_nonfinite({strided}));
   base[3][2] = 1;
   base[3][3] = kNan;
-  EXPECT_FALSE(mezzo::detail::any_nonfinite_cpu({strided}));
+  EXPECT_FALSE(any_nonfinite({strided}));
 }
 
 TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
@@ -308,7 +313,9 @@ TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
 TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();
-  EXPECT_FALSE(mezzo::detail::unscale_cpu_({gradient}, 1.0F));
+  at::Tensor found = torch::zeros({});
+  mezzo::detail::unscale_and_check_({gradient}, found, torch::ones({}));
+  EXPECT_EQ(found.item<float>(), 0);
   EXPECT_EQ(gradient._version(), before);
 }
 

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 
-KERNELS = {"avx512": ("zmm", 64), "avx2": ("ymm", 32)}
+KERNELS = {"avx2": ("ymm", 32)}
 
 
 def instructions(listing, function, lanes):

@@ -2,9 +2,9 @@
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
 #include <mezzo/base/loss_scale.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/update_scale.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
@@ -26,13 +26,11 @@ namespace detail::cuda {
 void unscale_and_check_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
-void check_(const std::vector<at::Tensor>&, const at::Tensor&) { no_gpu(); }
 void update_scale_(const LossScale&, const ScaleTensors&, const at::Tensor&) { no_gpu(); }
 void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                const at::Tensor&, const at::Tensor&, TableMemory*) {
+                const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
-void begin_step_(at::Device, TableMemory&) { no_gpu(); }
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
@@ -57,12 +55,12 @@ C10_EXPORT bool has_cuda_kernels() {
 
 C10_EXPORT const char* type_name() { return typeid(mezzo::GradBuckets).name(); }
 
-// Gradients of 2 through hooks that this library hangs on `parameter` beside the hooks of the other
-// libraries.
+// Gradients of 2 in buckets of this library's, which takes them from those of the other libraries.
 C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {
   mezzo::GradBuckets buckets({parameter});
   buckets.zero_grad();
   parameter.mul(2).sum().backward();
+  buckets.reattach_gradients();
   const auto summary = mezzo::detail::summarize_gradients({parameter.grad()}, at::ones({}));
   return summary.sum_of_squares.item<double>();
 }

@@ -11,11 +11,11 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -49,10 +49,8 @@ struct Trainer {
   }
 
   torch::nn::Linear layer{8, 4};
-  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
   mezzo::OpPolicy policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
-  mezzo::AutocastModule<torch::nn::Linear> model{
-      layer, {.device = torch::kCPU, .cache = cache, .policy = policy}};
+  mezzo::AutocastModule<torch::nn::Linear> model{layer, {.device = torch::kCPU, .policy = policy}};
   mezzo::GradBuckets buckets{layer->parameters()};
   mezzo::optim::AdamW optimizer{layer->parameters(), mezzo::optim::AdamWOptions(0.01)};
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
@@ -79,6 +77,7 @@ struct TrainerWithMasters {
 
 // Made before main, ended after it.
 Trainer before_main;
+mezzo::AnomalyTrace trace_before_main(*before_main.layer);
 TrainerWithMasters masters_before_main;
 
 /// Made at its first use, and so ended before the ones above.
@@ -93,7 +92,7 @@ void stay_in_a_region_for_good() {
   std::promise<void> inside;
   const auto is_inside = inside.get_future();
   std::thread([&inside] {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = before_main.cache});
+    const mezzo::Autocast<torch::kCPU> autocast({.policy = before_main.policy});
     before_main.model(torch::ones({2, 8}));
     inside.set_value();
     std::this_thread::sleep_for(std::chrono::hours(1));

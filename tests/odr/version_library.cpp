@@ -3,10 +3,9 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -110,9 +109,6 @@ C10_EXPORT std::string deny(const std::string& op) {
 }
 C10_EXPORT std::string allow(const std::string& op) {
   return error_of([&] { (void)mezzo::install_op_overrides(mezzo::OpPolicy().allow(op)); });
-}
-C10_EXPORT std::string install_weight_cache() {
-  return error_of([] { (void)mezzo::install_op_overrides(mezzo::WeightCache()); });
 }
 
 /// A region with all that was denied, from here to leave().

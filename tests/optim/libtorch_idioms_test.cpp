@@ -440,7 +440,6 @@ TEST(OptionsOfMezzo, AreEqualWhereAllOfThemAreThoughLibtorchHasNoSuchOptimizer) 
   using mezzo::optim::LionOptions;
   EXPECT_TRUE(LAMBOptions(0.5) == LAMBOptions(0.5));
   EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).always_adapt(true));
-  EXPECT_FALSE(LAMBOptions(0.5) == LAMBOptions(0.5).seed(1));
   EXPECT_TRUE(LionOptions(0.5) == LionOptions(0.5));
   EXPECT_FALSE(LionOptions(0.5) == LionOptions(0.25));
 }
@@ -511,7 +510,6 @@ void expect_every_member_counts() {
 TEST(StatesOfMezzo, AreComparedAndFiledWithEveryMember) {
   expect_every_member_counts<mezzo::optim::AdamParamState>();
   expect_every_member_counts<mezzo::optim::AdamWParamState>();
-  expect_every_member_counts<mezzo::optim::LAMBParamState>();
   expect_every_member_counts<mezzo::optim::LionParamState>();
   expect_every_member_counts<mezzo::optim::SGDParamState>();
 }

@@ -78,7 +78,8 @@ TEST_P(LionLoop, GivesThePlainReferencesBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LionLoop,
-                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 /// Ops of libtorch, as the paper writes the algorithm.

@@ -76,13 +76,15 @@ TEST_F(Distances, AreNotUsedUpBySkippedSteps) {
   }
 }
 
-TEST_F(Distances, FollowTheLrOfTheGroupToo) {
+TEST_F(Distances, AreThoseOfAWrittenLrUntilTheNextIsShown) {
   optimizer_.set_lr_factors({1.0, 0.5});
   EXPECT_DOUBLE_EQ(step(), 0.5);
   optimizer_.param_groups()[0].options().set_lr(8);
-  EXPECT_DOUBLE_EQ(step(), 4);
-  optimizer_.set_lr_factors({});
   EXPECT_DOUBLE_EQ(step(), 8);
+  optimizer_.show_lrs(2);
+  EXPECT_DOUBLE_EQ(step(), 0.25);
+  optimizer_.set_lr_factors({});
+  EXPECT_DOUBLE_EQ(step(), 0.5);
 }
 
 TEST_F(Distances, GoOnWhereASavedRunWas) {

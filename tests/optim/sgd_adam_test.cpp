@@ -210,7 +210,8 @@ TEST_P(SgdLoop, GivesThePlainReferencesBits) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, SgdLoop,
-                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(Adam, GivesTorchsAnswersAndGoesOnWhereItStopped) {

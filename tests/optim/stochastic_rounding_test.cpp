@@ -159,7 +159,8 @@ TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
 }
 
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StochasticLoop,
-                         testing::Values(CpuIsa::vector128, CpuIsa::avx2, CpuIsa::avx512),
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
                          [](const auto& test) { return name_of(test.param); });
 
 class Threads {

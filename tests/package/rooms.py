@@ -21,7 +21,7 @@ FLOORS = [
 # Files of many ranks are files.
 EXCEPTIONS = {("distributed", "checkpoint")}
 # Public headers that their room's umbrella leaves out: they need MPI or NCCL, or come by themselves.
-BY_NAME = re.compile(r"distributed/(mpi|gloo|nccl)_|optim/compiled\.h")
+BY_NAME = re.compile(r"distributed/(mpi|gloo)_|optim/compiled\.h")
 
 # What these include, and what that includes, has none of the kernels: they cost seconds to compile.
 WITHOUT_KERNELS = ["mezzo/optim/ema.h", "mezzo/optim/lr_schedule.h"]

@@ -1,10 +1,9 @@
 // Apex's tests of casts (basic_casts, promotion, cache, rnn) and torch's of its autocast, on the
-// CPU, with half and with bfloat16 as the low precision. Apex's lists are CUDA's, which
-// OpPolicy::cuda_like() gives to the CPU.
+// CPU, with half and with bfloat16 as the low precision. Apex's lists are CUDA's, which a policy
+// gives to the CPU.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -13,12 +12,13 @@
 
 #include <cstdint>
 #include <functional>
-#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
+
+#include "../support/like_cuda.h"
 
 namespace {
 
@@ -39,7 +39,7 @@ constexpr int64_t kT = 10;
 
 /// Made once: it edits some two hundred ops.
 const OpPolicy& cuda_like() {
-  static const OpPolicy policy = mezzo::install_op_overrides(OpPolicy::cuda_like());
+  static const OpPolicy policy = mezzo::install_op_overrides(test_support::like_cuda());
   return policy;
 }
 
@@ -140,21 +140,12 @@ TEST_P(Casts, AreNoneInAMoveToADevice) {
   expect(Expected::as_input, {[](const Tensor& x) { return x.cpu(); }}, {kB, kH});
 }
 
-TEST_P(Casts, BanBinaryCrossEntropyUnlessItIsAllowed) {
+TEST_P(Casts, OfBinaryCrossEntropyAreToFloatWhereItIsDenied) {
   const auto target = torch::rand({kB, kH});
   const auto x = torch::rand({kB, kH}).to(lower());
-  const std::vector<Function> functions{
-      [&](const Tensor& input) { return torch::nn::BCELoss()(input, target); },
-      [&](const Tensor& input) { return F::binary_cross_entropy(input, target); }};
-  for (const Function& function : functions) {
-    {
-      const AutocastGuard autocast(setting(cuda_like()));
-      EXPECT_THROW(function(x), c10::Error);
-    }
-    const AutocastGuard autocast(
-        setting(mezzo::install_op_overrides(cuda_like().allow_banned("binary_cross_entropy"))));
-    EXPECT_EQ(function(x).scalar_type(), kFloat);
-  }
+  const AutocastGuard autocast(setting(cuda_like()));
+  EXPECT_EQ(torch::nn::BCELoss()(x, target).scalar_type(), kFloat);
+  EXPECT_EQ(F::binary_cross_entropy(x, target).scalar_type(), kFloat);
 }
 
 using Binary = std::function<Tensor(Tensor, const Tensor&)>;
@@ -209,18 +200,14 @@ struct CachedOps {
 };
 
 void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
-                            const AutocastSetting& setting,
-                            const std::optional<mezzo::WeightCache>& cache, bool pinned = false) {
+                            const AutocastSetting& setting) {
   const auto x = torch::ones({2, 8});
   const auto weight =
       torch::arange(ops.shape[0] * ops.shape[1]).view(ops.shape).to(of_weight).requires_grad_();
-  if (pinned) cache->pin({weight});
   torch::optim::SGD optimizer({weight}, 1.0);
   mezzo::GradScaler scaler({.init_scale = 4, .allow_fp16_gradients = true});
   const auto loss_of = [&] {
-    AutocastSetting with_cache = setting;
-    if (cache) with_cache.cache = *cache;
-    const AutocastGuard autocast(with_cache);
+    const AutocastGuard autocast(setting);
     return ops.run(x, weight);
   };
   const auto train = [&](const char* when) {
@@ -236,7 +223,6 @@ void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
         << ops.name << ' ' << of_weight << ' ' << when;
     scaler.update();
     weight.data().sub_(1.0);
-    if (cache) cache->forget(weight);  // a write through data() leaves no trace
   };
   train("in the first epoch");
   {
@@ -246,7 +232,7 @@ void expect_right_gradients(const CachedOps& ops, ScalarType of_weight,
   train("after the evaluation");
 }
 
-TEST_P(Casts, InACacheGiveRightGradientsAfterAnEvaluation) {
+TEST_P(Casts, InLibtorchsCacheGiveRightGradientsAfterAnEvaluation) {
   const std::vector<CachedOps> all{
       {"whitelist", {8, 8}, [](const Tensor& x, const Tensor& w) { return x.mm(w).mm(w).sum(); }},
       {"blacklist",
@@ -255,12 +241,7 @@ TEST_P(Casts, InACacheGiveRightGradientsAfterAnEvaluation) {
       {"promote", {2, 8}, [](const Tensor& x, const Tensor& w) { return (x * w * w).sum(); }}};
   for (const CachedOps& ops : all) {
     for (const ScalarType of_weight : dtypes()) {
-      const auto like_cuda = setting(cuda_like());
-      expect_right_gradients(ops, of_weight, like_cuda, std::nullopt);
-      expect_right_gradients(ops, of_weight, like_cuda,
-                             mezzo::install_op_overrides(mezzo::WeightCache()));
-      expect_right_gradients(ops, of_weight, like_cuda,
-                             mezzo::install_op_overrides(mezzo::WeightCache()), /*pinned=*/true);
+      expect_right_gradients(ops, of_weight, setting(cuda_like()));
     }
   }
 }
@@ -418,25 +399,20 @@ INSTANTIATE_TEST_SUITE_P(Apexs, Casts, testing::Values(torch::kHalf, torch::kBFl
 
 // torch's TestAutocastDeviceType.
 
-/// A 2 by 2 linear layer, with libtorch's cache or mezzo's.
-class GradModes : public testing::TestWithParam<bool> {
+/// A 2 by 2 linear layer.
+class GradModes : public testing::Test {
  protected:
-  AutocastGuard region() const {
-    AutocastSetting setting{.device = torch::kCPU, .dtype = torch::kBFloat16};
-    if (GetParam()) setting.cache = cache_;
-    return AutocastGuard(setting);
-  }
+  AutocastGuard region() const { return AutocastGuard(torch::kCPU, torch::kBFloat16); }
   void expect_gradients() const {
     EXPECT_TRUE(model_->weight.grad().defined());
     EXPECT_TRUE(model_->bias.grad().defined());
   }
 
-  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   mutable torch::nn::Linear model_{2, 2};
   Tensor input_ = torch::randn({8, 2});
 };
 
-TEST_P(GradModes, GradientsComeBackAfterNoGradInsideARegion) {
+TEST_F(GradModes, GradientsComeBackAfterNoGradInsideARegion) {
   Tensor loss;
   {
     const auto autocast = region();
@@ -456,7 +432,7 @@ TEST_P(GradModes, GradientsComeBackAfterNoGradInsideARegion) {
   expect_gradients();
 }
 
-TEST_P(GradModes, InferenceModeMayBeInsideARegionAndAroundIt) {
+TEST_F(GradModes, InferenceModeMayBeInsideARegionAndAroundIt) {
   Tensor loss;
   {
     const auto autocast = region();
@@ -478,7 +454,7 @@ TEST_P(GradModes, InferenceModeMayBeInsideARegionAndAroundIt) {
   EXPECT_EQ(out.scalar_type(), torch::kBFloat16);
 }
 
-TEST_P(GradModes, AWeightThatIsCachedGoesThroughSeveralBackwardPasses) {
+TEST_F(GradModes, AWeightThatIsCachedGoesThroughSeveralBackwardPasses) {
   std::vector<Tensor> outs;
   {
     const auto autocast = region();
@@ -490,10 +466,6 @@ TEST_P(GradModes, AWeightThatIsCachedGoesThroughSeveralBackwardPasses) {
   }
   expect_gradients();
 }
-
-INSTANTIATE_TEST_SUITE_P(Caches, GradModes, testing::Bool(), [](const auto& cache) {
-  return std::string(cache.param ? "Mezzos" : "Libtorchs");
-});
 
 TEST(TorchAutocast, IndexPutTakesItsInputsDtypes) {
   const auto t = torch::randn({3, 4, 5}, torch::kBFloat16).requires_grad_();

@@ -1,8 +1,8 @@
 // Gradients that nobody would want to step with, given to every kind of optimizer: a step gives the
 // bits that a plain copy of the gradient gives, or is refused and leaves everything as it was.
 
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>

@@ -2,7 +2,6 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
@@ -98,16 +97,6 @@ TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
   for (const auto& item : guarded->named_parameters()) {
     EXPECT_TRUE(torch::equal(item.value().grad(), model->named_parameters()[item.key()].grad()))
         << item.key();
-  }
-}
-
-TEST(Containers, InAWeightCacheGiveTheBitsOfAGuard) {
-  Nested guarded, model;
-  const Tensor expected = trained_in_a_guard(guarded);
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  for (int use = 0; use < 2; ++use) {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-    EXPECT_TRUE(torch::equal(model->forward(batch()), expected));
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -23,7 +22,6 @@
 #include <vector>
 
 #include "../autocast/dtype_of_product.h"
-#include "../support/warnings.h"
 
 namespace {
 
@@ -120,40 +118,6 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
   return after;
 }
 
-std::vector<std::string> warnings_of(const std::function<void()>& work) {
-  std::vector<std::string> texts;
-  in_a_thread([&] {
-    const test_support::Warnings warnings;
-    work();
-    texts = warnings.texts;
-  });
-  return texts;
-}
-
-TEST(Coroutines, AGuardThatEndsBeforeAnInnerOneWarns) {
-  const auto warnings = warnings_of([] {
-    const auto outer = hold_across_a_suspension<mezzo::Autocast<torch::kCPU, torch::kHalf>>();
-    const auto inner = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
-    for (const auto* coroutine : {&outer, &inner, &outer, &inner}) coroutine->resume();
-  });
-  ASSERT_FALSE(warnings.empty());
-  EXPECT_NE(warnings.front().find("before a region inside it did"), std::string::npos);
-}
-
-TEST(Coroutines, AGuardThatEndsInAnotherThreadWarns) {
-  const auto coroutine = hold_across_a_suspension<mezzo::Autocast<torch::kCPU>>();
-  in_a_thread([&] { coroutine.resume(); });
-  EXPECT_EQ(warnings_of([&] { coroutine.resume(); }).size(), 1U);
-}
-
-TEST(Coroutines, GuardsThatEndInReverseOrderDoNotWarn) {
-  const auto warnings = warnings_of([] {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> outer;
-    const mezzo::Autocast<torch::kCPU> inner;
-  });
-  EXPECT_TRUE(warnings.empty());
-}
-
 // Wrong with either, and with torch.autocast around an await.
 TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
   using Half = mezzo::Autocast<torch::kCPU, torch::kHalf>;
@@ -241,16 +205,13 @@ TEST(PoolThreads, KeepNothingOfATask) {
   Tensor weight = torch::randn({4, 4}).requires_grad_();
   c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
   {
-    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
     const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
-        {.cache = cache, .policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
+        {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
     pool.run(mezzo::with_current_autocast([&] {
           EXPECT_EQ(torch::exp(x).scalar_type(), torch::kHalf);
           EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kHalf);
-          EXPECT_GT(cache.statistics().bytes_held, 0);
         }))
         .wait();
-    EXPECT_EQ(cache.statistics().bytes_held, 0) << "after the region of the task";
   }
   pool.run([&] {
         after = CpuState();
@@ -261,24 +222,6 @@ TEST(PoolThreads, KeepNothingOfATask) {
   EXPECT_EQ(after, fresh);
   weight.reset();
   EXPECT_TRUE(watched.expired());
-}
-
-TEST(PoolThreads, LetGoOfPublishedCopiesWithTheirCache) {
-  Pool pool;
-  const Tensor x = torch::randn({4, 4}), weight = torch::randn({4, 4});
-  c10::weak_intrusive_ptr<c10::StorageImpl> copy(torch::empty({1}).storage().getWeakStorageImpl());
-  {
-    const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-    pool.run([&] {
-          const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-          torch::linear(x, weight);
-          const Tensor held = cache.buffer_for(weight, torch::kBFloat16);
-          copy = held.storage().getWeakStorageImpl();
-        })
-        .wait();
-    EXPECT_FALSE(copy.expired());
-  }
-  EXPECT_TRUE(copy.expired());
 }
 
 }  // namespace

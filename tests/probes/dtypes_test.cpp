@@ -2,12 +2,11 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <torch/torch.h>
@@ -93,17 +92,6 @@ TEST_P(OddDtypes, AreRefusedByBucketsByName) {
               HasSubstr(std::string("parameter 1 (") + c10::toString(GetParam()) + " ["));
 }
 
-TEST_P(OddDtypes, ArePublishedByNoCacheUnlessTheyAreFloating) {
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  const std::string error = error_of([&] { (void)cache.buffer_for(odd_, torch::kBFloat16); });
-  if (odd_.is_floating_point()) {
-    EXPECT_EQ(error, "no error");
-  } else {
-    EXPECT_THAT(error,
-                HasSubstr("is never cast by autocast; pass a parameter of a floating dtype"));
-  }
-}
-
 /// One weight that is trained, beside one parameter and one buffer that are not.
 struct MixedImpl : torch::nn::Module {
   MixedImpl(const Tensor& parameter, const Tensor& buffer) {
@@ -142,8 +130,7 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
 TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
   Mixed model(odd_, odd_.clone());
   const Tensor x = torch::randn({4, 4});
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU, .cache = cache});
+  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU});
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_TRUE(torch::equal(wrapped(x), model->forward(x)));
   EXPECT_EQ(model->odd_parameter.scalar_type(), GetParam());
@@ -171,41 +158,13 @@ INSTANTIATE_TEST_SUITE_P(, OddDtypes,
                                          torch::kComplexFloat, torch::kFloat8_e4m3fn),
                          [](const auto& tested) { return c10::toString(tested.param); });
 
-// Ops of autocast's lists: what a region does with them beside plain at::autocast.
-TEST(OddDtypesInRegions, PassThroughAsInLibtorchs) {
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
+// What a region does with them, as plain at::autocast does.
+TEST(OddDtypesInRegions, PassThroughUnlessTheyAreFloating) {
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const Tensor x = odd_tensor(dtype);
-    Tensor plain, cached;
-    {
-      const mezzo::Autocast<torch::kCPU> autocast;
-      plain = torch::mm(x, x);
-    }
-    for (int use = 0; use < 3; ++use) {
-      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-      cached = torch::mm(x, x);
-    }
-    EXPECT_EQ(plain.scalar_type(), dtype == torch::kFloat8_e4m3fn ? torch::kBFloat16 : dtype);
-    EXPECT_EQ(cached.scalar_type(), plain.scalar_type());
-    EXPECT_TRUE(torch::equal(cached, plain));
-  }
-}
-
-TEST(OddDtypesInRegions, QuantisedWeightsComputeAsInLibtorchs) {
-  const Tensor weight = quantised(), x = torch::randn({4, 4});
-  const auto compute = [&] {
-    return torch::mm(x, weight.dequantize()) +
-           torch::quantize_per_tensor(x, 0.1, 0, torch::kQInt8).dequantize();
-  };
-  Tensor plain;
-  {
     const mezzo::Autocast<torch::kCPU> autocast;
-    plain = compute();
-  }
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  for (int use = 0; use < 3; ++use) {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache});
-    EXPECT_TRUE(torch::equal(compute(), plain));
+    EXPECT_EQ(torch::mm(x, x).scalar_type(),
+              dtype == torch::kFloat8_e4m3fn ? torch::kBFloat16 : dtype);
   }
 }
 

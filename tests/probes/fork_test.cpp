@@ -2,7 +2,6 @@
 // several threads libgomp hangs in the child, with or without mezzo.)
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -28,7 +27,7 @@ class ForkedTraining {
       optimizer_.zero_grad();
       Tensor loss;
       {
-        const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
+        const mezzo::Autocast<torch::kCPU> autocast;
         loss = model_->forward(batch_).to(torch::kFloat).square().sum();
       }
       scaler_.scale(loss).backward();
@@ -42,7 +41,6 @@ class ForkedTraining {
  private:
   torch::nn::Linear model_{64, 64};
   Tensor batch_ = torch::randn({8, 64});
-  mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   mezzo::optim::AdamW optimizer_{model_->parameters(), mezzo::optim::AdamWOptions(1e-2)};
   mezzo::GradScaler scaler_{{.init_scale = 1024}};
 };

@@ -1,7 +1,7 @@
 // A scaler in use that nobody planned: several for one optimizer, errors in between, odd gradients.
 
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 

@@ -5,7 +5,6 @@
 #include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/scaling/accumulate_if_finite.h>
@@ -24,7 +23,6 @@
 
 namespace {
 
-using mezzo::GradBuckets;
 using mezzo::GradScaler;
 using torch::Tensor;
 
@@ -67,7 +65,6 @@ class CallbackRun {
     torch::manual_seed(0);
     return torch::nn::Linear(4, 3);
   }();
-  GradBuckets buckets{model->parameters()};
   mezzo::optim::AdamW optimizer{model->parameters(), mezzo::optim::AdamWOptions(0.1)};
   GradScaler scaler{{.init_scale = 1024, .growth_interval = 3}};
   mezzo::Ema ema{model->parameters(), {}};
@@ -110,9 +107,8 @@ const CallbackPlace kCallbackPlaces[] = {
     {"OverflowReport",
      [](CallbackRun& run) {
        run.scaler.on_skip(mezzo::OverflowReport(
-           *run.model, {.stream = nullptr,
-                        .callback = [&run](const mezzo::Overflow&) { run.in_callback(); },
-                        .own_gradients = true}));
+           *run.model,
+           {.stream = nullptr, .callback = [&run](const mezzo::Overflow&) { run.in_callback(); }}));
      }},
     {"TelemetryWriter",
      [](CallbackRun& run) {
@@ -129,10 +125,8 @@ const CallbackPlace kCallbackPlaces[] = {
      [](CallbackRun& run) {
        run.telemetry.write_to(mezzo::DivergenceWatch(
            *run.model, {.skips_in_a_row = 2,
-                        .callback = [&run](const mezzo::Divergence&) { run.in_callback(); }}));
+                        .callback = [&run](const mezzo::Finding&) { run.in_callback(); }}));
      }},
-    {"OnReady",
-     [](CallbackRun& run) { run.buckets.on_ready([&run](std::size_t) { run.in_callback(); }); }},
 };
 
 class ThrowingCallbacks : public testing::TestWithParam<CallbackPlace> {};

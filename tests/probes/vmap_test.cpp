@@ -10,7 +10,6 @@
 #include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/functorch/DynamicLayer.h>
@@ -84,9 +83,6 @@ class Vmap : public testing::Test {
     EXPECT_TRUE(torch::equal(gradient_of(result, weight_), gradient_of(libtorchs, weight_)));
   }
 
-  Vmap() { cache_.pin({weight_, bias_, weights_}); }
-
-  const mezzo::WeightCache cache_ = mezzo::install_op_overrides(mezzo::WeightCache());
   Tensor weight_ = torch::randn({4, 3}).requires_grad_();
   Tensor bias_ = torch::randn({4}).requires_grad_();
   Tensor batch_ = torch::randn({5, 2, 3});
@@ -95,28 +91,24 @@ class Vmap : public testing::Test {
   Function product_ = [this](const Tensor& x) { return torch::mm(x, weight_.t()); };
 };
 
-TEST_F(Vmap, OfABatchInGuardsAndCachesGivesLibtorchsBits) {
+TEST_F(Vmap, OfABatchInGuardsGivesLibtorchsBits) {
   for (const Function& function : {with_bias_, product_}) {
     const Tensor libtorchs = under_libtorchs_autocast([&] { return vmap(function, batch_); });
     for (int use = 0; use < 2; ++use) {
       const mezzo::Autocast<torch::kCPU> autocast;
       expect_as_libtorch(vmap(function, batch_), libtorchs);
     }
-    for (int use = 0; use < 2; ++use) {
-      const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
-      expect_as_libtorch(vmap(function, batch_), libtorchs);
-    }
   }
 }
 
 TEST_F(Vmap, OfAProductIsTheStackOfALoop) {
-  const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
+  const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_TRUE(torch::equal(vmap(product_, batch_), loop(product_, batch_)));
 }
 
 TEST_F(Vmap, OfAGuardInsideIsThatOfAGuardOutside) {
   const auto guarded = [&](const Tensor& x) {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
+    const mezzo::Autocast<torch::kCPU> autocast;
     return product_(x);
   };
   const Tensor inside = vmap(guarded, batch_);
@@ -128,7 +120,7 @@ TEST_F(Vmap, OfWeightsHoldsNoCopyThatGoesStale) {
   const Function function = [&](const Tensor& weight) { return torch::linear(batch_[0], weight); };
   for (int change = 0; change < 3; ++change) {
     const Tensor libtorchs = under_libtorchs_autocast([&] { return vmap(function, weights_); });
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
+    const mezzo::Autocast<torch::kCPU> autocast;
     EXPECT_TRUE(torch::equal(vmap(function, weights_), libtorchs));
     weights_.mul_(2);
   }
@@ -140,7 +132,7 @@ TEST_F(Vmap, FollowsPolicies) {
   const auto allowing = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"));
   const Function exp = [](const Tensor& x) { return torch::exp(x); };
   {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_, .policy = denying});
+    const mezzo::Autocast<torch::kCPU> autocast({.policy = denying});
     // A batched product of floats may add up in another order than a loop of products.
     EXPECT_TRUE(torch::allclose(vmap(product_, batch_), loop(product_, batch_), 1e-5, 1e-6));
     EXPECT_EQ(vmap(product_, batch_).scalar_type(), torch::kFloat);
@@ -158,7 +150,7 @@ TEST_F(Vmap, OfACheckpointGivesTheGradientsOfNone) {
   expect_as_libtorch(vmap(checkpointed, batch_), vmap(product_, batch_));
 }
 
-// What torch.func.grad is in Python: weights are wrappers there, which a cache does not hold.
+// What torch.func.grad is in Python: weights are wrappers there.
 TEST_F(Vmap, GradsOfWrappedWeightsAreLibtorchs) {
   const Tensor weight = weight_.detach();
   const auto grad = [&] {
@@ -170,10 +162,9 @@ TEST_F(Vmap, GradsOfWrappedWeightsAreLibtorchs) {
   };
   const Tensor libtorchs = under_libtorchs_autocast(grad);
   for (int change = 0; change < 2; ++change) {
-    const mezzo::Autocast<torch::kCPU> autocast({.cache = cache_});
+    const mezzo::Autocast<torch::kCPU> autocast;
     EXPECT_TRUE(torch::equal(grad(), libtorchs));
   }
-  EXPECT_EQ(cache_.statistics().copies_held, 0);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 // losses, beside plain loops that add up the gradients since the last step.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/ema.h>
@@ -125,17 +124,12 @@ struct PlainPasses {
   bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
 
-/// How the cache for cast weights is used at O1.
-enum class Caching { none, of_regions, pinned, published };
-
 class AmpProgram {
  public:
   AmpProgram(uint64_t seed, Counts& counts) : random_(seed + (uint64_t{1} << 40)), counts_(counts) {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
-    caching_ = random_.of<Caching>(
-        {Caching::none, Caching::of_regions, Caching::pinned, Caching::published});
     const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
     loss_scale_ = is_dynamic_ ? mezzo::LossScale::dynamic({.init_scale = scale,
                                                            .growth_interval = interval_,
@@ -147,8 +141,7 @@ class AmpProgram {
     for (PlainLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
     report_.line("level ", level_->name(), is_enabled_ ? "" : ", not enabled", ", ", losses_.size(),
                  " losses, scale ", scale, is_dynamic_ ? ", growth_interval " : "",
-                 is_dynamic_ ? std::to_string(interval_) : " that is fixed", ", caching ",
-                 static_cast<int>(caching_));
+                 is_dynamic_ ? std::to_string(interval_) : " that is fixed");
     likes_files_ = random_.one_in(2);
     passes_.resize(random_.one_in(2) ? 2 : 1);
     for (std::size_t i = 0; i < passes_.size(); ++i) {
@@ -259,10 +252,8 @@ class AmpProgram {
       side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.parameters());
       side.options = side.optimizer->param_groups()[0].options().clone();
     }
-    const mezzo::InitializeOptions options{.num_losses = static_cast<int64_t>(losses_.size()),
-                                           .enabled = is_enabled_,
-                                           .verbosity = 0,
-                                           .weight_cache = cache_of_level()};
+    const mezzo::InitializeOptions options{
+        .num_losses = static_cast<int64_t>(losses_.size()), .enabled = is_enabled_, .verbosity = 0};
     if (sides_.size() == 1) {
       amp_.emplace(mezzo::initialize(sides_[0].model, *sides_[0].optimizer, *level_, options));
     } else {
@@ -271,11 +262,7 @@ class AmpProgram {
                                      options));
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
-      for (const Tensor& parameter : sides_[i].parameters()) pin(parameter);
-      auto* const fused = dynamic_cast<mezzo::optim::FusedOptimizer*>(sides_[i].optimizer.get());
-      if (fused != nullptr && has_regions() && caching_ == Caching::published) {
-        fused->publish_to(cache_, level_->precision().compute());
-      }
+      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(sides_[i].parameters());
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
@@ -290,19 +277,11 @@ class AmpProgram {
     }
   }
 
-  mezzo::WeightCacheRef cache_of_level() const {
-    if (!has_regions() || caching_ == Caching::none) return {};
-    return mezzo::install_op_overrides(cache_);
-  }
-  void pin(const Tensor& parameter) const {
-    if (has_regions() && caching_ == Caching::pinned) cache_.pin({parameter});
-  }
-
   void add_parameter(std::size_t i, const PlainWeight& weight) {
     Side& side = sides_[i];
     const Tensor parameter = make_late_parameter(weight);
     side.model->put(side.parameters().size(), weight, parameter);
-    pin(parameter);
+    if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
     }
@@ -359,7 +338,6 @@ class AmpProgram {
   bool plain_unscale_one(std::size_t i) {
     PlainPasses& passes = passes_[i];
     PlainLoss& loss = losses_[*passes.scaled_by];
-    plain_[i].follow_masters();
     for (PlainWeight& one : plain_[i].weights) one.widen();
     passes.scaled_by.reset();
     if (!plain_[i].has_gradient()) return false;
@@ -412,7 +390,7 @@ class AmpProgram {
       case 12:
         return drop_gradient(i);
       case 13:
-        return drop_at_master(i);
+        return drop_gradient(i);
       case 14:
         return write_weight(i);
       case 15:
@@ -559,7 +537,6 @@ class AmpProgram {
   std::optional<Gradients> plain_begin_pass(std::size_t i, std::size_t id) {
     if (!is_enabled_) return std::nullopt;
     const bool has_true_gradients = passes_[i].has_true_gradients();
-    plain_[i].follow_masters();
     passes_[i].awaits_step = true;
     passes_[i].scaled_by = id;
     if (!has_true_gradients) return std::nullopt;
@@ -592,15 +569,11 @@ class AmpProgram {
     }
     const double limit = random_.of<double>({0.5, 1, 2});
     const bool at_masters = side.has_master_params() && random_.one_in(2);
-    for (const PlainWeight& one : side.weights) {
-      if (one.at_master && !at_masters) return;
-    }
     const bool by_value = random_.one_in(3);
     const std::string call = by_value ? "clip_grad_value_" : "clip_grad_norm_";
     report_.line("torch's ", call, "(", at_masters ? "amp.master_params" : "parameters",
                  " of optimizer ", i, ", ", limit, ")");
     count(call);
-    side.follow_masters();
     const double norm = side.norm();
     by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
     expect(false, [&] {
@@ -624,11 +597,6 @@ class AmpProgram {
                              : passes_[i].awaits_step ? " after a pass"
                                                       : " after a step";
     count(by + ".zero_grad" + when);
-    if (by == "model") {  // it gives parameters another tensor, which counts for their masters too
-      for (PlainWeight& one : plain_[i].weights) {
-        if (one.gradient) one.at_master.reset();
-      }
-    }
     plain_[i].zero_grad(set_to_none);
     sums_[i] = 0;
     must_clear_[i] = false;
@@ -648,21 +616,8 @@ class AmpProgram {
     const std::size_t j = random_weight(plain_[i]);
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
-    plain_[i].weights[j].drop_gradient();
+    plain_[i].weights[j].gradient.reset();
     sides_[i].parameters()[j].mutable_grad() = Tensor();
-  }
-
-  void drop_at_master(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!is_true(i) || !side.has_master_params()) return drop_gradient(i);
-    const std::size_t j = random_weight(side);
-    if (!side.weights[j].has_master || !side.weights[j].gradient) return drop_gradient(i);
-    report_.line("amp.master_params(optimizer ", i, ")[", j, "].mutable_grad() = {}");
-    count("gradient dropped at the master");
-    side.follow_masters();
-    side.weights[j].at_master = std::optional<PlainGradient>();
-    if (!side.weights[j].gradient) side.weights[j].at_master.reset();
-    expect(false, [&] { amp_->master_params(*sides_[i].optimizer)[j].mutable_grad() = Tensor(); });
   }
 
   void look_at_masters(std::size_t i) {
@@ -670,7 +625,6 @@ class AmpProgram {
     if (!side.has_master_params()) return;
     report_.line("amp.master_params(optimizer ", i, ")");
     count("master_params");
-    side.follow_masters();
     expect(false, [&] {
       const auto masters = amp_->master_params(*sides_[i].optimizer);
       for (std::size_t j = 0; j < masters.size(); ++j) {
@@ -711,7 +665,6 @@ class AmpProgram {
     sides_[i].model->put(j, weight, place);
     place = make_late_parameter(weight);
     sides_[i].model->put(j, weight, place);
-    pin(place);
   }
 
   void add_weight(std::size_t i) {
@@ -732,8 +685,6 @@ class AmpProgram {
   void freeze_or_thaw(std::size_t i) {
     const std::size_t j = random_weight(plain_[i]);
     PlainWeight& weight = plain_[i].weights[j];
-    // The gradients of a weight that thaws are added up in float from its next step on.
-    if (weight.is_frozen && weight.new_gradients != weight.dtype) return;
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
@@ -758,7 +709,7 @@ class AmpProgram {
     std::optional<torch::NoGradGuard> no_grad;
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
-    const double of_level = half_ulp(has_regions() ? level_->precision().compute() : model_dtype());
+    const double of_level = half_ulp(has_regions() ? level_->precision().compute : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const PlainWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.rounded_to.value_or(weight.dtype)));
@@ -799,7 +750,6 @@ class AmpProgram {
     compare_averages(i);
     const mezzo::EmaScope scope(*side.averages);
     compare_products(i, side.plain_averages);
-    if (passes_[i].awaits_step && random_.one_in(2)) step_on_averages(i);
   }
 
   std::vector<Vector> averaged_values(std::size_t i) {
@@ -834,12 +784,6 @@ class AmpProgram {
     }
   }
 
-  bool has_news_at_master(std::size_t i) const {
-    const auto& all = plain_[i].weights;
-    return std::any_of(all.begin(), all.end(),
-                       [](const PlainWeight& one) { return one.at_master.has_value(); });
-  }
-
   /// Whether a scale is taken off the gradients of another optimizer together with these.
   bool shares_scale(std::size_t i) const {
     const std::size_t other = 1 - i;
@@ -847,22 +791,7 @@ class AmpProgram {
            passes_[i].scaled_by == passes_[other].scaled_by;
   }
 
-  /// A step that would write averages throws, and changes nothing but that a scale comes off, where
-  /// no average stands in for a weight with a master.
-  void step_on_averages(std::size_t i) {
-    const PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_gradient() || has_news_at_master(i) || shares_scale(i)) return;
-    report_.line("amp.step(optimizer ", i, ") on averages");
-    count("step on averages");
-    const bool has_master =
-        std::any_of(side.weights.begin(), side.weights.end(),
-                    [](const PlainWeight& one) { return one.has_master && one.gradient; });
-    if (passes_[i].scaled_by && !has_master) plain_unscale(*passes_[i].scaled_by);
-    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
-  }
-
   void move_gradients(std::size_t i) {
-    if (has_news_at_master(i)) return;
     report_.line("gradients of optimizer ", i, " move into a bucket");
     count("bucket");
     put_gradients_in_bucket(sides_[i].parameters());
@@ -893,20 +822,20 @@ class AmpProgram {
     amp_.emplace(std::move(moved));
   }
 
-  /// A region of the caller's own around several calls, in which the cache keeps its copies.
+  /// A region of the caller's own around several calls.
   void open_or_close_region() {
-    if (!has_regions() || caching_ == Caching::none) return;
+    if (!has_regions()) return;
     report_.line(region_ ? "the region ends" : "a region begins");
     count("region");
     if (region_) return region_.reset();
-    region_.emplace(mezzo::AutocastSetting{
-        .device = torch::kCPU, .dtype = level_->precision().compute(), .cache = cache_of_level()});
+    region_.emplace(
+        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
   }
 
   /// A gradient that no step can take changes nothing, and is given up afterwards.
   void meet_bad_gradient(std::size_t i) {
     const PlainSide& side = plain_[i];
-    if (has_news_at_master(i) || (!side.recipe.of_mezzo && !is_enabled_)) return;
+    if (!side.recipe.of_mezzo && !is_enabled_) return;
     if (shares_scale(i)) return;  // the other's may have lost it already
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters()[j];
@@ -936,7 +865,6 @@ class AmpProgram {
                  ", .zero_grad = ", options.zero_grad, "})");
     bool throws = is_enabled_ && !passes.awaits_step;
     if (!throws) {
-      side.follow_masters();
       if (passes.scaled_by) {
         count("step of delayed passes");
         plain_unscale(*passes.scaled_by);
@@ -987,9 +915,6 @@ class AmpProgram {
   void save_or_load() {
     for (std::size_t i = 0; i < passes_.size(); ++i) {  // a batch is given up for it
       if (passes_[i].awaits_step) zero_grad(i, "amp");
-    }
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      if (has_news_at_master(i)) return;
     }
     if (!saved_ || random_.one_in(3)) return save();
     load();
@@ -1156,9 +1081,7 @@ class AmpProgram {
   /// of mezzo's own where all have their default.
   Recipe loaded_recipe(const Recipe& saved, const Recipe& drawn) const {
     Recipe recipe = at_level(drawn);
-    const bool is_default = saved.storage == WeightStorage::plain && !saved.accumulates_in_float;
-    if (!recipe.of_mezzo || is_default) return recipe;
-    recipe.accumulates_in_float = saved.accumulates_in_float;
+    if (!recipe.of_mezzo || saved.storage == WeightStorage::plain) return recipe;
     recipe.storage = saved.storage;
     if (recipe.storage == WeightStorage::plain && has_masters()) {
       recipe.storage = WeightStorage::master;
@@ -1179,8 +1102,6 @@ class AmpProgram {
     const Recipe recipe = loaded_recipe(saved.recipe, drawn);
     if (recipe.storage == WeightStorage::split_master && recipe.dtype == torch::kHalf) return false;
     if (recipe.in_master_weights != saved.recipe.in_master_weights) return false;
-    // Once set, the dtype of a weight's gradients stays.
-    if (recipe.accumulates_in_float != at_level(drawn).accumulates_in_float) return false;
     for (std::size_t j = 0; j < saved.weights.size(); ++j) {
       const PlainWeight& weight = saved.weights[j];
       const torch::ScalarType dtype = dtype_at_level(saved, j, recipe);
@@ -1224,8 +1145,6 @@ class AmpProgram {
   Report report_;
   bool is_enabled_ = true;
   bool is_dynamic_ = true;
-  Caching caching_ = Caching::none;
-  mezzo::WeightCache cache_;
   std::optional<mezzo::LossScale> loss_scale_;
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;
@@ -1275,7 +1194,6 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "amp.zero_grad after a pass",
                                  "amp.zero_grad after a delayed pass",
                                  "gradient dropped",
-                                 "gradient dropped at the master",
                                  "master_params",
                                  "weight written",
                                  "weight replaced",
@@ -1287,7 +1205,6 @@ TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
                                  "averages",
                                  "averages follow",
                                  "averages that follow no skipped step",
-                                 "step on averages",
                                  "bad gradient",
                                  "bucket",
                                  "region",

@@ -123,22 +123,6 @@ void for_each_loop(const std::function<void(Loop&)>& test) {
 
 // --- Gradients that are dropped ----------------------------------------------------------------
 
-TEST(OneHomeOfGradients, AParameterThatIsLeftOutAtItsMasterAfterUnscaleDoesNotMove) {
-  for (const Keeper& keeper : keepers()) {
-    if (keeper.dtype == torch::kFloat || std::string(keeper.name) == "split master") continue;
-    for (const bool enabled : {true, false}) {
-      SCOPED_TRACE(testing::Message() << keeper.name << ", enabled: " << enabled);
-      Loop loop(keeper, enabled);
-      loop.backward(1, 1);
-      loop.scaler.unscale_(loop.optimizer);
-      master_params(loop.optimizer)[1].mutable_grad() = torch::Tensor();
-      EXPECT_TRUE(loop.step());
-      EXPECT_EQ(loop.value(0), -1);
-      EXPECT_EQ(loop.value(1), 0);
-    }
-  }
-}
-
 TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
   for_each_loop([](Loop& loop) {
     loop.backward(1, 1);
@@ -359,15 +343,6 @@ void for_each_level(const std::function<void(Leveled&)>& test) {
   }
 }
 
-TEST(OneHomeOfGradients, AParameterThatIsLeftOutAtItsMasterAfterScaleLossDoesNotMove) {
-  for_each_level([](Leveled& one) {
-    one.pass(1, 1);
-    one.amp.master_params(*one.optimizer)[1].mutable_grad() = torch::Tensor();
-    EXPECT_TRUE(one.amp.step(*one.optimizer).ran());
-    one.expect(-1, 0);
-  });
-}
-
 TEST(OneHomeOfGradients, DelayedLossesOfABatchThatIsGivenUpDoNotComeBack) {
   for_each_level([](Leveled& one) {
     one.pass(8, 8, {.loss_id = 0, .delay_unscale = true});
@@ -443,29 +418,6 @@ TEST(OneHomeOfGradients, TheAdviceForAParameterOfTwoOptimizersLeadsToTheSumOfThe
   apart.step(other);
   EXPECT_EQ(value_of(all[0]), -3);
   EXPECT_EQ(value_of(all[1]), -3);
-}
-
-TEST(OneHomeOfGradients, AParameterWhoseMastersTwoOptimizersKeepIsWarnedAbout) {
-  const c10::WarningUtils::WarnAlways warn_each_time;
-  for (const Keeper& keeper : keepers()) {
-    const bool is_a_master =
-        keeper.dtype != torch::kFloat && std::string(keeper.name) != "split master";
-    SCOPED_TRACE(keeper.name);
-    const torch::Tensor parameter = weight(keeper.dtype, 1);
-    const OwnedOptimizer first = keeper.make({parameter}), second = keeper.make({parameter});
-    test_support::Warnings warnings;
-    for (int i = 0; i < 3; ++i) {
-      for (const OwnedOptimizer* optimizer : {&first, &second}) {
-        parameter.mutable_grad() = torch::full_like(parameter.detach(), 0.0625);
-        (void)optimizer->any().step();
-      }
-    }
-    bool is_warned = false;
-    for (const std::string& text : warnings.texts) {
-      is_warned |= text.find("is trained by two optimizers") != std::string::npos;
-    }
-    EXPECT_EQ(is_warned, is_a_master);
-  }
 }
 
 // --- Weights of 16 bits that become floats ------------------------------------------------------

@@ -122,9 +122,9 @@ struct PlainGradient {
 
 inline constexpr double kLr = 0.25;
 
-/// How the elements of a weight lie in memory: `shape` with the strides of its transpose, or with
-/// gaps.
-enum class Layout { contiguous, transposed, with_gaps };
+/// How the elements of a weight lie in memory: `shape` with its own strides or those of its
+/// transpose.
+enum class Layout { contiguous, transposed };
 
 /// One weight: what is trained, what is kept, and what its gradient is.
 struct PlainWeight {
@@ -153,20 +153,8 @@ struct PlainWeight {
   std::optional<torch::ScalarType> rounded_to{};
 
   std::optional<PlainGradient> gradient{};
-  /// What a caller made of the master's gradient since it was shown there: none, or other values.
-  std::optional<std::optional<PlainGradient>> at_master{};
-
-  /// The next call that looks at gradients finds what was done at the master.
-  void follow_master() {
-    if (at_master) gradient = *at_master;
-    at_master.reset();
-  }
-  void drop_gradient() {
-    gradient.reset();
-    at_master.reset();
-  }
   void zero_gradient(bool set_to_none) {
-    if (set_to_none) return drop_gradient();
+    if (set_to_none) return gradient.reset();
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
@@ -290,7 +278,7 @@ struct Recipe {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
     const char* const storages[] = {"plain", "master", "split_master", "stochastic"};
     std::ostringstream text;
-    text << (of_mezzo ? "mezzo's " : "torch's ") << kinds[static_cast<std::size_t>(kind)];
+    text << (of_mezzo ? "mezzo's " : "ordinary ") << kinds[static_cast<std::size_t>(kind)];
     if (in_master_weights) text << " in MasterWeights";
     if (of_mezzo) text << ", " << storages[static_cast<std::size_t>(storage)];
     text << ", " << weights << " weights of " << c10::toString(dtype);
@@ -308,7 +296,9 @@ struct Recipe {
 inline Recipe random_recipe(Random& random) {
   Recipe recipe;
   recipe.of_mezzo = !random.one_in(3);
-  recipe.kind = static_cast<Kind>(random.below(recipe.of_mezzo ? 6 : 4));
+  recipe.kind = static_cast<Kind>(random.below(5));
+  // LAMB is an ordinary optimizer, as torch's are; torch has no Lion.
+  if (!recipe.of_mezzo && recipe.kind == Kind::lion) recipe.kind = Kind::lamb;
   if (random.one_in(3)) recipe.kind = Kind::sgd;  // which says the most
   const std::vector<torch::ScalarType> low{torch::kBFloat16, torch::kHalf};
   if (!recipe.of_mezzo) {
@@ -338,7 +328,7 @@ Options options_of(const Recipe& recipe) {
   }
   if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
   if constexpr (requires { options.weight_storage(recipe.storage); }) {
-    options.weight_storage(recipe.storage).accumulate_in_float(recipe.accumulates_in_float);
+    options.weight_storage(recipe.storage);
   }
   return options;
 }
@@ -406,10 +396,6 @@ struct PlainSide {
       if (one.gradient) sum += sum_of_squares(one.gradient->values);
     }
     return std::sqrt(sum);
-  }
-  void follow_masters() {
-    if (!counts()) return;
-    for (PlainWeight& one : weights) one.follow_master();
   }
   void zero_grad(bool set_to_none) {
     for (PlainWeight& one : weights) one.zero_gradient(set_to_none);
@@ -481,7 +467,6 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
     weight.shape = random.of(shapes);
     size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
     if (size == 4) weight.layout = Layout::transposed;
-    if (size == 3) weight.layout = Layout::with_gaps;
   }
   if (recipe.has_sparse && random.one_in(2)) {
     size = static_cast<std::size_t>(1 + random.below(3));
@@ -545,10 +530,8 @@ inline void write_plain_weight(PlainWeight& weight, const Vector& present, Rando
 
 inline Tensor make_parameter(const PlainWeight& one, torch::ScalarType dtype) {
   Tensor parameter = tensor_of(one.value, dtype, one.shape);
-  if (one.layout != Layout::contiguous) {
-    const auto strides =
-        one.layout == Layout::transposed ? std::vector<int64_t>{1, 2} : std::vector<int64_t>{2};
-    parameter = torch::empty_strided(one.shape, strides, dtype).copy_(parameter);
+  if (one.layout == Layout::transposed) {
+    parameter = torch::empty_strided(one.shape, {1, 2}, dtype).copy_(parameter);
   }
   parameter.requires_grad_();
   if (one.hook != 1) {

@@ -153,6 +153,7 @@ class Program {
             make_group(one, parameters.back(), optimizer->param_groups()[0].options()));
       }
       if (optimizer == nullptr) optimizer = make_optimizer(plain.recipe, parameters);
+      if (plain.recipe.accumulates_in_float) mezzo::accumulate_in_float(parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
     library_.emplace(LossScaleOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
@@ -228,7 +229,7 @@ class Program {
       case 13:
         return drop_gradient(i);
       case 14:
-        return change_at_master(i);
+        return drop_gradient(i);
       case 15:
         return look_at_masters(i);
       case 16:
@@ -303,7 +304,6 @@ class Program {
   bool plain_unscale(std::size_t i) {
     PlainSide& side = plain_[i];
     if (!scaler_.is_enabled) {
-      side.follow_masters();
       for (PlainWeight& one : side.weights) one.widen();
       return false;
     }
@@ -313,7 +313,6 @@ class Program {
   }
   bool plain_unscale_into(std::size_t i) {
     PlainSide& side = plain_[i];
-    side.follow_masters();
     if (refuses_half(side)) return true;
     PlainScaler::Record& record = known(i);
     record.stage = Stage::unscaled;
@@ -346,13 +345,7 @@ class Program {
     std::vector<Tensor> clipped = sides_[i].parameters;
     if (at_masters) {
       count("libtorch's clipping of masters");
-      side.follow_masters();
       clipped = mezzo::master_params(sides_[i].any());
-    } else {
-      // What was made of a master's gradient is not the parameter's yet.
-      for (const PlainWeight& one : side.weights) {
-        if (one.at_master) return report_.line("    (left out)");
-      }
     }
     if (by_value) {
       side.clip_value(limit);
@@ -400,32 +393,8 @@ class Program {
     const std::size_t j = random_weight(plain_[i]);
     report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
     count("gradient dropped");
-    plain_[i].weights[j].drop_gradient();
+    plain_[i].weights[j].gradient.reset();
     sides_[i].parameters[j].mutable_grad() = Tensor();
-  }
-
-  void change_at_master(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!side.counts() || !side.has_master_params()) return drop_gradient(i);
-    const std::size_t j = random_weight(side);
-    PlainWeight& weight = side.weights[j];
-    const bool has_gradient = (weight.at_master ? *weight.at_master : weight.gradient).has_value();
-    if (!weight.has_master || !has_gradient) return drop_gradient(i);
-    const bool drops = !random_.one_in(3);
-    const Vector other = random_gradient(random_, weight.value.size(), false);
-    report_.line("master_params(optimizer ", i, ")[", j,
-                 "].mutable_grad() = ", drops ? "{}" : words(other));
-    count(drops ? "gradient dropped at the master" : "gradient replaced at the master");
-    side.follow_masters();
-    if (drops) {
-      weight.at_master = std::optional<PlainGradient>();
-    } else {
-      weight.at_master = PlainGradient{other, torch::kFloat};
-    }
-    expect(false, [&] {
-      const Tensor master = mezzo::master_params(sides_[i].any())[j];
-      master.mutable_grad() = drops ? Tensor() : tensor_of(other, torch::kFloat, weight.shape);
-    });
   }
 
   void look_at_masters(std::size_t i) {
@@ -433,7 +402,6 @@ class Program {
     report_.line("master_params(optimizer ", i, ")");
     count("master_params");
     const bool throws = !side.has_master_params();
-    if (!throws) side.follow_masters();
     expect(throws, [&] {
       const auto masters = mezzo::master_params(sides_[i].any());
       for (std::size_t j = 0; j < masters.size(); ++j) {
@@ -506,9 +474,6 @@ class Program {
   }
 
   void move_gradients(std::size_t i) {
-    for (const PlainWeight& one : plain_[i].weights) {
-      if (one.at_master) return;
-    }
     report_.line("gradients of optimizer ", i, " move into a bucket");
     count("bucket");
     put_gradients_in_bucket(sides_[i].parameters);
@@ -530,9 +495,6 @@ class Program {
     const Stage stage = scaler_.records[i].stage;
     const bool is_checked = scaler_.is_enabled && scaler_.has_scaled && stage == Stage::ready;
     if (!side.recipe.of_mezzo && !is_checked) return;
-    for (const PlainWeight& one : side.weights) {
-      if (one.at_master) return;
-    }
     const std::size_t j = random_weight(side);
     const Tensor& parameter = sides_[i].parameters[j];
     const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
@@ -573,7 +535,6 @@ class Program {
     bool is_true = record.stage == Stage::unscaled;
     const bool was_unscaled = is_true;
     if (side.counts()) {
-      side.follow_masters();
       if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
     } else if (!is_true) {
       if (plain_unscale_into(i)) return {.throws = true};
@@ -602,7 +563,6 @@ class Program {
   }
 
   static Expected plain_step_without_scale(PlainSide& side, const mezzo::StepOptions& options) {
-    side.follow_masters();
     Expected expected;
     if (std::isfinite(options.max_norm) && side.has_gradient()) expected.norm = side.norm();
     plain_apply(side, 1, side.norm(), options);
@@ -652,7 +612,6 @@ class Program {
   void step_without_scaler(std::size_t i) {
     PlainSide& side = plain_[i];
     if (!side.is_finite()) return;
-    side.follow_masters();
     report_.line("optimizer ", i, ".step()");
     count("step without the scaler");
     side.step(1);
@@ -690,11 +649,6 @@ class Program {
 
   void save_or_load() {
     if (!scaler_.is_between_iterations()) return update_once();
-    for (PlainSide& side : plain_) {
-      for (const PlainWeight& one : side.weights) {
-        if (one.at_master) return;
-      }
-    }
     compare();
     if (report_.failed()) return;
     if (!saved_ || random_.one_in(3)) {
@@ -797,8 +751,6 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
                                  "zero_grad after unscale_",
                                  "zero_grad after step",
                                  "gradient dropped",
-                                 "gradient dropped at the master",
-                                 "gradient replaced at the master",
                                  "master_params",
                                  "weight written",
                                  "step",

@@ -35,20 +35,22 @@ struct ActivationCheckpointOptions {
 ///         mezzo::activation_checkpoint([&](const torch::Tensor& h) { ... }, x);
 ///     x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x, mask);
 ///
-/// Gradients equal those without the checkpoint to the bit, with two exceptions (docs/guide.md),
-/// also where checkpoints nest, in `torch::autograd::grad` and with retain_graph. When grad mode is
-/// off, or nothing requires grad, this is a plain call. No host sync of its own.
+/// Gradients equal those without the checkpoint to the bit, with one exception (docs/guide.md),
+/// also where checkpoints nest, in `torch::autograd::grad` and with retain_graph. Gradients of
+/// gradients are refused. When grad mode is off, or nothing requires grad, this is a plain call. No
+/// host sync of its own.
 ///
-/// `function` must compute the same each time, and have no other lasting effect: batch norm, for
-/// example, would update its running statistics twice. It and `args`, which may be anything, are
+/// `function` must compute the same each time, so that what it reads must not change before
+/// backward, and have no other lasting effect: batch norm, for example, would update its running
+/// statistics twice. It and `args`, which may be anything, are
 /// copied, or moved from rvalues; what they refer to must live until backward. Pass std::ref to
 /// avoid a copy. The result holds its tensors as a Tensor, in optionals, containers, pairs, tuples,
 /// or in a struct with a member `auto tensors() { return std::tie(logits, loss); }`.
 ///
 /// \throws c10::Error when `function` modifies a tensor argument in place; in backward, when a
-///   tensor that it read was modified in place since or has other memory (set_data, EmaScope), or
-///   when it runs other ops, or ops on other shapes, dtypes or parameters. Exceptions of `function`
-///   pass through, in backward too.
+///   tensor argument was modified in place since, when the second run uses other tensors that
+///   require grad than the first, and for create_graph. Exceptions of `function` pass through, in
+///   backward too.
 template <class F, class... Args>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,
                            Args&&... args) {

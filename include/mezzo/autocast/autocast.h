@@ -4,8 +4,7 @@
 /// the range in float32.
 ///
 /// Autocast state belongs to a thread. libtorch's cache of weight casts belongs to the whole
-/// process: see AutocastCache, and weight_cache.h for a better one. autocast_module.h wraps
-/// modules.
+/// process: see AutocastSetting::cache. autocast_module.h wraps modules.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -26,15 +25,15 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///     mezzo::Autocast<torch::kCPU> autocast;                      // bfloat16 on the CPU
 ///     mezzo::Autocast<torch::kCUDA, torch::kBFloat16> autocast;   // or as said
 ///     mezzo::Autocast<torch::kCPU> exact({.enabled = false});     // full precision in a region
-///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
+///     mezzo::Autocast<torch::kCPU> autocast({.cache = false, .policy = policy});
 ///
 /// Leaving the scope, also by return or exception, restores exactly what was there: enabled, dtype,
-/// cache flag, nesting. The thread's outermost exit clears libtorch's weight cache. Scopes of one
-/// thread must end in reverse order, in that thread, which block scope sees to; a static or
-/// thread_local guard may end with the process or the thread. A guard that lives across a
-/// coroutine's suspension leaves the wrong state behind, as `torch.autocast` around an await does,
-/// and warns: enter an AutocastState::Scope after each suspension instead. Entering and leaving
-/// costs some thread-local writes and no host sync. Call `backward()` after the scope.
+/// cache flag, nesting. The thread's outermost exit clears libtorch's cache of casts. Scopes of one
+/// thread must end in reverse order, in that thread and before `main` returns, which block scope
+/// sees to. A guard that lives across a coroutine's suspension leaves the wrong state behind, as
+/// `torch.autocast` around an await does: enter an AutocastState::Scope after each suspension
+/// instead. Entering and leaving costs some thread-local writes and no host sync. Call `backward()`
+/// after the scope.
 ///
 /// The region acts on ops whose tensors are on `Device`; for CPU and CUDA at once open both. It
 /// warns once a process where `Device` is CUDA and there is none, as Python does, and where the CPU
@@ -51,8 +50,8 @@ class Autocast {
 
  public:
   /// Enters a region of `setting`. The type says device and dtype.
-  /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, for a policy
-  ///   with an op that install_op_overrides was not called for, and for a WeightCache likewise
+  /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, and for a
+  ///   policy with an op that install_op_overrides was not called for
   [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
       : region_(detail::checked_region(setting, Device, Dtype)) {}
 
@@ -120,8 +119,8 @@ decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
 
 /// Returns `function` as a callable that runs under autocast in whatever thread calls it, as a
 /// decorator of `forward` does in Python. All arguments are forwarded perfectly, move-only ones
-/// too, the result is returned as it is, references included, and overloads, const and noexcept are
-/// kept. The function stands first here, the setting after it.
+/// too, and the result is returned as it is, references included. The function stands first here,
+/// the setting after it.
 ///
 ///     auto forward = mezzo::autocast<torch::kCPU>([&](auto x) { return net->forward(x); });
 ///     auto step = mezzo::autocast(&Trainer::step, mezzo::recommended(device));
@@ -132,8 +131,8 @@ decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device), class F>
 [[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting = {}) {
   static_assert(std::is_destructible_v<Autocast<Device, Dtype>>);  // says what Autocast refuses
-  using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function), detail::checked_region(setting, Device, Dtype));
+  return detail::in_scopes_of<detail::Region>(detail::checked_region(setting, Device, Dtype),
+                                              std::forward<F>(function));
 }
 
 /// Returns `function` as a callable that runs in regions of `setting`, as the overload above does
@@ -141,12 +140,12 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
 template <class F>
 [[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting) requires(
     !std::is_same_v<std::decay_t<F>, AutocastSetting>) {
-  using Function = detail::ScopedFunction<std::decay_t<F>, detail::Region, detail::RegionState>;
-  return Function(std::forward<F>(function), detail::checked_region(setting));
+  return detail::in_scopes_of<detail::Region>(detail::checked_region(setting),
+                                              std::forward<F>(function));
 }
 
-/// Holds the autocast state of a thread, for all device types: enabled, dtype, op policy, weight
-/// cache, and whether casts are cached. A new thread starts with autocast off; capture the state
+/// Holds the autocast state of a thread, for all device types: enabled, dtype, op policy, and
+/// whether casts are cached. A new thread starts with autocast off; capture the state
 /// where it is set, and hand it over:
 ///
 ///     pool.submit([state = mezzo::AutocastState::capture()] {
@@ -155,9 +154,7 @@ template <class F>
 ///     });
 ///
 /// A value: copy it and keep it as long as you like. at::ThreadLocalState carries more (grad mode,
-/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy, nor a
-/// WeightCache. The other thread shares a WeightCache's pinned and published copies, and casts
-/// other trainable weights for itself.
+/// profiler) but neither the cache flag, nor the clearing of the cache, nor a policy.
 class AutocastState {
  public:
   /// Returns the calling thread's state.
@@ -185,8 +182,8 @@ class AutocastState {
 /// Forwards as `autocast` does.
 template <class F>
 [[nodiscard]] auto with_current_autocast(F&& function) {
-  using Function = detail::ScopedFunction<std::decay_t<F>, AutocastState::Scope, AutocastState>;
-  return Function(std::forward<F>(function), AutocastState::capture());
+  return detail::in_scopes_of<AutocastState::Scope>(AutocastState::capture(),
+                                                    std::forward<F>(function));
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,22 +6,18 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/region.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
-#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
-#include <concepts>
 #include <cstddef>
 #include <memory>
 #include <optional>
 #include <ostream>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -46,28 +42,18 @@ struct ModuleImplOf<std::shared_ptr<Impl>> {
 template <class M>
 using module_impl_of = typename ModuleImplOf<M>::type;
 
-template <class Impl>
-concept HasOneForward = requires {
-  &Impl::forward;
-};
-
-/// `decltype(&Impl::forward)`, or int where there is no such thing, so that one static_assert can
-/// say so.
-template <class Impl>
-struct ForwardPointer {
-  using type = int;
-};
-template <HasOneForward Impl>
-struct ForwardPointer<Impl> {
-  using type = decltype(&Impl::forward);
-};
-
-/// Gives `Derived` a non-template `forward` with the parameters and result of `Forward`, which goes
-/// through `Derived::call`. A container such as torch::nn::Sequential reads them off
-/// `&Derived::forward`.
+/// Gives `Derived` a `forward` that goes through `Derived::call`: of the parameters and result of
+/// `Forward`, the type of a pointer to the wrapped module's forward, which a container such as
+/// torch::nn::Sequential reads off `&Derived::forward`; or, where the module's forward is a
+/// template or overloaded, one that takes what the module's takes.
 template <class Derived, class Forward>
-class ForwardLike {};
-
+class ForwardLike {
+ public:
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
+  }
+};
 template <class Derived, class Result, class Class, class... Args>
 class ForwardLike<Derived, Result (Class::*)(Args...)> {
  public:
@@ -85,32 +71,25 @@ template <class Derived, class Result, class Class, class... Args>
 class ForwardLike<Derived, Result (Class::*)(Args...) const noexcept>
     : public ForwardLike<Derived, Result (Class::*)(Args...)> {};
 
-/// Reads the members that FORWARD_HAS_DEFAULT_ARGS declares, which are protected, from any module.
-struct DefaultArguments : torch::nn::Module {
-  static bool exist(torch::nn::Module& module) {
-    return (module.*(&DefaultArguments::_forward_has_default_args))();
-  }
-  static unsigned int required(torch::nn::Module& module) {
-    return (module.*(&DefaultArguments::_forward_num_required_args))();
-  }
-  static std::vector<torch::nn::AnyValue> complete(torch::nn::Module& module,
-                                                   std::vector<torch::nn::AnyValue>&& arguments) {
-    return (module.*(&DefaultArguments::_forward_populate_default_args))(std::move(arguments));
-  }
+/// `decltype(&Impl::forward)`, or void where there is no such thing.
+template <class Impl>
+struct ForwardPointer {
+  using type = void;
+};
+template <class Impl>
+requires requires { &Impl::forward; }
+struct ForwardPointer<Impl> {
+  using type = decltype(&Impl::forward);
 };
 
 }  // namespace detail
 
 /// The module in an AutocastModule: wraps an `Impl`, with the same parameters, buffers, children
-/// and state-dict names, and with a `forward` of Impl's signature. Use AutocastModule.
+/// and state-dict names, and a `forward` of the same parameters. Use AutocastModule.
 template <class Impl>
 class AutocastModuleImpl : public torch::nn::Module,
                            public detail::ForwardLike<AutocastModuleImpl<Impl>,
                                                       typename detail::ForwardPointer<Impl>::type> {
-  static_assert(detail::HasOneForward<Impl>,
-                "mezzo::AutocastModule<M>: M needs exactly one forward, neither a template nor "
-                "overloaded; wrap the call instead: mezzo::autocast<Device>(lambda)");
-
  public:
   /// Wraps `module`, whose `forward` runs in regions of `setting`.
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
@@ -123,13 +102,12 @@ class AutocastModuleImpl : public torch::nn::Module,
     adopt_names();
   }
 
-  /// Calls `module()->forward(args...)` under the setting; Impl's default arguments may be left
-  /// out.
+  /// Calls `module()->forward(args...)` under the setting.
   template <class... Args>
   decltype(auto) call(Args&&... args) {
     const detail::Region region(region_);
     return detail::with_output(region_.output, [&]() -> decltype(auto) {
-      return detail::run_forward(*module_, std::forward<Args>(args)...);
+      return module_->forward(std::forward<Args>(args)...);
     });
   }
 
@@ -167,14 +145,10 @@ class AutocastModuleImpl : public torch::nn::Module,
   void to(torch::Device device, bool non_blocking = false) override {
     module_->to(device, non_blocking);
   }
-  /// Sets the gradients of the wrapped module to zero, or to none.
-  void zero_grad(bool set_to_none = true) override { module_->zero_grad(set_to_none); }
   /// Saves the wrapped module under its own names.
   void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
   /// Loads what `save`, of this class or of the wrapped one, wrote.
   void load(torch::serialize::InputArchive& archive) override { module_->load(archive); }
-  /// Returns whether the wrapped module is.
-  bool is_serializable() const override { return module_->is_serializable(); }
   /// Prints "mezzo::AutocastModule(...)" round the wrapped module.
   void pretty_print(std::ostream& stream) const override {
     stream << "mezzo::AutocastModule(";
@@ -183,18 +157,6 @@ class AutocastModuleImpl : public torch::nn::Module,
   }
 
  private:
-  template <typename ModuleType, typename... ArgumentTypes>
-  friend struct torch::nn::AnyModuleHolder;
-
-  bool _forward_has_default_args() override { return detail::DefaultArguments::exist(*module_); }
-  unsigned int _forward_num_required_args() override {
-    return detail::DefaultArguments::required(*module_);
-  }
-  std::vector<torch::nn::AnyValue> _forward_populate_default_args(
-      std::vector<torch::nn::AnyValue>&& arguments) override {
-    return detail::DefaultArguments::complete(*module_, std::move(arguments));
-  }
-
   // How a parent's clone() fills the child that the copy's own reset() made.
   void clone_(torch::nn::Module& other, const std::optional<torch::Device>& device) override {
     const auto copy = std::dynamic_pointer_cast<AutocastModuleImpl>(other.clone(device));
@@ -231,7 +193,7 @@ class AutocastModuleImpl : public torch::nn::Module,
 ///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
-/// a module class; for a torch::jit::Module it is ScriptModule. The module is shared, not copied:
+/// a module class. The module is shared, not copied:
 /// parameters(), state dict, to(), train(), torch::save and torch::load see M's own tensors under
 /// M's own names, with no prefix, so a checkpoint fits with and without the wrapper; clone() gives
 /// a wrapped copy. Two things differ: tensors that M registers after it was wrapped are not listed,
@@ -250,10 +212,6 @@ class AutocastModule
   /// Wraps the module of a pointer.
   AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
       : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
-  /// Wraps a script, as its ScriptModule.
-  AutocastModule(const torch::jit::Module& script,
-                 const AutocastSetting& setting) requires std::same_as<Impl, ScriptModuleImpl>
-      : AutocastModule(std::make_shared<ScriptModuleImpl>(script), setting) {}
   /// Holds the result of `register_module("fc", mezzo::AutocastModule(fc, setting))`.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
@@ -269,7 +227,5 @@ class AutocastModule
 /// Deduces the class of the module.
 template <class M>
 AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
-/// Deduces ScriptModule of a script.
-AutocastModule(torch::jit::Module, AutocastSetting)->AutocastModule<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

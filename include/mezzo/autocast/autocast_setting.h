@@ -10,7 +10,6 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
-#include <concepts>
 #include <memory>
 #include <optional>
 #include <string>
@@ -19,13 +18,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 class OpPolicy;
-class WeightCache;
 
 namespace detail {
-class CacheOwner;
-class CacheScope;
-class PolicyEdits;
 class PolicyScope;
+struct PolicyEdits;
 }  // namespace detail
 
 /// Returns the dtype that libtorch's autocast lowers to by default: half on CUDA, bfloat16 on the
@@ -67,60 +63,10 @@ class PolicyRef {
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
 
-/// Handle of a WeightCache (weight_cache.h) in a setting; it shares what the cache holds. A
-/// WeightCache converts to it.
-class WeightCacheRef {
- public:
-  /// No cache: the surrounding region's stays in force.
-  WeightCacheRef() = default;
-  /// Whether there is no cache.
-  bool empty() const noexcept { return owner_ == nullptr; }
-
- private:
-  friend WeightCache;
-  friend detail::CacheScope;
-  explicit WeightCacheRef(std::shared_ptr<detail::CacheOwner> owner) noexcept
-      : owner_(std::move(owner)) {}
-
-  std::shared_ptr<detail::CacheOwner> owner_;
-};
-
-/// Chooses what keeps the low-precision copies of weights, so that a weight that is used twice is
-/// cast once: `true` or `false`, for libtorch's cache on or off, or a WeightCache.
-///
-/// libtorch has one such cache a process, keyed by the weight alone, which lasts until the
-/// outermost region of the thread ends. Switch it off where weights change inside a region, where a
-/// `NoGradGuard` comes and goes inside it (a copy made without gradients would be reused with
-/// them), or where threads run the same weights in different dtypes. Or give the region a
-/// WeightCache, which has none of these traps and takes the place of libtorch's.
-class AutocastCache {
- public:
-  /// Inherits what the surrounding region or `at::autocast::set_autocast_cache_enabled` said, or
-  /// libtorch's cache in a thread where nobody did.
-  AutocastCache() = default;
-
-  /// Turns libtorch's cache on or off. Off turns a surrounding region's WeightCache off too, for
-  /// this region and those inside it; on leaves a surrounding WeightCache in force.
-  AutocastCache(std::same_as<bool> auto enabled) : enabled_(enabled) {}
-
-  /// Chooses a WeightCache. An empty WeightCacheRef says nothing.
-  template <std::convertible_to<WeightCacheRef> Cache>
-  AutocastCache(const Cache& cache) : weight_cache_(cache) {}
-
-  /// Whether libtorch's cache was asked for, if anybody said so.
-  std::optional<bool> enabled() const noexcept { return enabled_; }
-  /// Returns the cache; null for `true` and `false`.
-  const WeightCacheRef& weight_cache() const noexcept { return weight_cache_; }
-
- private:
-  std::optional<bool> enabled_;
-  WeightCacheRef weight_cache_;
-};
-
 /// Settings of a region of autocast. Guards, wrapped callables and modules take them:
 ///
 ///     mezzo::AutocastGuard autocast({.device = torch::kCUDA, .dtype = torch::kBFloat16});
-///     mezzo::Autocast<torch::kCPU> autocast({.cache = cache, .policy = policy});
+///     mezzo::Autocast<torch::kCPU> autocast({.cache = false, .policy = policy});
 ///
 /// Making one checks nothing; the guard that takes it validates it.
 struct AutocastSetting {
@@ -150,8 +96,14 @@ struct AutocastSetting {
   /// they are. A guard, which returns nothing, refuses it.
   std::optional<at::ScalarType> output = std::nullopt;
 
-  /// The cache of weights' casts: `true`, `false` or a WeightCache.
-  AutocastCache cache = {};
+  /// Whether a weight that is used twice is cast once, by libtorch's cache. None: as in the
+  /// surrounding region, or as `at::autocast::set_autocast_cache_enabled` was told.
+  ///
+  /// The cache is one a process, keyed by the weight alone, and lasts until the outermost region of
+  /// a thread ends. Switch it off where weights change inside a region, where a `NoGradGuard` comes
+  /// and goes inside it (a copy made without gradients would be reused with them), or where threads
+  /// run the same weights in different dtypes.
+  std::optional<bool> cache = std::nullopt;
 
   /// Edits to the op lists: an OpPolicy, on top of the surrounding region's where regions nest. Its
   /// ops must have been installed: install_op_overrides (op_policy.h).

@@ -8,7 +8,7 @@
 /// In a region of autocast the returned callable casts the tensors among its arguments and runs the
 /// function with autocast off, so that nothing inside is cast again; elsewhere it just calls. It
 /// forwards all arguments, also those without tensors, perfectly, and returns what the function
-/// returns.
+/// returns, a copy where that is a reference to tensors.
 ///
 /// A tensor is cast if it is floating, not double, and on a device whose autocast is enabled in the
 /// calling thread: bare, in std::optional, std::vector, std::array, c10::ArrayRef, std::pair,
@@ -22,6 +22,7 @@
 
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 
@@ -30,6 +31,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <concepts>
 #include <functional>
 #include <optional>
 #include <tuple>
@@ -44,31 +46,48 @@ inline bool autocast_is_on() {
                      [](auto device) { return at::autocast::is_autocast_enabled(device); });
 }
 
-/// The dtype of every cast tensor: fixed, the region's, or the widest among the arguments. `plan`
-/// looks at all arguments before any of them is cast.
-struct ToDtype {
-  at::ScalarType dtype;
+/// `R`, or a value where it is a reference to tensors, which may lead into a cast argument.
+template <class R>
+using WithoutTensorReference =
+    std::conditional_t<std::is_reference_v<R> && carries_tensors<R>(), std::decay_t<R>, R>;
 
-  template <class... Args>
-  ToDtype plan(const Args&...) const {
-    return *this;
-  }
-  at::ScalarType operator()(c10::DeviceType) const { return dtype; }
-};
+/// Says to which dtype a cast function's tensors are cast.
+enum class CastTarget { fixed, of_region, widest };
 
-struct ToRegionDtype {
-  template <class... Args>
-  ToRegionDtype plan(const Args&...) const {
-    return {};
-  }
-  at::ScalarType operator()(c10::DeviceType device) const {
-    return at::autocast::get_autocast_dtype(device);
-  }
-};
+/// Calls a function on cast arguments with autocast off, and plainly where autocast is off.
+struct WithCasts {
+  CastTarget target;
+  at::ScalarType fixed = at::kFloat;
 
-struct ToWidest {
+  template <class F, class... Args>
+  requires std::invocable<F&, Args...> WithoutTensorReference<std::invoke_result_t<F&, Args...>>
+  operator()(F& function, Args&&... args) const {
+    if (!autocast_is_on()) {
+      return std::invoke(function, std::forward<Args>(args)...);
+    }
+    const at::ScalarType common = target == CastTarget::widest ? widest_of(args...) : fixed;
+    const auto cast = [&](const at::Tensor& tensor) {
+      const auto device = casting_device(tensor);
+      if (!device.has_value()) return tensor;
+      const auto dtype =
+          target == CastTarget::of_region ? at::autocast::get_autocast_dtype(*device) : common;
+      return at::autocast::cached_cast(dtype, tensor, *device);
+    };
+    // Braces, so that the casts happen before autocast is switched off.
+    std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
+        map_tensors(std::forward<Args>(args), cast)...};
+    const AutocastOff off;
+    return std::apply(
+        [&function](
+            auto&&... each) -> WithoutTensorReference<std::invoke_result_t<F&, decltype(each)...>> {
+          return std::invoke(function, std::forward<decltype(each)>(each)...);
+        },
+        std::move(arguments));
+  }
+
+ private:
   template <class... Args>
-  ToDtype plan(const Args&... args) const {
+  static at::ScalarType widest_of(const Args&... args) {
     std::optional<at::ScalarType> widest;
     const auto look = [&widest](const at::Tensor& tensor) {
       if (casting_device(tensor).has_value()) {
@@ -76,53 +95,14 @@ struct ToWidest {
       }
     };
     (for_each_tensor(args, look), ...);
-    return {widest.value_or(at::kFloat)};
+    return widest.value_or(at::kFloat);
   }
 };
 
-/// Calls `F` on cast arguments with autocast off, and plainly where autocast is off.
-template <class F, class Target>
-class CastingFunction {
- public:
-  template <class G>
-  CastingFunction(G&& function, Target target)
-      : function_(std::forward<G>(function)), target_(target) {}
-
-  template <class... Args>
-  decltype(auto) operator()(Args&&... args) {
-    return call(function_, std::forward<Args>(args)...);
-  }
-  template <class... Args>
-  decltype(auto) operator()(Args&&... args) const {
-    return call(function_, std::forward<Args>(args)...);
-  }
-
- private:
-  template <class Function, class... Args>
-  decltype(auto) call(Function& function, Args&&... args) const {
-    if (!autocast_is_on()) {
-      return std::invoke(function, std::forward<Args>(args)...);
-    }
-    const auto dtype_on = target_.plan(std::as_const(args)...);
-    const auto cast = [&dtype_on](const at::Tensor& tensor) {
-      const auto device = casting_device(tensor);
-      return device.has_value() ? at::autocast::cached_cast(dtype_on(*device), tensor, *device)
-                                : tensor;
-    };
-    // Braces, so that the casts happen before autocast is switched off.
-    std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
-        map_tensors(std::forward<Args>(args), cast)...};
-    const AutocastOff off;
-    return std::apply(
-        [&function](auto&&... each) -> decltype(auto) {
-          return std::invoke(function, std::forward<decltype(each)>(each)...);
-        },
-        std::move(arguments));
-  }
-
-  F function_;
-  Target target_;
-};
+template <class F>
+auto with_casts(WithCasts casts, F&& function) {
+  return WrappedFunction<std::decay_t<F>, WithCasts>(std::forward<F>(function), casts);
+}
 
 }  // namespace detail
 
@@ -134,8 +114,7 @@ template <class F>
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
               "cast_inputs: dtype is ", dtype,
               "; it should be torch::kFloat, torch::kHalf or torch::kBFloat16");
-  return detail::CastingFunction<std::decay_t<F>, detail::ToDtype>(std::forward<F>(function),
-                                                                   {dtype});
+  return detail::with_casts({detail::CastTarget::fixed, dtype}, std::forward<F>(function));
 }
 
 /// Returns `function` as a callable that runs in float32, for functions that overflow or lose too
@@ -149,15 +128,14 @@ template <class F>
 /// `half_function`.
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
-  return detail::CastingFunction<std::decay_t<F>, detail::ToRegionDtype>(std::forward<F>(function),
-                                                                         {});
+  return detail::with_casts({detail::CastTarget::of_region}, std::forward<F>(function));
 }
 
 /// Returns `function` as a callable that runs in the widest dtype among the tensors that it is
 /// given; half and bfloat16 meet in float32. In Apex: `promote_function`.
 template <class F>
 [[nodiscard]] auto promote_function(F&& function) {
-  return detail::CastingFunction<std::decay_t<F>, detail::ToWidest>(std::forward<F>(function), {});
+  return detail::with_casts({detail::CastTarget::widest}, std::forward<F>(function));
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,7 +1,5 @@
 /// \file
-/// `explain` and CastTrace: why an op ran in its dtype, and what the casts cost.
-///
-///     std::cout << mezzo::explain("softmax", {scores}) << '\n';
+/// CastTrace: in which dtype each op ran, why, and what the casts cost.
 ///
 ///     mezzo::CastTrace trace;      // from here on, this thread's ops are noted
 ///     step(batch);
@@ -17,37 +15,15 @@
 #include <cstdint>
 #include <ostream>
 #include <string>
-#include <string_view>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The source of an op's category.
 enum class CastDecider : std::uint8_t {
-  nobody,    ///< autocast is off for the op's device
   libtorch,  ///< libtorch's list, or the absence of the op from it
   policy,    ///< an OpPolicy in force
 };
-
-/// An answer of `explain`: autocast's treatment of a call in the calling thread, at this moment.
-struct CastExplanation {
-  std::string op;                      ///< with its overload
-  c10::DeviceType device;              ///< of the first tensor
-  CastDecider decider;                 ///< whose list the category is from
-  OpCategory category;                 ///< fallthrough where autocast is off
-  std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors
-  at::ScalarType runs_in;              ///< the dtype it computes in; Undefined without tensors
-  std::string reason;                  ///< all of this as one sentence
-};
-
-/// Prints the reason.
-MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const CastExplanation& explanation);
-
-/// Returns what autocast would do with `op` on these inputs under the state and policy of the
-/// calling thread. Runs nothing. A name without overload means the overload that takes so many
-/// tensors, and of several the one that autocast lists. Scalars and dtypes are taken as not given.
-/// \throws c10::Error for an unknown op, and for tensors on a device without op lists
-MEZZO_INLINE CastExplanation explain(std::string_view op, const std::vector<at::Tensor>& inputs);
 
 /// One line of a trace: the sum of equal calls in one scope.
 struct CastRecord {
@@ -57,11 +33,10 @@ struct CastRecord {
   CastDecider decider;     ///< whose list the category is from
   OpCategory category;     ///< fallthrough where autocast is off
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
-  at::ScalarType runs_in;   ///< the dtype that the op computes in; Undefined without tensors
-  std::int64_t calls;       ///< how many calls this record adds up
-  std::int64_t casts;       ///< made; cache hits are not counted
-  std::int64_t bytes;       ///< read and written by the casts
-  std::int64_t cache_hits;  ///< casts in whose place a WeightCache gave a copy that it held
+  at::ScalarType runs_in;  ///< the dtype that the op computes in; Undefined without tensors
+  std::int64_t calls;      ///< how many calls this record adds up
+  std::int64_t casts;      ///< made, not those that libtorch's cache saved
+  std::int64_t bytes;      ///< read and written by the casts
 };
 
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops that are on a

@@ -7,10 +7,8 @@
 ///     ...
 ///     mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // bmm in float32, softmax not
 ///
-/// Peers: TensorFlow's graph rewrite sorts ops into allow (here
-/// lower_precision), deny (fp32), infer and clear (both fallthrough here: the inputs decide);
-/// Apex edits its lists with register_half_function (`allow`), register_float_function (`deny`) and
-/// register_promote_function (`promote`).
+/// Peers: Apex edits its lists with register_half_function (`allow`), register_float_function
+/// (`deny`) and register_promote_function (`promote`).
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -86,13 +84,12 @@ MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device);
 /// An op is named "aten::softmax.int" (one overload), "aten::softmax" (all of them) or, from aten,
 /// "softmax". `.allow("mylib::attention")` makes an op of TORCH_LIBRARY's take part that autocast
 /// does not know. Ops that write into their arguments (in-place, out=) have no place in autocast
-/// and cannot be named. Ops whose result may be a view of an argument, or the argument itself
-/// (view, reshape, select, to, dropout), cannot be cast, since writes through the view would reach
-/// a copy; `ignore` takes them.
+/// and cannot be named. An op whose schema says that its result is a view (view, reshape, select,
+/// to) cannot be cast, since writes through the view would reach a copy; `ignore` takes it. Where
+/// another op hands an argument back, as dropout does in evaluation, a cast op's result is a copy.
 ///
-/// \throws c10::Error from every method that names an op: for a name that nobody registered, with
-/// the nearest that exist, for an op that writes into its arguments, and for a cast of an op that
-/// may return a view
+/// \throws c10::Error from every method that names an op: for a name that nobody registered, for
+/// an op that writes into its arguments, and for a cast of an op that returns a view
 class OpPolicy {
  public:
   /// Makes a policy without edits.
@@ -103,7 +100,7 @@ class OpPolicy {
     return set(op, OpCategory::lower_precision);
   }
 
-  /// Casts the op's floating inputs to float32.
+  /// Casts the op's floating inputs to float32. Lifts the ban of an op that CUDA's list bans.
   [[nodiscard]] OpPolicy deny(std::string_view op) const { return set(op, OpCategory::fp32); }
 
   /// Casts the op's floating inputs to the widest of their dtypes; half and bfloat16 meet in
@@ -116,36 +113,17 @@ class OpPolicy {
     return set(op, OpCategory::fallthrough);
   }
 
-  /// Runs a banned op in float32, as binary_cross_entropy runs on the CPU.
-  /// \throws c10::Error also when no device bans the op
-  [[nodiscard]] OpPolicy allow_banned(std::string_view op) const;
-
-  /// Gives the op any category.
-  /// \throws c10::Error also for a category that the op cannot have: fp32_set_opt_dtype without an
-  /// optional dtype argument, fp32_append_dtype without an overload that takes a dtype, unknown
-  [[nodiscard]] OpPolicy set(std::string_view op, OpCategory category) const;
-
   /// Returns this policy with all of `other`'s edits on top.
   [[nodiscard]] OpPolicy with(const OpPolicy& other) const;
 
-  /// Reads a list: a line holds one verb (allow, deny, promote, ignore, allow_banned), or a
-  /// category's name, and the ops that it is for; `#` starts a comment.
+  /// Reads a list: a line holds one verb (allow, deny, promote, ignore) and the ops that it is for;
+  /// `#` starts a comment.
   /// \throws c10::Error naming the line
   static OpPolicy parse(std::string_view text);
 
   /// Reads a list, as `parse` does, from a file.
   /// \throws c10::Error naming file and line; also when the file cannot be read
   static OpPolicy from_file(const std::string& path);
-
-  /// Returns CUDA's lists for either device: softmax, layer_norm, exp and sum in float32 also on
-  /// the CPU, mv and einsum in the region's dtype, binary_cross_entropy banned. Edits every op on
-  /// which the two devices differ, 178 in libtorch 2.11; LSTMs stay in 16 bits, as CUDA runs them.
-  /// An op that the CPU has no low-precision kernel for (many linear algebra ops and Fourier
-  /// transforms) then refuses such inputs, as CUDA does.
-  static OpPolicy cuda_like() { return like(c10::DeviceType::CUDA); }
-
-  /// Returns the CPU's lists for either device.
-  static OpPolicy cpu_like() { return like(c10::DeviceType::CPU); }
 
   /// Returns the edits, sorted by name.
   std::vector<OpEntry> edits() const;
@@ -166,7 +144,7 @@ class OpPolicy {
   friend OpPolicy install_op_overrides(OpPolicy policy);
   explicit OpPolicy(std::shared_ptr<const detail::PolicyEdits> edits) : edits_(std::move(edits)) {}
 
-  static OpPolicy like(c10::DeviceType device);
+  OpPolicy set(std::string_view op, OpCategory category) const;
 
   std::shared_ptr<const detail::PolicyEdits> edits_;
 };
@@ -174,10 +152,10 @@ class OpPolicy {
 /// Prints `to_string`.
 MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& policy);
 
-/// Lets regions use `policy`, and every policy that gives the same ops the same categories: puts a
-/// kernel of mezzo's in front of libtorch's, in the dispatcher's table, for each op that the policy
-/// names. It asks the calling thread's policy at each call, which costs some ten nanoseconds, and
-/// where that is silent calls libtorch's. Ops that no installed policy names are untouched.
+/// Lets regions use `policy`, and every policy that names the same ops: puts a kernel of mezzo's in
+/// front of libtorch's, in the dispatcher's table, for each op that the policy names. It asks the
+/// calling thread's policy at each call, which costs some ten nanoseconds, and where that is silent
+/// calls libtorch's. Ops that no installed policy names are untouched.
 ///
 /// **Call it in main, before other threads run ops**: it writes the dispatcher's table, and a
 /// concurrent call of such an op may not survive it. The kernels stay for the life of the process.
@@ -187,10 +165,7 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpPolicy& poli
 ///
 ///     const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
 ///
-/// Several policies that meet in nested regions are installed one by one. A WeightCache has an
-/// install_op_overrides of its own (weight_cache.h).
-/// \throws c10::Error, before it changes anything, if a library that was built with another version
-///   of mezzo overrides one of the ops
+/// Several policies that meet in nested regions are installed one by one.
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -2,7 +2,6 @@
 /// Function arguments that take one model or optimizer, several in braces, or a range of them.
 #pragma once
 
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -47,23 +46,15 @@ auto module_pointer(const M& model) {
   }
 }
 
-template <IsScript M>
-std::shared_ptr<ScriptModuleImpl> module_pointer(const M& script) {
-  return std::make_shared<ScriptModuleImpl>(script);
-}
-
 /// Returns a non-owning shared_ptr; the caller keeps the module alive.
 template <ModuleVariable M>
 std::shared_ptr<M> module_pointer(M& model) {
   return {std::shared_ptr<void>(), &model};
 }
 
-template <class M>
-concept ListableModel = ModelHandle<M> || IsScript<M>;
-
 /// One model of a list.
 struct ListedModel {
-  template <ListableModel M>
+  template <ModelHandle M>
   ListedModel(const M& model) : module(module_pointer(model)) {}
   template <ModuleVariable M>
   ListedModel(M& model) : module(module_pointer(model)) {}
@@ -73,14 +64,13 @@ struct ListedModel {
 }  // namespace detail
 
 /// `model`, `{generator, discriminator}`, or a range of models. A model is a module holder, a
-/// shared_ptr to a module, a torch::jit::Module, or a module itself. A module passed by itself is
+/// shared_ptr to a module, or a module itself. A module passed by itself is
 /// referenced, not copied: it must stay at its address while the list is in use.
 class ModelList {
  public:
-  /// Lists one model given as a holder, shared_ptr or torch::jit::Module, whose ownership is
-  /// shared.
+  /// Lists one model given as a holder or shared_ptr, whose ownership is shared.
   /// \throws c10::Error for an empty holder or pointer
-  template <detail::ListableModel M>
+  template <detail::ModelHandle M>
   ModelList(const M& model) : modules_{detail::module_pointer(model)} {
     check();
   }
@@ -94,8 +84,8 @@ class ModelList {
   }
   /// Lists the models of a range. \throws c10::Error for none, an empty one, or the same one twice
   template <std::ranges::input_range Models>
-  requires(!detail::ListableModel<Models> && !std::derived_from<Models, torch::nn::Module>) &&
-      detail::ListableModel<std::ranges::range_value_t<Models>> ModelList(const Models& models) {
+  requires(!detail::ModelHandle<Models> && !std::derived_from<Models, torch::nn::Module>) &&
+      detail::ModelHandle<std::ranges::range_value_t<Models>> ModelList(const Models& models) {
     for (const auto& model : models) modules_.push_back(detail::module_pointer(model));
     check();
   }
@@ -112,9 +102,8 @@ class ModelList {
       TORCH_CHECK(modules_[i] != nullptr, "model ", i,
                   " is empty; construct the module before its holder is passed");
       for (std::size_t other = 0; other < i; ++other) {
-        TORCH_CHECK(detail::identity_of(*modules_[i]) != detail::identity_of(*modules_[other]),
-                    "model ", i, " (", modules_[i]->name(), ") is model ", other,
-                    " again; give each model once");
+        TORCH_CHECK(modules_[i] != modules_[other], "model ", i, " (", modules_[i]->name(),
+                    ") is model ", other, " again; give each model once");
       }
     }
   }

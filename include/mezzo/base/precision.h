@@ -20,29 +20,19 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// The three dtypes of a Precision, each float32, bfloat16, float16 or float64.
-struct PrecisionDtypes {
-  at::ScalarType param = at::ScalarType::Float;    ///< what the weights are kept in
-  at::ScalarType compute = at::ScalarType::Float;  ///< what the forward pass runs in
-  at::ScalarType output = at::ScalarType::Float;   ///< what the results are handed on in
-};
-
-/// The dtypes of a model's weights, of its computation and of its results, as an immutable value.
-/// jmp calls it a Policy.
+/// The dtypes of a model's weights, of its computation and of its results, each float32, bfloat16,
+/// float16 or float64. jmp calls it a Policy.
 ///
-///     mezzo::Precision mixed({.compute = torch::kBFloat16});         // the others are float32
+///     mezzo::Precision mixed{.compute = torch::kBFloat16};           // the others are float32
 ///     auto precision = mezzo::Precision::parse("params=float32,compute=bfloat16,output=float32");
 ///     auto output = precision.cast_to_output(net(precision.cast_to_compute(batch)));
 ///
 /// Casts are differentiable, keep the tensor's device, and do not copy a tensor that has the dtype
 /// already. Any thread.
-class Precision {
- public:
-  /// float32 throughout.
-  Precision() = default;
-
-  /// \throws c10::Error naming the member that is not float32, bfloat16, float16 or float64
-  explicit Precision(const PrecisionDtypes& dtypes);
+struct Precision {
+  at::ScalarType param = at::ScalarType::Float;    ///< what the weights are kept in
+  at::ScalarType compute = at::ScalarType::Float;  ///< what the forward pass runs in
+  at::ScalarType output = at::ScalarType::Float;   ///< what the results are handed on in
 
   /// Parses the text that `to_string` writes, and jmp's short forms: "p=f32,c=bf16,o=f32", or one
   /// dtype for all three, "bfloat16". Order and white space do not matter. Defaults are jmp's:
@@ -52,44 +42,26 @@ class Precision {
   /// \throws c10::Error naming the part that was not understood, and the accepted forms
   static Precision parse(std::string_view text);
 
-  /// Returns the dtype of parameters.
-  at::ScalarType param() const noexcept { return dtypes_.param; }
-  /// Returns the dtype of arithmetic.
-  at::ScalarType compute() const noexcept { return dtypes_.compute; }
-  /// Returns the dtype of results.
-  at::ScalarType output() const noexcept { return dtypes_.output; }
-
-  /// Returns a copy with another dtype of parameters. \throws c10::Error as the constructor does
-  [[nodiscard]] Precision with_param(at::ScalarType dtype) const;
-  /// Returns a copy with another dtype of arithmetic. \throws c10::Error as the constructor does
-  [[nodiscard]] Precision with_compute(at::ScalarType dtype) const;
-  /// Returns a copy with another dtype of results. \throws c10::Error as the constructor does
-  [[nodiscard]] Precision with_output(at::ScalarType dtype) const;
-
-  /// Returns `value` with its float32, bfloat16, float16 and float64 tensors cast to `param()`. All
-  /// other tensors (integers, bool, complex, float8, quantized, undefined) stay as they
-  /// are. A value is a tensor, or an optional, pair, tuple, array, vector or map of values, nested
-  /// to any depth, or a struct that lists its tensors
-  /// (`auto tensors() { return std::tie(logits, loss); }`). An lvalue is copied, an rvalue moved
-  /// from; an ArrayRef becomes a vector. To cast a module, use its `to(dtype)`.
+  /// Returns `value` with its float32, bfloat16, float16 and float64 tensors cast to `param`. All
+  /// other tensors (integers, bool, complex, float8, quantized, undefined) stay as they are. A
+  /// value is a tensor, or an optional, pair, tuple, array, vector or map of values, nested to any
+  /// depth, or a struct that lists its tensors (`auto tensors() { return std::tie(logits, loss);
+  /// }`). An lvalue is copied, an rvalue moved from; an ArrayRef becomes a vector. To cast a
+  /// module, use its `to(dtype)`.
+  /// \throws c10::Error if `param` is none of the four dtypes
   template <class T>
   [[nodiscard]] auto cast_to_param(T&& value) const;
-  /// Returns `value` with its tensors cast to `compute()`, as `cast_to_param` casts them.
+  /// Returns `value` with its tensors cast to `compute`, as `cast_to_param` casts them.
   template <class T>
   [[nodiscard]] auto cast_to_compute(T&& value) const;
-  /// Returns `value` with its tensors cast to `output()`, as `cast_to_param` casts them.
+  /// Returns `value` with its tensors cast to `output`, as `cast_to_param` casts them.
   template <class T>
   [[nodiscard]] auto cast_to_output(T&& value) const;
 
-  /// "params=float32,compute=bfloat16,output=float32"
+  /// Returns a text such as "params=float32,compute=bfloat16,output=float32".
   std::string to_string() const;
 
-  friend bool operator==(const Precision& a, const Precision& b) noexcept {
-    return a.param() == b.param() && a.compute() == b.compute() && a.output() == b.output();
-  }
-
- private:
-  PrecisionDtypes dtypes_;
+  friend bool operator==(const Precision&, const Precision&) = default;
 };
 
 inline std::ostream& operator<<(std::ostream& stream, const Precision& precision);
@@ -153,17 +125,11 @@ OwningType<T> cast_tensors(T&& value, at::ScalarType dtype) {
 
 }  // namespace detail
 
-inline Precision::Precision(const PrecisionDtypes& dtypes) : dtypes_(dtypes) {
-  detail::check_precision_dtype("param", dtypes.param);
-  detail::check_precision_dtype("compute", dtypes.compute);
-  detail::check_precision_dtype("output", dtypes.output);
-}
-
 inline Precision Precision::parse(std::string_view text) {
   detail::PrecisionText read{.whole = text};
   if (text.find_first_of("=,") == std::string_view::npos) {
     const at::ScalarType dtype = read.dtype(detail::trimmed(text));
-    return Precision({.param = dtype, .compute = dtype, .output = dtype});
+    return {.param = dtype, .compute = dtype, .output = dtype};
   }
   for (std::string_view rest = text;;) {
     const auto comma = rest.find(',');
@@ -173,43 +139,34 @@ inline Precision Precision::parse(std::string_view text) {
   }
   const at::ScalarType param = read.param.value_or(at::ScalarType::Float);
   const at::ScalarType compute = read.compute.value_or(param);
-  return Precision({.param = param, .compute = compute, .output = read.output.value_or(compute)});
-}
-
-inline Precision Precision::with_param(at::ScalarType dtype) const {
-  return Precision({.param = dtype, .compute = compute(), .output = output()});
-}
-
-inline Precision Precision::with_compute(at::ScalarType dtype) const {
-  return Precision({.param = param(), .compute = dtype, .output = output()});
-}
-
-inline Precision Precision::with_output(at::ScalarType dtype) const {
-  return Precision({.param = param(), .compute = compute(), .output = dtype});
+  return {.param = param, .compute = compute, .output = read.output.value_or(compute)};
 }
 
 template <class T>
 auto Precision::cast_to_param(T&& value) const {
-  return detail::cast_tensors(std::forward<T>(value), param());
+  detail::check_precision_dtype("param", param);
+  return detail::cast_tensors(std::forward<T>(value), param);
 }
 
 template <class T>
 auto Precision::cast_to_compute(T&& value) const {
-  return detail::cast_tensors(std::forward<T>(value), compute());
+  detail::check_precision_dtype("compute", compute);
+  return detail::cast_tensors(std::forward<T>(value), compute);
 }
 
 template <class T>
 auto Precision::cast_to_output(T&& value) const {
-  return detail::cast_tensors(std::forward<T>(value), output());
+  detail::check_precision_dtype("output", output);
+  return detail::cast_tensors(std::forward<T>(value), output);
 }
 
 inline std::string Precision::to_string() const {
   std::string text("params=");
-  text += detail::dtype_name(param());
+  text += detail::dtype_name(param);
   text += ",compute=";
-  text += detail::dtype_name(compute());
+  text += detail::dtype_name(compute);
   text += ",output=";
-  text += detail::dtype_name(output());
+  text += detail::dtype_name(output);
   return text;
 }
 

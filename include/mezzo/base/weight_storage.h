@@ -1,5 +1,5 @@
 /// \file
-/// How optimizers store 16-bit weights and moments between steps.
+/// How optimizers store 16-bit weights between steps.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -12,11 +12,9 @@ namespace optim {
 /// How an optimizer stores a bfloat16 or half parameter between steps. Float and double parameters
 /// are always stored as they are. The bytes per parameter are those of AdamW, with the gradient.
 ///
-/// The model's parameter may be written between steps. A master then takes over the elements that
-/// were written and keeps its digits for the others; a split master restarts from the whole
-/// parameter (also when the parameter moves to another device). A write through `parameter.data()`
-/// or a raw pointer bumps no version, so the next step overwrites it if there is a master: write
-/// under NoGradGuard, or use set_data.
+/// The model's parameter may be written between steps, in any way. A master then takes over the
+/// elements that were written and keeps its digits for the others. A split master keeps the 16 bits
+/// below an element that was written, less than a digit of it.
 enum class WeightStorage : std::uint8_t {
   /// Parameters and moments in 16 bits, each result rounded to nearest. 8 bytes. Updates smaller
   /// than half a unit in the last place are lost: bfloat16 has 8 bits, so training stalls, and
@@ -33,22 +31,6 @@ enum class WeightStorage : std::uint8_t {
   /// The random bits follow from `seed`, the step and the element's index: they are the same for
   /// any number of threads, on any device, and in a resumed run.
   stochastic,
-};
-
-/// How an optimizer stores its moments (exp_avg, exp_avg_sq, momentum_buffer) between steps.
-enum class MomentStorage : std::uint8_t {
-  /// As WeightStorage says: in the parameter's dtype, or in float beside a master.
-  as_weights,
-  /// In float, also where weights have 16 bits. double for double.
-  float32,
-  /// In 8 bits, with one float scale for each block of 256 elements: bitsandbytes' block-wise
-  /// dynamic quantization (Dettmers et al., 2022). AdamW takes 10 bytes a float parameter with its
-  /// gradient, in place of 16; 6 in place of 8 with WeightStorage::stochastic.
-  ///
-  /// Each step computes in float and rounds the moments to the nearest code afterwards. Parameters
-  /// of fewer than 4,096 elements keep float moments, as in bitsandbytes. Keep embeddings in float
-  /// too: give them a parameter group with `float32`. Refuses double parameters.
-  block8,
 };
 
 }  // namespace optim

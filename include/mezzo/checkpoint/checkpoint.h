@@ -3,16 +3,18 @@
 /// states and the position in the data. A kill or a full disk at any moment leaves either the old
 /// file or the new one intact. Damage is detected before anything is loaded.
 ///
-/// The file is the zip that torch.save writes. Python reads it without mezzo:
+/// The file is one that torch.save writes. Python reads it without mezzo:
 /// \code{.py}
 ///   checkpoint = torch.load("runs/ner/checkpoint-000012-step-3400.pt", weights_only=True)
-///   checkpoint["step"], checkpoint["state"]["model"]["encoder"]["weight"]
+///   model.load_state_dict(checkpoint["model"])
+///   optimizer.load_state_dict(checkpoint["optimizer"])      # of Adam, AdamW or SGD
+///   checkpoint["mezzo"]["step"], checkpoint["epoch"]
 /// \endcode
-/// `examples/python_adamw/read_checkpoint.py` converts it to a state_dict.
+/// A file by Python's `torch.save({"model": model.state_dict(), "optimizer":
+/// optimizer.state_dict()}, path)` loads here.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -33,7 +35,6 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
 struct CheckpointAccess;
-class CheckpointZip;
 }  // namespace detail
 
 /// Names the objects that make up a training run. Holds references: the objects must outlive it.
@@ -49,20 +50,19 @@ class CheckpointZip;
 class TrainingState {
  public:
   /// Adds `object` under `name`. `object` may be
-  /// - a module, a ModuleHolder (`torch::nn::Linear`), a std::shared_ptr to a module, or a
-  ///   torch::jit::Module: its parameters and buffers. A holder or pointer may be given another
+  /// - a module, a ModuleHolder (`torch::nn::Linear`), or a std::shared_ptr to a module: its
+  ///   parameters and buffers, which keep their memory. A holder or pointer may be given another
   ///   module later. The file must have the same names, dtypes and shapes;
   /// - any torch::optim::Optimizer; mezzo's with masters, averages and step counts. The file must
   ///   be of the same class, over parameters of the same shapes and names in the same order;
   /// - MasterWeights;
-  /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema,
-  ///   Telemetry, RunReport;
+  /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor, or a std::vector of integers
   ///   (an epoch's shuffled order; its length may change): the position in the data;
   /// - an at::Generator, or an engine of the standard library (std::mt19937);
   /// - a std::vector<at::Tensor>; loading copies into the tensors' memory.
-  /// Loading gives all other tensors new memory, as torch::load does: capture CUDA graphs after it.
-  /// \throws c10::Error for an empty name, or a name that is already taken
+  /// Loading gives optimizers' states and single tensors new memory: capture CUDA graphs after it.
+  /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already taken
   template <class T>
   TrainingState& add(std::string name, T& object);
 
@@ -71,9 +71,8 @@ class TrainingState {
   ///     state.add("loader", [&] { return loader.position(); },
   ///               [&](std::int64_t position) { loader.seek(position); });
   ///
-  /// \param save  called when a state is saved, and before one is loaded (to restore the object if
-  ///   a later object refuses its part). Returns a copyable value of one of the types above: a
-  ///   number, string, tensor, vector of integers or engine
+  /// \param save  called when a state is saved. Returns a copyable value of one of the types above:
+  ///   a number, string, tensor, vector of integers or engine
   /// \param load  called with what `save` returned
   template <class Save, class Load>
   TrainingState& add(std::string name, Save save, Load load);
@@ -93,8 +92,7 @@ class TrainingState {
  private:
   friend struct detail::CheckpointAccess;
 
-  TrainingState& add_part(std::string name, std::shared_ptr<const detail::CheckpointPart> part,
-                          bool is_per_rank);
+  TrainingState& add_part(std::string name, detail::CheckpointPart part, bool is_per_rank);
 
   std::vector<detail::NamedPart> parts_;
 };
@@ -104,8 +102,8 @@ struct SavedCheckpoint {
   std::filesystem::path file;  ///< with its folder
   std::uint64_t bytes = 0;     ///< size of the file
   /// Whether the file survives a crash of the machine from now on. False if the file is in place
-  /// but the system refused to flush the folder. No older file is removed then, except on a file
-  /// system that never flushes folders.
+  /// but the system refused to flush the folder, as some file systems always do. A
+  /// CheckpointManager warns of it once, and then keeps one file more.
   bool durable = false;
 };
 
@@ -117,9 +115,9 @@ struct LoadedCheckpoint {
 
 /// Options for loading a checkpoint.
 struct LoadOptions {
-  /// The device of loaded tensors; unset: the device that they were saved from. Parameters and
-  /// buffers stay on their module's device in any case, as does the state of mezzo's optimizers and
-  /// of Ema.
+  /// The device of tensors that have no place yet: of an undefined tensor, and of an object's that
+  /// goes through archives; unset: the CPU. Parameters, buffers, defined tensors and the states of
+  /// optimizers stay on their devices, as in Python's `load_state_dict`.
   std::optional<c10::Device> device = std::nullopt;
   /// Whether the file may hold objects that the state does not name, which are then ignored: for
   /// loading the model alone.
@@ -174,9 +172,9 @@ class CheckpointManager {
   /// that is damaged, cannot be opened or is not a checkpoint, with a warning that names it and the
   /// reason.
   ///
-  /// Loading is all or nothing. Everything is checked and read before the first object changes, and
-  /// if an object refuses its part, all objects get back their values. This needs memory for the
-  /// file's tensors and for a copy of the objects' values.
+  /// Everything is checked before the first object changes. If an object itself then refuses its
+  /// value (an `operator>>` or a callable of yours), the error names it; those before it are
+  /// loaded.
   /// \throws c10::Error if there are files and none is intact; for a file of a newer format; if a
   ///   name or kind, a module's parameter, or an optimizer's class, weight storage or parameter
   ///   (shape; name, if the state has the model) differs from the file's, naming it. mezzo's and
@@ -194,11 +192,8 @@ class CheckpointManager {
   std::vector<std::filesystem::path> files() const;
 
  private:
-  CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options,
-                    detail::FileCalls calls);
-  SavedCheckpoint write(std::int64_t step, const std::function<void(detail::CheckpointZip&)>& add);
+  SavedCheckpoint write(const c10::IValue& document, std::int64_t step);
   void hold_lock();
-  void finish(SavedCheckpoint& saved, int flush_error);
   void prune(std::int64_t keep);
   void pass_over(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
@@ -209,12 +204,10 @@ class CheckpointManager {
 
   std::filesystem::path folder_;
   CheckpointManagerOptions options_;
-  detail::FileCalls calls_;
   detail::FolderLock lock_;
   bool offers_locks_ = true;
-  bool told_hopeless_ = false;                    // that the folder can never be flushed
-  bool told_empty_ = false;                       // that there was nothing to load
-  std::vector<std::filesystem::path> unflushed_;  // folders with a new name in them
+  bool told_not_durable_ = false;
+  bool told_empty_ = false;  // that there was nothing to load
   std::set<std::filesystem::path> damaged_;
 };
 
@@ -251,15 +244,9 @@ TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
 
 namespace detail {
 
-/// Access to internals of a state and a manager, for tests and classes of mezzo.
+/// Access to the objects of a state.
 struct CheckpointAccess {
   static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
-
-  /// Makes a manager with other system calls, for tests of failing calls.
-  static CheckpointManager manager(std::filesystem::path folder, CheckpointManagerOptions options,
-                                   FileCalls calls) {
-    return CheckpointManager(std::move(folder), std::move(options), std::move(calls));
-  }
 };
 
 }  // namespace detail

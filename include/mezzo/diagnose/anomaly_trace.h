@@ -17,15 +17,14 @@
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/anomaly.h>
-#include <mezzo/diagnose/detail/anomaly_trace_impl.h>
+#include <mezzo/diagnose/detail/anomaly_judge.h>
 #include <mezzo/diagnose/detail/number_text.h>
-#include <mezzo/diagnose/overflow_report.h>
+#include <mezzo/diagnose/detail/op_observer.h>
+#include <mezzo/diagnose/names.h>
+#include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 
-#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <torch/nn/module.h>
 
 #include <cstdint>
@@ -33,73 +32,82 @@
 #include <iostream>
 #include <memory>
 #include <ostream>
-#include <sstream>
+#include <string>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// While it exists, reads what each op of the creating thread returns, and each op and node of the
-/// backward passes that this thread calls for what it computed, on whatever thread autograd runs
-/// them. An inf that the program asks for by a scalar (the mask of attention, the start of a
-/// running minimum) is no anomaly, nor where it is carried on, unless a sum, mean or loss over many
-/// numbers becomes inf; nor is what later ops made finite again.
+/// Checks what each op that the creating thread calls returns, and each op of the backward passes
+/// that it calls, for inf and NaN, while it exists. An inf that the program asks for by a scalar
+/// (the mask of attention, the start of a running minimum) is no anomaly, nor where it is carried
+/// on, unless one number of many becomes inf; nor is what later ops make finite again.
 ///
 /// A debugging tool: a read of every result, on a device a host sync an op, and a copy of what an
 /// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random
 /// numbers stay what they were. Nothing is installed before and after: then it costs nothing.
+/// Several may exist at once.
 ///
-/// The trace sees ops that go through libtorch's dispatcher. What a kernel of another library or a
-/// collective writes shows when the next op reads it, as `arrived`. Modules are known by their
-/// parameters' memory: an op of a module without parameters goes by the name of the module before
-/// it, and copies that a WeightCache made before the trace are not recognised. Ask it, and destroy
-/// it, in the thread that made it.
-class AnomalyTrace {
+/// The trace sees ops that go through libtorch's dispatcher, as the program calls them and not what
+/// they are made of. What a kernel of another library or a collective writes shows when the next op
+/// reads it, as `arrived`. Modules are known by their parameters' memory: an op of a module without
+/// parameters goes by the name of the module before it. Ask it, and destroy it, in the thread that
+/// made it.
+class AnomalyTrace final : private detail::OpObserver {
  public:
-  /// Keeps the parameters, not the model. \throws c10::Error if the thread has one already
+  /// Keeps the parameters, not the model.
   explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {})
       : AnomalyTrace(name_parameters(model), std::move(options)) {}
-  /// Names the modules of these parameters. \throws as above
+  /// Names the modules of these parameters.
   explicit AnomalyTrace(const NamedTensors& parameters, AnomalyTraceOptions options = {})
-      : recorder_(std::make_shared<detail::AnomalyRecorder>(parameters, std::move(options))) {
-    recorder_->start();
+      : OpObserver(parameters), judge_(names(), std::move(options)) {
+    start();
   }
-  ~AnomalyTrace() { recorder_->stop(); }
-  AnomalyTrace(const AnomalyTrace&) = delete;
-  AnomalyTrace& operator=(const AnomalyTrace&) = delete;
+  ~AnomalyTrace() override { stop(); }
 
-  /// The first four anomalies so far, in their order. Results that read a bad one are not listed
-  /// again. An anomaly goes from the list when every result that carries it was read by ops whose
-  /// results are finite.
-  std::vector<Anomaly> anomalies() const { return recorder_->anomalies(); }
+  /// Returns the first four anomalies so far, in their order. Results that read a bad one are not
+  /// listed again. An anomaly goes from the list when every result that carries it was read by ops
+  /// whose results are finite.
+  std::vector<Anomaly> anomalies() const {
+    const auto locked = lock();
+    return judge_.anomalies();
+  }
 
-  /// The last ops before the first anomaly, or so far, the earliest first. Views are left out.
-  std::vector<AnomalyFrame> frames() const { return recorder_->frames(); }
+  /// Returns the last ops before the first anomaly, or so far, the earliest first. Views are left
+  /// out.
+  std::vector<AnomalyFrame> frames() const {
+    const auto locked = lock();
+    return judge_.frames();
+  }
 
-  /// Whether a backward pass has run a node since this object was made.
-  bool saw_backward() const { return recorder_->saw_backward(); }
+  /// Returns whether a backward pass has run a node since this object was made.
+  using OpObserver::saw_backward;
 
  private:
-  std::shared_ptr<detail::AnomalyRecorder> recorder_;
+  void entered(detail::ObservedOp& op) override { judge_.keep_overwritten(op); }
+  void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
+    judge_.take(op, detail::tensors_in(returned));
+  }
+
+  detail::AnomalyJudge judge_;
 };
 
-/// The anomalies, a line each, and the frames before the first as a table.
+/// Writes the anomalies, a line each, and the frames before the first as a table.
 inline std::ostream& operator<<(std::ostream& stream, const AnomalyTrace& trace) {
   const std::vector<Anomaly> anomalies = trace.anomalies();
-  std::ostringstream text;
-  if (anomalies.empty()) text << "no op made an inf or NaN\n";
-  for (const Anomaly& anomaly : anomalies) text << anomaly.message() << "\n";
-  text << (anomalies.empty() ? "the last ops" : "the ops before the first") << ", from to:\n";
+  std::string text = anomalies.empty() ? "no op made an inf or NaN\nthe last ops" : "";
+  for (const Anomaly& anomaly : anomalies) text += anomaly.message() + "\n";
+  text += anomalies.empty() ? ", from to:\n" : "the ops before the first, from to:\n";
   for (const AnomalyFrame& frame : trace.frames()) {
-    for (const ValueRange& range : frame.outputs) {
-      if (range.dtype == at::ScalarType::Undefined) continue;
-      text << detail::table_line({10, 10, 0},
-                                 {detail::digits(range.minimum), detail::digits(range.maximum),
-                                  c10::str("  ", detail::dtype_name(range.dtype), " [",
-                                           c10::Join(", ", range.sizes), "]  ", frame.place())});
+    for (const TensorSummary& output : frame.outputs) {
+      if (output.count == 0) continue;
+      text += detail::table_line({10, 10, 0},
+                                 {detail::digits(output.minimum), detail::digits(output.maximum),
+                                  "  " + std::string(detail::dtype_name(output.dtype)) + " " +
+                                      detail::sizes_text(output.sizes) + "  " + frame.place()});
     }
   }
-  return stream << text.str();
+  return stream << text;
 }
 
 /// When an AnomalyWatch traces, and whom it tells.
@@ -114,7 +122,8 @@ struct AnomalyWatchOptions {
 /// next step, up to the next record after a backward pass, and tells what that found; in 1000 steps
 /// once at most. Sleeping it costs a comparison a step. A step that goes well is told too, as one
 /// without anomaly: then skips do not come from each batch, or from what no op writes. In a job of
-/// several a rank other than 0 writes only where it found something.
+/// several a rank other than 0 writes only where it found something. Several watches may wake in
+/// the same step.
 class AnomalyWatch {
  public:
   /// Keeps the parameters of `model`, which has to live as long as the watch.
@@ -129,8 +138,6 @@ class AnomalyWatch {
   void operator()(const TelemetryRecord& record);
 
  private:
-  void tell(const AnomalyTrace& trace) const;
-
   const torch::nn::Module* model_;
   AnomalyWatchOptions options_;
   std::int64_t skips_ = 0;
@@ -141,25 +148,21 @@ class AnomalyWatch {
 inline void AnomalyWatch::operator()(const TelemetryRecord& record) {
   constexpr std::int64_t kRarely = 1000;
   skips_ = record.skipped ? skips_ + 1 : 0;
-  if (trace_ != nullptr) {
-    if (!trace_->saw_backward()) return;  // of a step before, told late
-    const std::shared_ptr<AnomalyTrace> done = std::exchange(trace_, nullptr);
-    quiet_until_ = record.step + kRarely;
-    tell(*done);
+  if (trace_ == nullptr) {
+    if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
+    trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
     return;
   }
-  if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
-  trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
-}
-
-inline void AnomalyWatch::tell(const AnomalyTrace& trace) const {
+  if (!trace_->saw_backward()) return;  // of a step before, told late
+  const std::shared_ptr<AnomalyTrace> done = std::exchange(trace_, nullptr);
+  quiet_until_ = record.step + kRarely;
   const bool is_first = options_.trace.rank.value_or(0) == 0;
-  if (options_.stream != nullptr && (is_first || !trace.anomalies().empty())) {
-    std::ostringstream text;
-    text << "Traced a step after " << options_.skips_in_a_row << " skipped in a row: " << trace;
-    *options_.stream << text.str() << std::flush;
+  if (options_.stream != nullptr && (is_first || !done->anomalies().empty())) {
+    *options_.stream << "Traced a step after " + std::to_string(options_.skips_in_a_row) +
+                            " skipped in a row: "
+                     << *done << std::flush;
   }
-  if (options_.callback) options_.callback(trace);
+  if (options_.callback) options_.callback(*done);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -4,40 +4,34 @@
 ///
 ///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///
-/// Then a skipped step writes the scaler's line, and a second one that names the cause:
+/// Then a skipped step writes the scaler's line, and a second one that names the gradients:
 ///
 ///     Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
 ///       head.weight and 3 more, in 2 of 6 layers: head.weight has 3 inf and 1 NaN in 512 gradients,
-///       the first, inf, at [0, 17], found after the backward pass; ...
+///       the first, inf, at [0, 17], found after the backward pass
 #pragma once
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/names.h>
+#include <mezzo/diagnose/summarize.h>
 #include <mezzo/scaling/skipped_step.h>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <iostream>
-#include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// All parameters of a floating dtype, as `named_parameters` orders them, each once.
-NamedTensors name_parameters(const torch::nn::Module& model);
-
-/// A model with a name of its own among several.
-struct NamedModel {
-  std::string name;  ///< in front of the names of its parameters
-  std::reference_wrapper<const torch::nn::Module> model;  ///< outlives what it is given to
-};
-
-/// All parameters of a floating dtype of `models`, each once: "generator.0.weight".
-NamedTensors name_parameters(const std::vector<NamedModel>& models);
 
 /// One parameter whose gradient is not finite.
 struct OverflowedParameter {
@@ -52,97 +46,172 @@ struct OverflowedParameter {
   bool by_unscaling = false;
 };
 
-/// The 2-norm of the gradients of a layer (a module with parameters of its own), inf and NaN left
-/// out. As `.grad` holds them: they carry the loss scale, unless `unscale_` took it off.
-struct LayerNorm {
-  std::string layer;  ///< its name in the model
-  double norm = 0;    ///< 0 of a layer whose gradients are all inf or NaN
-};
-
 /// What the gradients of a skipped step look like.
 struct Overflow {
   SkippedStep step = {};                   ///< what the GradScaler told of the step
   std::optional<int> rank = std::nullopt;  ///< of the process, where it was told
-  /// The parameters whose gradient was inf or NaN on this rank, before ranks were averaged, at any
-  /// time since the last report. Unset unless OverflowReportOptions::own_gradients asks for it.
-  std::optional<std::vector<std::string>> own = std::nullopt;
   /// The one that the model registers last comes first. A backward pass comes from there, so that
-  /// it is most often where the inf or NaN began.
+  /// it is most often where the inf or NaN was first.
   std::vector<OverflowedParameter> parameters = {};
-  std::vector<LayerNorm> layers = {};  ///< those that have gradients, in the model's order
+  std::int64_t layers = 0;             ///< how many modules have gradients of their own
+  std::int64_t overflowed_layers = 0;  ///< how many of them are those of `parameters`
 
-  /// The layers of `parameters`, each once, in their order.
-  std::vector<std::string> overflowed_layers() const;
-
-  /// One line without an end; also where there is nothing to be seen any more, and why.
+  /// Returns one line without an end; also where there is nothing to be seen any more, and why.
   std::string cause() const;
 };
 
 /// Reads the gradients that `parameters` have now. Writes nothing. Reads all once, and those that
-/// are not finite a second time; waits for the device.
+/// are not finite again; waits for the device.
 /// \param loss_scale  that the gradients carry, or carried
 Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
 
-/// What an OverflowReport reads, and whom it tells.
+/// Whom an OverflowReport tells.
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
   std::function<void(const Overflow&)> callback = {};  ///< called with each skip that is told
   /// Of this process in a job of several: lines are written on rank 0 alone, and name it; the
   /// callback hears on all.
   std::optional<int> rank = std::nullopt;
-  /// To know which rank it was. Ranks that average their gradients all have the same ones in
-  /// `.grad`; with this, hooks look at each gradient before, which costs one more read of the
-  /// gradients a step, and no host sync. Then a rank whose own gradients were inf or NaN writes
-  /// too, whichever it is.
-  bool own_gradients = false;
 };
-
-namespace detail {
-class OwnGradients;
-}
 
 /// For `GradScaler::on_skip`. One report takes all models that a scaler serves, and names their
 /// parameters "generator.0.weight": two reports would write each skip twice.
 ///
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
-/// Costs nothing until a step is skipped, and then a find_overflow. Of
-/// steps that are skipped at the same scale again and again it tells the first three and then every
-/// 1000th, so that a run that is lost does not fill a disk.
+/// Costs nothing until a step is skipped, and then a find_overflow. Of steps that are skipped at
+/// the same scale again and again it tells the first three and then every 1000th.
 ///
-/// A report sees what `.grad` holds when the scaler tells of the skip, at `update`. Then `.grad` is
-/// as the skipped step left it, but
-/// - with StepOptions::zero_grad it is zero, and the report says only that;
-/// - on a device the scaler tells some steps late, because nothing waits, and `.grad` is a later
-///   step's. To know of the very step, ask before the gradients are cleared:
+/// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
+/// StepOptions::zero_grad, and a later step's on a device, where the scaler tells some steps late.
+/// To know of the very step, ask before the gradients are cleared, which waits for the device:
 ///
-///       if (!result.ran()) std::cerr << mezzo::find_overflow(names, result.scale()).cause();
+///     if (!result.ran()) std::cerr << mezzo::find_overflow(names, result.scale()).cause();
 ///
-///   `ran()` waits for the device;
-/// - ranks that average their gradients all have the same ones: an inf of one rank is in all. Which
-///   rank's it was, OverflowReportOptions::own_gradients says, and an AnomalyWatch on each rank.
+/// Ranks that average their gradients all have the same ones. An AnomalyWatch on each rank tells
+/// whose forward or backward pass an inf or NaN began in.
 class OverflowReport {
  public:
   /// Keeps the parameters, not the model. Parameters that are registered later are not seen.
-  explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {});
+  explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {})
+      : parameters_(name_parameters(model)), options_(std::move(options)) {}
   /// Keeps the parameters of several models, under the models' names.
-  explicit OverflowReport(const std::vector<NamedModel>& models,
-                          OverflowReportOptions options = {});
+  explicit OverflowReport(const std::vector<NamedModel>& models, OverflowReportOptions options = {})
+      : parameters_(name_parameters(models)), options_(std::move(options)) {}
 
   /// Reads the gradients of a skipped step; for GradScaler::on_skip.
   void operator()(const SkippedStep& step);
 
  private:
-  OverflowReport(NamedTensors parameters, OverflowReportOptions options);
-
   NamedTensors parameters_;
-  std::shared_ptr<detail::OwnGradients> own_;  // null unless it is asked for
   OverflowReportOptions options_;
   std::int64_t skips_at_scale_ = 0;
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
+namespace detail {
 
-#ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/diagnose/detail/overflow_report_impl.h>  // IWYU pragma: export
+/// Sets where the first value is that is inf or NaN once it is multiplied by `factor`.
+inline void find_first(const at::Tensor& gradient, double factor, OverflowedParameter& parameter) {
+  const at::Tensor values = gradient.is_sparse() ? gradient.values() : gradient;
+  const at::Tensor scaled = ordered_values(values)
+                                .to(at::kDouble)
+                                .mul(factor)
+                                .to(values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const at::Tensor first = scaled.isfinite().logical_not().to(at::kByte).argmax();
+  auto position = first.item<std::int64_t>();
+  parameter.value = scaled.flatten()[position].item<double>();
+  std::vector<std::int64_t> index(static_cast<std::size_t>(values.dim()));
+  for (std::size_t i = index.size(); i-- > 0;) {
+    const std::int64_t size = values.size(static_cast<std::int64_t>(i));
+    index[i] = position % size;
+    position /= size;
+  }
+  if (gradient.is_sparse()) {  // the first number counts rows that there are
+    const at::Tensor row = gradient.indices().select(1, index.front()).cpu();
+    index.erase(index.begin());
+    index.insert(index.begin(), row.const_data_ptr<int64_t>(),
+                 row.const_data_ptr<int64_t>() + row.numel());
+  }
+  parameter.first = std::move(index);
+}
+
+}  // namespace detail
+
+MEZZO_INLINE Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const auto& [name, parameter] : parameters) {
+    const at::Tensor gradient = parameter.grad();
+    const bool is_sparse = gradient.defined() && gradient.is_sparse();
+    gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
+  }
+  const std::vector<TensorSummary> summaries = summarize(gradients);
+  Overflow overflow;
+  std::set<std::string> layers;
+  const auto find = [&](double factor) {
+    std::set<std::string> overflowed;
+    for (std::size_t i = parameters.size(); i-- > 0;) {
+      const TensorSummary& summary = summaries[i];
+      if (summary.count == 0) continue;
+      layers.insert(detail::layer_name(parameters[i].first));
+      const auto wide = summary.dtype == at::kDouble ? at::kDouble : at::kFloat;
+      const bool by_unscaling =
+          summary.is_finite() && detail::overflows(summary.largest * factor, wide);
+      if (summary.is_finite() && !by_unscaling) continue;
+      OverflowedParameter parameter{.name = parameters[i].first,
+                                    .elements = summary.count,
+                                    .infs = summary.infs,
+                                    .nans = summary.nans,
+                                    .by_unscaling = by_unscaling};
+      detail::find_first(gradients[i], factor, parameter);
+      if (by_unscaling) {
+        const auto end = detail::rounding_ends(wide).overflow / factor;
+        parameter.infs = detail::ordered_values(gradients[i]).abs().ge(end).sum().item<int64_t>();
+      }
+      overflowed.insert(detail::layer_name(parameter.name));
+      overflow.parameters.push_back(std::move(parameter));
+    }
+    overflow.overflowed_layers = static_cast<std::int64_t>(overflowed.size());
+  };
+  find(1);
+  if (overflow.parameters.empty() && loss_scale < 1) find(1 / loss_scale);
+  overflow.layers = static_cast<std::int64_t>(layers.size());
+  return overflow;
+}
+
+MEZZO_INLINE std::string Overflow::cause() const {
+  using std::to_string;
+  const std::string where = rank ? "rank " + to_string(*rank) + ": " : std::string();
+  if (parameters.empty()) {
+    return where +
+           "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
+           "step's, as on a device; call find_overflow after the step, before they are cleared";
+  }
+  const OverflowedParameter& first = parameters.front();
+  const std::size_t others = parameters.size() - 1;
+  return where + first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
+         to_string(overflowed_layers) + " of " + to_string(layers) + " layers: " + first.name +
+         " has " + to_string(first.infs) + " inf and " + to_string(first.nans) + " NaN in " +
+         to_string(first.elements) + " gradients, the first, " + detail::number_text(first.value) +
+         ", at " + detail::sizes_text(first.first) + ", " +
+         (first.by_unscaling ? "made by dividing by a loss scale below 1"
+                             : "found after the backward pass");
+}
+
+MEZZO_INLINE void OverflowReport::operator()(const SkippedStep& step) {
+  constexpr std::int64_t kAtFirst = 3;
+  constexpr std::int64_t kRarely = 1000;
+  skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
+  if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
+  const bool writes = options_.stream != nullptr && options_.rank.value_or(0) == 0;
+  if (!writes && !options_.callback) return;
+  Overflow overflow = find_overflow(parameters_, step.scale);
+  overflow.step = step;
+  overflow.rank = options_.rank;
+  if (writes) *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
+  if (options_.callback) options_.callback(overflow);
+}
 #endif
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

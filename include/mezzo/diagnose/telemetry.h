@@ -18,9 +18,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/step_result.h>
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/InferenceMode.h>
@@ -34,7 +32,6 @@
 #include <atomic>
 #include <bit>
 #include <chrono>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -42,16 +39,10 @@
 #include <exception>
 #include <functional>
 #include <limits>
-#include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -105,23 +96,22 @@ class LateNumber {
 
 /// What is known of one step, once it is. What nobody told or measured is unset.
 struct TelemetryRecord {
-  std::string name = {};  ///< of several optimizers' steps, as it was given to `record`
-  std::int64_t step = 0;  ///< of this name
-  double wall_time = 0;   ///< when `record` was called, in seconds since 1970
+  std::int64_t step = 0;                      ///< counted from the Telemetry's first
+  double wall_time = 0;                       ///< when `record` was called, in seconds since 1970
   std::optional<double> loss = std::nullopt;  ///< as given to `record`
   double scale = 1;                           ///< the loss scale that the gradients carried
   bool skipped = false;  ///< whether an inf or NaN in a gradient skipped the step
   std::optional<double> grad_norm = std::nullopt;   ///< unscaled, before clipping
   std::optional<double> clip_ratio = std::nullopt;  ///< what clipping multiplied gradients by
   std::optional<double> underflow = std::nullopt;   ///< share of gradient values that are lost
-  std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before of this name
-  double seconds = 0;  ///< since the record before of this name; 0: not known
+  std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before
+  double seconds = 0;                                  ///< since the record before; 0: not known
   std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
   /// Most bytes so far that libtorch's allocator had in use on the loss's device; of a loss on the
   /// CPU what the process has resident now (Linux).
   std::optional<double> memory_bytes = std::nullopt;
 
-  /// The columns of files, with their names; `skipped` is 0 or 1.
+  /// Returns the columns of files, with their names; `skipped` is 0 or 1.
   std::array<std::pair<const char*, std::optional<double>>, 9> numbers() const {
     return {{{"loss", loss},
              {"scale", scale},
@@ -143,24 +133,14 @@ struct TelemetryStep {
   std::optional<double> learning_rate = std::nullopt;  ///< that the step had
 };
 
-/// Collects steps and hands them to writers in order. It keeps each step's handle and asks it again
-/// at the next `record`, so records come some steps late where a device decides, and nothing waits
-/// until `flush`. A step costs some microseconds on the host, and on a device one copy of the loss.
+/// Collects the steps of one optimizer and hands them to writers in order. It keeps each step's
+/// handle and asks it again at the next `record`, so records come some steps late where a device
+/// decides, and nothing waits until `flush`. A step costs some microseconds on the host, and on a
+/// device one copy of the loss. Give each of several models a Telemetry of its own.
 ///
 /// At most `most_pending` steps are kept. When one more comes, the earliest, which holds up the
 /// others, is dropped: a warning (TORCH_WARN) names it, the first time and then each 1000th, and
 /// writers never hear of it.
-///
-/// Several optimizers are recorded under a name each. Steps are numbered and timed for
-/// each name by itself, and a RunReport draws its curves for each:
-///
-///     telemetry.record("generator", generator_result, generator_loss);
-///     telemetry.record("discriminator", discriminator_result, discriminator_loss);
-///
-/// A checkpoint that has the Telemetry (`state.add("telemetry", telemetry)`) lets a resumed run
-/// number its steps from where the file was saved. Call `flush` before saving, so that what the
-/// state has of the writers (a RunReport) holds all steps. Loading hands pending records to the
-/// writers first: add the Telemetry before them, so that none reaches a report already loaded.
 ///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
@@ -179,36 +159,21 @@ class Telemetry {
 
   /// `writer` gets all records that are not handed over yet. A file (telemetry_files.h), a
   /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
-  void write_to(Writer writer) { writers_.push_back({std::nullopt, std::move(writer)}); }
-
-  /// `writer` gets the records of one name: a DivergenceWatch of the model that bears it.
-  void write_to(std::string name, Writer writer) {
-    writers_.push_back({std::move(name), std::move(writer)});
-  }
+  void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
   /// \throws c10::Error for a loss of several elements; what a step's result throws, whose record
   ///   is then lost; and what the first writer throws that does, once all have had the record
-  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {}) {
-    record({}, result, loss, step);
-  }
+  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {});
 
-  /// Notes a step of the optimizer or model of this name. \throws as above
-  void record(const std::string& name, const StepResult& result, const at::Tensor& loss,
-              const TelemetryStep& step = {});
-
-  /// Begins to time the next step of each name: what the host did since the last one (a score, a
-  /// checkpoint) does not count into its tokens a second. Before the first step it lets that one
-  /// count too.
-  void restart_clock() {
-    started_ = std::chrono::steady_clock::now();
-    for (auto& [name, source] : sources_) source.last_call = started_;
-  }
+  /// Begins to time the next step: what the host did since the last one (a score, a checkpoint)
+  /// does not count into its tokens a second. Before the first step it lets that one count too.
+  void restart_clock() { last_call_ = std::chrono::steady_clock::now(); }
 
   /// Waits for the device, and hands over all that was recorded.
   void flush() { deliver(/*waits=*/true); }
 
-  /// How many steps were dropped, because their result did not come.
+  /// Returns how many steps were dropped, because their result did not come.
   std::int64_t dropped() const noexcept { return dropped_; }
 
  private:
@@ -219,42 +184,15 @@ class Telemetry {
     double max_norm;
   };
 
-  /// What is counted for each name by itself.
-  struct Source {
-    std::int64_t next_step;
-    std::optional<std::chrono::steady_clock::time_point> last_call = std::nullopt;
-  };
-
-  struct Reader {
-    std::optional<std::string> name;  // whose records it gets; all without one
-    Writer writer;
-  };
-
   void deliver(bool waits);
   void drop_first();
-  TelemetryRecord finished(Pending& pending);
-  Source& source(const std::string& name) {
-    return sources_.try_emplace(name, Source{.next_step = first_step_, .last_call = started_})
-        .first->second;
-  }
 
-  std::int64_t first_step_;
+  std::int64_t next_step_;
   std::size_t most_pending_;
   std::int64_t dropped_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> started_;  // by restart_clock
-  std::map<std::string, Source> sources_;
+  std::optional<std::chrono::steady_clock::time_point> last_call_;
   std::deque<Pending> pending_;
-  std::vector<Reader> writers_;
-
-  /// A checkpoint of several ranks does not compare theirs: each has seen batches of its own.
-  friend bool differs_by_rank(const Telemetry& /*telemetry*/) { return true; }
-
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-  friend Archive& operator<<(Archive& archive, const Telemetry& telemetry);
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend Archive& operator>>(Archive& archive, Telemetry& telemetry);
+  std::vector<Writer> writers_;
 };
 
 #if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
@@ -281,7 +219,7 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 }  // namespace detail
 
 MEZZO_INLINE Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
-    : first_step_(first_step), most_pending_(most_pending) {
+    : next_step_(first_step), most_pending_(most_pending) {
   TORCH_CHECK(most_pending > 0, "Telemetry: most_pending is 0; it should be positive");
 }
 
@@ -293,26 +231,24 @@ MEZZO_INLINE Telemetry::~Telemetry() {
   }
 }
 
-MEZZO_INLINE void Telemetry::record(const std::string& name, const StepResult& result,
-                                    const at::Tensor& loss, const TelemetryStep& step) {
+MEZZO_INLINE void Telemetry::record(const StepResult& result, const at::Tensor& loss,
+                                    const TelemetryStep& step) {
   const auto now = std::chrono::steady_clock::now();
-  Source& own = source(name);
   TelemetryRecord record;
-  record.name = name;
   record.wall_time =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
   record.underflow = step.underflow;
   record.memory_bytes = detail::memory_in_use(loss);
   record.learning_rate = step.learning_rate;
-  if (own.last_call.has_value()) {
-    record.seconds = std::chrono::duration<double>(now - *own.last_call).count();
+  if (last_call_) {
+    record.seconds = std::chrono::duration<double>(now - *last_call_).count();
     if (step.tokens > 0) {
       record.tokens_per_second = static_cast<double>(step.tokens) / record.seconds;
     }
   }
-  own.last_call = now;
+  last_call_ = now;
   detail::LateNumber late_loss(loss);
-  record.step = own.next_step++;
+  record.step = next_step_++;
   pending_.push_back({record, result, std::move(late_loss), step.max_norm});
   deliver(/*waits=*/false);
   if (pending_.size() <= most_pending_) return;
@@ -335,12 +271,18 @@ MEZZO_INLINE void Telemetry::deliver(bool waits) {
     if (!waits && !(pending_.front().result.ready() && pending_.front().loss.ready())) return;
     Pending first = std::move(pending_.front());
     pending_.pop_front();  // also where its result, or a writer, throws: the next are not held up
-    const TelemetryRecord record = finished(first);
+    TelemetryRecord& record = first.record;
+    record.loss = first.loss.value();
+    record.scale = first.result.scale();
+    record.skipped = !first.result.ran();
+    record.grad_norm = first.result.grad_norm();
+    if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(first.max_norm)) {
+      record.clip_ratio = std::min(1.0, first.max_norm / (*record.grad_norm + 1e-6));
+    }
     std::exception_ptr error;
-    for (const Reader& reader : writers_) {
-      if (reader.name && *reader.name != record.name) continue;
+    for (const Writer& writer : writers_) {
       try {
-        reader.writer(record);
+        writer(record);
       } catch (...) {
         if (error == nullptr) error = std::current_exception();
       }
@@ -348,56 +290,6 @@ MEZZO_INLINE void Telemetry::deliver(bool waits) {
     if (error != nullptr) std::rethrow_exception(error);
   }
 }
-
-MEZZO_INLINE TelemetryRecord Telemetry::finished(Pending& pending) {
-  TelemetryRecord record = pending.record;
-  record.loss = pending.loss.value();
-  record.scale = pending.result.scale();
-  record.skipped = !pending.result.ran();
-  record.grad_norm = pending.result.grad_norm();
-  if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(pending.max_norm)) {
-    record.clip_ratio = std::min(1.0, pending.max_norm / (*record.grad_norm + 1e-6));
-  }
-  return record;
-}
 #endif
-
-// Templates for the reason that GradScaler's are: the archives' headers take long to compile.
-/// Writes the Telemetry into a checkpoint.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const Telemetry& telemetry) {
-  c10::List<std::string> names;
-  c10::List<std::int64_t> next_steps;
-  for (const auto& [name, source] : telemetry.sources_) {
-    names.push_back(name);
-    next_steps.push_back(source.next_step);
-  }
-  archive.write("names", c10::IValue(names));
-  archive.write("next_steps", c10::IValue(next_steps));
-  archive.write("dropped", c10::IValue(telemetry.dropped_));
-  return archive;
-}
-
-/// Reads what `operator<<` wrote. \throws c10::Error for another archive
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, Telemetry& telemetry) {
-  c10::IValue names, next_steps, dropped;
-  const bool is_read =
-      archive.try_read("names", names) && archive.try_read("next_steps", next_steps) &&
-      archive.try_read("dropped", dropped) && names.isList() && next_steps.isIntList() &&
-      dropped.isInt() && names.toListRef().size() == next_steps.toIntVector().size();
-  TORCH_CHECK(is_read,
-              "This archive is not that of a Telemetry: it lacks \"names\", \"next_steps\" or "
-              "\"dropped\"; load what torch::save(telemetry, path) wrote");
-  telemetry.flush();  // steps of before
-  telemetry.sources_.clear();
-  for (std::size_t i = 0; i < names.toListRef().size(); ++i) {
-    telemetry.source(names.toListRef()[i].toStringRef()).next_step = next_steps.toIntVector()[i];
-  }
-  telemetry.dropped_ = dropped.toInt();
-  return archive;
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -14,6 +14,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <bit>
 #include <chrono>
 #include <cstddef>
@@ -23,6 +24,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -53,14 +55,6 @@ class RecordFile {
   std::shared_ptr<std::ofstream> file_;
 };
 
-/// `text` as a field of a CSV file: in quotes where a comma, a quote or an end of line needs them.
-inline std::string csv_text(const std::string& text) {
-  if (text.find_first_of(",\"\r\n") == std::string::npos) return text;
-  std::string quoted = "\"";
-  for (const char c : text) quoted += c == '"' ? std::string("\"\"") : std::string(1, c);
-  return quoted + "\"";
-}
-
 // The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
 // is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
 
@@ -80,14 +74,10 @@ inline std::string varint(std::uint64_t value) {
   return bytes + static_cast<char>(value);
 }
 
-enum class WireType : std::uint8_t { varint = 0, fixed64 = 1, bytes = 2, fixed32 = 5 };
-
-inline std::string field_key(std::uint32_t number, WireType type) {
-  return varint((number << 3U) | static_cast<std::uint32_t>(type));
-}
-
-inline std::string bytes_field(std::uint32_t number, std::string_view bytes) {
-  return field_key(number, WireType::bytes) + varint(bytes.size()) + std::string(bytes);
+/// A field of bytes. Keys of other fields below are number << 3 | type: 0 a varint, 1 eight bytes,
+/// 5 four.
+inline std::string bytes_field(std::uint64_t number, std::string_view bytes) {
+  return varint(number << 3U | 2U) + varint(bytes.size()) + std::string(bytes);
 }
 
 /// The sum that stands in a file, so that sums of data that holds sums are not weak.
@@ -101,31 +91,10 @@ inline std::string framed(std::string_view message) {
   return length + masked_crc(length) + std::string(message) + masked_crc(message);
 }
 
-inline std::string event_wall_time(double seconds) {
-  return field_key(1, WireType::fixed64) + fixed_bytes(std::bit_cast<std::uint64_t>(seconds));
+/// An Event with its wall time, and the fields that follow.
+inline std::string event_record(double wall_time, const std::string& fields) {
+  return framed("\x09" + fixed_bytes(std::bit_cast<std::uint64_t>(wall_time)) + fields);
 }
-
-/// The record that every event file begins with.
-inline std::string event_file_header(double wall_time) {
-  return framed(event_wall_time(wall_time) + bytes_field(3, "brain.Event:2"));
-}
-
-/// The scalars of one step.
-class EventSummary {
- public:
-  void add(std::string_view tag, float value) {
-    values_ += bytes_field(1, bytes_field(1, tag) + field_key(2, WireType::fixed32) +
-                                  fixed_bytes(std::bit_cast<std::uint32_t>(value)));
-  }
-
-  std::string record(double wall_time, std::int64_t step) const {
-    return framed(event_wall_time(wall_time) + field_key(2, WireType::varint) +
-                  varint(static_cast<std::uint64_t>(step)) + bytes_field(5, values_));
-  }
-
- private:
-  std::string values_;
-};
 
 }  // namespace detail
 
@@ -137,8 +106,7 @@ struct CsvFileOptions {
 };
 
 /// A line a step under a line of names; a field is empty where there is no number. "nan", "inf" and
-/// "-inf" are written so. The last column is the record's name. What was in the file goes, unless
-/// the options say `append`.
+/// "-inf" are written so. What was in the file goes, unless the options say `append`.
 class CsvFile {
  public:
   /// Opens the file, and writes the line of names into an empty one.
@@ -147,7 +115,7 @@ class CsvFile {
     if (options.append && !file_.is_empty()) return;
     std::string line = "step,wall_time";
     for (const auto& [name, value] : TelemetryRecord().numbers()) line += std::string(",") + name;
-    file_.write(line + ",name\n");
+    file_.write(line + "\n");
   }
 
   /// Writes a line.
@@ -157,31 +125,7 @@ class CsvFile {
       line += ",";
       if (value) line += detail::number_text(*value);
     }
-    file_.write(line + "," + detail::csv_text(record.name) + "\n");
-  }
-
- private:
-  detail::RecordFile file_;
-};
-
-/// An object a line, appended to what is in the file. A key is missing where there is no number,
-/// and "name" where the record has none. JSON has no NaN and no infinity: they are the strings
-/// "nan", "inf" and "-inf", which Python's `float` reads.
-class JsonLinesFile {
- public:
-  /// Opens the file, whose lines before it keeps.
-  explicit JsonLinesFile(const std::string& path) : file_(path, std::ios::app) {}
-
-  /// Writes a line.
-  void operator()(const TelemetryRecord& record) {
-    std::string line = "{";
-    if (!record.name.empty()) line += "\"name\":" + detail::json_text(record.name) + ",";
-    line += "\"step\":" + std::to_string(record.step) +
-            ",\"wall_time\":" + detail::number_text(record.wall_time);
-    for (const auto& [name, value] : record.numbers()) {
-      if (value) line += std::string(",\"") + name + "\":" + detail::json_number(*value);
-    }
-    file_.write(line + "}\n");
+    file_.write(line + "\n");
   }
 
  private:
@@ -189,24 +133,28 @@ class JsonLinesFile {
 };
 
 /// A TensorBoard event file in `folder`, which is made where it is missing: `tensorboard --logdir
-/// folder` shows a curve for each number that there is: "loss", or "generator/loss" of a record
-/// with a name. In float, as TensorBoard's scalars are.
+/// folder` shows a curve for each number that there is. In float, as TensorBoard's scalars are.
 class TensorBoardFile {
  public:
   /// Opens a new event file in `folder`.
   explicit TensorBoardFile(const std::string& folder)
       : file_(new_path(folder), std::ios::trunc | std::ios::binary) {
-    file_.write(detail::event_file_header(seconds_since_1970()));
+    file_.write(
+        detail::event_record(seconds_since_1970(), detail::bytes_field(3, "brain.Event:2")));
   }
 
   /// Writes the scalars of a record.
   void operator()(const TelemetryRecord& record) {
-    detail::EventSummary summary;
-    const std::string source = record.name.empty() ? std::string() : record.name + "/";
+    std::string values;
     for (const auto& [name, value] : record.numbers()) {
-      if (value) summary.add(source + name, static_cast<float>(*value));
+      if (!value) continue;
+      const auto number = std::bit_cast<std::uint32_t>(static_cast<float>(*value));
+      values += detail::bytes_field(
+          1, detail::bytes_field(1, name) + "\x15" + detail::fixed_bytes(number));
     }
-    file_.write(summary.record(record.wall_time, record.step));
+    file_.write(detail::event_record(
+        record.wall_time, "\x10" + detail::varint(static_cast<std::uint64_t>(record.step)) +
+                              detail::bytes_field(5, values)));
   }
 
  private:
@@ -215,14 +163,15 @@ class TensorBoardFile {
         .count();
   }
 
-  /// One file a process: TensorBoard reads all in a folder as one run.
+  /// A name of its own for each file of the process: TensorBoard reads all in a folder as one run.
   static std::string new_path(const std::string& folder) {
+    static std::atomic<int> files = 0;
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     TORCH_CHECK(!error, folder, ": cannot be made: ", error.message());
     const auto seconds = static_cast<std::int64_t>(seconds_since_1970());
     return folder + "/events.out.tfevents." + std::to_string(seconds) + ".mezzo." +
-           std::to_string(::getpid());
+           std::to_string(::getpid()) + "." + std::to_string(files++);
   }
 
   detail::RecordFile file_;

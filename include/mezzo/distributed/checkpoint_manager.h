@@ -2,24 +2,32 @@
 /// Checkpoints of a run of several processes: one file, whatever the number of ranks.
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
-#include <mezzo/distributed/detail/rank_agreement.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/state_file.h>
+#include <mezzo/distributed/detail/ranks.h>
 
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/jit/serialization/pickle.h>
+
+#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <locale>
 #include <optional>
+#include <set>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-namespace detail {
-struct CollectedState;
-struct DistributedCheckpointAccess;
-struct LoadAttempt;
-}  // namespace detail
 
 /// Saves and loads checkpoints of the ranks of a c10d group, as CheckpointManager
 /// (mezzo/checkpoint/checkpoint.h) does for one process:
@@ -28,8 +36,6 @@ struct LoadAttempt;
 ///   mezzo::TrainingState state;
 ///   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
 ///   state.add("epoch", epoch).with_random_state();           // dropout's generators, of each rank
-///   auto residuals = ddp.residuals();                        // with error feedback
-///   state.add_per_rank("residuals", residuals);
 ///
 ///   mezzo::DistributedCheckpointManager checkpoints("runs/ner", world);
 ///   if (auto resumed = checkpoints.load_newest(state)) step = resumed->step;
@@ -37,68 +43,173 @@ struct LoadAttempt;
 ///   if (step % 1000 == 0) checkpoints.save(state, step);     // on all ranks
 /// \endcode
 ///
-/// All ranks make the same calls, with states of the same names, kinds and shapes in the same
-/// order, and wait for one another. If one rank throws, all throw its message, which names the rank.
-/// The file is the one that a single process would write. Objects that all ranks share are rank
-/// 0's; the ranks compare their checksums before anything is written, except for buffers and
-/// objects for which `differs_by_rank(object)` is true. A ShardedOptimizer is gathered. Objects
-/// that each rank has of its own (`add_per_rank`, `with_random_state`) go to the same file.
+/// All ranks make the same calls, with states of the same names and kinds in the same order, and
+/// wait for one another. If one rank throws, all throw its message, which names the rank. The file
+/// is the one that a single process would write: objects that all ranks share are rank 0's, and a
+/// ShardedOptimizer is gathered. Objects that each rank has of its own (`add_per_rank`,
+/// `with_random_state`) go to the same file.
 ///
 /// All ranks must see the folder. Rank 0 writes while the others wait, and holds the lock. A kill
-/// at any moment leaves the last file whole; the group cannot be used after it. docs/checkpoints.md
-/// ("Many processes") says what another number of ranks can load.
+/// at any moment leaves the last file whole. docs/checkpoints.md ("Many processes") says what
+/// another number of ranks can load.
 class DistributedCheckpointManager {
  public:
-  /// Reads and writes nothing yet. `group` may take tensors on the CPU, or on CUDA devices only.
+  /// Reads and writes nothing yet.
   /// \throws c10::Error if `group` is null, or unless keep is at least 1
   DistributedCheckpointManager(std::filesystem::path folder,
                                c10::intrusive_ptr<c10d::Backend> group,
-                               CheckpointManagerOptions options = {});
+                               CheckpointManagerOptions options = {})
+      : folder_(detail::absolute_folder(folder)),
+        group_(detail::checked(std::move(group), "DistributedCheckpointManager")),
+        files_(folder_, std::move(options)) {}
 
-  /// Does what CheckpointManager::save does. All ranks return when the file is in its place. Sends
-  /// the objects that each rank has of its own to rank 0, tensor by tensor. Each rank needs memory
-  /// for its own objects; rank 0 needs memory for one tensor of another rank, and for what a
-  /// ShardedOptimizer gathers. Reads each object once more, for its checksum.
-  /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps, or
-  ///   numbers differ; earlier files are then untouched, and the next `save` may succeed
-  SavedCheckpoint save(const TrainingState& state, std::int64_t step);
+  /// Does what CheckpointManager::save does. All ranks return when the file is in its place. The
+  /// ranks compare names, kinds, steps and the bits of all models' parameters before anything is
+  /// written. Rank 0 needs memory for the other ranks' own objects, and for what a ShardedOptimizer
+  /// gathers.
+  /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps or
+  ///   parameters differ; earlier files are then untouched, and the next `save` may succeed
+  inline SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Does what CheckpointManager::load_newest does, with the newest file that is whole for every
-  /// rank. All or nothing: where one rank refuses, the objects of all ranks get back their values.
-  /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them, and
-  ///   where a rank does not see the file that rank 0 sees
-  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
-                                              const LoadOptions& options = {});
+  /// rank.
+  /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them. Where
+  ///   a rank fails after the file was read and compared, other ranks may have loaded it: end the
+  ///   job
+  inline std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+                                                     const LoadOptions& options = {});
 
   /// Returns the files that this rank sees, the newest first.
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:
-  friend struct detail::DistributedCheckpointAccess;
-
-  DistributedCheckpointManager(std::filesystem::path folder,
-                               c10::intrusive_ptr<c10d::Backend> group,
-                               CheckpointManagerOptions options, detail::FileCalls calls);
-
-  // Saving
-  detail::CollectedState collect(const TrainingState& state);
-  void add_all(const TrainingState& state, detail::CollectedState& collected,
-               detail::CheckpointZip& zip);
-  std::string write(const TrainingState& state, std::int64_t step,
-                    detail::CollectedState& collected);
-
-  // Loading
-  std::string choose_file(const std::vector<std::string>& passed_over);
-  detail::LoadAttempt try_file(const std::string& name, const TrainingState& state,
-                               const LoadOptions& options) const;
-  void apply(const std::string& name, detail::LoadAttempt& attempt);
+  inline void check_states(const char* caller, const TrainingState& state, const std::string& call,
+                           bool with_parameters) const;
 
   std::filesystem::path folder_;
-  detail::RankAgreement ranks_;
-  detail::FileCalls calls_;
+  c10::intrusive_ptr<c10d::Backend> group_;
   CheckpointManager files_;
 };
 
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+/// Compares what the ranks save or load, a line for each thing in which they must not differ.
+inline void DistributedCheckpointManager::check_states(const char* caller,
+                                                       const TrainingState& state,
+                                                       const std::string& call,
+                                                       bool with_parameters) const {
+  std::ostringstream lines;
+  lines << call << '\n';
+  const std::string failure = detail::failure_of([&] {
+    TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+                "the state is empty; add what training goes on from, as in "
+                "state.add(\"model\", model)");
+    for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
+      lines << name << ": " << part.kind << (is_per_rank ? " of each rank\n" : "\n");
+      if (!part.parameters) continue;
+      for (const auto& [parameter, tensor] : part.parameters()) {
+        lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
+        if (with_parameters) {
+          const at::Tensor bytes = tensor.detach().cpu().contiguous();
+          lines << ", bits with the CRC-32C "
+                << detail::crc32c_text(bytes.const_data_ptr(), bytes.nbytes());
+        }
+        lines << '\n';
+      }
+    }
+  });
+  detail::throw_together(group_, caller, failure);
+  detail::check_alike(group_, caller, lines.str(),
+                      "ranks save and load the same; what is each rank's own is added with "
+                      "add_per_rank");
+}
 
-#include <mezzo/distributed/detail/checkpoint_manager_impl.h>  // IWYU pragma: export
+inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& state,
+                                                          std::int64_t step) {
+  constexpr const char* kCaller = "DistributedCheckpointManager::save";
+  check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
+  const auto& parts = detail::CheckpointAccess::parts(state);
+  const detail::ParameterNames names = detail::parameter_names(parts);
+  // All ranks save all objects, for some of them gather: also after one that throws.
+  detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
+  std::string failure;
+  for (const detail::NamedPart& one : parts) {
+    c10::IValue value;
+    const std::string words = detail::failure_of([&] { value = one.part.save(names); });
+    if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
+    values.insert(one.name, value);
+    if (one.is_per_rank) own.insert(one.name, value);
+  }
+  detail::throw_together(group_, kCaller, failure);
+  const std::vector<char> bytes = torch::jit::pickle_save(own);
+  const auto of_ranks = detail::gather_texts(group_, std::string(bytes.begin(), bytes.end()));
+  std::istringstream outcome(detail::from_rank_0(group_, kCaller, [&] {
+    detail::check_can_be_saved("CheckpointManager::save", parts, step);
+    detail::PythonDict ranks = detail::python_dict();  // a list of values by name
+    for (const std::string& text : of_ranks) {
+      for (const auto& entry :
+           torch::jit::pickle_load({text.begin(), text.end()}).toGenericDict()) {
+        if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::python_list());
+        ranks.at(entry.key()).toList().push_back(entry.value());
+      }
+    }
+    const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
+    const SavedCheckpoint written = files_.write(
+        detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
+    std::ostringstream lines;
+    lines.imbue(std::locale::classic());
+    lines << written.file.filename().string() << '\n' << written.bytes << ' ' << written.durable;
+    return lines.str();
+  }));
+  outcome.imbue(std::locale::classic());
+  SavedCheckpoint result;
+  std::string file;
+  std::getline(outcome, file) >> result.bytes >> result.durable;
+  result.file = folder_ / file;
+  return result;
+}
+
+inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest(
+    const TrainingState& state, const LoadOptions& options) {
+  constexpr const char* kCaller = "DistributedCheckpointManager::load_newest";
+  check_states(kCaller, state, options.subset ? "a subset" : "the whole state",
+               /*with_parameters=*/false);
+  std::set<std::string> passed_over;
+  std::string damages;
+  const auto choose = [&]() -> std::string {
+    for (const std::filesystem::path& file : files_.files()) {
+      const std::string name = file.filename().string();
+      if (passed_over.count(name) == 0) return name;
+    }
+    return {};
+  };
+  for (std::string name; !(name = detail::from_rank_0(group_, kCaller, choose)).empty();) {
+    const std::filesystem::path file = folder_ / name;
+    detail::CheckedLoad checked;
+    std::string damage;
+    const std::string refusal = detail::failure_of([&] {
+      try {
+        checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
+                                     options.device, {group_->getRank(), group_->getSize()});
+      } catch (const detail::UnusableCheckpoint& unusable) {
+        damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
+      }
+    });
+    detail::throw_together(group_, kCaller, refusal);
+    for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
+      if (of_rank.empty() || !passed_over.insert(name).second) continue;
+      damages += "\n  " + name + ' ' + of_rank;
+      if (group_->getRank() == 0) files_.pass_over(file, of_rank);
+    }
+    if (passed_over.count(name) > 0) continue;
+    detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
+    for (const std::string& note : checked.notes) {
+      if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);
+    }
+    return LoadedCheckpoint{checked.file, checked.step};
+  }
+  TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
+              " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");
+  if (group_->getRank() == 0) files_.tell_empty();
+  return std::nullopt;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

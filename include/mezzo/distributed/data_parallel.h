@@ -5,18 +5,23 @@
 #pragma once
 
 #include <mezzo/base/model_list.h>
-#include <mezzo/base/script_module.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/detail/ranks.h>
 #include <mezzo/distributed/grad_all_reduce.h>
-#include <mezzo/distributed/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -24,21 +29,85 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Options of DataParallel. All ranks have the same; the constructor compares them.
 struct DataParallelOptions {
-  /// The most bytes of a bucket of gradients; > 0. A bucket is sent as soon as it is complete:
-  /// smaller ones are sent earlier, larger ones cost fewer calls.
+  /// The most bytes of a bucket of gradients, as in GradAllReduceOptions.
   int64_t bucket_bytes = kDefaultBucketBytes;
   /// Whether the ranks get the root's buffers (running statistics and other registered buffers)
   /// before each training forward, so that the models stay equal.
   bool broadcast_buffers = true;
   /// The rank whose weights and buffers the others get.
   int root = 0;
-  /// How gradients are reduced.
-  GradAllReduceOptions all_reduce = {};
+  /// bfloat16 or half: gradients are sent in this dtype, as in GradAllReduceOptions.
+  std::optional<at::ScalarType> compress_dtype = std::nullopt;
 };
 
 namespace detail {
-class Replica;
-}
+
+/// The part of DataParallel that does not depend on the model's type.
+class Replica {
+ public:
+  Replica(const torch::nn::Module& module, const GroupPtr& group,
+          const DataParallelOptions& options)
+      : parameters_(once_.all(module.named_parameters())),
+        buffers_(once_.all(module.named_buffers())),
+        group_(group),
+        root_(options.root),
+        broadcasts_(options.broadcast_buffers),
+        all_reduce_(
+            broadcast_and_select_trained(), group,
+            {.bucket_bytes = options.bucket_bytes, .compress_dtype = options.compress_dtype}) {
+    for (const auto& named : parameters_) {
+      if (!named.second.requires_grad()) frozen_.push_back(named);
+    }
+  }
+
+  GradAllReduce& all_reduce() noexcept { return all_reduce_; }
+
+  /// Version counters do not change, as they do not when modules write their running statistics: a
+  /// second forward may come before the first one's backward.
+  void broadcast_buffers() const {
+    std::vector<at::Tensor> tensors;
+    for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer.variable_data());
+    broadcast(group_, tensors, root_);
+  }
+
+  void begin_forward(bool is_training) const {
+    if (!is_training || !c10::GradMode::is_enabled()) return;
+    for (const auto& [name, parameter] : frozen_) {
+      TORCH_CHECK(!parameter.requires_grad(), "DataParallel on rank ", group_->getRank(),
+                  ": the parameter ", name,
+                  " was frozen when this was made, and now requires grad; make a new "
+                  "DataParallel, so that its gradients are reduced too");
+    }
+    if (broadcasts_ && !all_reduce_.is_no_sync()) broadcast_buffers();
+  }
+
+ private:
+  /// Gives all ranks the root's values; returns the parameters that require grad.
+  std::vector<at::Tensor> broadcast_and_select_trained() const {
+    checked(group_, "DataParallel");
+    NamedTensors all = parameters_;
+    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    broadcast_alike(all, group_, root_,
+                    broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
+    std::vector<at::Tensor> trained;
+    for (const auto& [name, parameter] : parameters_) {
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+    TORCH_CHECK(!trained.empty(), "DataParallel on rank ", group_->getRank(),
+                ": no parameter of the model requires grad, so there is nothing to train together; "
+                "call the model itself");
+    return trained;
+  }
+
+  NamedOnce once_;  // has a tensor of several names under the first one
+  NamedTensors parameters_, buffers_, frozen_;
+  GroupPtr group_;
+  int root_;
+  bool broadcasts_;
+  GradAllReduce all_reduce_;
+};
+
+}  // namespace detail
 
 /// Trains one model on all ranks of a c10d group, as torch's DistributedDataParallel does. The
 /// group is a backend: a MpiBackend, gloo_backend's, a ProcessGroupNCCL with the program's own
@@ -58,8 +127,8 @@ class Replica;
 /// \endcode
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE, mezzo::AutocastModule) or a
-/// std::shared_ptr to a module; for a torch::jit::Module it is ScriptModule. The model is shared,
-/// not copied: `ddp->` is the model, and its state dict has the model's own names.
+/// std::shared_ptr to a module. The model is shared, not copied: `ddp->` is the model, and its
+/// state dict has the model's own names.
 ///
 /// When `backward()` returns, each gradient is the average over the ranks and still carries the
 /// loss scale. All ranks have the same bits, so that they skip the same steps. Parameters that
@@ -74,7 +143,9 @@ class DataParallel {
   /// \throws c10::Error, on every rank, naming the first rank whose model or options differ and
   ///   where; for an empty holder, and for a model without a parameter to train
   explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
-                        const DataParallelOptions& options = {});
+                        const DataParallelOptions& options = {})
+      : model_(std::move(model)),
+        replica_(std::make_unique<detail::Replica>(module_of_model(), group, options)) {}
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
 
@@ -83,7 +154,15 @@ class DataParallel {
   /// it together, for buffers are broadcast before; otherwise a rank may call it alone.
   /// \throws c10::Error if a parameter that was frozen at the start requires grad now
   template <class... Args>
-  decltype(auto) operator()(Args&&... args);
+  decltype(auto) operator()(Args&&... args) {
+    replica_->begin_forward(module_of_model().is_training());
+    // AutocastModule's call operator knows the default arguments.
+    if constexpr (requires { model_->forward(std::forward<Args>(args)...); }) {
+      return model_->forward(std::forward<Args>(args)...);
+    } else {
+      return model_(std::forward<Args>(args)...);
+    }
+  }
   /// Does what the call operator does.
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
@@ -96,7 +175,7 @@ class DataParallel {
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// Returns the buckets of the trained parameters' gradients.
-  GradBuckets& buckets() noexcept;
+  GradBuckets& buckets() noexcept { return replica_->all_reduce().buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
@@ -106,17 +185,21 @@ class DataParallel {
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  [[nodiscard]] GradBuckets::NoSync no_sync() { return buckets().no_sync(); }
-
-  /// Returns GradAllReduce::residuals: with error feedback, this rank's part of what rounding lost.
-  std::vector<at::Tensor> residuals() const;
+  NoSync no_sync() { return replica_->all_reduce().no_sync(); }
 
   /// Gives all ranks the root's buffers, as every training forward does. All ranks call it. Call it
   /// before an evaluation, for the last training forward has changed the buffers of each rank. The
   /// buffers' version counters do not change, as they do not when modules write their statistics.
-  void broadcast_buffers();
+  void broadcast_buffers() { replica_->broadcast_buffers(); }
 
  private:
+  const torch::nn::Module& module_of_model() const {
+    const auto pointer = detail::module_pointer(model_);
+    TORCH_CHECK(pointer != nullptr,
+                "DataParallel: `model` is empty; construct the module before its holder is passed");
+    return *pointer;
+  }
+
   M model_;
   std::unique_ptr<detail::Replica> replica_;
 };
@@ -127,12 +210,5 @@ DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
 /// `M` is the type of the holder.
 template <class M>
 DataParallel(M, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions) -> DataParallel<M>;
-/// A TorchScript module is held by a ScriptModule.
-DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>)->DataParallel<ScriptModule>;
-/// A TorchScript module is held by a ScriptModule.
-DataParallel(torch::jit::Module, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions)
-    ->DataParallel<ScriptModule>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/distributed/detail/data_parallel_impl.h>  // IWYU pragma: export

@@ -16,16 +16,21 @@
 
 #include <mpi.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
-class MpiThread;
-struct CollectiveCall;
+class MpiWork;
 }  // namespace detail
 
 /// Initialises MPI with MPI_THREAD_MULTIPLE, unless the program has done so, and finalises MPI if
@@ -38,10 +43,7 @@ struct CollectiveCall;
 /// \endcode
 ///
 /// If an exception leaves the scope, the destructor does not finalise MPI, which would wait for
-/// ranks that wait for this one. If the scope ends without an exception, and another rank calls a
-/// collective of a group that this rank has ended (because it has one batch more, for example), or
-/// a collective has not ended after 30 s, the destructor names the collective and calls MPI_Abort
-/// with status 75.
+/// ranks that wait for this one: let the exception end the process, and mpirun ends the others.
 class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
@@ -60,15 +62,9 @@ class MpiEnvironment {
 
 /// Options of MpiBackend.
 struct MpiBackendOptions {
-  /// Whether ranks compare their calls (collective, dtype, number of elements, reduction, root)
-  /// before any data moves. If calls differ, each rank gets an error that names two ranks, and the
-  /// group remains usable. The comparison is an all-gather of 48 bytes a rank for each collective.
-  /// Without it, ranks whose calls differ hang or get each other's data, and a rank that waits
-  /// keeps a core busy in MPI.
-  bool check_calls = true;
-  /// The most bytes that one call of MPI is given, 1 to 2^30. A larger collective takes several
-  /// calls, so that tensors may have more than 2^31 elements.
-  int64_t max_bytes = int64_t{1} << 30;
+  /// The longest time that a rank waits for the others to call a collective. The time must exceed
+  /// whatever one rank does alone while the others wait: a checkpoint, an evaluation.
+  std::chrono::milliseconds timeout = std::chrono::minutes(30);
 };
 
 /// A c10d backend of the ranks of an MPI communicator. DataParallel and the other classes of mezzo
@@ -81,25 +77,26 @@ struct MpiBackendOptions {
 /// \endcode
 ///
 /// Every rank makes the same calls in the same order, with tensors of the same dtype and number of
-/// elements, from any thread. A call returns at once, and the backend's own thread does one
-/// collective after another. Do not read or write the tensors of a collective before its work has
-/// been waited for. Tensors are dense, contiguous, and on the CPU; the version counters of written
-/// tensors go up.
+/// elements, from any thread. Ranks compare their calls before any data moves: if they differ, all
+/// ranks get an error that names two of them, and the group remains usable. A call returns at once,
+/// and the backend's own thread does one collective after another. Do not read or write the tensors
+/// of a collective before its work has been waited for.
 ///
-/// Reductions are SUM, AVG (of floating dtypes: the sum, divided, and rounded once), MIN and MAX,
-/// which keep a NaN; for bools MIN and MAX. bfloat16 and half are added up in float, in the order
-/// of the ranks, and rounded once, which takes a second copy of their bytes.
+/// Tensors are dense, contiguous, on the CPU, and of fewer than 2^31 elements. Reductions are SUM,
+/// AVG (of floating dtypes: the sum, divided), MIN and MAX. bfloat16 and half are added up in float
+/// and rounded once; they travel in 16 bits.
 ///
 /// Wrong arguments throw c10::Error at the call. Later errors are thrown by `wait`, and name rank
-/// and collective. After an error of MPI the group refuses further calls. The backend communicates
-/// on a duplicate of `communicator`. For a subgroup make a backend of a communicator that
-/// MPI_Comm_split returns.
+/// and collective. After a time-out or an error of MPI the group refuses further calls: let the
+/// process end, and begin again from a checkpoint. The backend communicates on a duplicate of
+/// `communicator`. For a subgroup make a backend of a communicator that MPI_Comm_split returns.
 class MpiBackend final : public c10d::Backend {
  public:
   /// All ranks of `communicator` call this together.
-  /// \throws c10::Error if MPI is not initialised with MPI_THREAD_MULTIPLE, or `options` are out of
-  ///   range
+  /// \throws c10::Error if MPI is not initialised with MPI_THREAD_MULTIPLE, or for a time-out that
+  ///   is not positive
   explicit MpiBackend(MPI_Comm communicator, const MpiBackendOptions& options = {});
+  /// Does the collectives that are under way, unless an exception ends the backend's scope.
   ~MpiBackend() override;
 
   /// Returns "mpi".
@@ -120,29 +117,36 @@ class MpiBackend final : public c10d::Backend {
   /// `output` becomes the inputs in the order of the ranks. `input` may be a part of `output`.
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options = {}) override;
-  /// `output` becomes the reduction of the ranks' part number `rank` of `input`. `output` may be a
-  /// part of `input`, whose other parts stay as they are.
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
-                               const c10d::ReduceScatterOptions& options = {}) override;
-  /// Part number r of `output` becomes rank r's part for this rank. Parts are equal; both lists of
-  /// sizes are empty.
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
-                        std::vector<int64_t>& input_sizes,
-                        const c10d::AllToAllOptions& options = {}) override;
   /// The work is done when all ranks have called it.
   WorkPtr barrier(const c10d::BarrierOptions& options = {}) override;
 
  private:
-  MpiBackend(std::shared_ptr<detail::MpiThread> thread, const MpiBackendOptions& options);
+  struct Operation {
+    c10::intrusive_ptr<detail::MpiWork> work;
+    std::function<void()> run;
+  };
 
-  /// Calls `run(begin, length)` on the backend's thread for each run of elements that MPI takes at
-  /// a time.
-  template <class Run>
-  WorkPtr launch(const detail::CollectiveCall& call, std::vector<at::Tensor> results, int64_t numel,
-                 int64_t bytes_each, Run run);
+  WorkPtr launch(std::string call, std::vector<at::Tensor> results, std::function<void()> run);
+  void work_until_closed();
+  void perform(const Operation& operation);
+  void meet(const detail::MpiWork& work);
+  void check_usable(const detail::MpiWork& work) const;
+  std::string checked_call(const std::string& collective, const at::Tensor& tensor) const;
+  void gather(const at::Tensor& own, const at::Tensor& all) const;
+  void all_reduce_low_precision(const at::Tensor& flat, c10d::ReduceOp::RedOpType reduction) const;
 
-  std::shared_ptr<detail::MpiThread> thread_;
-  int64_t max_bytes_;
+  MPI_Comm communicator_;
+  std::chrono::milliseconds timeout_;
+  int exceptions_;
+  std::thread thread_;
+  int64_t calls_ = 0;  // of the thread
+
+  std::mutex mutex_;  // guards what follows
+  std::condition_variable changed_;
+  std::deque<Operation> queue_;
+  bool is_closed_ = false;
+  bool is_abandoned_ = false;
+  std::string broken_;  // why the group refuses calls; empty: it does not
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

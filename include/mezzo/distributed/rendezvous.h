@@ -1,148 +1,119 @@
 /// \file
-/// A c10d store for the processes of a job that a launcher has started.
+/// Which process of the job this is, and the store in which the processes of a job meet.
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collectives.h>
-#include <mezzo/distributed/process_group_environment.h>
 
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <algorithm>
+#include <charconv>
 #include <chrono>
-#include <exception>
-#include <random>
+#include <cstdint>
+#include <cstdlib>
+#include <limits>
 #include <string>
-#include <thread>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Returns a store in which the processes of a job meet, when all of them have come. Rank 0 serves
-/// the store, or torchrun's agent if `environment` says so. All ranks make the same calls. Each
-/// call returns another store: one for a Watchdog, for example, and one for Gloo or NCCL. If
-/// torchrun starts processes again, after a failure or a change of membership, its agent keeps the
-/// keys of earlier processes, and the new ones see none of them. \param timeout of the meeting, and
-/// of later calls of the store, also by groups that are made
-///   through it
-/// \throws c10::Error naming the ranks that have not come within `timeout`, or one that has come with
-///   another world size
+/// This process's place in the job, and the address where the processes meet, as torch's `env://`
+/// has them.
+struct ProcessGroupEnvironment {
+  int rank = 0;                  ///< 0 to world_size - 1, unlike any other process's
+  int world_size = 1;            ///< processes of the job
+  int local_rank = 0;            ///< among the processes on this machine: which of its GPUs to take
+  std::string master_addr = {};  ///< host name or address of rank 0
+  std::uint16_t master_port = 0;  ///< where rank 0, or torchrun's agent, serves a store
+  bool has_agent_store = false;   ///< TORCHELASTIC_USE_AGENT_STORE: torchrun serves the store
+  int restarts = 0;               ///< TORCHELASTIC_RESTART_COUNT: how often torchrun began again
+
+  /// Reads MASTER_ADDR, MASTER_PORT and, of the first launcher in this list that has set its rank,
+  /// - torchrun and Kubernetes: RANK, WORLD_SIZE and LOCAL_RANK (0 if it is not set);
+  /// - Open MPI: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE and OMPI_COMM_WORLD_LOCAL_RANK;
+  /// - SLURM: SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID.
+  /// \throws c10::Error naming a variable that is missing, is no number or is out of range
+  static ProcessGroupEnvironment read();
+};
+
+/// Returns a store in which the processes of a job meet. Rank 0 serves it and waits for the other
+/// ranks, or torchrun's agent serves it. After a restart by torchrun the store has keys of its own.
+/// Groups that share the store are each given a c10d::PrefixStore of it.
+/// \param timeout  of the meeting, and of later calls of the store
+/// \throws c10::Error, as libtorch's TCPStore, if the processes do not meet within `timeout`
 inline c10::intrusive_ptr<c10d::Store> rendezvous(
     const ProcessGroupEnvironment& environment,
-    std::chrono::milliseconds timeout = std::chrono::minutes(5));
+    std::chrono::milliseconds timeout = std::chrono::minutes(5)) {
+  c10d::TCPStoreOptions options;
+  options.port = environment.master_port;
+  options.isServer = environment.rank == 0 && !environment.has_agent_store;
+  options.numWorkers = static_cast<std::size_t>(environment.world_size);
+  options.waitWorkers = !environment.has_agent_store;  // which other processes have used before
+  options.multiTenant = true;  // a second call in this process finds the same server
+  options.timeout = timeout;
+  return c10::make_intrusive<c10d::PrefixStore>(
+      "mezzo/attempt_" + std::to_string(environment.restarts),
+      c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options));
+}
 
 namespace detail {
 
-/// The key under which a store says that torchrun's agent serves it, and no rank.
-inline constexpr const char* kAgentServes = "mezzo/agent serves";
+/// Returns the value of an environment variable; empty if it is not set.
+inline std::string text_from_env(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? std::string() : value;
+}
 
-/// Returns a prefix for the keys of the processes that are here now, when all of them have come; on
-/// rank 0, when all of them know, so that its next meeting is not taken for this one. `store` may
-/// hold what earlier processes have written.
-///
-///     rank 0:  set "rank 0" to a name that no process has had (the meeting)
-///              wait for "meeting/r" of all ranks r, and set "meeting/all" to their values
-///     rank r:  read the meeting, and set "meeting/r" to a name that no process has had
-///              begin again unless "meeting/all" has that name: an earlier rank 0 may have left both
-///
-/// A name ends with the world size that its process was given.
-inline std::string meet(c10d::Store& store, const ProcessGroupEnvironment& environment,
-                        std::chrono::steady_clock::time_point deadline) {
-  using std::chrono::milliseconds;
-  std::random_device random;
-  const std::string own = c10::str(random(), '-', random(), '-', environment.world_size);
-  const bool is_first = environment.rank == 0;
-  std::string meeting;
-  const auto keys_of = [&](const std::string& what) {
-    std::vector<std::string> keys;
-    for (int rank = 0; rank < environment.world_size; ++rank) {
-      keys.push_back(meeting + what + std::to_string(rank));
-    }
-    return keys;
-  };
-  const auto refuse = [&](const std::string& what) {
-    std::string missing;
-    const std::vector<std::string> keys = keys_of(what);
-    for (std::size_t rank = 0; rank < keys.size() && !meeting.empty(); ++rank) {
-      if (!store.check({keys[rank]}))
-        missing += (missing.empty() ? "" : ", ") + std::to_string(rank);
-    }
-    if (missing.empty() && is_first) return;  // the last one has come just now
-    TORCH_CHECK(false, "no rank ", missing.empty() ? "0" : missing,
-                " has come in time; look at what it says, or give rendezvous a longer timeout");
-  };
-  const auto wait_for_all = [&](const std::string& what) {
-    const auto left = deadline - std::chrono::steady_clock::now();
-    try {
-      store.wait(keys_of(what),
-                 std::max(std::chrono::duration_cast<milliseconds>(left), milliseconds(1)));
-    } catch (const std::exception&) {
-      refuse(what);
-    }
-  };
-  std::vector<std::vector<uint8_t>> names;  // of the ranks that this one compares with its own
-  if (is_first) {
-    store.set("rank 0", own);
-    meeting = own + '/';
-    store.set(meeting + '0', own);
-    wait_for_all("");
-    names = store.multiGet(keys_of(""));
-    std::string all;
-    for (const auto& name : names) all.append(name.begin(), name.end()) += ' ';
-    store.set(meeting + "all", all);
-  }
-  for (milliseconds pause(2); !is_first; pause = std::min(2 * pause, milliseconds(250))) {
-    if (store.check({"rank 0"})) {
-      meeting = store.get_to_str("rank 0") + '/';
-      store.set(meeting + std::to_string(environment.rank), own);
-      if (store.check({meeting + "all"}) &&
-          store.get_to_str(meeting + "all").find(own) != std::string::npos) {
-        names = {store.get(meeting + '0')};
-        break;
-      }
-    }
-    if (std::chrono::steady_clock::now() >= deadline) refuse("");
-    std::this_thread::sleep_for(pause);
-  }
-  store.set(meeting + "knows/" + std::to_string(environment.rank), std::string("1"));
-  if (is_first) wait_for_all("knows/");
-  for (std::size_t rank = 0; rank < names.size(); ++rank) {
-    const std::string name(names[rank].begin(), names[rank].end());
-    const std::string size = name.substr(name.rfind('-') + 1);
-    TORCH_CHECK(size == std::to_string(environment.world_size), "rank ", rank,
-                " has come with another number of ranks, ", size,
-                "; start all ranks with the same WORLD_SIZE");
-  }
-  return meeting;
+inline int number_from_env(const char* name, int from, int to) {
+  const std::string text = text_from_env(name);
+  TORCH_CHECK(!text.empty(), "ProcessGroupEnvironment: ", name,
+              " is not set; start the process with torchrun, mpirun or srun, or set RANK, "
+              "WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT");
+  int number = 0;
+  const char* const end = text.data() + text.size();
+  const auto [read_to, error] = std::from_chars(text.data(), end, number);
+  TORCH_CHECK(error == std::errc() && read_to == end && number >= from && number <= to,
+              "ProcessGroupEnvironment: ", name, " must be a number from ", from, " to ", to,
+              ", but is \"", text, "\"");
+  return number;
 }
 
 }  // namespace detail
 
-inline c10::intrusive_ptr<c10d::Store> rendezvous(const ProcessGroupEnvironment& environment,
-                                                  std::chrono::milliseconds timeout) {
-  const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const std::string context =
-      c10::str("mezzo::rendezvous: rank ", environment.rank, " of ", environment.world_size, " at ",
-               environment.master_addr, ":", environment.master_port);
-  c10d::TCPStoreOptions options;
-  options.port = environment.master_port;
-  options.isServer = environment.rank == 0 && !environment.has_agent_store;
-  options.waitWorkers = false;
-  options.multiTenant = true;  // a second call in this process finds the same server
-  options.timeout = timeout;
-  return detail::with_context(context, [&]() -> c10::intrusive_ptr<c10d::Store> {
-    const auto served = c10::make_intrusive<c10d::TCPStore>(environment.master_addr, options);
-    const auto all = c10::make_intrusive<c10d::PrefixStore>("mezzo", served);
-    auto store =
-        c10::make_intrusive<c10d::PrefixStore>(detail::meet(*all, environment, deadline), all);
-    if (environment.has_agent_store) store->set(detail::kAgentServes, std::string("1"));
-    return store;
-  });
+inline ProcessGroupEnvironment ProcessGroupEnvironment::read() {
+  struct Launcher {
+    const char *rank, *world_size, *local_rank;
+  };
+  constexpr Launcher kTorchrun{"RANK", "WORLD_SIZE", "LOCAL_RANK"};
+  constexpr Launcher kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
+                              "OMPI_COMM_WORLD_LOCAL_RANK"};
+  constexpr Launcher kSlurm{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"};
+  const auto is_set = [](const char* name) { return !detail::text_from_env(name).empty(); };
+  const Launcher& launcher = is_set(kTorchrun.rank)  ? kTorchrun
+                             : is_set(kOpenMpi.rank) ? kOpenMpi
+                             : is_set(kSlurm.rank)   ? kSlurm
+                                                     : kTorchrun;
+  constexpr int kMost = std::numeric_limits<int>::max();
+  ProcessGroupEnvironment environment;
+  environment.world_size = detail::number_from_env(launcher.world_size, 1, kMost);
+  const int last = environment.world_size - 1;
+  environment.rank = detail::number_from_env(launcher.rank, 0, last);
+  if (is_set(launcher.local_rank)) {
+    environment.local_rank = detail::number_from_env(launcher.local_rank, 0, last);
+  }
+  environment.master_addr = detail::text_from_env("MASTER_ADDR");
+  TORCH_CHECK(!environment.master_addr.empty(),
+              "ProcessGroupEnvironment: MASTER_ADDR is not set; set it to the host of rank 0, and "
+              "MASTER_PORT to a port that is free there");
+  environment.master_port =
+      static_cast<std::uint16_t>(detail::number_from_env("MASTER_PORT", 1, 65535));
+  environment.has_agent_store = detail::text_from_env("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  if (is_set("TORCHELASTIC_RESTART_COUNT")) {
+    environment.restarts = detail::number_from_env("TORCHELASTIC_RESTART_COUNT", 0, kMost);
+  }
+  return environment;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,195 +1,355 @@
 /// \file
 /// An optimizer whose work and memory the ranks share (ZeRO, stage 1): each keeps the state of its
-/// part of the weights, updates that part, and gets the rest from the other ranks.
+/// part of the parameters, updates that part, and gets the rest from the other ranks.
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collectives.h>
-#include <mezzo/distributed/detail/sharded_weights.h>
-#include <mezzo/distributed/grad_buckets.h>
-#include <mezzo/optim/detail/optimizer_shell.h>
+#include <mezzo/distributed/broadcast_parameters.h>
+#include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/optim/detail/step_engine.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <numeric>
+#include <sstream>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Options of ShardedOptimizer. All ranks have the same; the constructor compares them.
-struct ShardedOptimizerOptions {
-  /// The most bytes of a bucket of gradients, as in GradBucketsOptions. A bucket is summed over the
-  /// ranks as soon as backward has filled it.
-  int64_t bucket_bytes = kDefaultBucketBytes;
-};
-
-/// The bytes that a rank keeps from step to step, with padding, without the model's buffers and
-/// frozen parameters.
-struct ShardedOptimizerBytes {
-  int64_t weights = 0;    ///< the flat buffers of all trained parameters
-  int64_t gradients = 0;  ///< the buckets
-  int64_t state = 0;      ///< moments and masters of this rank's slices
-};
-
 namespace detail {
 
-template <class Traits>
-Traits traits_of(const OptimizerShell<Traits>& optimizer);  // never called
+/// Which rank owns which parameter, and what the ranks send each other.
+class Shards {
+ public:
+  /// Gives all ranks rank 0's parameters, and averages the gradients of those that are trained.
+  /// Deals these to the ranks, the largest first, each to the rank with the fewest elements.
+  Shards(const std::vector<torch::optim::OptimizerParamGroup>& groups, GroupPtr group,
+         const GradAllReduceOptions& options)
+      : group_(checked(std::move(group), "ShardedOptimizer")),
+        all_reduce_(start_alike(groups), group_, options) {
+    const std::vector<at::Tensor>& trained = all_reduce_.buckets().parameters();
+    std::vector<std::size_t> order(trained.size());
+    std::iota(order.begin(), order.end(), std::size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+      return trained[a].numel() > trained[b].numel();
+    });
+    std::vector<int64_t> elements(static_cast<std::size_t>(group_->getSize()));
+    for (const std::size_t number : order) {
+      const auto least = std::min_element(elements.begin(), elements.end());
+      *least += trained[number].numel();
+      owners_[trained[number].unsafeGetTensorImpl()] = static_cast<int>(least - elements.begin());
+    }
+  }
 
-/// Whether an element's update looks at nothing but that element.
-template <class OptimizerType>
-concept StepsElementByElement = requires(const OptimizerType& optimizer) {
-  requires decltype(traits_of(optimizer))::kIsElementByElement;
-};
+  GradAllReduce& all_reduce() noexcept { return all_reduce_; }
+  int rank() const { return group_->getRank(); }
 
-/// The shell of mezzo's optimizer `OptimizerType`, which its ShardedOptimizer has as well.
-template <class OptimizerType>
-struct ShellOf {
-  static_assert(StepsElementByElement<OptimizerType>,
-                "ShardedOptimizer takes mezzo's AdamW, Adam, SGD and Lion. LAMB's steps are as "
-                "long as the whole parameter, of which a rank has only a part.");
-  using type = OptimizerShell<decltype(traits_of(std::declval<const OptimizerType&>()))>;
+  /// \throws c10::Error for a parameter whose gradients are not averaged
+  int owner_of(const at::Tensor& parameter) const {
+    const auto found = owners_.find(parameter.unsafeGetTensorImpl());
+    TORCH_CHECK(found != owners_.end(), "ShardedOptimizer: a parameter (", tensor_words(parameter),
+                ") has a gradient, and was frozen or in no group when the optimizer was made; make "
+                "a new ShardedOptimizer with all parameters that are trained");
+    return found->second;
+  }
+  bool is_others(const void* parameter) const {
+    const auto found = owners_.find(parameter);
+    return found != owners_.end() && found->second != rank();
+  }
+
+  /// Gives all ranks the parameters that their owners have stepped. Waits.
+  void exchange(const std::vector<at::Tensor>& stepped) const {
+    std::vector<std::vector<at::Tensor>> of_rank(static_cast<std::size_t>(group_->getSize()));
+    for (const at::Tensor& parameter : stepped) {
+      of_rank[static_cast<std::size_t>(owner_of(parameter))].push_back(parameter);
+    }
+    for (std::size_t rank = 0; rank < of_rank.size(); ++rank) {
+      broadcast(group_, of_rank[rank], static_cast<int>(rank));
+    }
+  }
+
+  /// Writes to `archive`, on rank 0, what `OptimizerType` alone would write: each rank's states, as
+  /// `save_own` writes them, are read by an optimizer that `make` returns, and put together.
+  template <class SaveOwn, class Make>
+  void save(torch::serialize::OutputArchive& archive, const SaveOwn& save_own,
+            const Make& make) const {
+    std::ostringstream bytes;
+    {
+      torch::serialize::OutputArchive own;
+      save_own(own);
+      own.save_to(bytes);
+    }
+    const auto read = [&](const std::string& text) {
+      torch::serialize::InputArchive in;
+      in.load_from(text.data(), text.size());
+      auto optimizer = make();
+      optimizer->load(in);
+      return optimizer;
+    };
+    auto whole = rank() == 0 ? read(bytes.str()) : nullptr;
+    for (int from = 1; from < group_->getSize(); ++from) {
+      const std::string text = broadcast_text(group_, from == rank() ? bytes.str() : "", from);
+      if (whole == nullptr) continue;
+      const auto part = read(text);
+      for (auto& [parameter, state] : part->state()) {
+        if (owners_.at(parameter) == from) whole->state()[parameter] = std::move(state);
+      }
+    }
+    if (whole != nullptr) whole->save(archive);
+  }
+
+ private:
+  std::vector<at::Tensor> start_alike(
+      const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
+    NamedTensors named;
+    std::vector<at::Tensor> trained;
+    std::string options;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      torch::serialize::OutputArchive archive;
+      groups[i].options().serialize(archive);
+      std::ostringstream bytes;
+      archive.save_to(bytes);
+      const std::string text = bytes.str();
+      options +=
+          c10::str("group ", i, ": lr ", groups[i].options().get_lr(),
+                   ", options with the CRC-32C ", crc32c_text(text.data(), text.size()), "\n");
+      for (std::size_t k = 0; k < groups[i].params().size(); ++k) {
+        const at::Tensor& parameter = groups[i].params()[k];
+        named.emplace_back(c10::str("parameter ", k, " of group ", i), parameter);
+        if (parameter.requires_grad()) trained.push_back(parameter);
+      }
+    }
+    broadcast_alike(named, group_, /*root=*/0, options);
+    return trained;
+  }
+
+  GroupPtr group_;
+  GradAllReduce all_reduce_;
+  std::unordered_map<const void*, int> owners_;  // by the parameter's address
 };
 
 }  // namespace detail
 
-/// mezzo's AdamW, Adam, SGD or Lion with state and work shared by the ranks: ZeRO's first stage
-/// (Rajbhandari et al., "ZeRO: Memory optimizations toward training trillion parameter models",
-/// 2020; libtorch's Python has ZeroRedundancyOptimizer).
+/// Any optimizer with state and work shared by the ranks: ZeRO's first stage (Rajbhandari et al.,
+/// "ZeRO: Memory optimizations toward training trillion parameter models", 2020), as torch's
+/// ZeroRedundancyOptimizer does it.
 ///
 /// \code
 ///   mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(
 ///       model->parameters(), world, mezzo::optim::AdamWOptions(2e-5));
 ///   for (auto& batch : *part_of_this_rank) {
 ///     optimizer.zero_grad();
-///     scaler.scale(loss(model, batch)).backward();   // sums each bucket as it fills
-///     scaler.step(optimizer, {.max_norm = 1.0});     // or optimizer.step()
+///     scaler.scale(loss(model, batch)).backward();   // averages each bucket as it fills
+///     scaler.step(optimizer, {.max_norm = 1.0});     // or unscale_, clip_grad_norm_ and step
 ///     scaler.update();
 ///   }
 /// \endcode
 ///
-/// A step gives all ranks the weights that `OptimizerType` alone would compute from the average of
-/// their gradients: the same bits if the number of ranks is a power of two, otherwise equal except
-/// for the rounding of 1/N. One collective without a host sync tells all ranks whether to skip and
-/// by which norm to clip. Parameters move into flat buffers; earlier views no longer share their
-/// memory.
+/// Each rank owns whole parameters. After a backward pass every rank has all averaged gradients, so
+/// that all skip, unscale and clip alike; a step updates a rank's own parameters and gets the
+/// others'. All ranks have the weights that `OptimizerType` alone would compute from the averages,
+/// bit for bit. mezzo's fused optimizers stay fused; libtorch's and others, such as
+/// `ShardedOptimizer<torch::optim::AdamW>`, step as a GradScaler's other optimizers do.
 ///
-/// All ranks construct the optimizer together, and call `step`, `save` and backward alike. Errors
-/// of the group are thrown by these calls; after one, begin again from a checkpoint. Use the
-/// optimizer from one thread at a time. docs/data-parallel.md ("ZeRO-1") has memory, clipping,
-/// micro-batches and what is refused.
+/// All ranks construct the optimizer together, and call backward, `step` and `save` alike. Errors
+/// of the group are thrown by these calls; after one, begin again from a checkpoint.
 template <class OptimizerType>
-class ShardedOptimizer : public detail::ShellOf<OptimizerType>::type {
-  using Shell = typename detail::ShellOf<OptimizerType>::type;
-
+class ShardedOptimizer : public torch::optim::Optimizer {
  public:
-  using typename Shell::Options;
-  using typename Shell::State;
-
-  /// Gives all ranks rank 0's parameters, and moves them into flat buffers. Waits for the ranks.
+  /// Gives all ranks rank 0's parameters. `defaults` are options of `OptimizerType`.
   /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
-  ///   options differ; and where the group is null or does not take tensors on a parameter's device
+  ///   options differ
+  template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
-                   const ShardedOptimizerOptions& options = {});
+                   const GradAllReduceOptions& options = {})
+      : Optimizer(groups, std::make_unique<Options>(defaults)),
+        shards_(param_groups_, std::move(group), options),
+        make_([defaults](auto of) {
+          return std::make_unique<OptimizerType>(std::move(of), defaults);
+        }),
+        own_(make_(own_groups())) {}
   /// Makes one group of `parameters`.
+  template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
-                   const Options& defaults, const ShardedOptimizerOptions& options = {})
+                   const Options& defaults, const GradAllReduceOptions& options = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options) {}
-  ~ShardedOptimizer() override { buckets_.on_ready(nullptr); }
-  ShardedOptimizer(const ShardedOptimizer&) = delete;
-  ShardedOptimizer& operator=(const ShardedOptimizer&) = delete;
 
-  /// Returns a row for each of this rank's slices that has a gradient.
-  /// \throws c10::Error, on all ranks and before anything is written, where gradients have not been
-  ///   summed since the last step
-  StepPlan plan() override;
+  /// Steps this rank's parameters and gets the others'.
+  at::Tensor step(LossClosure closure = nullptr) override {
+    at::Tensor loss;
+    if (closure) {
+      const at::AutoGradMode with_gradients(true);
+      loss = closure();
+    }
+    std::vector<at::Tensor> stepped;
+    for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+      own_->param_groups()[i].set_options(param_groups_[i].options().clone());
+      for (const at::Tensor& parameter : param_groups_[i].params()) {
+        if (parameter.grad().defined()) stepped.push_back(parameter);
+      }
+    }
+    for (const at::Tensor& parameter : stepped) (void)shards_.owner_of(parameter);
+    own_->step();
+    shards_.exchange(stepped);
+    return loss;
+  }
 
-  /// Reads the average gradient of all ranks, in one collective. The verdict's `inv_scale` includes
-  /// the division by the number of ranks, for each rank keeps sums.
-  Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
+  /// Returns a guard under which backward passes add to this rank's own gradients and average
+  /// nothing: for all micro-batches but the last.
+  NoSync no_sync() { return shards_.all_reduce().no_sync(); }
 
-  /// Steps this rank's slices and gathers the weights of all ranks.
-  /// \throws c10::Error for a plan that has been used up; as OptimizerType does; and what the
-  ///   group throws
-  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override;
+  /// Returns the optimizer of this rank's parameters, which has their state.
+  OptimizerType& own() noexcept { return *own_; }
 
-  /// Returns a guard under which backward passes add to this rank's own gradients and sum nothing:
-  /// for all micro-batches but the last.
-  GradBuckets::NoSync no_sync();
+  /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
+  /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
+  /// 0.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    shards_.save(
+        archive, [this](auto& own) { make_with_own_state()->save(own); },
+        [this] { return make_(param_groups_); });
+  }
 
-  /// Returns the trained parameters, and how they lie.
-  const GradBuckets& buckets() const noexcept { return buckets_; }
+  /// Loads an archive that a ShardedOptimizer with any number of ranks or `OptimizerType` alone
+  /// wrote. Each rank reads the archive and keeps the states of its parameters.
+  void load(torch::serialize::InputArchive& archive) override {
+    auto whole = make_(param_groups_);
+    whole->load(archive);
+    for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+      param_groups_[i].set_options(whole->param_groups()[i].options().clone());
+    }
+    own_->state().clear();
+    for (auto& [parameter, state] : whole->state()) {
+      if (!shards_.is_others(parameter)) own_->state()[parameter] = std::move(state);
+    }
+  }
+
+ private:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  Groups own_groups() const {
+    Groups own;
+    for (const auto& group : param_groups_) {
+      std::vector<at::Tensor> parameters;
+      for (const at::Tensor& parameter : group.params()) {
+        if (!shards_.is_others(parameter.unsafeGetTensorImpl())) parameters.push_back(parameter);
+      }
+      own.emplace_back(std::move(parameters), group.options().clone());
+    }
+    return own;
+  }
+  /// Returns an optimizer of all parameters with the states of this rank's.
+  std::unique_ptr<OptimizerType> make_with_own_state() const {
+    auto whole = make_(param_groups_);
+    for (const auto& [parameter, state] : own_->state()) whole->state()[parameter] = state->clone();
+    return whole;
+  }
+
+  detail::Shards shards_;
+  std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
+  std::unique_ptr<OptimizerType> own_;
+};
+
+/// The same for mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
+/// steps the rows of this rank's parameters.
+template <std::derived_from<detail::StepEngine> OptimizerType>
+class ShardedOptimizer<OptimizerType> : public OptimizerType {
+ public:
+  /// OptimizerType's options.
+  using typename OptimizerType::Options;
+
+  /// Gives all ranks rank 0's parameters.
+  /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
+  ///   options differ
+  ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                   c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
+                   const GradAllReduceOptions& options = {})
+      : OptimizerType(groups, defaults),
+        defaults_(defaults),
+        shards_(this->param_groups_, std::move(group), options) {}
+  /// Makes one group of `parameters`.
+  ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
+                   const Options& defaults, const GradAllReduceOptions& options = {})
+      : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
+                         std::move(group), defaults, options) {}
+
+  /// Returns a row for each parameter that has a gradient, whoever owns it.
+  StepPlan plan() override {
+    StepPlan plan = OptimizerType::plan();
+    for (const StepPlan::Row& row : plan.rows) (void)shards_.owner_of(*row.parameter);
+    return plan;
+  }
+
+  /// Steps this rank's parameters and gets the others'.
+  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
+    const c10::NoGradGuard no_grad;
+    std::vector<at::Tensor> stepped;
+    for (const StepPlan::Row& row : plan.rows) {
+      stepped.push_back(*row.parameter);
+      const bool is_others = shards_.is_others(row.parameter->unsafeGetTensorImpl());
+      if (is_others && options.zero_grad) row.gradient.zero_();
+    }
+    std::erase_if(plan.rows, [this](const StepPlan::Row& row) {
+      return shards_.is_others(row.parameter->unsafeGetTensorImpl());
+    });
+    plan.has_rows_elsewhere = !stepped.empty();
+    OptimizerType::apply(std::move(plan), verdict, options);
+    shards_.exchange(stepped);
+  }
+
+  /// Returns a guard under which backward passes add to this rank's own gradients and average
+  /// nothing: for all micro-batches but the last.
+  NoSync no_sync() { return shards_.all_reduce().no_sync(); }
 
   /// Returns true.
   bool is_sharded() const noexcept override { return true; }
 
-  /// Returns the bytes that this rank keeps. The first step makes the state.
-  ShardedOptimizerBytes bytes() const;
-
-  /// Throws c10::Error, for no rank has a master of a whole parameter.
-  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
-  /// Throws c10::Error: cast the model first, and make the optimizer with masters.
-  void enable_master_weights() override;
-  /// Throws c10::Error, for no rank has all of the summed gradients.
-  void check_unscale() const override;
-
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks. On any other rank writes the rank's part of the state, which that rank can load again.
-  /// All ranks call it; rank 0 writes the file:
-  ///
-  ///     torch::serialize::OutputArchive archive;
-  ///     optimizer.save(archive);
-  ///     if (world.rank() == 0) archive.save_to(path);
-  ///
-  /// Takes memory for the whole state on rank 0's host, and for a bucket in float on each device.
-  void save(torch::serialize::OutputArchive& archive) const override;
+  /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
+  /// 0.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    shards_.save(
+        archive, [this](auto& own) { OptimizerType::save(own); },
+        [this] { return std::make_unique<OptimizerType>(this->param_groups_, defaults_); });
+  }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or
-  /// libtorch's optimizer of the same name wrote. Each rank reads the archive and keeps its slices.
-  /// With the model's weights of that time, training goes on with the bits of a run that was not
-  /// interrupted. All or nothing.
-  /// \throws c10::Error as OptimizerType does, and for another rank's part
-  void load(torch::serialize::InputArchive& archive) override;
+  /// libtorch's optimizer of the same name wrote. Each rank reads the archive and keeps the states
+  /// of its parameters. All or nothing. \throws c10::Error as OptimizerType does
+  void load(torch::serialize::InputArchive& archive) override {
+    OptimizerType::load(archive);
+    for (const auto& group : this->param_groups_) {
+      for (const at::Tensor& parameter : group.params()) {
+        auto* const address = parameter.unsafeGetTensorImpl();
+        if (shards_.is_others(address)) this->state_.erase(address);
+      }
+    }
+  }
 
  private:
-  struct Known {
-    at::Tensor parameter;
-    std::size_t group;
-    bool is_trained;
-  };
-
-  static void check_storage(optim::WeightStorage storage);
-  std::vector<at::Tensor> start_alike();
-  void check_groups() const;
-  void prepare();
-  std::string words_to_compare(at::Device device, const at::Tensor& inv_scale);
-  State* state_of(const detail::ShardSlice& slice) const;
-  void take_whole(detail::FiledOptimizer& read) const;
-  void take_part(detail::FiledOptimizer& read) const;
-  void keep_frozen(detail::FiledOptimizer& filed) const;
-
-  using Shell::apply_with_aten;  // private: it gathers no weights
-
-  c10::intrusive_ptr<c10d::Backend> group_;
-  std::vector<Known> known_;  // all parameters, group by group
-  GradBuckets buckets_;
-  std::shared_ptr<detail::ShardExchange> exchange_;
-  detail::ShardedWeights weights_;
-  std::vector<std::vector<const detail::ShardSlice*>> slices_;  // of each group
-  int64_t steps_ = 0;                     // on other devices than the CPU, which compare some
-  double max_norm_ = detail::kNoMaxNorm;  // of the last step
+  Options defaults_;
+  detail::Shards shards_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/distributed/detail/sharded_optimizer_impl.h>  // IWYU pragma: export

@@ -5,14 +5,13 @@
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/distributed/detail/collectives.h>
+#include <mezzo/distributed/detail/ranks.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/batch_norm.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/equal.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/var_mean.h>
@@ -27,7 +26,6 @@
 #include <torch/nn/pimpl.h>
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <ostream>
 #include <tuple>
@@ -54,17 +52,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// input's dtype.
 ///
 /// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
-/// 2 C + 1 numbers (on the CPU 2 C + 3), backward one all-reduce of 2 C. The ranks' means and
-/// variances are combined as by Chan, Golub and LeVeque (1979), in the order of the ranks, so that
-/// all ranks get the same bits. In evaluation, with running statistics, no collective is called.
+/// 2 C + 1 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
+/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
+/// bits. In evaluation, with running statistics, no collective is called.
 ///
 /// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
 /// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
 /// in different orders. On a GPU the host does not wait, except in forward with
 /// `momentum(std::nullopt)`, as in torch.
 /// \throws c10::Error for an input of another shape or device; in training on the CPU, on all ranks,
-///   if they have fewer than two values for a channel together, or other `eps` or `momentum`; in
-///   backward with `create_graph`
+///   if they have fewer than two values for a channel together; in backward with `create_graph`
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
@@ -114,12 +111,8 @@ inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) 
   return of_channel.view(shape);
 }
 
-/// What ranks compare of their options: `eps`, and `momentum` or -1 where none is used.
-using BatchNormNumbers = std::array<double, 2>;
-
 inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
-                                                 const BatchNormNumbers& options,
-                                                 const c10::intrusive_ptr<c10d::Backend>& group) {
+                                                 const GroupPtr& group) {
   const int64_t channels = wide_input.size(1);
   const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
   at::Tensor variance = at::zeros({channels}, wide_input.options());
@@ -128,31 +121,14 @@ inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
     std::tie(variance, mean) =
         at::var_mean(wide_input, dims_within_channel(wide_input), /*correction=*/0);
   }
-  std::vector<at::Tensor> numbers{mean, variance};
-  const auto append = [&](double number) {
-    numbers.push_back(at::full({1}, number, wide_input.options()));
-  };
-  append(static_cast<double>(count));
-  if (wide_input.is_cpu()) std::for_each(options.begin(), options.end(), append);
-  const at::Tensor own = at::cat(numbers);
+  const at::Tensor own =
+      at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide_input.options())});
   const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
-  detail::all_gather(group, all, own).wait();
-
+  all_gather(group, all, own);
   const at::Tensor means = all.narrow(1, 0, channels);
   const at::Tensor variances = all.narrow(1, channels, channels);
   const at::Tensor counts = all.narrow(1, 2 * channels, 1);
   const at::Tensor total = counts.sum(0);
-  // On a device nothing is compared: reading the numbers would make the host wait.
-  if (all.is_cpu()) {
-    const at::Tensor of_ranks = all.narrow(1, 2 * channels + 1, 2);
-    for (int64_t rank = 1; rank < of_ranks.size(0); ++rank) {
-      TORCH_CHECK(at::equal(of_ranks[0], of_ranks[rank]), "SyncBatchNorm: rank 0 has eps ",
-                  of_ranks[0][0].item<double>(), " and momentum ", of_ranks[0][1].item<double>(),
-                  ", rank ", rank, " has eps ", of_ranks[rank][0].item<double>(), " and momentum ",
-                  of_ranks[rank][1].item<double>(),
-                  " (-1 is none); make it with the same options on all ranks");
-    }
-  }
   const bool is_enough =
       group->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
   TORCH_CHECK(
@@ -172,12 +148,11 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
-                                                const BatchNormNumbers& options,
-                                                c10::intrusive_ptr<c10d::Backend> group) {
+                                                double eps, GroupPtr group) {
     const AutocastOff autocast_off;
     const at::Tensor wide = input.to(wide_dtype(input));
-    const ChannelStatistics statistics = statistics_of_all_ranks(wide, options, group);
-    const at::Tensor inverse = statistics.variance.add(options[0]).rsqrt();
+    const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);
+    const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
     at::Tensor output = wide.sub(spread(statistics.mean, input));
     output.mul_(spread(inverse.mul(weight), input));
     output.add_(spread(bias, input));
@@ -207,7 +182,7 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
       const at::Tensor sums = at::cat({own_sum, own_product});
       const auto group = c10::static_intrusive_pointer_cast<c10d::Backend>(
           context->saved_data["group"].toCapsule());
-      detail::all_reduce(group, sums, c10d::ReduceOp::SUM).wait();
+      detail::all_reduce(group, sums)->wait();
       sums.div_(saved[4]);
       const at::Tensor mean_gradient = sums.narrow(0, 0, input.size(1));
       const at::Tensor mean_product = sums.narrow(0, input.size(1), input.size(1));
@@ -233,7 +208,6 @@ inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
               options.num_features(), "; make it with the number of channels");
   TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", group_->getRank(),
               ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
-  detail::check_device("SyncBatchNorm", *group_, input.device());
 }
 
 inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
@@ -247,10 +221,7 @@ inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
   const bool affine = options.affine();
   const auto results = detail::NormaliseOverRanks::apply(
       input, affine ? weight : at::ones({input.size(1)}, input.options()),
-      affine ? bias : at::zeros({input.size(1)}, input.options()),
-      detail::BatchNormNumbers{
-          options.eps(), options.track_running_stats() ? options.momentum().value_or(-1.0) : -1.0},
-      group_);
+      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
   if (is_training() && options.track_running_stats()) {
     const c10::NoGradGuard no_grad;
     const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];

@@ -26,8 +26,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Instruction sets. scalar: no vectors, for compilers without vector types. vector128: the
-/// caller's compiler flags decide. avx2: AVX2 with FMA.
+/// Instruction sets. scalar: a plain loop, where there is none of the others. vector128: aarch64.
+/// avx2: AVX2 with FMA. avx512: for elements of 16 bits; others gain nothing from it.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
@@ -49,32 +49,18 @@ struct KernelEntry<Kernel, Result (*)(Args...)> {
 
 inline bool has_isa(CpuIsa isa) {
   switch (isa) {
-    case CpuIsa::scalar:
-#if defined(__GNUC__)
-      return false;
-#else
-      return true;
-#endif
-    case CpuIsa::vector128:
-#if defined(__GNUC__)
-      return true;
-#else
-      return false;
-#endif
+#if defined(__GNUC__) && defined(__x86_64__)
     case CpuIsa::avx2:
-#if defined(__GNUC__) && defined(__x86_64__)
       return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
-#else
-      return false;
-#endif
     case CpuIsa::avx512:
-#if defined(__GNUC__) && defined(__x86_64__)
-      return __builtin_cpu_supports("avx512f") != 0;
-#else
-      return false;
+      return __builtin_cpu_supports("avx512f") != 0 && has_isa(CpuIsa::avx2);
+#elif defined(__GNUC__) && defined(__aarch64__)
+    case CpuIsa::vector128:
+      return true;
 #endif
+    default:
+      return isa == CpuIsa::scalar;
   }
-  return false;
 }
 
 inline CpuIsa best_isa() {
@@ -85,22 +71,25 @@ inline CpuIsa best_isa() {
   return best;
 }
 
-/// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
+/// Returns the kernel's `run` compiled for `isa`, or for the next lower instruction set that it is
+/// compiled for. Call it only on a CPU with that instruction set.
 template <template <class...> class Kernel, class Element, class... Others>
 auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<Element>>::run) {
   switch (isa) {
 #if defined(__GNUC__) && defined(__x86_64__)
     case CpuIsa::avx512:
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
+      if constexpr (sizeof(typename FloatFormat<Element>::Stored) == 2) {
+        return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
+      }
+      [[fallthrough]];
     case CpuIsa::avx2:
       return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 32>>>::avx2;
+#elif defined(__GNUC__) && defined(__aarch64__)
+    case CpuIsa::vector128:
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
 #endif
     default:
-#if defined(__GNUC__)
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
-#else
       return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
-#endif
   }
 }
 

@@ -5,7 +5,6 @@
 
 #include <c10/macros/Macros.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -41,75 +40,16 @@ C10_ALWAYS_INLINE void fma_instruction(const Vector& a, const Vector& b, Vector&
   }
 }
 
-/// Fused multiply-add of four floats, for processors without the instruction. The product is exact
-/// in double; the sum is rounded to odd in double, so rounding it to float equals a single
-/// rounding. The empty asm statements keep -ffast-math from treating the error term as zero. Not
-/// inlined: its forty instructions at each product took a third of the compile time.
-template <class Vector>
-[[gnu::noinline]] Vector emulated_fma(Vector a, Vector b, Vector sum) {
-  typedef double Wide __attribute__((vector_size(16)));
-  typedef int64_t Flags __attribute__((vector_size(16)));
-  static_assert(kLanesOf<Vector> == 4);
-  for (int i = 0; i < 4; i += 2) {
-    const Wide addend{sum[i], sum[i + 1]};
-    const Wide product = Wide{a[i], a[i + 1]} * Wide{b[i], b[i + 1]};
-    Wide total = product + addend;
-    asm("" : "+x"(total));
-    Wide from_addend = total - product;
-    asm("" : "+x"(from_addend));
-    Wide from_product = total - from_addend;
-    asm("" : "+x"(from_product));
-    Wide lost_of_product = product - from_product;
-    asm("" : "+x"(lost_of_product));
-    Wide lost_of_addend = addend - from_addend;
-    asm("" : "+x"(lost_of_addend));
-    const Wide error = lost_of_product + lost_of_addend;
-    Flags bits;
-    reinterpret_bits(total, bits);
-    constexpr int64_t kExponent = 0x7FF0000000000000;  // all of it: inf or NaN, which are exact
-    const Flags is_inexact = (error != 0.0) & ((bits & kExponent) != kExponent);
-    const Flags is_even = (bits & 1) - 1;  // all bits set for yes, here and above
-    const Flags is_inward = (error > 0.0) ^ (total > 0.0);
-    bits += is_inexact & is_even & (1 - (is_inward & 2));
-    reinterpret_bits(bits, total);
-    sum[i] = static_cast<float>(total[0]);
-    sum[i + 1] = static_cast<float>(total[1]);
-  }
-  return sum;
-}
-
 template <class Vector>
 C10_ALWAYS_INLINE void sqrt_instruction(const Vector& x, Vector& result) {
-  // The 16-byte form needs only SSE2.
-  if constexpr (std::is_same_v<LaneOf<Vector>, float> && sizeof(Vector) == 16) {
-    asm("sqrtps {%1, %0|%0, %1}" : "=x"(result) : "x"(x));
-  } else if constexpr (sizeof(Vector) == 16) {
-    asm("sqrtpd {%1, %0|%0, %1}" : "=x"(result) : "x"(x));
-  } else if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+  if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
     asm("vsqrtps {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
   } else {
     asm("vsqrtpd {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
   }
 }
 
-#if defined(__FMA__)
-inline constexpr std::size_t kSmallestFmaVector = 16;
-#else
-inline constexpr std::size_t kSmallestFmaVector = 32;
 #endif
-
-#endif
-
-template <class Vector>
-C10_ALWAYS_INLINE void fma_of_lanes(const Vector& a, const Vector& b, Vector& sum) {
-  for (int i = 0; i < kLanesOf<Vector>; ++i) {
-    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-      sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
-    } else {
-      sum[i] = __builtin_fma(a[i], b[i], sum[i]);
-    }
-  }
-}
 
 /// result = a * b + c. `result` may be any of the three.
 template <class Vector>
@@ -117,15 +57,15 @@ C10_ALWAYS_INLINE void vector_fma(const Vector& a, const Vector& b, const Vector
                                   Vector& result) {
   Vector sum = c;
 #if defined(__x86_64__) && !defined(__clang__)
-  if constexpr (sizeof(Vector) >= kSmallestFmaVector) {
-    fma_instruction(a, b, sum);
-  } else if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-    sum = emulated_fma(a, b, sum);
-  } else {
-    fma_of_lanes(a, b, sum);
-  }
+  fma_instruction(a, b, sum);
 #else
-  fma_of_lanes(a, b, sum);
+  for (int i = 0; i < kLanesOf<Vector>; ++i) {
+    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
+      sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+    } else {
+      sum[i] = __builtin_fma(a[i], b[i], sum[i]);
+    }
+  }
 #endif
   result = sum;
 }

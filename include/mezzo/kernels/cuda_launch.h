@@ -27,7 +27,7 @@ namespace detail {
 
 // Callers include the headers of the arguments (step_use.h, optimizer_step_table.h).
 class StepNumbers;
-class TableMemory;
+struct AdamW8bitStep;
 enum class CudaRule : std::uint8_t;
 struct ScaleTensors;
 struct StepInputs;
@@ -45,30 +45,27 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
                                             const at::Tensor& found_inf,
                                             const at::Tensor& inv_scale);
 
-/// Sets `found_inf` to 1 if a gradient is inf or NaN. Reads only.
-MEZZO_CUDA_LAUNCHER void check_(const std::vector<at::Tensor>& gradients,
-                                const at::Tensor& found_inf);
-
 /// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
-/// float and two doubles on that device. Two launches for one dtype. With a null `memory`, one
-/// launch more for every 900 tensors beyond the first 900.
+/// float and two doubles on that device. Two launches for one dtype, and one more for every 300
+/// tensors beyond the first 300.
 MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
-                                    TableMemory* memory);
+                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
 
 /// LossScale::next on the device, in one launch; found_inf is a float of one element there.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                                        const at::Tensor& found_inf);
 
-/// Takes one step of a rule over parameters of one device. One launch (LAMB: three) for each
-/// combination of dtypes, variant and weight storage, for any number of parameters. Beyond 300
-/// parameters or 8 groups, a table of 32 KB for each 300 is copied to the device, unless an equal
-/// one is there. `groups[row.group]` has a row's numbers and the rule's constants; all pointers are
-/// of the device. Does not change step counts.
+/// Takes one step of a rule over parameters of one device. One launch for each combination of
+/// parameters' dtype, variant and weight storage, and one more for every 300 parameters or 8 groups
+/// beyond the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers
+/// are of the device. Does not change step counts.
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup<StepNumbers>>& groups,
-                               const StepInputs& inputs, TableMemory& memory);
+                               const StepInputs& inputs);
+
+/// Takes the step of one parameter of an AdamW8bit in one launch.
+MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device, const AdamW8bitStep& step);
 
 /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one launch.
 /// `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is written.
@@ -77,13 +74,10 @@ MEZZO_CUDA_LAUNCHER void write_letter_(const at::Tensor& scale, const at::Tensor
                                        const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                                        const at::Tensor& letter);
 
-/// Call this before the launches of a step. Frees memory that the last step did not use.
-MEZZO_CUDA_LAUNCHER void begin_step_(at::Device device, TableMemory& memory);
-
-/// Adds 1 to each counter in one launch, unless `found_inf` points to a value other than 0 (null
-/// means 0). Beyond 480 counters their addresses are copied to the device, unless they are there.
+/// Adds 1 to each counter, unless `found_inf` points to a value other than 0 (null means 0). One
+/// launch for each 480 counters.
 MEZZO_CUDA_LAUNCHER void count_steps_(at::Device device, const std::vector<float*>& counters,
-                                      const float* found_inf, TableMemory& memory);
+                                      const float* found_inf);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

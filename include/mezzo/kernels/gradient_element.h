@@ -70,15 +70,6 @@ struct FinishedSummary {
 
 // The work on each element: the body of the CPU's loops, the CUDA kernels and the tests' reference.
 
-/// Sets bits in `nonfinite` where a stored value is inf or NaN.
-template <class Format>
-struct CheckElement {
-  template <class BitLanes, class Flags>
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const BitLanes& bits, Flags& nonfinite) const {
-    nonfinite = nonfinite | ((bits & Format::kExponent) == Format::kExponent);
-  }
-};
-
 /// Computes gradient = gradient * inv_scale, and checks the value that will be stored: a product,
 /// or its rounding to half, may overflow when the factors do not.
 template <class Format, class ValueLanes>
@@ -91,7 +82,7 @@ struct UnscaleElement {
     Format::widen(bits, value);
     value = value * inv_scale;
     Format::narrow(value, bits);
-    CheckElement<Format>{}(bits, nonfinite);
+    nonfinite = nonfinite | ((bits & Format::kExponent) == Format::kExponent);
   }
 };
 

@@ -5,7 +5,6 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/verdict.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
@@ -104,15 +103,14 @@ class GradientRead {
                           summary_loop(dense.scalar_type(), best_isa())});
   }
 
-  /// Returns the summary of all added gradients times inv_scale. On CUDA, `memory` allows a single
-  /// launch for many tensors.
-  Verdict finish([[maybe_unused]] TableMemory* memory = nullptr) const {
+  /// Returns the summary of all added gradients times inv_scale.
+  Verdict finish() const {
     if (is_on_cpu_) return finish_on_cpu();
 #ifdef MEZZO_WITH_CUDA
     if (has_cuda_kernels(inv_scale_.device())) {
       const Verdict verdict = new_verdict();
       cuda::summarize_(tensors_, inv_scale_, verdict.found_inf, verdict.sum_of_squares,
-                       verdict.max_abs, memory);
+                       verdict.max_abs);
       return verdict;
     }
 #endif
@@ -178,11 +176,11 @@ inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,
 
 /// Reads gradients of one device, after checking all of them.
 inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
-                                   const at::Tensor& inv_scale, TableMemory* memory = nullptr) {
+                                   const at::Tensor& inv_scale) {
   check_summary_arguments(gradients, inv_scale);
   GradientRead read(inv_scale);
   for (const at::Tensor& gradient : gradients) read.add(gradient);
-  return read.finish(memory);
+  return read.finish();
 }
 
 }  // namespace detail

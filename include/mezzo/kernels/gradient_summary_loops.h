@@ -68,14 +68,8 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
                      sizeof(HalfOfFloats));
 #if defined(__x86_64__) && \
     !defined(__clang__)  // g++ 12 makes a dozen instructions of the plain form
-    if constexpr (kBytes == 16) {
-      const typename Lanes::Flags upper{2, 3, 2, 3};
-      low = __builtin_ia32_cvtps2pd(value);
-      high = __builtin_ia32_cvtps2pd(__builtin_shuffle(value, upper));
-    } else {
-      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(low) : "vm"(low_floats));
-      asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(high) : "vm"(high_floats));
-    }
+    asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(low) : "vm"(low_floats));
+    asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(high) : "vm"(high_floats));
 #else
     low = __builtin_convertvector(low_floats, Doubles);
     high = __builtin_convertvector(high_floats, Doubles);

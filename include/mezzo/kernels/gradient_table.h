@@ -37,13 +37,7 @@ struct SummaryRow {
   C10_HOST_DEVICE int64_t elements() const { return count; }
 };
 
-/// Two capacities: for most models a table within the 4 KB that a launch carries cheaply; for
-/// models of many tensors one within the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
-using SmallSummaryTable = LaunchTable<SummaryRow, 108>;
-using LargeSummaryTable = LaunchTable<SummaryRow, 900>;
-static_assert(sizeof(SmallSummaryTable) < 4000, "with the pointers beside it within 4 KB");
-static_assert(sizeof(PagedTable<LargeSummaryTable>) < 32700,
-              "with the pointers beside it within 32,764 bytes");
+using SummaryTable = LaunchTable<SummaryRow, 300>;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -55,7 +55,7 @@ class StepBody {
   /// Whether moments are rounded stochastically too.
   static constexpr bool kDrawsMoments =
       kIsStochastic && std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
-  /// Whether a parameter may have a copy of 16 bits: one of floats may.
+  /// Whether a parameter may be the master of a weight of 16 bits, its copy: one of floats may.
   static constexpr bool kMayCopy = !kIsSplit && std::is_same_v<Parameter, float>;
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
@@ -138,7 +138,7 @@ class StepBody {
     Lanes::convert(own, gradient);
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_parameter(const Place& place, Value& value) {
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void read_parameter(const Place& place, Value& value) const {
     Bits bits;
     Lanes::load(place.parameter, bits);
     if constexpr (kIsSplit) {
@@ -148,6 +148,25 @@ class StepBody {
     } else {
       Lanes::Format::widen(bits, value);
     }
+    if constexpr (kMayCopy) {
+      if (place.has_low_half_or_copy) heal(place.low_half_or_copy, value);
+    }
+  }
+
+  /// Makes the weight's value the master where the weight does not have the bits that the master
+  /// rounds to: somebody has written the weight.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void heal(const uint16_t* weight, Value& master) const {
+    Bits own, rounded;
+    Value written;
+    Halves::load(weight, own);
+    if (copies_half_) {
+      FloatFormat<c10::Half>::narrow(master, rounded);
+      FloatFormat<c10::Half>::widen(own, written);
+    } else {
+      FloatFormat<c10::BFloat16>::narrow(master, rounded);
+      FloatFormat<c10::BFloat16>::widen(own, written);
+    }
+    master = own == rounded ? master : written;
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write_parameter(const Place& place,

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block8_cpu.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/optimizer_step_body.h>
@@ -92,8 +91,10 @@ struct OptimizerStepKernel {
         end = std::min(end, ((block + 1) << 32) - span.first);
         key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
       }
-      begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end, coefficients,
-                                                                    use, key);
+      if constexpr (Lanes::kWidth != 1) {
+        begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end,
+                                                                      coefficients, use, key);
+      }
       if (begin < end) {
         begin =
             step_rest<Parameter, Gradient, Rule, Weights>(span, begin, end, coefficients, use, key);
@@ -102,19 +103,12 @@ struct OptimizerStepKernel {
   }
 };
 
-struct LambNorms;
-
-/// A rule's loops for one way of keeping a parameter. LAMB has two: `learn` moves the moments and
-/// takes norms, and `step` moves the parameter.
-struct StepLoop {
-  void (*step)(const StepSpan&, const StepNumbers&, const StepUse&) = nullptr;
-  void (*learn)(const StepSpan&, const StepNumbers&, const StepUse&, LambNorms&) = nullptr;
-  explicit operator bool() const noexcept { return step != nullptr; }
-};
+/// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
+using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
 
 /// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
 /// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
-/// Returns an empty loop for other dtypes.
+/// Returns null for other dtypes.
 template <class Make>
 StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, const Make& make) {
   using c10::BFloat16;
@@ -136,7 +130,7 @@ StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, con
     case at::kHalf:
       return make.template operator()<Half, PlainWeights<Half>>();
     default:
-      return {};
+      return nullptr;
   }
 }
 
@@ -144,7 +138,7 @@ StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, con
 template <class Rule>
 StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) {
   return for_kept_weights(storage, kept, [isa]<class Parameter, class Weights>() -> StepLoop {
-    return {cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa)};
+    return cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa);
   });
 }
 
@@ -199,22 +193,11 @@ struct StepTask {
   bool clears;  ///< whether the gradient is set to zero afterwards
   StepNumbers coefficients;
   StepUse use;
-  /// Of moments in blocks of 8 bits (block8.h), whose codes are in `span`; otherwise null.
-  float* scales[kMaxMoments] = {};
-  bool is_staged = false;  ///< moments are not kept as the weights are: for_staged calls the loop
-  /// Of 16 bits where a staged loop takes a float in the parameter's place, and how that is
-  /// rounded.
-  at::ScalarType parameter_dtype = at::kFloat;
-  bool is_stochastic = false;
 };
-
-/// Elements that are staged at a time: few, because the memory waits while moments are converted.
-inline constexpr int64_t kStagedAtOnce = 2 * kBlock8;
 
 /// What one thread takes at a time: 16 bytes an element and more, so that this much lies in a
 /// second-level cache, and few enough pieces that taking them costs nothing.
 inline constexpr int64_t kStepPiece = 16384;
-static_assert(kStepPiece % kStagedAtOnce == 0);
 
 inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
   const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
@@ -237,121 +220,11 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
 /// that calls cost nothing, and so few that they stay in the first-level cache.
 inline constexpr int64_t kWidenedAtOnce = 2048;
 
-/// Parameters of bfloat16 from floats, rounded stochastically with the random bits that
-/// StochasticWeights has for the same elements.
-template <class Element, class Lanes>
-struct NarrowStochasticallyKernel {
-  C10_ALWAYS_INLINE static void run(const float* from, void* to, int64_t count, int64_t first,
-                                    const StepUse& use) {
-    auto* const target = static_cast<typename Lanes::Stored*>(to);
-    for (int64_t begin = 0; begin < count;) {
-      const int64_t block = (first + begin) >> 32;
-      const int64_t end = std::min(count, ((block + 1) << 32) - first);
-      const RandomKey key =
-          random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
-      begin = narrow<Lanes>(from, target, begin, end, first, key);
-      begin = narrow<ScalarLanes<Element>>(from, target, begin, end, first, key);
-    }
-  }
-
- private:
-  template <class Own>
-  C10_ALWAYS_INLINE static int64_t narrow(const float* from, typename Lanes::Stored* to, int64_t i,
-                                          int64_t end, int64_t first, const RandomKey& key) {
-    typename Own::Bits lane_numbers;
-    Own::enumerate(lane_numbers);
-    for (; i + Own::kWidth <= end; i += Own::kWidth) {
-      typename Own::Value value;
-      __builtin_memcpy(&value, from + i, sizeof(value));
-      typename Own::Bits noise = (lane_numbers + static_cast<uint32_t>(first + i)) ^ key.first;
-      mix(noise);
-      typename Own::Bits bits;
-      narrow_stochastically(value, noise & 0xFFFFU, bits);
-      Own::store(bits, to + i);
-    }
-    return i;
-  }
-};
-
-/// Floats rounded to nearest.
-template <class Element, class Lanes>
-struct NarrowToNearestKernel {
-  C10_ALWAYS_INLINE static void run(const float* from, void* to, int64_t count) {
-    auto* const target = static_cast<typename Lanes::Stored*>(to);
-    const int64_t rest = narrow<Lanes>(from, target, 0, count);
-    narrow<ScalarLanes<Element>>(from, target, rest, count);
-  }
-
- private:
-  template <class Own>
-  C10_ALWAYS_INLINE static int64_t narrow(const float* from, typename Lanes::Stored* to, int64_t i,
-                                          int64_t end) {
-    for (; i + Own::kWidth <= end; i += Own::kWidth) {
-      typename Own::Value value;
-      __builtin_memcpy(&value, from + i, sizeof(value));
-      typename Own::Bits bits;
-      Own::Format::narrow(value, bits);
-      Own::store(bits, to + i);
-    }
-    return i;
-  }
-};
-
-inline void narrow_parameters(const StepTask& task, const float* from, const StepSpan& to) {
-  if (task.is_stochastic) {
-    cpu_kernel<NarrowStochasticallyKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count,
-                                                                      to.first, task.use);
-  } else if (task.parameter_dtype == at::kBFloat16) {
-    cpu_kernel<NarrowToNearestKernel, c10::BFloat16>(best_isa())(from, to.parameter, to.count);
-  } else {
-    cpu_kernel<NarrowToNearestKernel, c10::Half>(best_isa())(from, to.parameter, to.count);
-  }
-}
-
-/// Calls `work(part)` for elements [begin, begin + count) of a staged task, with floats in place of
-/// what is kept in other formats. `begin` is that of a block.
-template <StepPass kPass, class Work>
-void for_staged(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  const bool is_widened = task.parameter_dtype != at::kFloat;
-  constexpr int64_t kApart = kStagedAtOnce + 32;  // loads are not taken for stores 4 KB before them
-  alignas(64) float gradients[kApart];
-  alignas(64) float parameters[kApart];
-  alignas(64) float moments[kMaxMoments][kApart];
-  for (int64_t first = begin; first < begin + count; first += kStagedAtOnce) {
-    const StepSpan kept = part_of(task, first, std::min(kStagedAtOnce, begin + count - first));
-    StepSpan part = kept;
-    if (task.widens && kPass != StepPass::move) {
-      widen_gradients(task.gradient_dtype, kept.gradient, gradients, kept.count);
-      part.gradient = gradients;
-    }
-    if (is_widened) {
-      widen_gradients(task.parameter_dtype, kept.parameter, parameters, kept.count);
-      part.parameter = parameters;
-    }
-    for (int k = 0; k < kMaxMoments && task.scales[k] != nullptr; ++k) {
-      widen_block8(/*is_signed=*/k == 0, static_cast<const uint8_t*>(kept.moments[k]),
-                   task.scales[k] + first / kBlock8, moments[k], kept.count);
-      part.moments[k] = moments[k];
-    }
-    work(part);
-    if (is_widened && kPass != StepPass::learn) {
-      narrow_parameters(task, parameters, kept);
-    }
-    for (int k = 0; k < kMaxMoments && task.scales[k] != nullptr; ++k) {
-      if (kPass == StepPass::move) break;
-      narrow_block8(/*is_signed=*/k == 0, moments[k], static_cast<uint8_t*>(kept.moments[k]),
-                    task.scales[k] + first / kBlock8, kept.count);
-    }
-  }
-}
-
 /// Calls `work(part)` for elements [begin, begin + count) of a task, in stretches of at most
 /// `kMost`, with streams as the loop reads them; then clears the gradients if that is to be done.
-template <int64_t kMost, StepPass kPass = StepPass::whole, class Work>
+template <int64_t kMost, class Work>
 void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  if (task.is_staged) {
-    for_staged<kPass>(task, begin, count, work);
-  } else if (!task.widens || kPass == StepPass::move) {
+  if (!task.widens) {
     work(part_of(task, begin, count));
   } else {
     alignas(64) std::byte widened[kMost * sizeof(double)];
@@ -362,7 +235,7 @@ void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work&
       work(part);
     }
   }
-  if (!task.clears || kPass == StepPass::move) return;
+  if (!task.clears) return;
   std::memset(static_cast<char*>(task.span.gradient) + begin * task.sizes.gradient, 0,
               static_cast<std::size_t>(count * task.sizes.gradient));
 }
@@ -374,7 +247,7 @@ inline void run_step_cpu(const std::vector<StepTask>& tasks) {
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
     for_widened<kWidenedAtOnce>(task, piece.begin, piece.count, [&](const StepSpan& part) {
-      task.loop.step(part, task.coefficients, task.use);
+      task.loop(part, task.coefficients, task.use);
     });
   });
 }

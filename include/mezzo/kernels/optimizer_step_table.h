@@ -2,19 +2,13 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <type_traits>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -30,10 +24,6 @@ struct StepRow {
   optim::WeightStorage storage;
   at::ScalarType parameter_dtype;  ///< dtype of the trained values: float for a master
   at::ScalarType gradient_dtype;
-  /// Scales of moments in blocks of 8 bits (block8.h); otherwise null.
-  float* scales[kMaxMoments] = {};
-  /// Moments have another format than the weights': blocks, or floats beside weights of 16 bits.
-  bool is_staged = false;
 };
 
 /// Device addresses of the numbers of a step that the host does not know, and the host's own. A
@@ -56,51 +46,24 @@ struct StepInputs {
   }
 };
 
-/// The part of a StepRow that a launch takes. The kernel itself stands for dtypes, variant and
-/// storage.
+/// The part of a StepRow that a launch takes. The kernel itself stands for the parameter's dtype,
+/// variant and storage; it asks for the gradient's dtype.
 struct StepTableRow {
   StepSpan span;
   const float* count;
   int number;
-  int16_t group;        ///< index of the group in the table
-  int16_t copies_half;  ///< 0 or 1: a bool would leave a gap
+  int16_t group;  ///< index of the group in the table
+  bool copies_half;
+  at::ScalarType gradient_dtype;
 
   static StepTableRow of(const StepRow& row, int16_t group) {
-    return {row.span, row.count, row.number, group, row.copies_half};
+    return {row.span, row.count, row.number, group, row.copies_half, row.gradient_dtype};
   }
 
   C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 using StepSlice = TableSlice<StepTableRow>;
-
-/// The part of a staged StepRow that a launch takes: its kernel takes gradients of any dtype. It
-/// does not derive from StepTableRow, since nvcc does not see that a derived row has no gaps.
-struct StagedTableRow {
-  StepSpan span;
-  const float* count;
-  int number;
-  int16_t group;
-  int16_t copies_half;
-  float* scales[kMaxMoments];
-  int32_t gradient_bytes;    ///< size of one element
-  int32_t gradient_is_half;  ///< 1 for half, 0 for bfloat16 and float
-
-  static StagedTableRow of(const StepRow& row, int16_t group) {
-    return {row.span,
-            row.count,
-            row.number,
-            group,
-            row.copies_half,
-            {row.scales[0], row.scales[1], row.scales[2]},
-            static_cast<int32_t>(c10::elementSize(row.gradient_dtype)),
-            row.gradient_dtype == at::kHalf};
-  }
-
-  C10_HOST_DEVICE int64_t elements() const { return span.count; }
-};
-
-using StagedSlice = TableSlice<StagedTableRow>;
 
 /// Numbers of a parameter group.
 template <class Constants>
@@ -110,7 +73,7 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// Parameters of one kernel launch, with one pair of dtypes, and their groups.
+/// Parameters of one kernel launch, of one dtype, and their groups.
 template <class Row, class Constants, int kRows>
 class StepTable : public LaunchTable<Row, kRows> {
   using Base = LaunchTable<Row, kRows>;
@@ -135,11 +98,6 @@ class StepTable : public LaunchTable<Row, kRows> {
     groups_ = 0;
   }
 
-  void clear_rest() {
-    Base::clear_rest();
-    std::fill(group_ + groups_, group_ + kGroups, StepGroup<Constants>{});
-  }
-
   C10_HOST_DEVICE const StepGroup<Constants>& group(int index) const { return group_[index]; }
 
  private:
@@ -148,51 +106,22 @@ class StepTable : public LaunchTable<Row, kRows> {
   int last_group_ = -1;
 };
 
-/// The capacities fill the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
+/// The capacity fills the 32,764 bytes that CUDA 12.1 allows from sm_70 on.
 template <class Constants>
 using DeviceStepTable = StepTable<StepTableRow, Constants, 300>;
-template <class Constants>
-using StagedStepTable = StepTable<StagedTableRow, Constants, 232>;
 
-/// Addresses of the counters that one launch increases: by value, up to the 4 KB that every launch
-/// carries cheaply, or as an address of more of them in the device's memory.
-class CounterTable {
- public:
-  static constexpr std::size_t kCapacity = 480;
+template <class Table>
+inline constexpr bool kStepArgumentsFit = sizeof(Table) + sizeof(StepInputs) <= 32764;
 
-  static bool holds(const std::vector<float*>& counters) { return counters.size() <= kCapacity; }
+/// Addresses of the counters that one launch increases, within the 4 KB that every launch carries
+/// cheaply.
+struct CounterTable {
+  static constexpr int kCapacity = 480;
 
-  /// \param memory  holds `bytes_of(counters)` on the device; null if the table holds them
-  explicit CounterTable(const std::vector<float*>& counters, const void* memory = nullptr)
-      : there_(static_cast<float* const*>(memory)), size_(static_cast<int64_t>(counters.size())) {
-    if (memory == nullptr) std::copy(counters.begin(), counters.end(), counter_);
-  }
-
-  static std::vector<std::byte> bytes_of(const std::vector<float*>& counters) {
-    std::vector<std::byte> bytes(counters.size() * sizeof(float*));
-    std::memcpy(bytes.data(), counters.data(), bytes.size());
-    return bytes;
-  }
-
-  C10_HOST_DEVICE int64_t size() const { return size_; }
-  C10_HOST_DEVICE float& operator[](int64_t i) const {
-    return there_ == nullptr ? *counter_[i] : *there_[i];
-  }
-
- private:
-  float* counter_[kCapacity];
-  float* const* there_;
-  int64_t size_;
+  float* counter[kCapacity];
+  int size = 0;
 };
 static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
-
-/// Whether a step kernel's arguments fit: table, inputs, two pointers and, for staged moments,
-/// maps.
-template <class Table>
-inline constexpr bool kStepArgumentsFit =
-    sizeof(PagedTable<Table>) + sizeof(StepInputs) + 2 * sizeof(void*) +
-        (std::is_same_v<typename Table::Slice, StagedSlice> ? sizeof(Block8Maps) : 0) <=
-    32764;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -16,7 +16,7 @@ namespace detail {
 inline constexpr int kMaxMoments = 3;
 
 /// The update rules. Some have a second loop (amsgrad, momentum).
-enum class CudaRule : std::uint8_t { adam, sgd, lion, lamb };
+enum class CudaRule : std::uint8_t { adam, sgd, lion };
 
 /// Memory for a rule's own struct of numbers: the coefficients of one step of one parameter, or the
 /// constants of a group. It has one size for all rules.
@@ -46,13 +46,9 @@ struct StepSpan {
   void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
   int64_t count;
   void* low_half_or_copy =
-      nullptr;        ///< SplitWeights: their lower halves. Floats: where to write a copy
+      nullptr;        ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
   int64_t first = 0;  ///< the number, in the parameter, of the first element
 };
-
-/// The streams that a pass reads and writes: `whole` all of them; LAMB's first pass, `learn`,
-/// writes moments, and its second, `move`, the parameter.
-enum class StepPass { whole, learn, move };
 
 /// Options of a step that are not part of the update rule.
 struct StepUse {

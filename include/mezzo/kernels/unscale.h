@@ -6,6 +6,7 @@
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/gradient_element.h>
+#include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
 
@@ -13,7 +14,8 @@
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -47,21 +49,6 @@ C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* fr
   return i;
 }
 
-template <class Lanes>
-C10_ALWAYS_INLINE int64_t check_lanes(const typename Lanes::Format::Stored* data, int64_t begin,
-                                      int64_t count, bool& found) {
-  const CheckElement<typename Lanes::Format> check;
-  typename Lanes::Flags nonfinite{};
-  int64_t i = begin;
-  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
-    typename Lanes::Bits bits;
-    Lanes::load(data + i, bits);
-    check(bits, nonfinite);
-  }
-  found |= Lanes::any(nonfinite);
-  return i;
-}
-
 /// Writes from[i] * inv_scale to `to`, for `count` elements of any alignment, and returns whether a
 /// product is inf or NaN. `to` may be `from`. For all dtypes but double, inv_scale is rounded to
 /// float.
@@ -78,40 +65,25 @@ struct UnscaleKernel {
   }
 };
 
-/// Returns whether one of `count` elements at `data`, of any alignment, is inf or NaN.
-template <class Element, class Lanes>
-struct CheckKernel {
-  C10_ALWAYS_INLINE static bool run(const void* data, int64_t count) {
-    const auto* stored = static_cast<const typename Lanes::Format::Stored*>(data);
-    bool found = false;
-    const int64_t done = check_lanes<Lanes>(stored, 0, count, found);
-    check_lanes<ScalarLanes<Element>>(stored, done, count, found);
-    return found;
-  }
-};
-
-/// The loops for one dtype and one instruction set.
-struct UnscaleLoops {
-  bool (*unscale)(const void* from, void* to, int64_t count, double inv_scale);
-  bool (*check)(const void* data, int64_t count);
-};
+/// Multiplies `count` elements; see UnscaleKernel.
+using UnscaleLoop = bool (*)(const void* from, void* to, int64_t count, double inv_scale);
 
 template <class Element>
-UnscaleLoops unscale_loops(CpuIsa isa) {
-  return {cpu_kernel<UnscaleKernel, Element>(isa), cpu_kernel<CheckKernel, Element>(isa)};
+UnscaleLoop unscale_loop(CpuIsa isa) {
+  return cpu_kernel<UnscaleKernel, Element>(isa);
 }
 
-inline UnscaleLoops unscale_loops(at::ScalarType dtype, CpuIsa isa) {
+inline UnscaleLoop unscale_loop(at::ScalarType dtype, CpuIsa isa) {
   return for_gradient_dtype(dtype,
-                            [isa]<class Element>(Element) { return unscale_loops<Element>(isa); });
+                            [isa]<class Element>(Element) { return unscale_loop<Element>(isa); });
 }
 
 // Held by mezzo::compiled (mezzo/optim/compiled.h).
-#define MEZZO_COMPILED_UNSCALES(EXTERN)                          \
-  EXTERN template UnscaleLoops unscale_loops<float>(CpuIsa);     \
-  EXTERN template UnscaleLoops unscale_loops<double>(CpuIsa);    \
-  EXTERN template UnscaleLoops unscale_loops<c10::Half>(CpuIsa); \
-  EXTERN template UnscaleLoops unscale_loops<c10::BFloat16>(CpuIsa);
+#define MEZZO_COMPILED_UNSCALES(EXTERN)                        \
+  EXTERN template UnscaleLoop unscale_loop<float>(CpuIsa);     \
+  EXTERN template UnscaleLoop unscale_loop<double>(CpuIsa);    \
+  EXTERN template UnscaleLoop unscale_loop<c10::Half>(CpuIsa); \
+  EXTERN template UnscaleLoop unscale_loop<c10::BFloat16>(CpuIsa);
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_UNSCALES(extern)
@@ -122,13 +94,13 @@ struct UnscaleSpan {
   char* data;
   int64_t count;
   int64_t element_size;
-  UnscaleLoops loops;
+  UnscaleLoop loop;
   char* result = nullptr;  ///< destination of products that are not written in place
 };
 
 inline UnscaleSpan unscale_span(const at::Tensor& tensor, void* data) {
   return {static_cast<char*>(data), tensor.numel(), static_cast<int64_t>(tensor.element_size()),
-          unscale_loops(tensor.scalar_type(), best_isa())};
+          unscale_loop(tensor.scalar_type(), best_isa())};
 }
 
 /// Runs `work` over all stretches on several threads. Returns whether any call returned true.
@@ -145,28 +117,24 @@ bool any_span(const std::vector<UnscaleSpan>& spans, const Work& work) {
   });
 }
 
-/// Returns whether any gradient has an inf or NaN. CPU tensors of the four floating dtypes.
-inline bool any_nonfinite_cpu(const std::vector<at::Tensor>& gradients) {
-  const DenseGradients dense(gradients);
-  std::vector<UnscaleSpan> spans;
-  for (const at::Tensor& tensor : dense.tensors()) {  // a copy-on-write tensor stays shared
-    spans.push_back(unscale_span(tensor, const_cast<void*>(tensor.const_data_ptr())));
-  }
-  return any_span(spans,
-                  [](const UnscaleSpan& span) { return span.loops.check(span.data, span.count); });
+/// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it
+/// otherwise. Only reads. All on one device.
+inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
+  GradientRead read(at::ones_like(found_inf));
+  for (const at::Tensor& gradient : gradients) read.add(gradient);
+  found_inf.copy_(at::maximum(found_inf, read.finish().found_inf.reshape_as(found_inf)));
 }
 
 /// Multiplies all gradients, which must be writable, by `inv_scale` in place. Returns whether a
-/// product is inf or NaN. An `inv_scale` of 1 writes nothing.
+/// product is inf or NaN.
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
-  if (inv_scale == 1.0F) return any_nonfinite_cpu(gradients);
   const DenseGradients dense(gradients);
   std::vector<UnscaleSpan> spans;
   for (const at::Tensor& tensor : dense.tensors()) {
     spans.push_back(unscale_span(tensor, tensor.mutable_data_ptr()));
   }
   const bool found = any_span(spans, [&](const UnscaleSpan& span) {
-    return span.loops.unscale(span.data, span.data, span.count, inv_scale);
+    return span.loop(span.data, span.data, span.count, inv_scale);
   });
   dense.written();
   return found;
@@ -179,21 +147,6 @@ inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Ten
   for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
     at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
   }
-}
-
-/// Sets `found_inf` to 1 if a gradient is inf or NaN, and leaves it otherwise. All on one device.
-inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
-  if (has_cpu_loops(found_inf.device())) {
-    if (any_nonfinite_cpu(gradients)) found_inf.fill_(1.0);
-    return;
-  }
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(found_inf.device())) {
-    detail::cuda::check_(gradients, found_inf);
-    return;
-  }
-#endif
-  unscale_with_aten_(gradients, found_inf, at::full_like(found_inf, 1.0));
 }
 
 /// Returns the tensors in their order, without repetitions.
@@ -224,7 +177,9 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   check_unscalable(all, inv_scale);
   const std::vector<at::Tensor> gradients = each_once(all);
   if (has_cpu_loops(found_inf.device())) {
-    if (unscale_cpu_(gradients, *inv_scale.const_data_ptr<float>())) found_inf.fill_(1.0);
+    const float factor = *inv_scale.const_data_ptr<float>();
+    if (factor == 1.0F) return check_(gradients, found_inf);
+    if (unscale_cpu_(gradients, factor)) found_inf.fill_(1.0);
     return;
   }
 #ifdef MEZZO_WITH_CUDA

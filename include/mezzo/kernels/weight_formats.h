@@ -71,18 +71,19 @@ struct StochasticWeights {
   static constexpr bool kIsStochastic = true;
 };
 
-/// Weights kept as `Weights`, with moments that are floats while they are computed with.
-template <class Weights>
-struct FloatMoments : Weights {
-  using Moment = float;
-};
-
 /// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
-/// the bfloat16.
+/// the bfloat16. A negative number under a zero and a positive one under an infinity, which no
+/// split makes, are left from a value that somebody has written over, and count as none.
 template <class BitLanes, class ValueLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void join_halves(const BitLanes& upper, const BitLanes& lower,
                                                    ValueLanes& value) {
-  const BitLanes wide = (upper << 16) + ((lower ^ 0x8000U) - 0x8000U);
+  const BitLanes zero = lower & 0U;
+  const BitLanes if_positive = (lower & 0x8000U) != 0U ? zero : lower;
+  const BitLanes if_negative = (lower & 0x8000U) == 0U ? zero : lower;
+  const BitLanes magnitude = upper & 0x7FFFU;
+  BitLanes own = magnitude == 0U ? if_positive : lower;
+  own = magnitude == 0x7F80U ? if_negative : own;
+  const BitLanes wide = (upper << 16) + ((own ^ 0x8000U) - 0x8000U);
   reinterpret_bits(wide, value);
 }
 

@@ -43,8 +43,6 @@ struct InitializeOptions {
   int verbosity = 1;
   /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
   PolicyRef policy = {};
-  /// The cache for cast weights in regions of O1; see weight_cache.h.
-  WeightCacheRef weight_cache = {};
 };
 
 /// Options of one `scale_loss`.
@@ -95,9 +93,7 @@ class Amp {
   /// At O0, O2 and O3, floating tensors in `args` are cast to `level().cast_model_type()`, and
   /// those in the result to `cast_model_outputs()`, in nested containers and structs with
   /// `tensors()` too (see Precision). At O1 the call runs under autocast on the model's devices.
-  /// Other arguments and results pass unchanged. A struct of tensors without `tensors()` does not
-  /// compile. A torch::jit::Module takes its arguments one by one, or as one vector of IValues, and
-  /// returns an IValue: `amp(script, ids, mask).toTensor()`.
+  /// Other arguments and results pass unchanged, structs without `tensors()` among them.
   /// \throws c10::Error for any other model
   template <class Model, class... Args>
   decltype(auto) operator()(Model&& model, Args&&... args) const;
@@ -207,7 +203,6 @@ class Amp {
   std::optional<at::ScalarType> input_dtype_;
   std::optional<at::ScalarType> output_dtype_;
   PolicyRef policy_;
-  WeightCacheRef weight_cache_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
   detail::LossPasses passes_;
@@ -221,22 +216,22 @@ class Amp {
 ///     auto amp = mezzo::initialize({generator, critic}, {for_generator, for_critic},
 ///                                  mezzo::OptLevel::O1(), {.num_losses = 3});
 ///
-/// A model is a module holder, a shared_ptr to a module, a torch::jit::Module, or a module itself
-/// (`Net model;`), which must outlive the returned Amp and stay at its address. Pass several models
-/// in braces or as a range, and likewise optimizers (any of torch::optim and mezzo::optim; a range
-/// holds pointers).
+/// A model is a module holder, a shared_ptr to a module, or a module itself (`Net model;`), which
+/// must outlive the returned Amp and stay at its address. Pass several models in braces or as a
+/// range, and likewise optimizers (any of torch::optim and mezzo::optim; a range holds pointers).
 ///
 /// At O2 and O3 floating parameters and buffers are cast to `cast_model_type` in place, so
-/// optimizers still hold them. With keep_batchnorm_fp32, batch norms (BatchNorm1d to 3d and derived
-/// classes; in TorchScript the tensors that aten::batch_norm reads) stay float32, running
-/// statistics too, and accept low-precision input. Integer buffers are not cast. At O2 parameters
-/// get float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups that store
-/// weights `plain`), and any other optimizer is stepped through a MasterWeights. Pass models in
-/// float32, on their device, and optimizers before their first step; load a checkpoint afterwards.
+/// optimizers still hold them. With keep_batchnorm_fp32, batch norms stay float32, running
+/// statistics too, and accept low-precision input: BatchNorm1d to 3d, and every module, in
+/// TorchScript too, that has a buffer "running_var" of its own. Integer buffers are not cast. At O2
+/// parameters get float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups
+/// that store weights `plain`), and any other optimizer is stepped through a MasterWeights. Pass
+/// models in float32, on their device, and optimizers before their first step; load a checkpoint
+/// afterwards.
 /// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
 ///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
 ///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,
-///   and a policy or weight cache with a level without op lists
+///   and a policy with a level without op lists
 inline Amp initialize(ModelList models, const OptimizerList& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {
@@ -258,8 +253,8 @@ requires(!std::convertible_to<Models, ModelList> ||
                const InitializeOptions& = {}) {
   static_assert(std::convertible_to<Models, ModelList>,
                 "mezzo::initialize: the first argument is no model; give a module that is not "
-                "const, a module holder (TORCH_MODULE), a shared_ptr to a module, a "
-                "torch::jit::Module, or several in braces");
+                "const, a module holder (TORCH_MODULE), a shared_ptr to a module, or "
+                "several in braces");
   static_assert(!std::convertible_to<Models, ModelList>,
                 "mezzo::initialize: the second argument is no optimizer and no level; give an "
                 "optimizer by reference (`*pointer`), several in braces, or a mezzo::OptLevel");

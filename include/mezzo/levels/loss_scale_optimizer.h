@@ -44,7 +44,7 @@ class LossScaleOptimizer {
   ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
   /// \throws c10::Error if an option is out of range
   explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptions& options = kKerasLossScale)
-      : inner_(inner), options_(options), scaler_(options) {}
+      : inner_(inner), initial_scale_(options.init_scale), scaler_(options) {}
   /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
   /// scale, `LossScale::fixed(128)`.
   LossScaleOptimizer(AnyOptimizer, detail::BareNumber auto) = delete;
@@ -85,12 +85,12 @@ class LossScaleOptimizer {
 
   /// Returns the present scale, Keras's dynamic_scale. Waits for the device.
   double loss_scale() const { return scaler_.get_scale(); }
-  /// Returns the scale of the first iteration.
-  double initial_scale() const noexcept { return options_.init_scale; }
+  /// Returns the scale that this object was made with.
+  double initial_scale() const noexcept { return initial_scale_; }
   /// Returns how many steps without a skip come before the scale doubles.
-  int64_t dynamic_growth_steps() const noexcept { return options_.growth_interval; }
+  int64_t dynamic_growth_steps() const noexcept { return scaler_.get_growth_interval(); }
   /// Returns whether the scale changes by itself.
-  bool dynamic() const noexcept { return options_.kind == LossScaleKind::dynamic; }
+  bool dynamic() const noexcept { return scaler_.rule().kind() == LossScaleKind::dynamic; }
 
   /// Returns the optimizer that takes the steps.
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
@@ -101,7 +101,7 @@ class LossScaleOptimizer {
   bool is_counted_by_inner() const { return inner_.mezzos() != nullptr; }
 
   AnyOptimizer inner_;
-  LossScaleOptions options_;
+  double initial_scale_;
   GradScaler scaler_;
   int64_t iterations_ = 0;
   bool threw_ = false;  // the last step threw, so that its iteration had no `update`
@@ -139,7 +139,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 }
 
 /// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
-/// \throws c10::Error for the file of another kind of object
+/// \throws c10::Error for the file of another kind of object; as the inner optimizer's `load` does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, LossScaleOptimizer& optimizer) {
@@ -152,6 +152,9 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; load what "
               "torch::save(optimizer, path) wrote");
+  GradScaler trial(optimizer.scaler_.is_enabled() ? LossScaleOptions(optimizer.scaler_.rule())
+                                                  : LossScaleOptions{.enabled = false});
+  scaler >> trial;  // before anything changes
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();

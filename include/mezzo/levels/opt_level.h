@@ -118,7 +118,7 @@ class OptLevel {
   std::optional<at::ScalarType> cast_model_type() const noexcept;
   /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
   std::optional<at::ScalarType> cast_model_outputs() const noexcept;
-  /// Whether the forward pass runs under autocast, in the dtype `precision().compute()`.
+  /// Whether the forward pass runs under autocast, in the dtype `precision().compute`.
   bool uses_op_lists() const noexcept;
   /// Returns whether batch norms stay in float32.
   bool keep_batchnorm_fp32() const noexcept;

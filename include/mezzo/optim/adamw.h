@@ -58,8 +58,9 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 ///   scaler.update();
 /// \endcode
 ///
-/// **Dtypes.** Parameters are float, double, bfloat16 or half, of any strides. Gradients have the
-/// same dtype; float parameters also take gradients of bfloat16 or half, all others also of float.
+/// **Dtypes.** Parameters are float, double, bfloat16 or half, dense in memory in any order of
+/// dimensions. Gradients have the same dtype; float parameters also take gradients of bfloat16 or
+/// half, all others also of float.
 /// Arithmetic is in float (double for double), results are rounded once, and moments have the
 /// parameter's dtype unless WeightStorage says otherwise. Bits do not depend on threads or CPU.
 ///

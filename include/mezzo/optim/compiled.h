@@ -8,7 +8,7 @@
 ///
 /// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
 /// of `mezzo::cuda`. Results are the same bits. The library also holds GradScaler, MasterWeights,
-/// op policies, weight caches, checkpoints and a run's reports (`*/compiled/*.cpp`).
+/// LAMB, op policies, checkpoints and a run's reports (`*/compiled/*.cpp`).
 ///
 /// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
 /// library. It is a choice for the whole program: define it nowhere else. Units without it hold the
@@ -18,7 +18,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
@@ -38,10 +37,6 @@ namespace detail {
   EXTERN template class OptimizerShell<                                               \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;
 
-#define MEZZO_COMPILED_LAMB(EXTERN)                                                 \
-  EXTERN template StepLoop lamb_loop(optim::WeightStorage, at::ScalarType, CpuIsa); \
-  EXTERN template class OptimizerShell<LambTraits<optim::LAMBOptions, optim::LAMBParamState>>;
-
 #define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                                                    \
   MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                                                    \
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)                                              \
@@ -59,9 +54,6 @@ namespace detail {
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, AdamW, torch::optim::AdamWOptions,                             \
                             torch::optim::AdamWParamState)
 
-#define MEZZO_COMPILED_LAMB_MEMBERS(EXTERN) \
-  MEZZO_COMPILED_MEMBERS_OF(EXTERN, LAMB, torch::optim::OptimizerOptions, detail::CountedState<>)
-
 #define MEZZO_COMPILED_LION_AND_SGD_MEMBERS(EXTERN)                                               \
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, Lion, torch::optim::OptimizerOptions, detail::CountedState<>) \
   MEZZO_COMPILED_MEMBERS_OF(EXTERN, SGD, torch::optim::SGDOptions,                                \
@@ -70,7 +62,6 @@ namespace detail {
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_ADAM(extern)
-MEZZO_COMPILED_LAMB(extern)
 MEZZO_COMPILED_LION_AND_SGD(extern)
 #endif
 
@@ -78,7 +69,6 @@ MEZZO_COMPILED_LION_AND_SGD(extern)
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
 MEZZO_COMPILED_ADAM_MEMBERS(extern)
-MEZZO_COMPILED_LAMB_MEMBERS(extern)
 MEZZO_COMPILED_LION_AND_SGD_MEMBERS(extern)
 #endif
 

@@ -1,16 +1,13 @@
 /// \file
 /// FusedOptions: what the options of mezzo's optimizers add to libtorch's, namely the storage of
-/// 16-bit weights and of moments (mezzo/base/weight_storage.h), and whether gradients of 16-bit
-/// weights are added up in float.
+/// 16-bit weights (mezzo/base/weight_storage.h).
 #pragma once
 
-#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/optimizer_interface.h>
 
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
@@ -31,8 +28,6 @@ namespace detail {
 struct ExtraOptions {
   optim::WeightStorage weight_storage = optim::WeightStorage::plain;
   std::uint64_t seed = 0;
-  bool accumulate_in_float = false;
-  optim::MomentStorage moment_storage = optim::MomentStorage::as_weights;
   bool operator==(const ExtraOptions&) const = default;
 };
 
@@ -78,18 +73,6 @@ inline const HoldsExtraOptions* extra_options(const torch::optim::Optimizer& opt
   return own != nullptr ? own : dynamic_cast<const HoldsExtraOptions*>(&optimizer.defaults());
 }
 
-/// Makes autograd add up the gradients of a 16-bit weight in float, and converts the gradient that
-/// there is. Does nothing to other weights.
-inline void accumulate_in_float(const at::Tensor& parameter) {
-  if (!parameter.requires_grad() || !is_low_precision(parameter)) return;
-  if (parameter.grad_dtype() == at::kFloat) return;
-  parameter.set_grad_dtype(at::kFloat);
-  const at::Tensor& gradient = parameter.grad();
-  if (gradient.defined() && gradient.layout() == at::kStrided && is_low_precision(gradient)) {
-    parameter.mutable_grad() = gradient.detach().to(at::kFloat);
-  }
-}
-
 }  // namespace detail
 
 namespace optim {
@@ -116,24 +99,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   WeightStorage weight_storage() const noexcept { return extras_.weight_storage; }
   /// Sets how 16-bit weights are kept.
   Own& weight_storage(WeightStorage value) { return set(extras_.weight_storage, value); }
-
-  /// Returns how moments are kept.
-  MomentStorage moment_storage() const noexcept { return extras_.moment_storage; }
-  /// Sets how moments are kept. It may change between steps: the next step converts the moments.
-  Own& moment_storage(MomentStorage value) { return set(extras_.moment_storage, value); }
-
-  /// Adds up the gradients of bfloat16 and half weights in float (libtorch's `set_grad_dtype`), as
-  /// Megatron's main_grad: 1,000 micro-batches of 1 give 1000, where bfloat16 gives 256. `.grad` is
-  /// then a float tensor, 4 bytes an element in place of 2; libtorch's clipping and zero_grad take
-  /// it as any other.
-  ///
-  /// The optimizer sets this on its weights when it is made, is given a group, loads a file or
-  /// takes a step, and `initialize` when it has cast the model. Cast a model yourself before the
-  /// optimizer is made, and make the optimizer before a DataParallel of the same parameters. The
-  /// setting is never taken back.
-  bool accumulate_in_float() const noexcept { return extras_.accumulate_in_float; }
-  /// Sets whether the gradients of 16-bit weights are added up in float.
-  Own& accumulate_in_float(bool value) { return set(extras_.accumulate_in_float, value); }
 
   /// Seed of the random bits of WeightStorage::stochastic.
   std::uint64_t seed() const noexcept { return extras_.seed; }
@@ -175,8 +140,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     detail::each_member(own(), [&add](const auto& member) { add(member.key, member.value); });
     add("weight_storage", static_cast<int>(extras_.weight_storage));
     add("seed", extras_.seed);
-    add("accumulate_in_float", int{extras_.accumulate_in_float});
-    add("moment_storage", static_cast<int>(extras_.moment_storage));
     return lines;
   }
 
@@ -221,11 +184,11 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     was_read_ = archive.try_read("weight_storage", storage);
     if (!was_read_) return;
     extras_ = {as_storage(storage, "weight_storage", WeightStorage::stochastic),
-               static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed")),
-               detail::read_key<bool>(archive, "accumulate_in_float"), MomentStorage::as_weights};
-    if (archive.try_read("moment_storage", storage)) {
-      extras_.moment_storage = as_storage(storage, "moment_storage", MomentStorage::block8);
-    }
+               static_cast<std::uint64_t>(detail::read_key<int64_t>(archive, "seed"))};
+    TORCH_CHECK(!archive.try_read("moment_storage", storage) || storage.toInt() == 0,
+                "The archive of an optimizer has moments of 8 bits, or of float beside 16-bit "
+                "weights, which this version of mezzo does not keep; read it with mezzo 0.2, or "
+                "begin anew");
   }
 
   /// Reads an enumerator; `last` is the highest that there is.
@@ -243,8 +206,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
     if (extras_ == detail::ExtraOptions{}) return;
     archive.write("weight_storage", c10::IValue(static_cast<int64_t>(extras_.weight_storage)));
     archive.write("seed", c10::IValue(static_cast<int64_t>(extras_.seed)));
-    archive.write("accumulate_in_float", c10::IValue(extras_.accumulate_in_float));
-    archive.write("moment_storage", c10::IValue(static_cast<int64_t>(extras_.moment_storage)));
   }
 
   bool was_read_ = false;

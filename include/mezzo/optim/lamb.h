@@ -1,24 +1,20 @@
 /// \file
-/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter, together
-/// with the rest of a mixed-precision step (unscale, clip, skip, zero the gradients).
+/// LAMB, for batches of thousands: Adam's steps, each scaled by the norm of its parameter. An
+/// ordinary optimizer of ATen's ops.
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/cpu_isa.h>
-#include <mezzo/kernels/lamb_element.h>
-#include <mezzo/kernels/lamb_step_cpu.h>
-#include <mezzo/optim/detail/member_table.h>
-#include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/fused_options.h>
+#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/ScalarType.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <cstdint>
+#include <memory>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -28,7 +24,7 @@ namespace optim {
 
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-struct LAMBOptions : public FusedOptions<LAMBOptions> {
+struct LAMBOptions : public torch::optim::OptimizerOptions {
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
@@ -50,74 +46,44 @@ struct LAMBOptions : public FusedOptions<LAMBOptions> {
   /// take Adam's steps. Apex's use_nvlamb.
   TORCH_ARG(bool, always_adapt) = false;
 
-  friend struct detail::MemberTable;
-  /// The members, as files and comparisons list them.
-  static auto members(auto& own) {
-    return std::tuple{detail::member("lr", own.lr()),
-                      detail::member("betas", own.betas()),
-                      detail::member("eps", own.eps()),
-                      detail::member("weight_decay", own.weight_decay()),
-                      detail::member("bias_correction", own.bias_correction()),
-                      detail::member("always_adapt", own.always_adapt())};
+ public:
+  /// Returns a copy.
+  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> clone() const override;
+  /// Reads the options of a file.
+  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
+  /// Writes the options.
+  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
+  /// Returns the learning rate, as libtorch's schedulers read it.
+  double get_lr() const override { return lr_; }
+  /// Sets the learning rate, as libtorch's schedulers do.
+  void set_lr(const double lr) override { lr_ = lr; }
+  /// Compares every option.
+  friend bool operator==(const LAMBOptions& left, const LAMBOptions& right) {
+    const auto all = [](const LAMBOptions& own) {
+      return std::tie(own.lr_, own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
+                      own.always_adapt_);
+    };
+    return all(left) == all(right);
   }
 };
 
-/// LAMB's state of a parameter: `exp_avg()` and `exp_avg_sq()`, of the parameter's shape and dtype,
-/// and `step()`, the number of applied steps, which waits for the parameter's device.
-struct LAMBParamState : public detail::ParamState<LAMBParamState, detail::CountedState<>> {
-  /// The running mean of gradients.
+/// LAMB's state of a parameter.
+struct LAMBParamState : public torch::optim::OptimizerParamState {
+  /// How many steps were taken.
+  TORCH_ARG(int64_t, step) = 0;
+  /// The running mean of gradients, of the parameter's shape and dtype.
   TORCH_ARG(at::Tensor, exp_avg);
   /// The running mean of squared gradients.
   TORCH_ARG(at::Tensor, exp_avg_sq);
 
  public:
-  /// Returns exp_avg for 0, otherwise exp_avg_sq.
-  at::Tensor& moment(int k) noexcept override { return k == 0 ? exp_avg_ : exp_avg_sq_; }
-
-  friend struct detail::MemberTable;
-  /// The members, as files and comparisons list them.
-  static auto members(auto& own) {
-    return std::tuple{detail::member("exp_avg", own.exp_avg()),
-                      detail::member("exp_avg_sq", own.exp_avg_sq())};
-  }
+  /// Returns a copy that shares the tensors.
+  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  /// Reads the state of a file.
+  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
+  /// Writes the state.
+  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
 };
-
-}  // namespace optim
-
-namespace detail {
-
-/// LAMB's part of OptimizerTraits. It passes over the elements twice, with the norms of the whole
-/// parameter in between.
-template <class Options, class State>
-struct LambTraits : OptimizerTraits<LambTraits<Options, State>, Options, State, LambRule> {
-  static constexpr const char* kName = "LAMB";
-
-  static void read(const Options& options, GroupNumbers& numbers) {
-    check_numbers(
-        kName,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
-    const auto [beta1, beta2] = options.betas();
-    numbers.lr = options.lr();
-    numbers.constants = LambConstants{.beta1 = beta1,
-                                      .beta2 = beta2,
-                                      .eps = options.eps(),
-                                      .weight_decay = options.weight_decay(),
-                                      .corrects_bias = options.bias_correction(),
-                                      .always_adapts = options.always_adapt()};
-  }
-
-  static constexpr bool kIsElementByElement = false;
-  static StepLoop loop(bool /*is_variant*/, optim::WeightStorage storage, at::ScalarType kept,
-                       CpuIsa isa) {
-    return lamb_loop(storage, kept, isa);
-  }
-  static void run_cpu(const std::vector<StepTask>& tasks) { run_lamb_cpu(tasks); }
-};
-
-}  // namespace detail
-
-namespace optim {
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
 /// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early steps, a
@@ -129,26 +95,39 @@ namespace optim {
 /// weight decay (see LAMBOptions::always_adapt). A NaN in a gradient therefore makes all of its
 /// parameter NaN, unless a GradScaler skips the step.
 ///
-/// The ratio needs all of a parameter before any of it may move. LAMB takes two passes, and
-/// computes the update again in the second in place of storing it: 40 bytes a parameter where AdamW
-/// moves 28. On the CPU parameters of up to 16,384 elements take one pass. Norms are sums in double
-/// (on CUDA of up to 32 squares in float) in a fixed order, so that bits do not depend on threads
-/// or CPU.
-///
-/// libtorch has no LAMB: files are mezzo's own. ATen has no kernel of it: on CUDA it needs the
-/// target mezzo::cuda, and takes two launches more than AdamW. Everything else in the comment of
-/// AdamW (mezzo/optim/adamw.h) holds here too.
-class LAMB : public detail::OptimizerShell<detail::LambTraits<LAMBOptions, LAMBParamState>> {
+/// An ordinary `torch::optim::Optimizer` of ATen's `_foreach` ops, on any device: a GradScaler
+/// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
+/// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
+/// no LAMB: files are mezzo's own.
+class LAMB : public torch::optim::Optimizer {
  public:
-  /// Takes param groups or parameters, and LAMBOptions, as AdamW's constructors do.
+  /// Takes param groups, and options for those that have none.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  using OptimizerShell::OptimizerShell;
+  MEZZO_INLINE explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                             const LAMBOptions& defaults = {});
+  /// Takes parameters, as one group.
+  explicit LAMB(std::vector<at::Tensor> parameters, const LAMBOptions& defaults = {})
+      : LAMB(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults) {}
+
+  /// Adds a group. \throws c10::Error as the constructor does, and has not added it
+  MEZZO_INLINE void add_param_group(const torch::optim::OptimizerParamGroup& group);
+  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
+  /// \throws c10::Error for a sparse gradient or an option out of range, before anything is written
+  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
+  /// Writes the options and the state.
+  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
+  /// Reads what `save` wrote.
+  MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
+
+ private:
+  MEZZO_INLINE void check_group(std::size_t group) const;
+  detail::OptimizerWords words() const { return {"LAMB", param_groups_}; }
 };
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifdef MEZZO_COMPILED
-#include <mezzo/optim/compiled.h>  // IWYU pragma: keep
+#ifndef MEZZO_LEFT_TO_LIBRARY
+#include <mezzo/optim/detail/lamb_impl.h>  // IWYU pragma: export
 #endif

@@ -91,10 +91,9 @@ struct PolynomialCurve {
 ///     schedule.step(result);
 ///
 /// The groups' `lr` options show the rates: `options().get_lr()` is the rate of the next step, as
-/// with libtorch's schedulers. The rates at construction are the base rates. A rate that you write
-/// to an option later is taken for the next step, and scales the steps that follow; while the
-/// factor is 0 (the first step of a warm-up, or after a fall to 0) it becomes the base rate, and
-/// the next step's rate stays 0. A group that is added later has its own `lr` as its base.
+/// with libtorch's schedulers. The rates at construction are the base rates, and stay, as in
+/// torch's LambdaLR: a rate that you write to an option later lasts one step. A group that is added
+/// later has its own `lr` as its base.
 ///
 /// **With an optimizer of mezzo's or a MasterWeights** the constructor hands over the whole curve
 /// as a table (`set_lr_factors`, 8 bytes a step). Where a device decides whether a step is applied,
@@ -105,8 +104,7 @@ struct PolynomialCurve {
 ///
 /// **With any other optimizer** the host decides whether to step, and this object counts. Save and
 /// load it beside the optimizer. Such an optimizer steps with the options as they are: the factor
-/// reaches a group that is added, or a rate that is written while the factor is 0, at the next call
-/// of this object's `step`.
+/// reaches a group that is added at the next call of this object's `step`.
 ///
 /// For a rate that depends on the loss use libtorch's ReduceLROnPlateauScheduler. The optimizer
 /// must outlive the schedule. Use one schedule for an optimizer, from one thread at a time.
@@ -129,7 +127,8 @@ class LrSchedule {
   /// that.
   void step(const StepResult& result);
 
-  /// Moves the rates after a step without a scaler, which always runs.
+  /// Moves the rates after a step without a scaler, which always runs. Warns once after a step of a
+  /// libtorch optimizer that a scaler of this thread has skipped, which it counts all the same.
   void step();
 
   /// Returns how many steps were applied. An optimizer of mezzo's counts all that it applied, and
@@ -146,8 +145,7 @@ class LrSchedule {
   const Curve& curve() const noexcept { return curve_; }
 
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
-  /// mezzo's this calls its `set_applied_steps`. With any other optimizer, rates that its file has
-  /// written to the options since this object showed its own are taken for those of the next step.
+  /// mezzo's this calls its `set_applied_steps`.
   /// \throws c10::Error if negative
   void set_applied_steps(int64_t applied_steps);
 
@@ -162,7 +160,7 @@ class LrSchedule {
   Curve curve_;
   int64_t known_steps_ = 0;          // applied steps that the host knows of
   std::vector<StepResult> pending_;  // of steps that a device decided, not known yet
-  detail::BaseLrs base_lrs_;         // where the optimizer is not mezzo's
+  detail::ScheduledLrs scheduled_;   // where the optimizer is not mezzo's
 
   template <class Archive, LrCurve C>
   requires std::same_as<Archive, torch::serialize::InputArchive>

@@ -6,7 +6,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -112,7 +111,7 @@ class MasterWeights : public optim::FusedOptimizer {
 
   torch::optim::Optimizer* inner_;
   std::unordered_map<const c10::TensorImpl*, std::unique_ptr<Kept>> masters_;
-  detail::WalkedTensors seen_;  // parameters of 16 bits
+  std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
 };
 
 /// Returns the tensors that `optimizer` trains, in the order of its groups: for each parameter its

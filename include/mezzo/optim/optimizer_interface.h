@@ -30,64 +30,67 @@ class OutputArchive;
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Base rates of the param groups while their `lr` options show base times a schedule's factor.
-///
-/// A rate that somebody else writes to an option scales the base: with the base 0.8 and the factor
-/// 0.5 the option shows 0.4, and writing 0.2 there makes the base 0.4.
-class BaseLrs {
+/// The rates of param groups under a schedule, by LambdaLR's rule: the base of each group is fixed,
+/// and the `lr` option shows base times factor. Another number there is the user's, for one step.
+class ScheduledLrs {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  /// Returns the base rate of a group whose option says `lr`.
-  double of(std::size_t group, double lr) const noexcept {
-    if (group >= bases_.size()) return lr;
-    const auto& [base, shown] = bases_[group];
-    if (lr == shown) return base;
-    return shown == 0 ? lr : base * (lr / shown);
+  /// Makes the rates that the options say now the bases of groups that have none yet.
+  void meet(const Groups& groups) {
+    while (bases_.size() < groups.size()) {
+      bases_.push_back(groups[bases_.size()].options().get_lr());
+    }
   }
-
-  std::vector<double> of(const Groups& groups) const {
-    std::vector<double> bases;
-    for (const auto& group : groups) bases.push_back(of(bases.size(), group.options().get_lr()));
-    return bases;
-  }
-
-  /// Sets each group's option to its base times `factor`.
+  /// Shows each group's base times `factor`.
   void show(Groups& groups, double factor) {
-    const std::vector<double> bases = of(groups);
-    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(bases[i] * factor);
-    set(groups, bases);
-  }
-
-  /// Takes `bases` for those of the rates that the options show now.
-  void set(const Groups& groups, const std::vector<double>& bases) {
-    bases_.clear();
+    meet(groups);
+    shown_.clear();
     for (std::size_t i = 0; i < groups.size(); ++i) {
-      bases_.push_back({bases[i], groups[i].options().get_lr()});
+      groups[i].options().set_lr(bases_[i] * factor);
+      shown_.push_back(groups[i].options().get_lr());
     }
   }
-
-  /// Takes rates that were written to options for base rates times `factor`: 1 while no schedule
-  /// shows its own there.
-  void take_written(const Groups& groups, double factor = 1) {
-    std::vector<double> bases;
-    for (std::size_t i = 0; i < groups.size(); ++i) {
+  /// Returns whether the user has written the rate of a group, which says `lr`, since the last
+  /// show.
+  bool is_written(std::size_t group, double lr) const noexcept {
+    return group < shown_.size() && lr != shown_[group];
+  }
+  /// Returns the base of a group whose option says `lr`.
+  double base(std::size_t group, double lr) const noexcept {
+    return group < bases_.size() ? bases_[group] : lr;
+  }
+  /// Returns the bases of all groups.
+  std::vector<double> bases(const Groups& groups) const {
+    std::vector<double> all;
+    for (const auto& group : groups) all.push_back(base(all.size(), group.options().get_lr()));
+    return all;
+  }
+  /// Returns the rates of the next step, whose factor is `factor`.
+  std::vector<double> next(const Groups& groups, double factor) const {
+    std::vector<double> lrs;
+    for (const auto& group : groups) {
+      const double lr = group.options().get_lr();
+      lrs.push_back(is_written(lrs.size(), lr) ? lr : base(lrs.size(), lr) * factor);
+    }
+    return lrs;
+  }
+  /// Sets the bases of rates that the options show now.
+  void set(std::vector<double> bases, const Groups& groups) {
+    bases_ = std::move(bases);
+    shown_ = ScheduledLrs().bases(groups);
+  }
+  /// Makes rates that the user has written since the bases of their groups.
+  void take_written(const Groups& groups) {
+    for (std::size_t i = 0; i < bases_.size(); ++i) {
       const double lr = groups[i].options().get_lr();
-      const bool is_as_shown = i < bases_.size() && bases_[i].shown == lr;
-      bases.push_back(is_as_shown ? bases_[i].base : factor > 0 ? lr / factor : lr);
+      if (is_written(i, lr)) bases_[i] = lr;
     }
-    set(groups, bases);
   }
-
-  /// From here on the options are the base rates.
-  void clear() noexcept { bases_.clear(); }
 
  private:
-  struct Base {
-    double base;
-    double shown;
-  };
-  std::vector<Base> bases_;
+  std::vector<double> bases_;
+  std::vector<double> shown_;
 };
 
 }  // namespace detail
@@ -124,7 +127,8 @@ class OptimizerInterface {
   /// Sets the learning rates of steps to come, as a table: after n applied steps the next step
   /// multiplies each group's base rate by `factors[n]`, and by the last factor once n is larger
   /// (LrSchedule makes the table of a curve). An empty table ends the schedule: the `lr` options
-  /// are the base rates again. The base rates are what the options say when the first table is set.
+  /// are the base rates again. The base rates are what the options say when the first table is set,
+  /// and stay: a rate of 0 loses none.
   ///
   /// The device that decides whether a step is applied looks the factor up: a skipped step uses up
   /// no factor, nothing waits, and captured CUDA graphs follow the table. Set it before a capture,
@@ -139,9 +143,9 @@ class OptimizerInterface {
                   "; it should be finite and at least 0");
     }
     auto& groups = optimizer().param_groups();
-    if (lr_factors_.empty()) base_lrs_.take_written(groups);
-    base_lrs_.show(groups, factor_after(applied_steps(), factors));
-    if (factors.empty()) base_lrs_.clear();
+    if (lr_factors_.empty()) scheduled_.take_written(groups);
+    scheduled_.show(groups, factor_after(applied_steps(), factors));
+    if (factors.empty()) scheduled_ = {};
     lr_factors_ = std::move(factors);
     lr_factors_on_device_ = at::Tensor();
   }
@@ -152,18 +156,24 @@ class OptimizerInterface {
   /// that whoever reads it sees the rate in use. LrSchedule::step calls this. Without a table it
   /// does nothing.
   ///
-  /// A rate that you write to an option in between is the rate of the next step, and scales those
-  /// that follow.
+  /// A rate that you write to an option holds until the next call. Where a device counts the steps,
+  /// a step with such a rate waits for the count.
   void show_lrs(int64_t applied_steps) {
     if (lr_factors_.empty()) return;
-    base_lrs_.show(optimizer().param_groups(), factor_after(applied_steps, lr_factors_));
+    scheduled_.show(optimizer().param_groups(), factor_after(applied_steps, lr_factors_));
   }
 
   /// Returns the rates that the factors multiply, one for each group. Without a table they are the
   /// groups' `lr` options.
   std::vector<double> base_lrs() {
-    const auto& groups = optimizer().param_groups();
-    return (lr_factors_.empty() ? detail::BaseLrs() : base_lrs_).of(groups);
+    return (lr_factors_.empty() ? detail::ScheduledLrs() : scheduled_)
+        .bases(optimizer().param_groups());
+  }
+
+  /// Returns the rate of each group's next step. Waits for the device that counts the steps.
+  std::vector<double> lrs() {
+    if (lr_factors_.empty()) return base_lrs();
+    return scheduled_.next(optimizer().param_groups(), factor_after(applied_steps(), lr_factors_));
   }
 
   /// Makes `lrs` the base rates, for files of your own.
@@ -173,7 +183,7 @@ class OptimizerInterface {
     TORCH_CHECK(lrs.size() == groups.size(), "set_base_lrs: there are ", lrs.size(), " rates for ",
                 groups.size(), " param groups; give one for each");
     for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
-    base_lrs_.clear();
+    scheduled_ = {};
     show_lrs(applied_steps());
   }
 
@@ -214,7 +224,7 @@ class OptimizerInterface {
     archive.write("applied_steps", c10::IValue(applied_steps()));
     if (lr_factors_.empty()) return;
     auto& groups = const_cast<OptimizerInterface*>(this)->optimizer().param_groups();
-    archive.write("base_lrs", c10::IValue(base_lrs_.of(groups)));
+    archive.write("base_lrs", c10::IValue(scheduled_.bases(groups)));
   }
 
   /// What `save_progress` wrote.
@@ -246,28 +256,30 @@ class OptimizerInterface {
   void load_progress(const Progress& progress) {
     applied_count().set(progress.applied_steps.value_or(0));
     applied_is_known_ = progress.applied_steps.has_value();
-    base_lrs_.clear();
-    const auto& groups = optimizer().param_groups();
-    if (!progress.base_lrs.empty()) base_lrs_.set(groups, progress.base_lrs);
+    scheduled_.set(progress.base_lrs, optimizer().param_groups());
     show_lrs(applied_steps());
   }
 
   /// Returns whether there is a table of factors.
   bool has_schedule() const noexcept { return !lr_factors_.empty(); }
-  /// Returns the rate that a schedule's factor multiplies in a group whose option says `lr`.
-  double base_lr(std::size_t group, double lr) const noexcept { return base_lrs_.of(group, lr); }
+  /// Returns the base rates that a device multiplies by its table's factor; none without a table,
+  /// and where the user has written a rate: then the rates of the next step are `lrs()`.
+  std::optional<std::vector<double>> lrs_for_device() {
+    if (lr_factors_.empty()) return std::nullopt;
+    const auto& groups = optimizer().param_groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      if (scheduled_.is_written(i, groups[i].options().get_lr())) return std::nullopt;
+    }
+    return base_lrs();
+  }
 
   /// Returns the number of applied steps, wherever it is counted.
   detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
   /// Returns the device's float that counts applied steps; undefined where the host counts.
   const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
 
-  /// Returns the factor of the step after `applied` applied steps.
-  double lr_factor(int64_t applied) const { return factor_after(applied, lr_factors_); }
-
-  /// Returns the table as doubles on `device`; undefined where there is none.
+  /// Returns the table as doubles on `device`.
   const at::Tensor& lr_factors_on(at::Device device) {
-    if (lr_factors_.empty()) return lr_factors_on_device_;
     if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
       detail::check_is_warm(device, "the table of lr factors");
       lr_factors_on_device_ = at::tensor(lr_factors_, at::kDouble).to(device);
@@ -282,7 +294,7 @@ class OptimizerInterface {
   }
 
   std::vector<double> lr_factors_;
-  detail::BaseLrs base_lrs_;
+  detail::ScheduledLrs scheduled_;
   at::Tensor lr_factors_on_device_;
   int64_t applied_on_host_ = 0;
   bool applied_is_known_ = true;
@@ -292,6 +304,10 @@ class OptimizerInterface {
 }  // namespace optim
 
 namespace detail {
+
+/// The optimizer not mezzo's whose last step with a GradScaler in this thread was skipped; null if
+/// that step ran. Only compared, never followed.
+inline thread_local const torch::optim::Optimizer* skipped_optimizer = nullptr;
 
 /// A class that steps an optimizer and is none itself: MasterWeights, or one of yours.
 template <class T>

@@ -31,9 +31,7 @@ namespace optim {
 /// - `lr`: at least 0.
 /// - `momentum` (0): share of the running sum of gradients that a step keeps; at least 0.
 /// - `dampening` (0): share of each gradient after the first that is left out of the running sum; 0
-///   with nesterov, and where ATen's kernels step. With dampening, momentum that is switched on in
-///   mid-run counts its steps from 0, and WeightStorage::stochastic then uses the random bits of
-///   the first steps again.
+///   with nesterov, and where ATen's kernels step. Set it, with momentum, before the first step.
 /// - `weight_decay` (0): adds weight_decay * parameter to the gradient.
 /// - `nesterov` (false): steps along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
@@ -46,8 +44,8 @@ struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOpt
 /// one. Values that you write to the buffer, through libtorch's type too, count from the next step
 /// on.
 ///
-/// Beyond libtorch's it has `step()`, the number of applied steps (with dampening, since the step
-/// that began the buffer), which waits for the parameter's device.
+/// Beyond libtorch's it has `step()`, the number of applied steps, which waits for the parameter's
+/// device.
 struct SGDParamState
     : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
   /// libtorch's class of this state.
@@ -98,9 +96,7 @@ struct SgdTraits
     numbers.constants = SgdConstants{options.momentum(), options.dampening(),
                                      options.weight_decay(), options.nesterov()};
     numbers.is_variant = options.momentum() != 0;
-    // With dampening a buffer begins as a gradient, even after steps without momentum. Without
-    // dampening a buffer of zeros becomes that gradient by itself, and the count goes on, on which
-    // the random bits of stochastic rounding depend.
+    // Without dampening a buffer of zeros becomes the first gradient by itself.
     numbers.begins_as_gradient = options.momentum() != 0 && options.dampening() != 0;
   }
 

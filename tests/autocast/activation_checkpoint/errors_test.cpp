@@ -1,5 +1,4 @@
 #include <mezzo/autocast/activation_checkpoint.h>
-#include <mezzo/optim/ema.h>
 
 #include <torch/torch.h>
 
@@ -35,37 +34,11 @@ class CheckpointErrors : public testing::Test {
   Tensor v_ = torch::randn({4, 4}).requires_grad_();
 };
 
-TEST_F(CheckpointErrors, NameTheOpWhoseShapeDiffers) {
-  EXPECT_THAT(
-      error_when_it_changes([](const Tensor& x) { return x.narrow(0, 0, 2).exp().sum(); },
-                            [](const Tensor& x) { return x.narrow(0, 0, 3).exp().sum(); }),
-      HasSubstr("op 1, counted from the end, was ExpBackward0 Float[2, 4] in the first run and "
-                "is ExpBackward0 Float[3, 4] in the recomputation"));
-}
-
-TEST_F(CheckpointErrors, NameTheOpWhoseDtypeDiffers) {
-  EXPECT_THAT(
-      error_when_it_changes([](const Tensor& x) { return x.to(at::kHalf).exp().sum(); },
-                            [](const Tensor& x) { return x.to(at::kBFloat16).exp().sum(); }),
-      HasSubstr("was SumBackward0 Half[] in the first run and is SumBackward0 BFloat16[]"));
-}
-
-TEST_F(CheckpointErrors, NameTheOpThatDiffers) {
-  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.exp() * 2; },
-                                    [](const Tensor& x) { return x.tanh() * 2; }),
-              HasSubstr("was ExpBackward0 Float[4, 4] in the first run and is TanhBackward0"));
-}
-
-TEST_F(CheckpointErrors, CountTheOpsWhenSomeAreMissing) {
-  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.tanh().tanh().tanh(); },
-                                    [](const Tensor& x) { return x.tanh().tanh(); }),
-              HasSubstr("the first run made 3 differentiable ops, the recomputation 2"));
-}
-
 TEST_F(CheckpointErrors, NoticeOtherParameters) {
   EXPECT_THAT(error_when_it_changes([this](const Tensor& x) { return x.mm(w_); },
                                     [this](const Tensor& x) { return x.mm(v_); }),
-              HasSubstr("used other parameters"));
+              testing::AllOf(HasSubstr("used other parameters"),
+                             HasSubstr("runs again during backward and must do the same then")));
 }
 
 TEST_F(CheckpointErrors, NoticeAParameterMadeInside) {
@@ -84,10 +57,12 @@ TEST_F(CheckpointErrors, NoticeAMissingResult) {
               HasSubstr("result 1 of the first run is missing"));
 }
 
-TEST_F(CheckpointErrors, SayWhatAFunctionMustDo) {
-  EXPECT_THAT(error_when_it_changes([](const Tensor& x) { return x.exp(); },
-                                    [](const Tensor& x) { return x.tanh(); }),
-              HasSubstr("runs again during backward and must do the same then"));
+TEST_F(CheckpointErrors, NoticeGradientsOfGradients) {
+  const auto y = mezzo::activation_checkpoint([](const Tensor& x) { return x.exp(); }, x_).sum();
+  EXPECT_THAT(error_of([&] {
+                torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true, /*create_graph=*/true);
+              }),
+              HasSubstr("gradients of gradients (create_graph) do not go through a checkpoint"));
 }
 
 TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
@@ -97,73 +72,7 @@ TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
   mask.zero_();
   EXPECT_THAT(
       error_of([&] { y.sum().backward(); }),
-      HasSubstr(
-          "a tensor argument, float32 [4, 4] on cpu, was modified in place between its forward and "
-          "its backward"));
-}
-
-TEST_F(CheckpointErrors, NoticeAParameterModifiedBeforeBackward) {
-  const auto y =
-      mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_) + v_; }, x_);
-  {
-    const torch::NoGradGuard no_grad;
-    v_.add_(1);
-  }
-  EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-              HasSubstr("a parameter, float32 [4, 4] on cpu, was modified in place between"));
-}
-
-TEST_F(CheckpointErrors, NoticeAFrozenParameterModifiedBeforeBackward) {
-  const torch::nn::Linear frozen(4, 4);
-  for (auto& parameter : frozen->parameters()) parameter.set_requires_grad(false);
-  for (auto& parameter : frozen->parameters()) {
-    const auto y = mezzo::activation_checkpoint(frozen, x_);
-    parameter.mul_(2);
-    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, float32 " + c10::str(parameter.sizes()) +
-                          " on cpu, was modified in place between"));
-  }
-}
-
-TEST_F(CheckpointErrors, NoticeACapturedTensorModifiedBeforeBackward) {
-  const std::vector<Tensor> captured{torch::ones({4, 4}), torch::ones({8, 4})};
-  const auto inner = [&](const Tensor& x) { return torch::cat({x, captured[0]}); };
-  const auto outer = [&](const Tensor& x) {
-    return mezzo::activation_checkpoint(inner, x) * captured[1];
-  };
-  for (const auto& each : captured) {
-    const auto y = mezzo::activation_checkpoint(outer, x_);
-    each.zero_();
-    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr("a tensor that it reads, float32 " + c10::str(each.sizes())));
-  }
-}
-
-TEST_F(CheckpointErrors, NoticeMemoryThatSetDataGaveBeforeBackward) {
-  const auto mask = torch::ones({4, 4});
-  const auto frozen = torch::ones({4, 4});
-  const auto block = [&](const Tensor& x, const Tensor& m) { return (x * m).mm(w_) * frozen; };
-  for (const auto& [tensor, role] : std::vector<std::pair<Tensor, std::string>>{
-           {mask, "a tensor argument"}, {w_, "a parameter"}, {frozen, "a tensor that it reads"}}) {
-    const auto y = mezzo::activation_checkpoint(block, x_, mask);
-    Tensor(tensor).set_data(torch::full({4, 4}, 5.0));
-    EXPECT_THAT(error_of([&] { y.sum().backward(); }),
-                HasSubstr(role + ", float32 [4, 4] on cpu, was given other memory between"));
-  }
-}
-
-TEST_F(CheckpointErrors, NoticeAveragesThatAreInTheModelDuringBackward) {
-  const mezzo::Ema ema({w_}, {.decay = 0.5});
-  const auto y = mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_); }, x_);
-  const mezzo::EmaScope averages(ema);
-  EXPECT_THAT(error_of([&] { y.sum().backward(); }), HasSubstr("was given other memory between"));
-}
-
-TEST_F(CheckpointErrors, SpareAParameterThatHasItsOwnMemoryBack) {
-  const mezzo::Ema ema({w_}, {.decay = 0.5});
-  const auto y = mezzo::activation_checkpoint([this](const Tensor& x) { return x.mm(w_); }, x_);
-  { const mezzo::EmaScope averages(ema); }
-  EXPECT_NO_THROW(y.sum().backward());
+      HasSubstr("a tensor argument was modified in place between its forward and its backward"));
 }
 
 TEST_F(CheckpointErrors, SpareTensorsWithoutMemory) {
@@ -202,8 +111,7 @@ TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
   EXPECT_THAT(error_of([&] {
                 mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_));
               }),
-              HasSubstr("a tensor argument, float32 [4, 4] on cpu, was modified in place by the "
-                        "function itself"));
+              HasSubstr("a tensor argument was modified in place by the function itself"));
 }
 
 TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
@@ -228,7 +136,7 @@ TEST_F(CheckpointErrors, OfTheFunctionPassThrough) {
 TEST_F(CheckpointErrors, LeaveBackwardUsableOnceTheFunctionIsItselfAgain) {
   int runs = 0;
   const auto y = mezzo::activation_checkpoint(
-                     [&](const Tensor& x) { return ++runs == 2 ? x.tanh() : x.exp(); }, x_)
+                     [&](const Tensor& x) { return ++runs == 2 ? x.mm(w_) : x.exp(); }, x_)
                      .sum();
   EXPECT_THROW(torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true), c10::Error);
   EXPECT_TRUE(torch::equal(torch::autograd::grad({y}, {x_})[0], x_.exp()));

@@ -1,9 +1,8 @@
-// Backward sees the op policy and the weight cache of its forward, wherever it runs.
+// Backward sees the op policy of its forward, wherever it runs.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autograd_function.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
 
 #include <torch/torch.h>
 
@@ -90,16 +89,6 @@ TEST_F(AutocastFunctionPolicy, AroundBackwardDoesNotReachAForwardThatHadNone) {
   y.backward();
   EXPECT_EQ(mm_in_backward, kBFloat16);
   EXPECT_EQ(softmax_in_backward, kBFloat16);
-}
-
-TEST_F(AutocastFunctionPolicy, GoesWithTheWeightCacheOfTheForward) {
-  const mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  cache.pin({a_, b_});
-  const auto y = run({.cache = cache});
-  const auto before = cache.statistics();
-  y.backward();
-  EXPECT_GT(cache.statistics().hits, before.hits);
-  EXPECT_EQ(cache.statistics().casts, before.casts);
 }
 
 }  // namespace

@@ -51,6 +51,14 @@ TEST(CastFunctions, RunTheFunctionWithAutocastOff) {
   EXPECT_EQ(product(ones(kFloat), ones(kFloat)).scalar_type(), kBFloat16);
 }
 
+TEST(CastFunctions, ReturnACopyWhereTheFunctionReturnsItsArgument) {
+  const auto same = mezzo::float_function([](const Tensor& x) -> const Tensor& { return x; });
+  const Autocast<kCPU> autocast;
+  const Tensor x = ones(kHalf);
+  const Tensor& result = same(x);
+  EXPECT_TRUE(torch::equal(result, ones(kFloat)));
+}
+
 TEST(CastFunctions, PromoteToTheWidest) {
   const auto seen = mezzo::promote_function([](const Tensor& a, const std::vector<Tensor>& b) {
     return std::pair(a.scalar_type(), b.at(0).scalar_type());

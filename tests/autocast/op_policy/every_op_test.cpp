@@ -11,6 +11,7 @@
 #include <ostream>
 #include <set>
 
+#include "../../support/like_cuda.h"
 #include "op_samples.h"
 
 // Every op of a device's lists, called under autocast and compared, bit for bit, with the same op
@@ -177,14 +178,15 @@ TEST(EveryOp, OnTheCpuInHalfEqualsAManualCast) {
   EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kHalf}, {}), IsSubsetOf(kWithoutCpuKernel));
 }
 
-TEST(EveryOp, UnderCudaLikeOnTheCpuDoesWhatCudasListsSay) {
-  const auto list = mezzo::autocast_op_lists(torch::kCUDA);
-  EXPECT_THAT(compare_all(list, {torch::kCPU, torch::kBFloat16},
-                          mezzo::install_op_overrides(mezzo::OpPolicy::cuda_like())),
+/// What a policy makes of each op that it edits.
+mezzo::OpList list_of(const mezzo::OpPolicy& policy) { return {torch::kCPU, policy.edits()}; }
+
+TEST(EveryOp, OnTheCpuDoesWhatAPolicyLikeCudasListsSays) {
+  const auto policy = mezzo::install_op_overrides(test_support::like_cuda());
+  EXPECT_THAT(compare_all(list_of(policy), {torch::kCPU, torch::kBFloat16}, policy),
               IsSubsetOf({"aten::_scaled_dot_product_flash_attention", "aten::_thnn_fused_gru_cell",
-                          "aten::_thnn_fused_lstm_cell", "aten::binary_cross_entropy",
-                          "aten::cudnn_convolution", "aten::cudnn_convolution_transpose",
-                          "aten::norm.names_ScalarOpt_dim"}));
+                          "aten::_thnn_fused_lstm_cell", "aten::cudnn_convolution",
+                          "aten::cudnn_convolution_transpose", "aten::norm.names_ScalarOpt_dim"}));
 }
 
 TEST(EveryOp, OnCudaEqualsAManualCast) {

@@ -224,8 +224,8 @@ TEST_F(FromPython, AGradientPenaltyIsWrittenAsTheTextSays) {
 
 TEST_F(FromPython, KerasIsWrittenAsTheTableSays) {
   const mezzo::Precision precision({.compute = torch::kHalf});
-  EXPECT_EQ(precision.compute(), torch::kHalf);
-  EXPECT_EQ(precision.param(), torch::kFloat);
+  EXPECT_EQ(precision.compute, torch::kHalf);
+  EXPECT_EQ(precision.param, torch::kFloat);
   mezzo::LossScaleOptimizer wrapped(optimizer, {.init_scale = 32768, .growth_interval = 2000});
   wrapped.scale(model(input).sum()).backward();
   wrapped.unscale_();

@@ -1,3 +1,4 @@
+#include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/base/matmul_precision.h>
 #include <mezzo/levels/initialize.h>
@@ -295,25 +296,26 @@ static_assert(std::convertible_to<PlainNet&, mezzo::ModelList>);
 static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelList>, "its forward is not const");
 static_assert(!std::convertible_to<PlainNet, mezzo::ModelList>, "it would be gone after the call");
 
-// Structs of tensors do not compile unless they list them; others pass.
-struct TwoTensors {
-  torch::Tensor logits, loss;
+/// A batch norm of another class than torch's, as mezzo's SyncBatchNorm is.
+struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNormOptions> {
+  OwnNormImpl() : NormImplBase(torch::nn::BatchNormOptions(4)) {}
+  void _check_input_dim(const torch::Tensor& /*input*/) override {}
 };
-struct AndANumber {
-  int classes;
-  std::string name;
-  std::optional<torch::Tensor> maybe;
-};
-struct NoTensors {
-  int classes;
-  std::string name;
-  std::vector<double> numbers;
-};
-static_assert(mezzo::detail::hides_tensors<TwoTensors>());
-static_assert(mezzo::detail::hides_tensors<AndANumber>());
-static_assert(!mezzo::detail::hides_tensors<NetImpl::Output>());
-static_assert(!mezzo::detail::hides_tensors<NoTensors>());
-static_assert(!mezzo::detail::hides_tensors<std::string>());
+
+TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
+  const auto own = std::make_shared<OwnNormImpl>();
+  const torch::nn::BatchNorm2d wrapped(4),
+      without_statistics(torch::nn::BatchNormOptions(4).track_running_stats(false));
+  torch::nn::Sequential net(own, mezzo::AutocastModule(wrapped, {.device = torch::kCPU}),
+                            without_statistics, torch::nn::LayerNorm(std::vector<int64_t>{4}));
+  mezzo::initialize(net, OptLevel::O2(), kQuiet);
+  for (const auto& item : net->named_parameters()) {
+    const bool is_norm = !item.key().starts_with("3.");
+    EXPECT_EQ(item.value().scalar_type(), is_norm ? torch::kFloat : torch::kHalf) << item.key();
+  }
+  EXPECT_EQ(own->running_var.scalar_type(), torch::kFloat);
+  EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
+}
 
 TEST(Initialize, LeavesFloat8BuffersAlone) {
   struct Quantized : torch::nn::Module {

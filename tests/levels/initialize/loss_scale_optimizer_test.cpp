@@ -56,6 +56,43 @@ TEST(LossScaleOptimizer, HasKerassDefaults) {
   EXPECT_EQ(&optimizer.inner_optimizer(), &sgd);
 }
 
+TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
+  const torch::Tensor weight = parameter();
+  torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 1.0);
+  auto optimizer = mezzo::enable_mixed_precision(sgd, {.init_scale = 64});
+  optimizer.scaler().set_growth_interval(7);
+  EXPECT_EQ(optimizer.dynamic_growth_steps(), 7);
+  std::stringstream file, fixed_file;
+  torch::save(optimizer, file);
+  auto resumed = mezzo::enable_mixed_precision(of_other);
+  torch::load(resumed, file);
+  EXPECT_EQ(resumed.dynamic_growth_steps(), 7);
+  EXPECT_TRUE(resumed.dynamic());
+  auto fixed = mezzo::enable_mixed_precision(sgd, mezzo::LossScale::fixed(8));
+  EXPECT_FALSE(fixed.dynamic());
+  torch::save(fixed, fixed_file);
+  torch::load(resumed, fixed_file);
+  EXPECT_FALSE(resumed.dynamic());
+}
+
+TEST(LossScaleOptimizer, AFileWithABadScaleLeavesTheInnerOptimizerAsItWas) {
+  const torch::Tensor weight = parameter();
+  torch::optim::SGD sgd({weight}, 1.0), of_other({weight}, 0.5);
+  torch::serialize::OutputArchive inner, scaler, whole;
+  sgd.save(inner);
+  for (const auto& [key, value] : mezzo::GradScaler().state_dict()) {
+    scaler.write(key, c10::IValue(key == "scale" ? -1.0 : value));
+  }
+  whole.write("inner_optimizer", inner);
+  whole.write("scaler", scaler);
+  whole.write("iterations", c10::IValue(int64_t{1}));
+  std::stringstream file;
+  whole.save_to(file);
+  auto optimizer = mezzo::enable_mixed_precision(of_other);
+  EXPECT_THROW(torch::load(optimizer, file), c10::Error);
+  EXPECT_EQ(of_other.param_groups()[0].options().get_lr(), 0.5);
+}
+
 // A number alone might be the first scale, or TensorFlow's constant one.
 static_assert(!std::is_constructible_v<LossScaleOptimizer, mezzo::AnyOptimizer, double>);
 

@@ -1,6 +1,6 @@
-#include <mezzo/distributed/grad_buckets.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
@@ -164,12 +164,12 @@ TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
   }
 }
 
-TEST(ScaleLoss, AddsUpInFloatFromTheFirstPassOnWhereTheOptionsAskForIt) {
+TEST(ScaleLoss, AddsUpInFloatAfterAccumulateInFloat) {
   for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
     Vector model;
-    const auto options = mezzo::optim::SGDOptions(1).accumulate_in_float(true);
-    mezzo::optim::SGD optimizer(model->parameters(), options);
+    mezzo::optim::SGD optimizer(model->parameters(), 1);
     Amp amp = mezzo::initialize(model, optimizer, scaled(level), kQuiet);
+    mezzo::accumulate_in_float(model->parameters());
     for (int i = 0; i < 1000; ++i) {
       amp.scale_loss(amp(model, filled(1)), optimizer, {.delay_unscale = true});
     }
@@ -185,8 +185,9 @@ TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   mezzo::optim::SGD optimizer(model->parameters(), mezzo::optim::SGDOptions(1));
   Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O1()), {.verbosity = 0});
   for (const bool delays : {false, true}) {
-    optimizer.zero_grad();
+    buckets.zero_grad(/*set_to_none=*/false);
     amp.scale_loss(amp(model, filled(0.125)), optimizer);
+    buckets.reattach_gradients();
     amp.scale_loss(amp(model, filled(0.0625)), optimizer);
     amp.scale_loss(amp(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
     EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);

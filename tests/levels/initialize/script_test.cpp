@@ -1,13 +1,14 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 //
-#include <mezzo/base/script_module.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/torchscript.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -17,6 +18,7 @@
 namespace {
 
 using mezzo::OptLevel;
+using mezzo::ScriptModule;
 using test_support::error_of;
 using test_support::script_model;
 using testing::HasSubstr;
@@ -26,7 +28,7 @@ const mezzo::InitializeOptions kSilent{.verbosity = 0};
 TEST(InitializeScript, CastsAllButWhatABatchNormReads) {
   for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
     const auto script = script_model();
-    mezzo::initialize(script, level, kSilent);
+    mezzo::initialize(mezzo::ScriptModule(script), level, kSilent);
     const auto kept = level.keep_batchnorm_fp32() ? torch::kFloat : torch::kBFloat16;
     for (const auto& item : script.named_parameters()) {
       const bool is_norm = item.name.starts_with("norm.");
@@ -40,32 +42,9 @@ TEST(InitializeScript, CastsAllButWhatABatchNormReads) {
   }
 }
 
-/// As Python's BatchNorm2d compiles: statistics behind a condition, behind a function's optional.
-TEST(InitializeScript, FindsABatchNormsStatisticsBehindConditions) {
-  torch::jit::Module model("Model");
-  for (const char* name : {"weight", "bias", "running_mean", "running_var", "other"}) {
-    model.register_parameter(name, torch::ones({4}), false);
-  }
-  model.register_attribute("training", c10::BoolType::get(), true);
-  model.register_attribute("tracks", c10::BoolType::get(), true);
-  model.define(R"(
-    def norm(self, x, mean: Optional[Tensor], var: Optional[Tensor]):
-        return torch.batch_norm(x, self.weight, self.bias, mean, var, True, 0.1, 1e-5, False)
-    def forward(self, x):
-        mean = self.running_mean if not self.training or self.tracks else None
-        var = self.running_var if not self.training or self.tracks else None
-        return self.norm(x, mean, var) * self.other
-  )");
-  mezzo::initialize(model, OptLevel::O2_bf16(), kSilent);
-  for (const auto& item : model.named_parameters()) {
-    EXPECT_EQ(item.value.scalar_type(), item.name == "other" ? torch::kBFloat16 : torch::kFloat)
-        << item.name;
-  }
-}
-
 /// The loss at the end of 30 steps, over that of the first.
 template <class Optimizer>
-double loss_left(const torch::jit::Module& script, Optimizer& optimizer, const OptLevel& level) {
+double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLevel& level) {
   auto amp = mezzo::initialize(script, optimizer, level, kSilent);
   torch::manual_seed(3);
   const auto input = torch::randn({16, 3, 6, 6}), target = torch::randn({16, 4});
@@ -84,29 +63,28 @@ double loss_left(const torch::jit::Module& script, Optimizer& optimizer, const O
 
 TEST(InitializeScript, TrainsAtEachLevel) {
   for (const char* name : {"O0", "O1_bf16", "O2_bf16", "O3_bf16", "O2"}) {
-    const auto script = script_model();
-    std::vector<torch::Tensor> parameters;
-    for (const auto& parameter : script.parameters()) parameters.push_back(parameter);
-    mezzo::optim::AdamW fused(parameters, 1e-2);
+    const ScriptModule script(script_model());
+    mezzo::optim::AdamW fused(script->parameters(), 1e-2);
     EXPECT_LT(loss_left(script, fused, OptLevel::parse(name)), 0.9) << name;
   }
-  const auto script = script_model();
-  const mezzo::ScriptModule module(script);
-  torch::optim::SGD sgd(module->parameters(), 0.1);
+  const ScriptModule script(script_model());
+  torch::optim::SGD sgd(script->parameters(), 0.1);
   EXPECT_LT(loss_left(script, sgd, OptLevel::O2_bf16()), 0.95);
 }
 
 TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {
-  const auto script = script_model();
+  const ScriptModule script(script_model());
   const auto input = torch::ones({2, 3, 6, 6});
   auto amp = mezzo::initialize(script, OptLevel::O1_bf16(), kSilent);
   EXPECT_EQ(amp(script, input).toTensor().scalar_type(), torch::kBFloat16);
   EXPECT_EQ(amp(script, std::vector<c10::IValue>{input}).toTensor().scalar_type(),
             torch::kBFloat16);
-  const mezzo::ScriptModule handle(script);
+  const ScriptModule handle = script;
   EXPECT_EQ(amp(handle, input).toTensor().scalar_type(), torch::kBFloat16);
-  EXPECT_EQ(amp(script.attr("conv").toModule(), input).toTensor().scalar_type(), torch::kBFloat16);
-  EXPECT_THAT(error_of([&] { amp(script_model(), input); }),
+  const ScriptModule conv(
+      std::dynamic_pointer_cast<mezzo::ScriptModuleImpl>(script->named_children()["conv"]));
+  EXPECT_EQ(amp(conv, input).toTensor().scalar_type(), torch::kBFloat16);
+  EXPECT_THAT(error_of([&] { amp(ScriptModule(script_model()), input); }),
               HasSubstr("none of the models that were given"));
   EXPECT_THAT(error_of([&] {
                 mezzo::initialize({script, handle}, OptLevel::O0(), kSilent);
@@ -121,13 +99,16 @@ TEST(InitializeScript, CastsTensorsInsideOfWhatGoesInAndComesOut) {
     def forward(self, pair: Tuple[Tensor, int], many: List[Tensor], named: Dict[str, Tensor]):
         return {"pair": pair[0] * self.weight, "many": many[0], "named": named["x"]}, [many[1]], pair
   )");
+  const ScriptModule net(model);
   auto amp =
-      mezzo::initialize(model, OptLevel::O3_bf16({.cast_model_outputs = torch::kDouble}), kSilent);
+      mezzo::initialize(net, OptLevel::O3_bf16({.cast_model_outputs = torch::kDouble}), kSilent);
   const auto x = torch::ones({2}), count = torch::ones({2}, torch::kLong);
   c10::Dict<std::string, at::Tensor> named;
   named.insert("x", x);
   const c10::List<at::Tensor> many({x, count});
-  const auto result = amp(model, std::make_tuple(x, int64_t{3}), many, named).toTuple();
+  const auto result =
+      amp(net, c10::IValue(std::make_tuple(x, int64_t{3})), c10::IValue(many), c10::IValue(named))
+          .toTuple();
   const auto dict = result->elements()[0].toGenericDict();
   for (const char* name : {"pair", "many", "named"}) {
     EXPECT_EQ(dict.at(name).toTensor().scalar_type(), torch::kDouble) << name;

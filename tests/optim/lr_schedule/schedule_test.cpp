@@ -25,6 +25,7 @@ using mezzo::StepResult;
 using testing::DoubleEq;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using testing::Pointwise;
 using testing::ThrowsMessage;
 
 torch::Tensor weight(double value = 0) { return torch::full({1}, value).requires_grad_(); }
@@ -83,6 +84,26 @@ TEST(LrSchedule, StandsStillForASkippedStep) {
   schedule.step(known(/*ran=*/false));
   EXPECT_EQ(lr_of(optimizer), 0.75);
   EXPECT_EQ(schedule.applied_steps(), 1);
+}
+
+TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const auto warned = [](auto&& optimizer, double slope) {
+    const test_support::Warnings warnings;
+    const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
+    LinearSchedule schedule(optimizer, {.total_steps = 4});
+    mezzo::GradScaler scaler = quiet_scaler();
+    scaler.scale(parameter.mul(slope).sum()).backward();
+    scaler.step(optimizer, {});
+    scaler.update();
+    schedule.step();
+    return warnings.texts;
+  };
+  const double inf = std::numeric_limits<double>::infinity();
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), inf),
+              ElementsAre(HasSubstr("schedule.step(result)")));
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), 1), ElementsAre());
+  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), inf), ElementsAre());
 }
 
 TEST(LrSchedule, CountsEveryStepWithoutAScaler) {
@@ -236,7 +257,7 @@ TEST(ShownLr, FollowsTheStepsThatTheHostKnowsOfWhereADeviceDecides) {
   EXPECT_EQ(parameter.item<double>(), -1 - 0.875 - 0.75) << "the base is multiplied, once";
 }
 
-TEST(ShownLr, MayBeWrittenAndThenScalesTheSchedule) {
+TEST(ShownLr, MayBeWrittenForOneStep) {
   const auto steps = [](auto&& optimizer) {
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
@@ -248,12 +269,12 @@ TEST(ShownLr, MayBeWrittenAndThenScalesTheSchedule) {
       schedule.step();
       weights.push_back(parameter.template item<double>());
     }
-    EXPECT_THAT(schedule.base_lrs(), ElementsAre(4.0));
+    EXPECT_THAT(schedule.base_lrs(), ElementsAre(8.0));
     return weights;
   };
-  const auto halved_rates = ElementsAre(-8, -14, -16, -17);
-  EXPECT_THAT(steps(torch::optim::SGD({weight()}, 8.0)), halved_rates);
-  EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_rates);
+  const auto halved_once = ElementsAre(-8, -14, -16, -18);
+  EXPECT_THAT(steps(torch::optim::SGD({weight()}, 8.0)), halved_once);
+  EXPECT_THAT(steps(mezzo::optim::SGD({weight()}, 8.0)), halved_once);
 }
 
 TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
@@ -262,7 +283,32 @@ TEST(ShownLr, MayBeWrittenDuringAWarmUpFromZero) {
   LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
   EXPECT_EQ(lr_of(optimizer), 0.0);
   optimizer.param_groups()[0].options().set_lr(2.0);
-  EXPECT_THAT(schedule.base_lrs(), ElementsAre(2.0));
+  EXPECT_THAT(schedule.lrs(), ElementsAre(2.0));
+  parameter.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  EXPECT_EQ(parameter.item<double>(), -2.0);
+  schedule.step();
+  EXPECT_THAT(schedule.lrs(), ElementsAre(4.0)) << "half of the base";
+}
+
+TEST(ShownLr, OfZeroLosesNoBase) {
+  const auto rates = [](auto&& optimizer) {
+    const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
+    LinearSchedule schedule(optimizer, {.total_steps = 10});
+    std::vector<double> lrs;
+    for (int step = 0; step < 6; ++step) {
+      if (step == 2 || step == 3) optimizer.param_groups()[0].options().set_lr(0.0);
+      lrs.push_back(schedule.lrs()[0]);
+      parameter.mutable_grad() = torch::ones({1});
+      optimizer.step();
+      schedule.step();
+    }
+    return lrs;
+  };
+  const auto wanted = Pointwise(DoubleEq(), std::vector<double>{1.0, 0.9, 0.0, 0.0, 0.6, 0.5});
+  EXPECT_THAT(rates(torch::optim::SGD({weight()}, 1.0)), wanted);
+  EXPECT_THAT(rates(mezzo::optim::SGD({weight()}, 1.0)), wanted);
+  EXPECT_THAT(rates(mezzo::optim::AdamW({weight()}, 1.0)), wanted);
 }
 
 TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {

@@ -2,7 +2,6 @@
 // bfloat16 parameters, and is an ordinary optimizer again after each step.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/weight_cache.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/sgd.h>
 
@@ -522,26 +521,6 @@ TEST(MasterWeightsStep, ADisabledScalerLeavesAloneWhatHasNoMaster) {
   disabled.unscale_(optimizer);
   disabled.step(optimizer);
   EXPECT_TRUE(torch::equal(y, -torch::ones_like(y)));
-}
-
-TEST(MasterWeightsStep, PublishesFloatWeightsToACache) {
-  torch::nn::Linear model(4, 3);
-  model->bias.set_data(model->bias.detach().to(torch::kBFloat16));
-  torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
-  MasterWeights optimizer(inner);
-  mezzo::WeightCache cache = mezzo::install_op_overrides(mezzo::WeightCache());
-  optimizer.publish_to(cache, torch::kBFloat16);
-  {
-    const mezzo::AutocastGuard autocast(
-        {.device = torch::kCPU, .dtype = torch::kBFloat16, .cache = cache});
-    model->forward(torch::randn({2, 4})).sum().backward();
-  }
-  optimizer.step();
-  ASSERT_TRUE(cache.holds(model->weight, torch::kBFloat16));
-  const auto casts = cache.statistics().casts;
-  EXPECT_TRUE(same_bits(cache.buffer_for(model->weight, torch::kBFloat16),
-                        model->weight.detach().to(torch::kBFloat16)));
-  EXPECT_EQ(cache.statistics().casts, casts);
 }
 
 TEST(MasterWeightsStep, RefusesWhatItCannotStep) {

@@ -1,9 +1,9 @@
-"""How far bitsandbytes' AdamW8bit ends from torch's AdamW: what moment_storage_test.cpp compares mezzo with.
+"""How far bitsandbytes' AdamW8bit ends from torch's AdamW: what adamw8bit_test.cpp compares mezzo with.
 
     pip install bitsandbytes==0.50.2 torch==2.11.0
     python adamw8bit.py
 
-The steps are those of MomentStorage.AThousandStepsEndAsNearToFloatAsBitsandbytes, which makes the same numbers.
+The steps are those of AdamW8bit.AThousandStepsEndAsNearToFloatAsBitsandbytes, which makes the same numbers.
 """
 
 import bitsandbytes

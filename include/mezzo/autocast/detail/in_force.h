@@ -1,6 +1,6 @@
 /// \file
-/// The op policy and the weight cache that are in force in a thread, for guards and for the kernels
-/// in front of ops. The hot path of an overridden op reads only this.
+/// The op policy that is in force in a thread, for guards and for the kernels in front of ops. The
+/// hot path of an overridden op reads only this.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
@@ -9,25 +9,17 @@
 
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
-#include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <new>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
-#include <vector>
-
-namespace at {
-class Tensor;
-}
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -51,71 +43,22 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
                                           : c10::DispatchKey::AutocastCUDA;
 }
 
-/// A thread-local T that is made at first use and never destroyed: a guard with static lifetime
-/// uses it after the main thread has destroyed its thread_locals. Guards take out what they put in,
-/// so nothing is left in it when a thread ends.
-template <class T>
-class NeverDestroyed {
- public:
-  T& get() {
-    if (value_ == nullptr) value_ = ::new (static_cast<void*>(memory_)) T();
-    return *value_;
-  }
-
- private:
-  T* value_ = nullptr;
-  alignas(T) std::byte memory_[sizeof(T)] = {};
-};
-
-/// An op's index in the OverrideRegistry.
-using OpSlot = std::size_t;
-
-/// An op as the OverrideRegistry knows it, for the life of the process. Arrays are indexed by
-/// policy_device_index.
+/// An op as the OverrideRegistry knows it, for the life of the process.
 struct OpRecord {
   std::string name;  ///< with its overload
-  OpSlot slot;
-  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it.
+  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it, by
+  /// policy_device_index.
   std::array<OpCategory, kPolicyDevices.size()> registered;
-  std::array<std::atomic<bool>, kPolicyDevices.size()> is_overridden{};  ///< has an OverrideKernel
-  std::atomic<bool> asks_cache = false;    ///< weight caches keep copies for it
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
-
-  /// Whether a policy that gives the op this category acts on the device.
-  bool serves(OpCategory category, std::size_t device) const {
-    return is_installed && (registered[device] == category || is_overridden[device]);
-  }
-  bool serves_everywhere(OpCategory category) const {
-    for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
-      if (!serves(category, i)) return false;
-    }
-    return true;
-  }
 };
 
-/// The edits of an OpPolicy, by op.
-class PolicyEdits {
- public:
-  struct Edit {
-    const OpRecord* op = nullptr;  ///< null where the policy has no edit of the slot's op
-    OpCategory category = OpCategory::unknown;
-  };
+/// The edits of an OpPolicy.
+struct PolicyEdits {
+  std::unordered_map<const OpRecord*, OpCategory> by_op;
 
-  std::optional<OpCategory> find(OpSlot slot) const {
-    const bool says = slot < by_slot_.size() && by_slot_[slot].op != nullptr;
-    return says ? std::optional(by_slot_[slot].category) : std::nullopt;
-  }
-
-  void set(const OpRecord& op, OpCategory category) {
-    if (op.slot >= by_slot_.size()) by_slot_.resize(op.slot + 1);
-    by_slot_[op.slot] = {&op, category};
-  }
-
-  template <class Visit>
-  void for_each(Visit visit) const {
-    for (const Edit& edit : by_slot_) {
-      if (edit.op != nullptr) visit(edit);
-    }
+  std::optional<OpCategory> find(const OpRecord& op) const {
+    const auto found = by_op.find(&op);
+    return found == by_op.end() ? std::nullopt : std::optional(found->second);
   }
 
   /// Returns the edits of both; `inner` wins where both edit an op.
@@ -124,13 +67,10 @@ class PolicyEdits {
     if (outer == nullptr || inner == nullptr || outer == inner) {
       return inner != nullptr ? inner : outer;
     }
-    auto both = std::make_shared<PolicyEdits>(*outer);
-    inner->for_each([&both](const Edit& edit) { both->set(*edit.op, edit.category); });
+    auto both = std::make_shared<PolicyEdits>(*inner);
+    both->by_op.insert(outer->by_op.begin(), outer->by_op.end());
     return both;
   }
-
- private:
-  std::vector<Edit> by_slot_;
 };
 
 /// The edits in force, by policy_device_index. Copying the value hands a policy to another thread.
@@ -139,8 +79,8 @@ using ThreadPolicies = std::array<std::shared_ptr<const PolicyEdits>, kPolicyDev
 /// Returns this thread's policies: one object for each thread and version of mezzo. The symbol is
 /// exported even from units compiled with hidden visibility, so shared libraries agree on it.
 C10_EXPORT inline ThreadPolicies& thread_policies() {
-  static constinit thread_local NeverDestroyed<ThreadPolicies> policies;
-  return policies.get();
+  static thread_local ThreadPolicies policies;
+  return policies;
 }
 
 /// Puts a policy in force for one device until the scope ends, on top of the one in force.
@@ -161,114 +101,19 @@ class PolicyScope {
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
 
-  static void check_installed(c10::DeviceType device, const PolicyRef& policy) {
+  static void check_installed(const PolicyRef& policy) {
     if (policy.empty()) return;
-    policy.edits_->for_each([device](const PolicyEdits::Edit& edit) {
-      TORCH_CHECK(edit.op->serves(edit.category, policy_device_index(device)), "policy: it makes ",
-                  edit.op->name, " ", to_string(edit.category),
+    for (const auto& [op, category] : policy.edits_->by_op) {
+      TORCH_CHECK(op->is_installed, "policy: it makes ", op->name, " ", to_string(category),
                   ", and mezzo's override of that op is not installed in this process. Call "
                   "mezzo::install_op_overrides(policy) once, before other threads run ops.");
-    });
+    }
   }
 
  private:
   c10::DeviceType device_;
   bool active_;
   std::shared_ptr<const PolicyEdits> outer_;
-};
-
-struct ThreadCache;
-
-/// The part of a WeightCache that regions and op kernels use; all handles of one cache share it. A
-/// function pointer stands where a virtual function would do: g++ counts every class that it knows
-/// among the targets of a virtual call, and would compile the weight cache into each unit that has
-/// a region.
-class CacheOwner {
- public:
-  using Lower = at::Tensor (*)(const at::Tensor& tensor, at::ScalarType dtype, ThreadCache& cache);
-
-  /// Returns `tensor` in `dtype`, a held copy or a new one, with autograd's edge to `tensor`.
-  /// `tensor` must have another floating dtype, and the caller has excluded autocast.
-  const Lower lower;
-
- protected:
-  explicit CacheOwner(Lower how) : lower(how) {}
-  ~CacheOwner() = default;  // a shared_ptr knows the derived class
-};
-
-/// The cache in force for one device in one thread; none as a rule.
-struct ThreadCache {
-  std::shared_ptr<CacheOwner> owner;
-  /// The copies of trainable weights that this region has cast. The owner makes them at the first
-  /// cast and knows their type. They end with the outermost region that has the cache.
-  std::shared_ptr<void> region_copies;
-};
-
-/// By policy_device_index.
-using ThreadCaches = std::array<ThreadCache, kPolicyDevices.size()>;
-
-/// Returns this thread's caches. Exported for the reason given at thread_policies, as the next two
-/// functions are.
-C10_EXPORT inline ThreadCaches& thread_caches() {
-  static constinit thread_local NeverDestroyed<ThreadCaches> caches;
-  return caches.get();
-}
-
-/// Counts the copies that ops of this thread were given in place of a cast; CastTrace takes
-/// differences.
-C10_EXPORT inline std::int64_t& cache_hits() {
-  static thread_local std::int64_t hits = 0;
-  return hits;
-}
-
-/// Whether the ops that ask weight caches have their kernels in this process.
-C10_EXPORT inline std::atomic<bool>& cache_ops_are_installed() {
-  static constinit std::atomic<bool> are_installed = false;
-  return are_installed;
-}
-
-/// Puts a cache, or none, in force for one device until the scope ends. Where it already is in
-/// force nothing changes, so nested regions of one cache share their copies.
-class CacheScope {
- public:
-  /// `device` is an index into ThreadCaches.
-  CacheScope(std::size_t device, std::shared_ptr<CacheOwner> owner) noexcept
-      : device_(device), changes_(thread_caches()[device].owner != owner) {
-    if (changes_) outer_ = std::exchange(thread_caches()[device], {std::move(owner), nullptr});
-  }
-  /// Does what a region's setting says. `{.cache = false}` puts no cache in force.
-  CacheScope(c10::DeviceType device, const AutocastCache& cache) noexcept
-      : CacheScope(policy_device_index(device), owner_in(device, cache)) {}
-  ~CacheScope() {
-    if (changes_) std::swap(thread_caches()[device_], outer_);
-  }
-  CacheScope(const CacheScope&) = delete;
-  CacheScope& operator=(const CacheScope&) = delete;
-
-  static void check_installed(const AutocastCache& cache) {
-    TORCH_CHECK(cache.weight_cache().empty() || cache_ops_are_installed(),
-                "cache: the ops that would ask this WeightCache are not overridden in this "
-                "process. Call mezzo::install_op_overrides(cache) once, before other threads run "
-                "ops.");
-  }
-
-  /// Whether casts come from a WeightCache on any device, by this scope or one around it.
-  static bool in_force() noexcept {
-    const ThreadCaches& caches = thread_caches();
-    return std::any_of(caches.begin(), caches.end(),
-                       [](const ThreadCache& cache) { return cache.owner != nullptr; });
-  }
-
- private:
-  static std::shared_ptr<CacheOwner> owner_in(c10::DeviceType device, const AutocastCache& cache) {
-    const bool says_nothing = cache.weight_cache().empty() && cache.enabled().value_or(true);
-    return says_nothing ? thread_caches()[policy_device_index(device)].owner
-                        : cache.weight_cache().owner_;
-  }
-
-  std::size_t device_;
-  bool changes_;
-  ThreadCache outer_;
 };
 
 }  // namespace detail

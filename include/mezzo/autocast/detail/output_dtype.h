@@ -2,11 +2,9 @@
 
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/script_values.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
@@ -23,20 +21,9 @@ inline at::Tensor raised(const at::Tensor& tensor, at::ScalarType dtype) {
   return tensor.defined() && is_low_precision(tensor) ? tensor.to(dtype) : tensor;
 }
 
-/// Whether `raise_results` finds the tensors of a `T`.
+/// Whether the tensors of a `T` are found.
 template <class T>
-inline constexpr bool kIsRaised =
-    !std::is_reference_v<T> && (carries_tensors<T>() || std::is_same_v<T, c10::IValue>);
-
-template <class T>
-void raise_results(T& result, at::ScalarType dtype) {
-  if constexpr (std::is_same_v<T, c10::IValue>) {
-    result = map_script_tensors(
-        result, [dtype](const at::Tensor& tensor) { return raised(tensor, dtype); });
-  } else {
-    for_each_tensor(result, [dtype](at::Tensor& tensor) { tensor = raised(tensor, dtype); });
-  }
-}
+inline constexpr bool kIsRaised = !std::is_reference_v<T> && carries_tensors<T>();
 
 /// Calls `function()` and returns its result, with tensors of the dtype that `output` asks for.
 /// \throws c10::Error if `output` is set and nobody knows the tensors of the result
@@ -45,7 +32,9 @@ decltype(auto) with_output(const std::optional<at::ScalarType>& output, F&& func
   using Result = std::invoke_result_t<F>;
   if constexpr (kIsRaised<Result>) {
     Result result = std::forward<F>(function)();
-    if (output) raise_results(result, *output);
+    if (output) {
+      for_each_tensor(result, [&](at::Tensor& tensor) { tensor = raised(tensor, *output); });
+    }
     return result;
   } else {
     constexpr bool kHoldsNoTensor = std::is_scalar_v<Result> || std::is_void_v<Result>;

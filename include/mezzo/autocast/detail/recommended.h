@@ -30,35 +30,21 @@ inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& w
           .reason = "float32 (autocast off): " + why};
 }
 
-/// Returns words for the cost of emulation, measured on a six-layer encoder of width 384 with two
-/// cores.
-inline const char* cost_of_emulation(const CpuFeatures& cpu, at::ScalarType dtype) {
-  if (dtype == at::ScalarType::Half) {
-    return "more than 10 times slower than float32";
-  }
-  return cpu.avx512 ? "about 2.5 times slower than float32" : "about 15 times slower than float32";
-}
-
-/// Returns "this CPU has no bfloat16 instructions", or names the variable that hides them.
+/// Returns "this CPU has no bfloat16 instructions, ...", or names the variable that hides them.
 inline std::string lack_of_instructions(const CpuFeatures& cpu, const char* dtype) {
-  if (!cpu.capped_by.empty()) {
-    return cpu.capped_by + " keeps libtorch from " + dtype + " instructions";
-  }
-  return std::string("this CPU has no ") + dtype + " instructions";
+  const std::string lack = cpu.capped_by.empty() ? "this CPU has no " + std::string(dtype)
+                                                 : cpu.capped_by + " keeps libtorch from " + dtype;
+  return lack + " instructions, and emulated " + dtype + " is slower than float32";
 }
 
 inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
+  constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
   if (!cpu.known) {
     return autocast_off(
-        c10::DeviceType::CPU,
-        "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
+        kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
-  if (!cpu.bf16()) {
-    return autocast_off(c10::DeviceType::CPU, lack_of_instructions(cpu, "bfloat16") +
-                                                  "; autocast would be " +
-                                                  cost_of_emulation(cpu, at::ScalarType::BFloat16));
-  }
-  return {.device = c10::DeviceType::CPU,
+  if (!cpu.bf16()) return autocast_off(kCpu, lack_of_instructions(cpu, "bfloat16"));
+  return {.device = kCpu,
           .dtype = at::ScalarType::BFloat16,
           .reason = cpu.amx_bf16 ? "bfloat16: this CPU has amx_bf16"
                                  : "bfloat16: this CPU has avx512_bf16"};
@@ -107,7 +93,6 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
 inline std::string half_warning(const CpuFeatures& cpu) {
   if (!cpu.known || cpu.fp16()) return {};
   return "autocast on the CPU in float16: " + lack_of_instructions(cpu, "float16") +
-         ", so that float16 is " + cost_of_emulation(cpu, at::ScalarType::Half) +
          "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
 }
 
@@ -139,8 +124,7 @@ inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
   std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
   const bool native = half ? cpu.fp16() : cpu.bf16();
   if (device == c10::DeviceType::CPU && cpu.known && !native) {
-    reason += ", though " + lack_of_instructions(cpu, name) + "; expect it to be " +
-              cost_of_emulation(cpu, dtype);
+    reason += ", though " + lack_of_instructions(cpu, name);
   }
   return {.device = device, .dtype = dtype, .reason = reason};
 }

@@ -1,6 +1,6 @@
 /// \file
 /// Visits the tensors inside a value: in optionals, pairs, tuples, arrays, vectors and maps, nested
-/// to any depth, and in a struct that lists its tensors:
+/// to any depth, in an IValue, and in a struct that lists its tensors:
 ///
 ///     struct Output {
 ///       torch::Tensor logits, loss;
@@ -13,6 +13,7 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 
 #include <concepts>
 #include <cstddef>
@@ -59,7 +60,8 @@ consteval bool any_element_carries_tensors(std::index_sequence<I...>) {
 template <class T>
 consteval bool carries_tensors() {
   using Value = std::remove_cvref_t<T>;
-  if constexpr (std::derived_from<Value, at::Tensor> || ListsTensors<Value>) {
+  if constexpr (std::derived_from<Value, at::Tensor> || std::same_as<Value, c10::IValue> ||
+                ListsTensors<Value>) {
     return true;
   } else if constexpr (kIsOptional<Value>) {
     return carries_tensors<typename Value::value_type>();
@@ -72,6 +74,37 @@ consteval bool carries_tensors() {
   }
 }
 
+/// Returns a copy of an IValue with each tensor replaced by `map(tensor)`, in tuples, lists and
+/// dictionaries too.
+template <class Map>
+c10::IValue map_ivalue(const c10::IValue& value, const Map& map) {
+  if (value.isTensor()) {
+    return at::Tensor(map(value.toTensor()));
+  }
+  if (value.isTuple()) {
+    std::vector<c10::IValue> elements;
+    for (const c10::IValue& element : value.toTupleRef().elements()) {
+      elements.push_back(map_ivalue(element, map));
+    }
+    return c10::ivalue::Tuple::createNamed(std::move(elements), value.toTupleRef().type());
+  }
+  if (value.isList()) {
+    const c10::List<c10::IValue> list = value.toList();
+    c10::List<c10::IValue> copy(list.elementType());
+    for (const c10::IValue& element : list) copy.push_back(map_ivalue(element, map));
+    return copy;
+  }
+  if (value.isGenericDict()) {
+    const auto dict = value.toGenericDict();
+    c10::impl::GenericDict copy(dict.keyType(), dict.valueType());
+    for (const auto& entry : dict) {
+      copy.insert(entry.key(), map_ivalue(entry.value(), map));
+    }
+    return copy;
+  }
+  return value;
+}
+
 /// Calls `visit(tensor)` for every tensor in `value`, undefined ones too, in order.
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
@@ -80,6 +113,12 @@ void for_each_tensor(T& value, const Visit& visit) {
     return;
   } else if constexpr (std::derived_from<Value, at::Tensor>) {
     visit(value);
+  } else if constexpr (std::same_as<Value, c10::IValue>) {
+    auto mapped = map_ivalue(value, [&visit](at::Tensor tensor) {
+      visit(tensor);
+      return tensor;
+    });
+    if constexpr (!std::is_const_v<T>) value = std::move(mapped);
   } else if constexpr (ListsTensors<T>) {
     auto&& listed = value.tensors();
     for_each_tensor(listed, visit);

@@ -8,21 +8,28 @@
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/module.h>
-#include <torch/csrc/jit/frontend/script_type_parser.h>
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 // Converts libtorch's archives to dicts that Python reads, and back. The contents of an archive are
 // in a private member. The public way to get them, save_to, writes TorchScript with a copy of every
 // tensor, which torch.load(weights_only=True) cannot read.
+//
+// The archive of an optimizer becomes what Python's `state_dict` is:
+//
+//   "state"         {"94071": {"step": 5, ...}}    ->  {0: {"step": tensor(5.), ...}}
+//   "param_groups"  {"param_groups/size": 1, "param_groups/0": {"params/size": 1,
+//                    "params/0": "94071", "options": {"lr": 0.1}}}
+//                                                  ->  [{"lr": 0.1, "params": [0]}]
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -46,156 +53,199 @@ inline torch::jit::Module& module_in(torch::serialize::InputArchive& archive) {
 /// Returns `value` without the element types of its lists and dicts, which Python does not read.
 inline c10::IValue without_types(const c10::IValue& value) {
   if (value.isList()) {
-    c10::impl::GenericList list(c10::AnyType::get());
+    auto list = python_list();
     for (const c10::IValue& element : value.toListRef()) list.push_back(without_types(element));
     return list;
   }
   if (value.isGenericDict()) {
-    c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
+    PythonDict dict = python_dict();
     for (const auto& entry : value.toGenericDict()) {
       dict.insert(entry.key(), without_types(entry.value()));
     }
     return dict;
   }
-  if (value.isTuple()) {
-    std::vector<c10::IValue> elements;
-    for (const c10::IValue& one : value.toTupleRef().elements()) {
-      elements.push_back(without_types(one));
-    }
-    return c10::ivalue::Tuple::create(std::move(elements));
-  }
   return value;
 }
 
-/// The inverse of `without_types`.
-inline c10::IValue with_type(const c10::IValue& value, const c10::TypePtr& type) {
-  if (const auto optional = type->cast<c10::OptionalType>()) {
-    return value.isNone() ? value : with_type(value, optional->getElementType());
-  }
-  if (const auto list_type = type->cast<c10::ListType>()) {
-    c10::impl::GenericList list(list_type->getElementType());
-    for (const c10::IValue& element : value.toListRef()) {
-      list.push_back(with_type(element, list_type->getElementType()));
+/// Returns `value` with the element types of `like`, the object's present value; of a list without
+/// such a value, the type of its elements, and of an empty one, tensors.
+inline c10::IValue with_type(const c10::IValue& value, const c10::TypePtr& like) {
+  if (like != nullptr) {
+    if (const auto optional = like->cast<c10::OptionalType>()) {
+      return value.isNone() ? value : with_type(value, optional->getElementType());
     }
+    if (like->kind() == c10::TypeKind::FloatType && (value.isInt() || value.isTensor())) {
+      return value.isInt() ? static_cast<double>(value.toInt()) : value.toTensor().item<double>();
+    }
+  }
+  if (value.isList()) {
+    const auto& elements = value.toListRef();
+    const auto list_type = like == nullptr ? nullptr : like->cast<c10::ListType>();
+    const c10::TypePtr element = list_type          ? list_type->getElementType()
+                                 : elements.empty() ? c10::TypePtr(c10::TensorType::get())
+                                                    : elements.front().type();
+    c10::impl::GenericList list(element);
+    for (const c10::IValue& one : elements) list.push_back(with_type(one, element));
     return list;
   }
-  if (const auto dict_type = type->cast<c10::DictType>()) {
+  const auto dict_type = like == nullptr ? nullptr : like->cast<c10::DictType>();
+  if (value.isGenericDict() && dict_type) {
     c10::impl::GenericDict dict(dict_type->getKeyType(), dict_type->getValueType());
     for (const auto& entry : value.toGenericDict()) {
       dict.insert(entry.key(), with_type(entry.value(), dict_type->getValueType()));
     }
     return dict;
   }
-  if (const auto tuple_type = type->cast<c10::TupleType>()) {
-    std::vector<c10::IValue> elements;
-    const auto& untyped = value.toTupleRef().elements();
-    TORCH_CHECK(untyped.size() == tuple_type->elements().size(), "a tuple has ", untyped.size(),
-                " elements in the file, and ", tuple_type->elements().size(),
-                " here; the file is that of another object");
-    for (std::size_t i = 0; i < untyped.size(); ++i) {
-      elements.push_back(with_type(untyped[i], tuple_type->elements()[i]));
-    }
-    return c10::ivalue::Tuple::create(std::move(elements));
-  }
   return value;
 }
 
-inline bool has_elements(const c10::IValue& value) {
-  return value.isList() || value.isGenericDict() || value.isTuple();
-}
-
-/// Maps the names of parameter states to the parameters' numbers, in the order of the groups. In
-/// libtorch's archive of an optimizer the name is the parameter's address, so the same state would
-/// never give the same file.
-using ParameterNumbers = std::unordered_map<std::string, std::size_t>;
-
-/// Returns the numbers for an optimizer's archive; empty for any other archive.
-inline ParameterNumbers numbers_of_parameters(const torch::jit::Module& archive) {
-  ParameterNumbers numbers;
-  const auto is_archive = [&](const char* name) {
-    return archive.hasattr(name) && archive.attr(name).isModule();
-  };
-  if (!is_archive("state") || !is_archive("param_groups")) return numbers;
-  for (const auto& group : archive.attr("param_groups").toModule().named_attributes(false)) {
-    if (!group.value.isModule()) continue;
-    for (const auto& parameter : group.value.toModule().named_attributes(/*recurse=*/false)) {
-      if (!parameter.value.isString() || !parameter.name.starts_with("params/")) continue;
-      numbers.emplace(parameter.value.toStringRef(), numbers.size());
-    }
-  }
-  return numbers;
-}
-
-/// Returns the contents of an archive by name, in the order of writing; parameter states by number.
-inline std::vector<std::pair<std::string, c10::IValue>> attributes_of(
-    const torch::jit::Module& archive, const ParameterNumbers& numbers) {
-  std::vector<std::pair<std::string, c10::IValue>> attributes;
-  std::map<std::size_t, c10::IValue> states;
+/// Returns an archive's contents as a dict, with a dict for each nested archive.
+inline c10::IValue dict_of(const torch::jit::Module& archive) {
+  PythonDict dict = python_dict();
   for (const auto& [name, value] : archive.named_attributes(/*recurse=*/false)) {
-    if (const auto number = numbers.find(name); number != numbers.end()) {
-      states.emplace(number->second, value);
-    } else {
-      const auto named = value.isString() ? numbers.find(value.toStringRef()) : numbers.end();
-      attributes.emplace_back(
-          name, named == numbers.end() ? value : c10::IValue(std::to_string(named->second)));
-    }
-  }
-  for (const auto& [number, state] : states) attributes.emplace_back(std::to_string(number), state);
-  return attributes;
-}
-
-/// Returns a dict, with a dict for each nested archive. Appends to `types`, in the dict's order,
-/// the type of each list, dict and tuple, and an empty text for each nested archive.
-inline c10::IValue dict_of(const torch::jit::Module& archive, std::vector<std::string>& types,
-                           const ParameterNumbers& of_outer = {}) {
-  const ParameterNumbers own = numbers_of_parameters(archive);
-  const ParameterNumbers& numbers = own.empty() ? of_outer : own;
-  c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
-  for (const auto& [name, value] : attributes_of(archive, numbers)) {
-    if (value.isModule()) {
-      types.emplace_back();
-      dict.insert(name, dict_of(value.toModule(), types, numbers));
-    } else {
-      if (has_elements(value)) types.push_back(value.type()->annotation_str());
-      dict.insert(name, without_types(value));
-    }
+    dict.insert(name, value.isModule() ? dict_of(value.toModule()) : without_types(value));
   }
   return dict;
 }
 
-inline SavedValue value_of(torch::serialize::OutputArchive& archive) {
-  SavedValue saved;
-  saved.value = dict_of(module_in(archive), saved.types);
-  return saved;
-}
-
+/// Writes what `dict_of` returned. `like` is the object's present archive, or null.
 inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
-                         const std::vector<std::string>& types, std::size_t& next_type) {
+                         const torch::jit::Module* like) {
   for (const auto& entry : dict.toGenericDict()) {
+    TORCH_CHECK(entry.key().isString(), "it has a key that is ", value_words(entry.key()));
     const std::string& key = entry.key().toStringRef();
     const c10::IValue& value = entry.value();
-    if (value.isTensor()) {
+    const c10::IValue own = like != nullptr && like->hasattr(key) ? like->attr(key) : c10::IValue();
+    if (value.isTensor() && !own.isDouble()) {
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
-    } else if (!has_elements(value)) {
-      archive.write(key, value);
-    } else if (const std::string& type = types.at(next_type++); !type.empty()) {
-      archive.write(key, with_type(value, torch::jit::ScriptTypeParser().parseType(type)));
-    } else {
+    } else if (value.isGenericDict() && !own.isGenericDict()) {
+      const torch::jit::Module inner = own.isModule() ? own.toModule() : torch::jit::Module();
       torch::serialize::OutputArchive nested(archive.compilation_unit());
-      fill_archive(nested, value, types, next_type);
+      fill_archive(nested, value, own.isModule() ? &inner : nullptr);
       archive.write(key, nested);
+    } else if (!value.isNone()) {
+      archive.write(key, with_type(value, own.isNone() ? nullptr : own.type()));
     }
   }
 }
 
-/// The inverse of `value_of`. Shares the tensors.
-inline torch::serialize::InputArchive archive_of(const SavedValue& saved) {
+/// Returns the archive of `dict`, which shares its tensors.
+inline torch::serialize::InputArchive archive_of(const c10::IValue& dict,
+                                                 const torch::jit::Module* like) {
   torch::serialize::OutputArchive filled;
-  std::size_t next_type = 0;
-  fill_archive(filled, saved.value, saved.types, next_type);
+  fill_archive(filled, dict, like);
   torch::serialize::InputArchive archive;
   module_in(archive) = module_in(filled);
   return archive;
+}
+
+/// Whether a dict is an optimizer's archive.
+inline bool is_optimizer_archive(const c10::IValue& dict) {
+  return item(item(dict, "param_groups"), "param_groups/size").isTensor();
+}
+/// Whether a dict is an optimizer's state as Python has it.
+inline bool is_optimizer_state(const c10::IValue& dict) {
+  return item(dict, "param_groups").isList() && item(dict, "state").isGenericDict();
+}
+
+inline c10::IValue numbered(const char* what, std::int64_t number) {
+  return std::string(what) + "/" + std::to_string(number);
+}
+
+/// Returns `dict`, an archive's, with optimizers in Python's form, nested ones too. Parameters are
+/// numbered, where libtorch has their addresses: the same state is always the same file.
+inline c10::IValue python_form(const c10::IValue& dict) {
+  if (!dict.isGenericDict()) return dict;
+  PythonDict form = python_dict();
+  for (const auto& entry : dict.toGenericDict()) {
+    form.insert(entry.key(), python_form(entry.value()));
+  }
+  if (!is_optimizer_archive(dict)) return form;
+  std::map<std::string, std::int64_t> numbers;
+  auto groups = python_list();
+  const c10::IValue saved_groups = item(dict, "param_groups");
+  const auto size = [](const c10::IValue& value) { return value.toTensor().item<std::int64_t>(); };
+  for (std::int64_t i = 0; i < size(item(saved_groups, "param_groups/size")); ++i) {
+    const c10::IValue saved = item(saved_groups, numbered("param_groups", i));
+    PythonDict group = python_dict();
+    for (const auto& option : item(saved, "options").toGenericDict()) {
+      group.insert(option.key(), option.value());
+    }
+    auto params = python_list();
+    for (std::int64_t j = 0; j < size(item(saved, "params/size")); ++j) {
+      const std::string id = item(saved, numbered("params", j)).toStringRef();
+      params.push_back(numbers.emplace(id, numbers.size()).first->second);
+    }
+    group.insert("params", params);
+    groups.push_back(group);
+  }
+  std::map<std::int64_t, c10::IValue> states;
+  for (const auto& entry : item(dict, "state").toGenericDict()) {
+    const auto number = numbers.find(entry.key().toStringRef());
+    if (number == numbers.end()) continue;  // of a parameter that has left
+    PythonDict state = python_dict();
+    for (const auto& one : entry.value().toGenericDict()) {
+      const bool is_step = one.key().toStringRef() == "step" && one.value().isInt();
+      state.insert(one.key(), is_step ? at::scalar_tensor(one.value().toInt(), at::kFloat)
+                                      : c10::IValue(one.value()));
+    }
+    states.emplace(number->second, state);
+  }
+  PythonDict state = python_dict();
+  for (const auto& [number, one] : states) state.insert(number, one);
+  form.insert_or_assign("state", state);
+  form.insert_or_assign("param_groups", groups);
+  return form;
+}
+
+/// The inverse of `python_form`.
+inline c10::IValue archive_form(const c10::IValue& form) {
+  if (!form.isGenericDict()) return form;
+  PythonDict dict = python_dict();
+  for (const auto& entry : form.toGenericDict()) {
+    dict.insert(entry.key(), archive_form(entry.value()));
+  }
+  if (!is_optimizer_state(form)) return dict;
+  const bool is_of_mezzo = !item(form, "pytorch_version").isNone();
+  if (!is_of_mezzo) dict.insert("pytorch_version", "1.5.0");
+  const auto& saved_groups = item(form, "param_groups").toListRef();
+  const auto size = [](std::size_t count) {
+    return at::scalar_tensor(static_cast<std::int64_t>(count), at::kLong);
+  };
+  PythonDict groups = python_dict();
+  groups.insert("param_groups/size", size(saved_groups.size()));
+  for (const c10::IValue& saved : saved_groups) {
+    const auto& params = item(saved, "params").toListRef();
+    PythonDict group = python_dict(), options = python_dict();
+    group.insert("params/size", size(params.size()));
+    for (const c10::IValue& number : params) {
+      group.insert(numbered("params", static_cast<std::int64_t>(group.size()) - 1),
+                   std::to_string(number.toInt()));
+    }
+    for (const auto& option : saved.toGenericDict()) {
+      const c10::IValue& value = option.value();
+      if (option.key().toStringRef() == "params" || value.isNone()) continue;
+      // Python takes `lr=1` and `momentum=0` as they are, and a tensor for the rate.
+      const bool is_number = !is_of_mezzo && (value.isInt() || value.isTensor());
+      options.insert(option.key(),
+                     is_number ? with_type(value, c10::FloatType::get()) : c10::IValue(value));
+    }
+    group.insert("options", options);
+    groups.insert(numbered("param_groups", static_cast<std::int64_t>(groups.size()) - 1), group);
+  }
+  dict.insert_or_assign("param_groups", groups);
+  PythonDict states = python_dict();
+  for (const auto& entry : item(form, "state").toGenericDict()) {
+    PythonDict state = python_dict();
+    for (const auto& one : entry.value().toGenericDict()) {
+      const bool is_step = one.key().toStringRef() == "step" && one.value().isTensor();
+      state.insert(one.key(), is_step ? one.value().toTensor().item<std::int64_t>()
+                                      : c10::IValue(one.value()));
+    }
+    states.insert(std::to_string(entry.key().toInt()), state);
+  }
+  dict.insert_or_assign("state", states);
+  return dict;
 }
 
 }  // namespace detail

@@ -10,13 +10,11 @@
 #include <sys/types.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -24,28 +22,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The system calls that write a checkpoint, with their POSIX meaning. Tests replace them with
-/// calls that fail.
-struct FileCalls {
-  std::function<int(const char* path, int flags)> open = [](const char* path, int flags) {
-    return ::open(path, flags | O_CLOEXEC, 0666);
-  };
-  std::function<ssize_t(int file, const void* from, size_t count)> write = ::write;
-  std::function<ssize_t(int file, void* to, size_t count, off_t offset)> pread = ::pread;
-  std::function<int(int file)> fsync = ::fsync;
-  std::function<int(int file)> close = ::close;
-  std::function<int(const char* from, const char* to)> rename = ::rename;
-  std::function<int(const char* path)> unlink = ::unlink;
-};
-
 inline std::string reason(int error) { return std::generic_category().message(error); }
 
 /// Owns a file descriptor, and closes it in the destructor.
 class OpenFile {
  public:
   OpenFile() = default;
-  OpenFile(const FileCalls& calls, const std::filesystem::path& path, int flags)
-      : descriptor_(calls.open(path.c_str(), flags)) {}
+  OpenFile(const std::filesystem::path& path, int flags)
+      : descriptor_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
   OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
   OpenFile& operator=(OpenFile&& other) noexcept {
     std::swap(descriptor_, other.descriptor_);
@@ -59,27 +43,23 @@ class OpenFile {
 
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
-  /// Gives up ownership, for a caller that checks the result of closing.
-  int release() noexcept { return std::exchange(descriptor_, -1); }
+  /// Closes the file. \returns 0 or the system's error
+  int close() noexcept { return ::close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno; }
 
  private:
   int descriptor_ = -1;
 };
 
-/// Flushes the names in a folder to the disk. \returns 0 or the system's error
-inline int flush_folder(const FileCalls& calls, const std::filesystem::path& folder) {
-  const OpenFile file(calls, folder, O_RDONLY | O_DIRECTORY);
-  if (!file.is_open()) return errno;
-  return calls.fsync(file.descriptor()) == 0 ? 0 : errno;
-}
-
-/// Whether `error`, from flushing a folder, is permanent: the file system does not support it, or
-/// does not allow it to this user.
-inline bool is_never_flushed(int error) {
-  for (const int hopeless : {EINVAL, ENOTSUP, ENOSYS, EBADF, EACCES, EPERM}) {
-    if (error == hopeless) return true;
+/// Flushes a file or the names in a folder to the disk. \returns 0 or the system's error
+inline int flush(const OpenFile& file) {
+  while (::fsync(file.descriptor()) != 0) {
+    if (errno != EINTR) return errno;
   }
-  return false;
+  return 0;
+}
+inline int flush_folder(const std::filesystem::path& folder) {
+  const OpenFile file(folder, O_RDONLY | O_DIRECTORY);
+  return file.is_open() ? flush(file) : errno;
 }
 
 /// Writes a file atomically: to a temporary beside the target, which is flushed to the disk and
@@ -87,37 +67,33 @@ inline bool is_never_flushed(int error) {
 class AtomicFile {
  public:
   /// `temporary` is a name in the folder of `target` that nobody else writes to.
-  AtomicFile(const FileCalls& calls, std::filesystem::path temporary, std::filesystem::path target)
-      : calls_(calls),
-        temporary_(std::move(temporary)),
-        target_(std::move(target)),
-        file_(calls, temporary_, kNewFile) {
+  AtomicFile(std::filesystem::path temporary, std::filesystem::path target)
+      : temporary_(std::move(temporary)), target_(std::move(target)), file_(temporary_, kNewFile) {
     if (!file_.is_open() && errno == EEXIST) {  // of a killed process that had this one's number
-      calls_.unlink(temporary_.c_str());
-      file_ = OpenFile(calls, temporary_, kNewFile);
+      ::unlink(temporary_.c_str());
+      file_ = OpenFile(temporary_, kNewFile);
     }
     if (!file_.is_open()) fail("cannot be created", errno);
     struct stat replaced {};
     if (::stat(target_.c_str(), &replaced) == 0) {
       (void)::fchmod(file_.descriptor(), replaced.st_mode & 07777);  // 0600 stays 0600
     }
-    buffer_.reserve(kBlockBytes);
   }
   ~AtomicFile() {
-    if (!is_committed_) calls_.unlink(temporary_.c_str());
+    if (!is_committed_) ::unlink(temporary_.c_str());
   }
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
   void write(const void* data, std::size_t size) {
-    const auto* bytes = static_cast<const char*>(data);
     total_ += size;
     crc_ = crc32c(data, size, crc_);
+    const auto* bytes = static_cast<const char*>(data);
     while (size > 0) {
-      const std::size_t taken = std::min(size, kBlockBytes - buffer_.size());
-      buffer_.append(bytes, taken);
-      bytes += taken, size -= taken;
-      if (buffer_.size() == kBlockBytes) flush();
+      const ssize_t written = ::write(file_.descriptor(), bytes, size);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
+      bytes += written, size -= static_cast<std::size_t>(written);
     }
   }
 
@@ -130,35 +106,17 @@ class AtomicFile {
   /// Renames the temporary to the target. \returns 0, or the system's error if only the last step,
   /// flushing the folder, failed: the file is then in place, but may not survive a crash
   [[nodiscard]] int commit() {
-    flush();
-    while (calls_.fsync(file_.descriptor()) != 0) {
-      if (errno != EINTR) fail("cannot be brought to the disk", errno);
-    }
-    if (calls_.close(file_.release()) != 0) fail("cannot be closed", errno);
-    if (calls_.rename(temporary_.c_str(), target_.c_str()) != 0) {
+    if (const int error = flush(file_)) fail("cannot be brought to the disk", error);
+    if (const int error = file_.close()) fail("cannot be closed", error);
+    if (::rename(temporary_.c_str(), target_.c_str()) != 0) {
       fail("cannot be put in its place", errno);
     }
     is_committed_ = true;
-    return flush_folder(calls_, target_.parent_path());
+    return flush_folder(target_.parent_path());
   }
 
  private:
   static constexpr int kNewFile = O_WRONLY | O_CREAT | O_EXCL;
-  static constexpr std::size_t kBlockBytes = std::size_t{1} << 20;
-
-  void flush() {
-    put(buffer_.data(), buffer_.size());
-    buffer_.clear();
-  }
-
-  void put(const char* bytes, std::size_t size) {
-    while (size > 0) {
-      const ssize_t written = calls_.write(file_.descriptor(), bytes, size);
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
-      bytes += written, size -= static_cast<std::size_t>(written);
-    }
-  }
 
   [[noreturn]] void fail(const char* what, int error) const {
     const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
@@ -167,10 +125,8 @@ class AtomicFile {
                 ". The checkpoints that were there before are untouched");
   }
 
-  const FileCalls& calls_;
   std::filesystem::path temporary_, target_;
   OpenFile file_;
-  std::string buffer_;
   std::uint64_t total_ = 0;
   std::uint32_t crc_ = 0;
   bool is_committed_ = false;

@@ -5,18 +5,30 @@
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Allocator.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
+#include <torch/csrc/jit/serialization/export.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
+#include <torch/csrc/jit/serialization/unpickler.h>
 
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <exception>
-#include <functional>
+#include <filesystem>
+#include <map>
+#include <memory>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -24,301 +36,454 @@
 #include <utility>
 #include <vector>
 
-// A checkpoint is the zip that torch.save writes, and Python's torch.load(weights_only=True) reads:
+// A checkpoint is a file of Python's torch.save:
 //
-//   archive/data/...   one file for each tensor storage: its bytes, uncompressed
-//   archive/data.pkl   a pickled dict {"step": 3400, "state": {"model": {...}, "epoch": 7, ...}}
-//   archive/index.pkl  a CheckpointIndex with the position of each object in data.pkl, so that one
-//                      object can be read without the tensors of the others
-//   archive/version and archive/.data/serialization_id, as libtorch writes them
+//   {"model": {"0.weight": tensor, ...}, "epoch": 7, ...,
+//    "mezzo": {"format": 2, "step": 3400, "ranks": {"position": [3, 5]}}}
+//
+// "ranks" has the values of all ranks of objects that differ between ranks; outside of it is rank
+// 0's.
 //
 // The zip's comment ends with the CRC-32C of all bytes before those digits. libtorch's reader does
 // not check the CRC-32 that a zip has for each of its files, and those do not cover the bytes
 // between the files. The CRC protects against damage, not against forgery. Nothing in the file is
-// used before the CRC has been checked.
-//
-// An object that differs between N ranks is stored as N objects: "position" of 2 ranks becomes
-// "position", owned by rank 0 of 2, and "position, rank 1". With one rank it is an ordinary object.
+// used before the CRC has been checked. A file that Python wrote has no comment and no CRC.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline constexpr const char* kCheckpointFormat = "1";
+inline constexpr const char* kCheckpointFormat = "2";
 inline constexpr std::string_view kCommentBegin = "mezzo checkpoint, format ";
 inline constexpr std::string_view kCommentEnd = ", CRC-32C of all before: ";
 inline constexpr std::size_t kCrcDigits = 8;
+inline constexpr const char* kMezzoKey = "mezzo";
 
-/// Thrown for a file from which no checkpoint can be read. `what()` is the reason.
+/// Thrown for a file from which no checkpoint can be read. `what()` is the rest of a sentence that
+/// begins with the file's name.
 class UnusableCheckpoint : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
-  /// Returns the rest of a sentence that begins with the file's name.
-  virtual std::string words() const = 0;
+  UnusableCheckpoint(const std::string& words, const char* advice)
+      : std::runtime_error(words), advice_(advice) {}
+  /// Returns what to do about a file that was named.
+  const char* advice() const noexcept { return advice_; }
+
+ private:
+  const char* advice_;
 };
 
-/// Thrown for a checkpoint whose bytes differ from those that were written.
-class DamagedCheckpoint final : public UnusableCheckpoint {
- public:
-  using UnusableCheckpoint::UnusableCheckpoint;
-  std::string words() const override { return std::string("is damaged (") + what() + ")"; }
-};
-
-/// Thrown for a path that the system does not open, or that is not a regular file.
-class UnopenedCheckpoint final : public UnusableCheckpoint {
- public:
-  using UnusableCheckpoint::UnusableCheckpoint;
-  std::string words() const override { return std::string("cannot be opened (") + what() + ")"; }
-};
-
-/// Thrown for a file that mezzo has not written.
-class ForeignCheckpoint final : public UnusableCheckpoint {
- public:
-  using UnusableCheckpoint::UnusableCheckpoint;
-  std::string words() const override {
-    return std::string("is not a checkpoint of mezzo's (") + what() + ")";
-  }
-};
-
-/// One of the ranks that read or write together. `ranks` is 0 for a process without ranks.
-struct RankOf {
-  std::int64_t rank = 0;
-  std::int64_t ranks = 0;
-
-  bool operator==(const RankOf&) const = default;
-};
-
-inline std::string name_of_rank(const std::string& name, std::int64_t rank) {
-  return rank == 0 ? name : name + ", rank " + std::to_string(rank);
+[[noreturn]] inline void throw_damaged(const std::string& why) {
+  throw UnusableCheckpoint("is damaged (" + why + ")", "load the checkpoint before it");
+}
+[[noreturn]] inline void throw_unopened(const std::string& why) {
+  throw UnusableCheckpoint("cannot be opened (" + why + ")",
+                           "name a checkpoint, or give its folder to a CheckpointManager");
+}
+[[noreturn]] inline void throw_foreign(const std::string& why) {
+  throw UnusableCheckpoint("is not a checkpoint (" + why + ")",
+                           "read a model's file by torch::save with torch::load(model, path)");
 }
 
-struct CheckpointEntry {
-  std::string name;
-  std::string kind;
-  RankOf owner{0, 1};
-  std::string layout{};
-  std::string identity{};            ///< CheckpointPart::identity; older files have none
-  std::vector<std::string> types{};  ///< SavedValue::types
-  std::uint64_t begin = 0;           ///< in data.pkl
-  std::uint64_t size = 0;
-};
+// --- Writing -----------------------------------------------------------------------------------
 
-struct CheckpointIndex {
-  std::int64_t step = 0;
-  std::vector<CheckpointEntry> entries{};
-
-  const CheckpointEntry* find(const std::string& name) const {
-    for (const CheckpointEntry& entry : entries) {
-      if (entry.name == name) return &entry;
-    }
-    return nullptr;
-  }
-};
-
-/// The bytes of one storage, which may be on a device or another rank. `read` calls `take` once,
-/// with all bytes.
-struct PickledStorage {
-  using Take = std::function<void(const void* data, std::size_t size)>;
-  std::string key;
-  std::uint64_t size = 0;
-  std::function<void(const Take& take)> read;
-};
-
-/// Pickle instructions that leave one object on the stack, and the storages that they refer to.
-struct PickledValue {
+/// Instructions of a pickle without tags, which torch.load(weights_only=True) takes, and the
+/// tensors that they refer to.
+struct Pickled {
   std::string instructions{};
-  std::vector<std::string> types{};
-  std::vector<PickledStorage> storages{};
+  std::vector<at::Tensor> tensors{};
 };
 
-/// Pickles a value. Holds the tensors, not copies of them. `key_prefix` must be unique to the
-/// object.
-inline PickledValue pickled(const SavedValue& saved, const std::string& key_prefix) {
-  PickledValue object;
-  object.types = saved.types;
-  std::vector<std::string> keys;
+inline Pickled pickled(const c10::IValue& value) {
+  Pickled result;
   torch::jit::Pickler pickler(
-      [&object](const char* bytes, std::size_t size) { object.instructions.append(bytes, size); },
-      nullptr, nullptr, nullptr,
-      [&](const at::Tensor&) {
-        return keys.emplace_back(key_prefix + std::to_string(keys.size()));
-      },
-      /*tag_aggregates=*/false);
-  pickler.pushIValue(saved.value);
+      [&result](const char* bytes, std::size_t size) { result.instructions.append(bytes, size); },
+      nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(value);
   pickler.stop();
-  object.instructions.pop_back();  // the last one, STOP
-  for (std::size_t i = 0; i < keys.size(); ++i) {
-    const at::Tensor tensor = pickler.tensorData()[i];
-    object.storages.push_back(
-        {keys[i], tensor.storage().nbytes(), [tensor](const PickledStorage::Take& take) {
-           const auto bytes = torch::jit::getWriteableTensorData(tensor);
-           take(bytes.data(), bytes.sizeInBytes());
-         }});
+  result.tensors = pickler.tensorData();
+  return result;
+}
+
+/// Returns the CRC-32C of all bytes that a file would have of `value`. Reads tensors of devices.
+inline std::uint32_t checksum(const c10::IValue& value) {
+  const Pickled all = pickled(value);
+  std::uint32_t crc = crc32c(all.instructions.data(), all.instructions.size());
+  for (const at::Tensor& tensor : all.tensors) {
+    const auto bytes = torch::jit::getWriteableTensorData(tensor);
+    crc = crc32c(bytes.data(), bytes.sizeInBytes(), crc);
   }
-  return object;
+  return crc;
 }
 
-/// Returns the tensor to be written: a view is copied, so that only its own elements are saved.
-inline at::Tensor savable(const at::Tensor& tensor) {
-  const at::Tensor detached = tensor.detach();
-  const bool is_whole =
-      detached.layout() != at::kStrided || detached.storage().nbytes() == detached.nbytes();
-  return is_whole ? detached : detached.clone();
-}
-
-/// Returns the CRC-32C of all bytes that a file would have of `saved`. Reads tensors of devices.
-inline std::string crc_of(const SavedValue& saved) {
-  const PickledValue object = pickled(saved, "");
-  std::uint32_t crc = crc32c(object.instructions.data(), object.instructions.size());
-  for (const PickledStorage& storage : object.storages) {
-    storage.read([&crc](const void* data, std::size_t size) { crc = crc32c(data, size, crc); });
-  }
-  return "with the CRC-32C " + crc_text(crc);
-}
-
-/// Returns the prefix for storages of the state's object number `part` on `rank`.
-inline std::string key_prefix(std::size_t part, std::int64_t rank) {
-  return std::to_string(part) + '.' + std::to_string(rank) + '.';
-}
-
-/// Returns `instructions` as a complete pickle.
-inline std::string whole_pickle(std::string_view instructions) {
-  return "\x80\x02" + std::string(instructions) + '.';
-}
-
-inline std::string index_bytes(const CheckpointIndex& index) {
-  c10::impl::GenericList entries(c10::AnyType::get());
-  for (const CheckpointEntry& entry : index.entries) {
-    c10::impl::GenericList types(c10::AnyType::get());
-    for (const std::string& type : entry.types) types.push_back(type);
-    entries.push_back(c10::ivalue::Tuple::create(std::vector<c10::IValue>{
-        entry.name, entry.kind, entry.owner.rank, entry.owner.ranks, entry.layout, types,
-        static_cast<std::int64_t>(entry.begin), static_cast<std::int64_t>(entry.size),
-        entry.identity}));  // last: versions that do not know it read what stands before it
-  }
-  const SavedValue all{c10::ivalue::Tuple::create(std::vector<c10::IValue>{index.step, entries})};
-  return whole_pickle(pickled(all, "").instructions);
-}
-
-/// Parses index.pkl. \param data_size  the size of data.pkl. \throws DamagedCheckpoint
-inline CheckpointIndex parse_index(const std::string& bytes, std::uint64_t data_size) {
-  CheckpointIndex index;
-  try {
-    const c10::IValue all = torch::jit::unpickle(bytes.data(), bytes.size());
-    const auto& parts = all.toTupleRef().elements();
-    index.step = parts.at(0).toInt();
-    for (const c10::IValue& one : parts.at(1).toListRef()) {
-      const auto& fields = one.toTupleRef().elements();
-      CheckpointEntry entry{fields.at(0).toStringRef(),
-                            fields.at(1).toStringRef(),
-                            {fields.at(2).toInt(), fields.at(3).toInt()},
-                            fields.at(4).toStringRef()};
-      for (const c10::IValue& type : fields.at(5).toListRef()) {
-        entry.types.push_back(type.toStringRef());
-      }
-      entry.begin = static_cast<std::uint64_t>(fields.at(6).toInt());
-      entry.size = static_cast<std::uint64_t>(fields.at(7).toInt());
-      if (fields.size() > 8) entry.identity = fields[8].toStringRef();
-      index.entries.push_back(std::move(entry));
-    }
-  } catch (const std::exception&) {
-    throw DamagedCheckpoint("its index cannot be read: " + message_of_current_exception());
-  }
-  std::set<std::string> names;
-  for (const CheckpointEntry& entry : index.entries) {
-    if (!names.insert(entry.name).second) {
-      throw DamagedCheckpoint("it has \"" + entry.name + "\" twice");
-    }
-    if (entry.begin > data_size || entry.size > data_size - entry.begin) {
-      throw DamagedCheckpoint("\"" + entry.name + "\" reaches beyond the end of data.pkl");
-    }
-  }
-  return index;
-}
-
-/// Writes a checkpoint's bytes to `file`, which must outlive it.
+/// Writes a zip to `file`, whose bytes end with their CRC-32C.
 ///
 /// No exception may pass through libtorch's zip code: its destructor would go on writing after one,
 /// and a second exception would end the process. The error of a failed write is therefore kept,
 /// later writes are dropped, and the error is thrown after libtorch has returned.
-class CheckpointZip {
- public:
-  CheckpointZip(AtomicFile& file, std::int64_t step)
-      : file_(file), index_{step, {}}, zip_([this](const void* data, std::size_t size) {
-          return take(data, size);
-        }) {
-    data_ = "\x80\x02}(" + text("step") + pickled({c10::IValue(step)}, "").instructions +
-            text("state") + "}(";
-  }
-
-  void add(CheckpointEntry entry, const PickledValue& object) {
-    TORCH_CHECK(index_.find(entry.name) == nullptr, "the name \"", entry.name,
-                "\" is given twice; give each object one of its own");
-    for (const PickledStorage& storage : object.storages) {
-      storage.read([&](const void* data, std::size_t size) {
-        write_record("data/" + storage.key, data, size);
-      });
+inline void write_zip(AtomicFile& file, const c10::IValue& document) {
+  const Pickled all = pickled(document);
+  std::exception_ptr failure;
+  bool is_ending = false;
+  std::string end;
+  const auto take = [&](const void* data, std::size_t size) {
+    try {
+      if (is_ending) {
+        end.append(static_cast<const char*>(data), size);
+      } else if (!failure) {
+        file.write(data, size);
+      }
+    } catch (...) {
+      failure = std::current_exception();
     }
-    data_ += text(entry.name);
-    entry.types = object.types;
-    entry.begin = data_.size();
-    entry.size = object.instructions.size();
-    data_ += object.instructions;
-    index_.entries.push_back(std::move(entry));
+    return size;
+  };
+  {
+    caffe2::serialize::PyTorchStreamWriter zip(take);
+    torch::jit::writeArchiveAndTensors("data", all.instructions.data(), all.instructions.size(),
+                                       all.tensors, zip);
+    is_ending = true;  // what follows is given a comment
+    zip.writeEndOfFile();
   }
+  if (failure) std::rethrow_exception(failure);
+  std::string comment;
+  comment.append(kCommentBegin).append(kCheckpointFormat).append(kCommentEnd);
+  TORCH_INTERNAL_ASSERT(end.ends_with(std::string_view("\0\0", 2)), "the zip has a comment");
+  end[end.size() - 2] = static_cast<char>(comment.size() + kCrcDigits);
+  end += comment;
+  file.write(end.data(), end.size());
+  const std::string digits = crc_text(file.crc());
+  file.write(digits.data(), digits.size());
+}
 
-  void finish(std::string_view format = kCheckpointFormat) {
-    data_ += "uu.";
-    write_record("data.pkl", data_.data(), data_.size());
-    const std::string index = index_bytes(index_);
-    write_record("index.pkl", index.data(), index.size());
-    is_ending_ = true;
-    zip_.writeEndOfFile();
-    std::string comment;
-    comment.append(kCommentBegin).append(format).append(kCommentEnd);
-    const std::size_t comment_size = comment.size() + kCrcDigits;
-    TORCH_INTERNAL_ASSERT(end_.ends_with(std::string_view("\0\0", 2)), "the zip has a comment");
-    end_[end_.size() - 2] = static_cast<char>(comment_size);
-    end_ += comment;
-    file_.write(end_.data(), end_.size());
-    const std::string digits = crc_text(file_.crc());
-    file_.write(digits.data(), digits.size());
+// --- Reading -----------------------------------------------------------------------------------
+
+/// A file in memory: its pages are read when they are needed, and again if there is no room for
+/// them. A file that is renamed or removed stays as it is.
+class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
+ public:
+  /// Checks the CRC of a file that has one.
+  explicit MappedFile(const std::filesystem::path& path)
+      : file_(path, O_RDONLY | O_NONBLOCK) {  // pipes do not wait
+    if (!file_.is_open()) throw_unopened(reason(errno));
+    struct stat status {};
+    if (::fstat(file_.descriptor(), &status) != 0) throw_unopened(reason(errno));
+    if (!S_ISREG(status.st_mode)) throw_unopened("it is not a regular file");
+    size_ = static_cast<std::size_t>(status.st_size);
+    check_comment();
+    if (size_ == 0) throw_damaged("it has 0 bytes");
+    memory_ = static_cast<char*>(::mmap(nullptr, size_, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_NORESERVE, file_.descriptor(), 0));
+    if (memory_ == MAP_FAILED) throw_unopened(reason(errno));
+  }
+  ~MappedFile() override {
+    if (memory_ != MAP_FAILED) ::munmap(memory_, size_);
+  }
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  std::size_t size() const override { return size_; }
+  char* memory() const noexcept { return memory_; }
+  /// Returns the format in the comment; empty for a file of Python's.
+  const std::string& format() const noexcept { return format_; }
+
+  std::size_t read(std::uint64_t offset, void* to, std::size_t count,
+                   const char* /*what*/) const override {
+    if (offset >= size_) return 0;
+    count = std::min(count, size_ - static_cast<std::size_t>(offset));
+    std::memcpy(to, memory_ + offset, count);
+    return count;
   }
 
  private:
-  /// Returns the pickle instruction that pushes a string.
-  static std::string text(const std::string& value) {
-    std::string instruction = "X";
-    for (int shift = 0; shift < 32; shift += 8) {
-      instruction += static_cast<char>((value.size() >> shift) & 0xFF);
+  void read_all(std::uint64_t offset, void* to, std::size_t count) const {
+    auto* bytes = static_cast<char*>(to);
+    while (count > 0) {
+      const ssize_t got = ::pread(file_.descriptor(), bytes, count, static_cast<off_t>(offset));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) throw_damaged("it cannot be read: " + reason(errno));
+      if (got == 0) throw_damaged("it became shorter while it was read");
+      bytes += got, offset += static_cast<std::uint64_t>(got);
+      count -= static_cast<std::size_t>(got);
     }
-    return instruction + value;
   }
 
-  void write_record(const std::string& name, const void* data, std::size_t size) {
-    zip_.writeRecord(name, size == 0 ? "" : data, size);
-    if (failure_) std::rethrow_exception(failure_);
-  }
-
-  std::size_t take(const void* data, std::size_t size) {
-    try {
-      if (is_ending_) {
-        end_.append(static_cast<const char*>(data), size);
-      } else if (!failure_) {
-        file_.write(data, size);
-      }
-    } catch (...) {
-      failure_ = std::current_exception();
+  /// Reads the comment, and checks the CRC. A damaged checkpoint still begins as a zip file, or
+  /// ends with mezzo's comment. The zips of torch.save have no comment: their last record, of 22
+  /// bytes, is the end of the file. In a checkpoint that has lost its last bytes, that record still
+  /// holds the length of the comment.
+  void check_comment() {
+    constexpr std::size_t kTail = 100, kEndOfZip = 22;  // kTail holds all of the comment
+    std::string begin(std::min<std::size_t>(size_, 4), '\0');
+    std::string tail(std::min(size_, kTail), '\0');
+    read_all(0, begin.data(), begin.size());
+    read_all(size_ - tail.size(), tail.data(), tail.size());
+    const std::size_t comment = tail.rfind(kCommentBegin);
+    const bool is_zip = begin == "PK\x03\x04";
+    if (comment == std::string::npos) {
+      if (!is_zip && size_ >= 4) throw_foreign("it is not a zip file");
+      const std::string_view end =
+          std::string_view(tail).substr(tail.size() - std::min(tail.size(), kEndOfZip));
+      if (end.starts_with("PK\x05\x06") && end.ends_with(std::string_view("\0\0", 2))) return;
+      throw_damaged("it does not end as a checkpoint does");
     }
-    return size;
+    check_crc();
+    const std::size_t digits = comment + kCommentBegin.size(), end = tail.rfind(kCommentEnd);
+    if (end == std::string::npos || end < digits) throw_damaged("its comment is cut off");
+    format_ = tail.substr(digits, end - digits);
   }
 
-  AtomicFile& file_;
-  CheckpointIndex index_;
-  std::string data_;  ///< data.pkl
-  bool is_ending_ = false;
-  std::string end_;  ///< what libtorch writes at the end, which is given a comment
-  std::exception_ptr failure_;
-  caffe2::serialize::PyTorchStreamWriter zip_;  // last: it writes when it is destroyed
+  void check_crc() const {
+    const std::size_t end = size_ - kCrcDigits;
+    std::vector<char> block(std::min<std::size_t>(end, std::size_t{1} << 18));
+    std::uint32_t crc = 0;
+    for (std::size_t offset = 0; offset < end;) {
+      const std::size_t count = std::min(block.size(), end - offset);
+      read_all(offset, block.data(), count);
+      crc = crc32c(block.data(), count, crc);
+      offset += count;
+    }
+    std::string digits(kCrcDigits, '\0');
+    read_all(end, digits.data(), digits.size());
+    if (digits != crc_text(crc)) {
+      throw_damaged(
+          "its checksum does not fit its bytes, some of which are others than were written, or "
+          "missing");
+    }
+  }
+
+  OpenFile file_;
+  std::size_t size_ = 0;
+  std::string format_;
+  char* memory_ = static_cast<char*>(MAP_FAILED);
 };
+
+/// Rewrites a pickle of Python's for libtorch's Unpickler, which knows no OrderedDict with items
+/// and no attributes:
+///
+///   OrderedDict()      ->  {}
+///   value, attributes  ->  (value, attributes)    where Python would set them
+///   integers of any length  ->  of 8 bytes
+class PythonPickle {
+ public:
+  explicit PythonPickle(std::string_view pickle) : rest_(pickle) {
+    while (!rest_.empty()) instruction();
+  }
+  const std::string& rewritten() const noexcept { return out_; }
+
+ private:
+  std::string_view take(std::size_t count) {
+    if (count > rest_.size()) throw_damaged("its pickle is cut off");
+    const std::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(count);
+    return taken;
+  }
+  std::string_view take_line() {
+    const std::size_t end = rest_.find('\n');
+    return take(end == std::string_view::npos ? rest_.size() + 1 : end + 1);
+  }
+
+  static std::uint64_t number(std::string_view bytes) {
+    std::uint64_t value = 0;
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      value |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
+    }
+    return value;
+  }
+
+  void instruction() {
+    const std::string_view start = rest_;
+    const char code = take(1)[0];
+    const auto keep = [&](std::size_t arguments) {
+      take(arguments);
+      out_ += start.substr(0, 1 + arguments);
+    };
+    switch (code) {
+      case 'c': {  // GLOBAL
+        const std::string_view module = take_line(), name = take_line();
+        is_ordered_ = module == "collections\n" && name == "OrderedDict\n";
+        if (!is_ordered_) out_ += start.substr(0, 1 + module.size() + name.size());
+        return;
+      }
+      case 'q':  // BINPUT
+      case 'r': {
+        const std::uint64_t place = number(take(code == 'q' ? 1 : 4));
+        if (is_ordered_) {
+          ordered_.insert(place);
+        } else {
+          ordered_.erase(place);
+          out_ += start.substr(0, code == 'q' ? 2 : 5);
+        }
+        return;
+      }
+      case 'h':  // BINGET
+      case 'j': {
+        const std::uint64_t place = number(take(code == 'h' ? 1 : 4));
+        is_ordered_ = ordered_.count(place) != 0;
+        if (!is_ordered_) out_ += start.substr(0, code == 'h' ? 2 : 5);
+        return;
+      }
+      case ')':  // EMPTY_TUPLE
+        out_ += is_ordered_ ? '}' : ')';
+        return;
+      case 'R':  // REDUCE
+        if (!std::exchange(is_ordered_, false)) out_ += 'R';
+        return;
+      case 'b':          // BUILD
+        out_ += '\x86';  // TUPLE2
+        return;
+      case '\x8a': {  // LONG1
+        const std::string_view bytes = take(number(take(1)));
+        TORCH_CHECK(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
+        const bool is_negative = !bytes.empty() && (bytes.back() & '\x80') != 0;
+        out_ += "\x8a\x08";
+        out_ += bytes;
+        out_.append(8 - bytes.size(), is_negative ? '\xff' : '\0');
+        return;
+      }
+      case 'X':  // BINUNICODE
+        return keep(4 + number(rest_.substr(0, 4)));
+      case 'G':  // BINFLOAT
+        return keep(8);
+      case 'J':  // BININT
+        return keep(4);
+      case 'M':
+        return keep(2);
+      case 'K':
+      case '\x80':  // PROTO
+        return keep(1);
+      default:
+        return keep(0);
+    }
+  }
+
+  std::string_view rest_;
+  std::string out_;
+  bool is_ordered_ = false;          // the class OrderedDict is on the stack
+  std::set<std::uint64_t> ordered_;  // where it is remembered
+};
+
+/// What a file holds. Tensors are views of the file.
+struct ReadCheckpoint {
+  std::int64_t step = 0;
+  PythonDict values = python_dict();  ///< by name
+  c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
+};
+
+/// Reads the values of a file; tensors refer to its memory, on the CPU.
+class ValueReader {
+ public:
+  explicit ValueReader(std::shared_ptr<MappedFile> file) : file_(std::move(file)), zip_(file_) {
+    if (zip_.hasRecord("constants.pkl")) {
+      throw_foreign("torch::save wrote it, and torch::load reads it");
+    }
+  }
+
+  c10::IValue read() {
+    const auto [bytes, size] = zip_.getRecord("data.pkl");
+    const PythonPickle pickle({static_cast<const char*>(bytes.get()), size});
+    std::string_view rest = pickle.rewritten();
+    const auto next = [&rest](char* to, std::size_t count) {
+      count = std::min(count, rest.size());
+      std::memcpy(to, rest.data(), count);
+      rest.remove_prefix(count);
+      return count;
+    };
+    torch::jit::Unpickler unpickler(
+        next, nullptr, nullptr, [this](const std::string& key) { return record("data/" + key); },
+        c10::Device(at::kCPU));
+    c10::IValue value = unpickler.parse_ivalue();
+    check_sizes(value);
+    return value;
+  }
+
+ private:
+  at::DataPtr record(const std::string& name) {
+    constexpr std::size_t kMethod = 8;  // in a zip's header of a file
+    const std::size_t header = zip_.getRecordHeaderOffset(name);
+    const std::size_t begin = zip_.getRecordOffset(name), size = zip_.getRecordSize(name);
+    TORCH_CHECK(begin <= file_->size() && size <= file_->size() - begin, name, " is cut off");
+    TORCH_CHECK(file_->memory()[header + kMethod] == 0, name, " is compressed; save it anew");
+    char* const memory = file_->memory() + begin;
+    sizes_[memory] = size;
+    auto* const owner = new std::shared_ptr<MappedFile>(file_);
+    return {memory, owner,
+            [](void* context) { delete static_cast<std::shared_ptr<MappedFile>*>(context); },
+            at::kCPU};
+  }
+
+  void check_sizes(const c10::IValue& value) const {
+    if (value.isTensor() && value.toTensor().has_storage()) {
+      const c10::Storage& storage = value.toTensor().storage();
+      const auto size = sizes_.find(storage.data());
+      TORCH_CHECK(size == sizes_.end() || storage.nbytes() <= size->second,
+                  "a tensor is longer than its bytes");
+    } else if (value.isGenericDict()) {
+      for (const auto& entry : value.toGenericDict()) check_sizes(entry.value());
+    } else if (value.isList()) {
+      for (const c10::IValue& one : value.toListRef()) check_sizes(one);
+    } else if (value.isTuple()) {
+      for (const c10::IValue& one : value.toTupleRef().elements()) check_sizes(one);
+    }
+  }
+
+  std::shared_ptr<MappedFile> file_;
+  caffe2::serialize::PyTorchStreamReader zip_;
+  std::map<const void*, std::size_t> sizes_;
+};
+
+/// Sorts the values of a file of format 1: {"step": 3400, "state": {"model": {"0": {"weight":
+/// ...}}, "position": 3, "position, rank 1": 5}}.
+inline ReadCheckpoint from_format_1(const c10::IValue& document) {
+  ReadCheckpoint read{.step = item(document, "step").toInt()};
+  PythonDict ranks = python_dict();
+  for (const auto& entry : item(document, "state").toGenericDict()) {
+    const std::string& name = entry.key().toStringRef();
+    const std::size_t rank = name.rfind(", rank ");
+    if (rank == std::string::npos) {
+      read.values.insert(name, entry.value());
+      continue;
+    }
+    const std::string common = name.substr(0, rank);  // rank 0's comes before
+    if (!ranks.contains(common)) {
+      auto list = python_list();
+      list.push_back(read.values.at(common));
+      ranks.insert(common, list);
+    }
+    ranks.at(common).toList().push_back(entry.value());
+  }
+  if (!ranks.empty()) read.ranks = ranks;
+  return read;
+}
+
+/// \throws UnusableCheckpoint, or c10::Error for a file of a newer format
+inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
+  const auto file = std::make_shared<MappedFile>(path);
+  const std::string& format = file->format();
+  TORCH_CHECK(format.empty() || format == "1" || format == kCheckpointFormat, path.string(),
+              " is a checkpoint of format ", format, ", and this version of mezzo reads format ",
+              kCheckpointFormat, ": update mezzo, or move the file elsewhere");
+  try {
+    const c10::IValue document = ValueReader(file).read();
+    TORCH_CHECK(document.isGenericDict(), "it holds ", value_words(document),
+                ", and should hold a dict of objects by name");
+    if (format == "1") return from_format_1(document);
+    ReadCheckpoint read;
+    for (const auto& entry : document.toGenericDict()) {
+      TORCH_CHECK(entry.key().isString(), "it has a name that is ", value_words(entry.key()));
+      if (format.empty() || entry.key().toStringRef() != kMezzoKey) {
+        read.values.insert(entry.key(), entry.value());
+      }
+    }
+    if (format.empty()) return read;
+    read.step = item(item(document, kMezzoKey), "step").toInt();
+    read.ranks = item(item(document, kMezzoKey), "ranks");
+    return read;
+  } catch (const UnusableCheckpoint&) {
+    throw;
+  } catch (...) {
+    if (format.empty()) throw_foreign(message_of_current_exception());
+    throw_damaged(message_of_current_exception());
+  }
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -61,11 +62,16 @@ inline bool take_checkpoint_name(std::string_view& rest, CheckpointName& name) {
          take_text(rest, "-step-") && take_integer(rest, name.step) && take_text(rest, ".pt");
 }
 
-inline bool is_temporary_name(std::string_view file) {
+/// Returns the number of the process that wrote `file`, if that is the temporary of `target`, or
+/// with an empty target of any checkpoint; otherwise 0.
+inline pid_t writer_of_temporary(std::string_view file, std::string_view target = {}) {
   CheckpointName name;
-  std::uint64_t process = 0;
-  return take_text(file, ".") && take_checkpoint_name(file, name) && take_text(file, ".") &&
-         take_integer(file, process) && file == ".tmp";
+  pid_t process = 0;
+  const bool is_temporary =
+      take_text(file, ".") &&
+      (target.empty() ? take_checkpoint_name(file, name) : take_text(file, target)) &&
+      take_text(file, ".") && take_integer(file, process) && file == ".tmp";
+  return is_temporary ? process : 0;
 }
 
 inline std::filesystem::path checkpoint_path(const std::filesystem::path& folder,
@@ -124,30 +130,17 @@ inline std::vector<CheckpointName> checkpoints_in(const std::filesystem::path& f
   return found;
 }
 
-/// Creates the folder. \returns the parents of the folders that were created, which have yet to be
-/// flushed to the disk
-inline std::vector<std::filesystem::path> make_folder(const std::filesystem::path& folder) {
-  std::vector<std::filesystem::path> parents;
+/// Creates a folder, and flushes the names of what it had to create to the disk. \returns 0, or the
+/// system's error from flushing
+inline int make_folder(const std::filesystem::path& folder) {
   std::error_code error;
-  for (auto path = folder; !path.empty() && !std::filesystem::exists(path, error);) {
-    path = path.parent_path();
-    parents.push_back(path.empty() ? std::filesystem::path(".") : path);
-  }
-  std::filesystem::create_directories(folder, error);
+  if (folder.empty() || std::filesystem::exists(folder, error)) return 0;
+  const auto parent = folder.parent_path();
+  const int of_parent = make_folder(parent);
+  std::filesystem::create_directory(folder, error);
   TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
-  return parents;
-}
-
-/// Flushes the names in `folders` to the disk. Folders that could not be flushed stay in the list,
-/// for another attempt. \returns 0, or the system's last error
-inline int flush_folders(const FileCalls& calls, std::vector<std::filesystem::path>& folders) {
-  int failure = 0;
-  std::erase_if(folders, [&](const std::filesystem::path& folder) {
-    const int error = flush_folder(calls, folder);
-    if (error != 0) failure = error;
-    return error == 0;
-  });
-  return failure;
+  const int own = flush_folder(parent.empty() ? std::filesystem::path(".") : parent);
+  return own != 0 ? own : of_parent;
 }
 
 /// Returns the sequence number of the next checkpoint, given the existing ones.
@@ -207,7 +200,7 @@ class FolderLock {
 
   /// Takes the lock, unless this object holds it. Call it before each save: in the meantime the
   /// folder or its lock may have been removed, or the process may be a forked child.
-  Outcome hold(const FileCalls& calls, const std::filesystem::path& folder) {
+  Outcome hold(const std::filesystem::path& folder) {
     const auto path = folder / ".lock";
     LockedFolders& locked = locked_folders();
     const std::lock_guard guard(locked.mutex);
@@ -219,7 +212,7 @@ class FolderLock {
         return Outcome::taken_by_another;
       }
       file_ = OpenFile();
-      file_ = OpenFile(calls, path, O_RDWR | O_CREAT);
+      file_ = OpenFile(path, O_RDWR | O_CREAT);
       TORCH_CHECK(file_.is_open(), path.string(), " cannot be opened: ", reason(errno));
       struct flock record = whole_file();
       if (::fcntl(file_.descriptor(), F_SETLK, &record) != 0) {
@@ -241,7 +234,7 @@ class FolderLock {
     const std::lock_guard guard(locked.mutex);
     struct stat status {};
     if (::stat(path.c_str(), &status) != 0 || locked.holds(status)) return 0;
-    const OpenFile file({}, path, O_RDONLY);
+    const OpenFile file(path, O_RDONLY);
     struct flock record = whole_file();
     if (!file.is_open() || ::fcntl(file.descriptor(), F_GETLK, &record) != 0) return 0;
     return record.l_type == F_UNLCK ? 0 : record.l_pid;
@@ -275,11 +268,21 @@ class FolderLock {
   pid_t process_ = 0;
 };
 
-/// Removes temporaries of killed writers. Only the holder of the lock may call this: no other
-/// process is writing then.
-inline void remove_stale_temporaries(const FileCalls& calls, const std::filesystem::path& folder) {
+/// Removes temporaries of killed writers of a folder. Only the holder of the lock may call this: no
+/// other process is writing then.
+inline void remove_stale_temporaries(const std::filesystem::path& folder) {
   for (const std::string& file : names_in(folder)) {
-    if (is_temporary_name(file)) calls.unlink((folder / file).c_str());
+    if (writer_of_temporary(file) != 0) ::unlink((folder / file).c_str());
+  }
+}
+
+/// Removes temporaries of killed writers of one file, which has no lock.
+inline void remove_stale_temporaries_of(const std::filesystem::path& target) {
+  const auto folder = target.parent_path();
+  for (const std::string& file : names_in(folder)) {
+    const pid_t writer = writer_of_temporary(file, target.filename().string());
+    const bool is_dead = writer > 0 && ::kill(writer, 0) != 0 && errno == ESRCH;
+    if (is_dead) ::unlink((folder / file).c_str());
   }
 }
 

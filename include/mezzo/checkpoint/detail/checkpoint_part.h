@@ -2,14 +2,20 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Dict.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 
 #include <exception>
 #include <functional>
-#include <memory>
+#include <optional>
 #include <string>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -28,81 +34,77 @@ inline std::string message_of_current_exception() {
   }
 }
 
-/// An object in a form that Python reads: a number, a string, a tensor, or lists and dicts of them.
-struct SavedValue {
-  c10::IValue value{};
-  /// Type information that Python's types lack, for ArchivePart: see archive_value.h.
-  std::vector<std::string> types{};
+/// Returns what Python calls the type of `value`, for errors.
+inline std::string value_words(const c10::IValue& value) {
+  if (value.isTensor()) return "a tensor";
+  if (value.isBool()) return "a bool";
+  if (value.isInt()) return "an integer";
+  if (value.isDouble()) return "a real number";
+  if (value.isString()) return "a string";
+  if (value.isGenericDict()) return "a dict";
+  if (value.isList()) return "a list";
+  return "a " + value.tagKind();
+}
+
+/// The names of the parameters of a state's modules: "model.0.weight". A parameter may have
+/// several.
+using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::vector<std::string>>;
+
+/// What loading knows beside an object's value.
+struct LoadContext {
+  ParameterNames names{};
+  std::optional<c10::Device> device{};  ///< LoadOptions::device
 };
 
-struct NamedPart;
+/// One object of a training state. A value is a number, a string, a tensor, or lists and dicts of
+/// them: what Python reads.
+struct CheckpointPart {
+  using Apply = std::function<void()>;
 
-/// One object of a training state.
-class CheckpointPart {
- public:
-  using VisitParameter = std::function<void(const std::string& name, const at::Tensor& parameter)>;
-
-  CheckpointPart() = default;
-  CheckpointPart(const CheckpointPart&) = delete;
-  CheckpointPart& operator=(const CheckpointPart&) = delete;
-  virtual ~CheckpointPart() = default;
-
-  /// Returns the kind of object. The file records it; a part loads only values of its own kind.
-  virtual const char* kind() const = 0;
-
-  /// Returns the properties that loading cannot change and that must match the file, one per line:
-  /// for a module, the names, dtypes and shapes of its tensors.
-  virtual std::string layout() const { return {}; }
-
-  /// Returns the properties that are compared by rules of their own, one per line: an optimizer's
-  /// class and parameters (optimizer_identity.h). `parts` are all parts of the state; its models
-  /// give the parameters their names.
-  virtual std::string identity(const std::vector<NamedPart>& parts) const {
-    (void)parts;
-    return {};
-  }
-
-  /// Calls `visit` with each parameter, if the object is a module.
-  virtual void each_parameter(const VisitParameter& visit) const { (void)visit; }
-
-  /// Throws if `save` would throw before its first collective. Ranks that save together call this
-  /// first, so that no rank misses a collective.
-  virtual void check_savable() const {}
-
+  const char* kind;  ///< what the object is, for errors
   /// Returns the object's value, with the object's own tensors, not copies of them. May call
   /// collectives (ShardedOptimizer).
-  virtual SavedValue save() const = 0;
-
-  /// Checks `saved`, and returns a function that changes the object. Does not change it itself.
-  virtual std::function<void()> load(SavedValue saved) const = 0;
-
-  /// Loads an object that differs between ranks, when the number of ranks has changed. `of_rank_0`
-  /// is rank 0's value; `salt` is a text that is different on each rank. Returns the function that
-  /// changes the object; an empty function leaves the object as it is.
-  virtual std::function<void()> load_on_other_ranks(const SavedValue& of_rank_0,
-                                                    const std::string& salt) const {
-    (void)of_rank_0, (void)salt;
-    return nullptr;
-  }
-
-  /// Returns a short text that represents the value, by which ranks compare what they share: a
-  /// checksum, or a line for each number. Empty where ranks may differ, or another rank would be
-  /// needed.
-  virtual std::string value_in_common() const { return {}; }
-
-  /// Copies the object's present value, and returns a function that restores it.
-  virtual std::function<void()> snapshot() const {
-    SavedValue copy = save();
-    copy.value = copy.value.deepcopy();
-    return [this, copy] { load(copy)(); };
-  }
+  std::function<c10::IValue(const ParameterNames& names)> save;
+  /// Checks a value, and returns a function that gives it to the object. Does not change the object
+  /// itself. The tensors of a value are views of the file.
+  std::function<Apply(const c10::IValue& value, const LoadContext& context)> load;
+  /// Returns the parameters of a module with their names; null for other objects.
+  std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters = nullptr;
+  /// Returns the function that begins the object anew from rank 0's value and a text that is
+  /// another one on each rank, where the file is of another number of ranks; null: the object
+  /// stays.
+  std::function<Apply(const c10::IValue& value, const std::string& salt)> begin_anew = nullptr;
 };
 
 struct NamedPart {
   std::string name;
-  std::shared_ptr<const CheckpointPart> part;
+  CheckpointPart part;
   bool is_per_rank = false;  ///< each rank has its own
 };
+
+inline ParameterNames parameter_names(const std::vector<NamedPart>& parts) {
+  ParameterNames names;
+  for (const NamedPart& one : parts) {
+    if (!one.part.parameters) continue;
+    for (const auto& [name, parameter] : one.part.parameters()) {
+      names[parameter.unsafeGetTensorImpl()].push_back(one.name + "." + name);
+    }
+  }
+  return names;
+}
+
+using PythonDict = c10::impl::GenericDict;
+
+inline PythonDict python_dict() { return PythonDict(c10::AnyType::get(), c10::AnyType::get()); }
+inline c10::impl::GenericList python_list() { return c10::impl::GenericList(c10::AnyType::get()); }
+
+/// Returns the value under `key`, None where `dict` is no dict or has no such key.
+inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
+  if (!dict.isGenericDict()) return {};
+  const auto items = dict.toGenericDict();
+  const auto found = items.find(key);
+  return found == items.end() ? c10::IValue() : found->value();
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -4,6 +4,3 @@
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
-
-// What their users leave to this.
-#include <mezzo/diagnose/detail/overflow_report_impl.h>

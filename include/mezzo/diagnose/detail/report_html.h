@@ -1,26 +1,45 @@
 /// \file
-/// The parts of a RunReport's page: its style and tables.
+/// The parts of a RunReport's page: its style, tables and curves. A curve is inline SVG, in which
+/// are only lines, since it stretches to the page's width; text is HTML beside it.
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 
-#include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
 #include <time.h>
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstddef>
 #include <ctime>
 #include <fstream>
+#include <limits>
 #include <string>
+#include <string_view>
 #include <thread>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Returns `text` as HTML shows it, also inside of an attribute.
+inline std::string html_text(std::string_view text) {
+  std::string html;
+  for (const char c : text) {
+    const char* const escaped = c == '&'   ? "&amp;"
+                                : c == '<' ? "&lt;"
+                                : c == '>' ? "&gt;"
+                                : c == '"' ? "&quot;"
+                                           : nullptr;
+    html += escaped != nullptr ? std::string(escaped) : std::string(1, c);
+  }
+  return html;
+}
 
 inline constexpr const char* kReportStyle = R"(
 :root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
@@ -48,7 +67,6 @@ svg{width:100%;height:11rem;display:block;overflow:visible}
 .bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
 path{fill:none;vector-effect:non-scaling-stroke}
 .grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
-.faint{stroke:var(--curve);stroke-opacity:.3}
 .curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
 .wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:.9rem;
 font-variant-numeric:tabular-nums}
@@ -80,11 +98,12 @@ inline std::vector<std::pair<std::string, std::string>> where_and_when() {
   gmtime_r(&now, &utc);
   std::array<char, 32> date{};
   std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
-  return {
-      {"machine", c10::str(processor, ", ", std::thread::hardware_concurrency(), " threads")},
-      {"mezzo", c10::str(MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH)},
-      {"libtorch", TORCH_VERSION},
-      {"written", date.data()}};
+  const auto number = [](auto value) { return std::to_string(value); };
+  return {{"machine", processor + ", " + number(std::thread::hardware_concurrency()) + " threads"},
+          {"mezzo", number(MEZZO_VERSION_MAJOR) + "." + number(MEZZO_VERSION_MINOR) + "." +
+                        number(MEZZO_VERSION_PATCH)},
+          {"libtorch", TORCH_VERSION},
+          {"written", date.data()}};
 }
 
 /// A table row; its cells are text.
@@ -101,6 +120,98 @@ inline std::string table_html(const std::string& rows) {
 
 inline std::string section_html(const std::string& title, const std::string& content) {
   return "<section><h2>" + title + "</h2>" + content + "</section>\n";
+}
+
+struct Chart {
+  std::string title;
+  std::vector<std::pair<double, double>> points = {};      ///< a y that is not finite is a gap
+  std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
+  bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
+};
+
+/// Returns the step between lines of an axis of this width, about four: 1, 2, 5, 10, ... times a
+/// power of ten; of powers of two a whole number of them.
+inline double axis_step(double width, bool logarithmic) {
+  if (logarithmic) return std::max(1.0, std::ceil(width / 3));
+  if (!(width > 0)) return 1;
+  const double power = std::pow(10, std::floor(std::log10(width / 3)));
+  for (const double factor : {1, 2, 5}) {
+    if (width / 3 <= factor * power) return factor * power;
+  }
+  return 10 * power;
+}
+
+/// Returns at most 1000 points: means of as many neighbours as it takes.
+inline std::vector<std::pair<double, double>> few_points(
+    const std::vector<std::pair<double, double>>& points) {
+  constexpr std::size_t kMost = 1000;
+  const std::size_t each = (points.size() + kMost - 1) / kMost;
+  if (each <= 1) return points;
+  std::vector<std::pair<double, double>> means;
+  for (std::size_t begin = 0; begin < points.size(); begin += each) {
+    double sum = 0, count = 0;
+    for (std::size_t i = begin; i < std::min(begin + each, points.size()); ++i) {
+      if (nonfinite_bits(points[i].second)) continue;
+      sum += points[i].second;
+      ++count;
+    }
+    means.emplace_back(points[begin].first, sum / count);  // 0 / 0 is a gap
+  }
+  return means;
+}
+
+/// Returns the chart as a figure; of no points a sentence.
+inline std::string chart_html(const Chart& chart) {
+  const std::string title = html_text(chart.title);
+  std::string html = "<figure><figcaption>" + title + ", by step</figcaption>";
+  if (chart.points.empty()) return html + "<p>Nothing was recorded.</p></figure>\n";
+  auto points = few_points(chart.points);
+  double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
+  for (auto& [x, y] : points) {
+    if (chart.logarithmic) y = y > 0 ? std::log2(y) : std::numeric_limits<double>::quiet_NaN();
+    if (nonfinite_bits(y)) continue;
+    low = std::min(low, y);
+    high = std::max(high, y);
+  }
+  if (low > high) low = high = 0;
+  const double step = axis_step(high - low, chart.logarithmic);
+  low = std::floor(low / step) * step;
+  high = std::max(std::ceil(high / step) * step, low + step);
+  const double first = chart.points.front().first;
+  const double width = std::max(chart.points.back().first - first, 1.0);
+  // Places in a square of 100 by 100, which has y downwards.
+  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
+  const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
+
+  std::string labels, lines, curve, ticks;
+  for (int i = 0; low + i * step < high + step / 2; ++i) {
+    const double y = low + i * step;
+    const bool is_power = chart.logarithmic && (y > 16 || y < -10);
+    labels += "<span style='bottom:" + digits(100 * (y - low) / (high - low), 4) + "%'>" +
+              (is_power ? "2^" + digits(y, 5) : digits(chart.logarithmic ? std::exp2(y) : y, 5)) +
+              "</span>";
+    lines += "<path class=grid d='M0 " + down(y) + "H100'/>";
+  }
+  for (const auto& [where, why] : chart.marks) {
+    lines += "<path class=mark d='M" + across(where) + " 0V100'><title>" + html_text(why) +
+             "</title></path>";
+  }
+  bool is_drawing = false;
+  for (const auto& [x, y] : points) {
+    if (!nonfinite_bits(y)) {
+      curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y);
+      if (!is_drawing) curve += "h0";  // a lone point is seen, since ends of lines are round
+    }
+    is_drawing = !nonfinite_bits(y);
+  }
+  const double tick = std::max(1.0, axis_step(width, false));
+  for (double x = std::ceil(first / tick) * tick; x <= first + width; x += tick) {
+    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
+  }
+  return html + "<div class=chart><div class=y>" + labels +
+         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" + title +
+         "'>" + lines + "<path class=curve d='" + curve + "'/></svg><div class=ticks>" + ticks +
+         "</div></div></figure>\n";
 }
 
 }  // namespace detail

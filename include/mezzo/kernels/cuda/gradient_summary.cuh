@@ -154,9 +154,9 @@ __device__ Partial merge_block(Partial partial) {
   return partial;
 }
 
-template <class Element, class Table>
+template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    summary_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, GradientPartial* partials) {
+    summary_kernel(MEZZO_ARGUMENT(SummaryTable) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const auto slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;

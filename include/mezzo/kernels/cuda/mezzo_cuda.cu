@@ -6,20 +6,18 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/cuda/adamw8bit_step.cuh>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
-#include <mezzo/kernels/cuda/lamb_step.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
-#include <mezzo/kernels/cuda/staged_step.cuh>
 #include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/lamb_element.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/table_memory.h>
 #include <mezzo/kernels/update_scale.h>
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -51,23 +49,9 @@ static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* i
     const bool is_ours = tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
     if (!is_ours || tensor.numel() == 0) continue;
     if (table.full()) launch();
-    // Asked for writing, a copy-on-write tensor gets memory of its own; a check leaves it shared.
-    table.push_back({inv_scale != nullptr ? tensor.mutable_data_ptr()
-                                          : const_cast<void*>(tensor.const_data_ptr()),
-                     tensor.numel()});
+    table.push_back({tensor.mutable_data_ptr(), tensor.numel()});
   }
   if (!table.empty()) launch();
-}
-
-static void unscale_all(const DenseGradients& gradients, const float* inv_scale,
-                        const at::Tensor& found_inf) {
-  const DeviceGuard guard(found_inf.device());
-  const Stream stream = current_stream();
-  auto* const found = found_inf.mutable_data_ptr<float>();
-  unscale_dtype<float>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::BFloat16>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<c10::Half>(gradients.tensors(), inv_scale, found, stream);
-  unscale_dtype<double>(gradients.tensors(), inv_scale, found, stream);
 }
 
 template <class Element>
@@ -75,62 +59,22 @@ static bool is_of(const at::Tensor& tensor) {
   return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
 }
 
-/// Calls `launch(paged table)`: once for all `pages` if there is device memory, else once for each.
-/// There is at least one page.
-template <class Table, class Launch>
-static void launch_pages(std::vector<Table>& pages, at::Device device, TableMemory* memory,
-                         const Launch& launch) {
-  if (pages.size() == 1 || memory == nullptr) {
-    for (const Table& page : pages) launch(PagedTable<Table>(page));
-    return;
-  }
-  const std::vector<std::byte> bytes = PagedTable<Table>::bytes_of(pages);
-  launch(PagedTable<Table>(pages, memory->on(device, bytes, capture_id())));
-}
-
-template <class Element, class Table>
-static std::vector<Table> tables_of(const std::vector<at::Tensor>& tensors,
-                                    const std::vector<int64_t>& first_partials) {
-  std::vector<Table> pages;
+/// Launches the summary of the tensors of `Element`'s dtype, as many at a time as a table holds.
+template <class Element>
+static void summarize_dtype(const std::vector<at::Tensor>& tensors,
+                            const std::vector<int64_t>& first_partials, GradientPartial* partials,
+                            Stream stream) {
+  SummaryTable table(kSummaryBlock<Element>);
+  const auto launch_table = [&] {
+    launch<summary_kernel<Element>>(table.blocks(), kSummaryThreads, stream, table, partials);
+    table.clear();
+  };
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
-    if (pages.empty() || pages.back().full()) pages.emplace_back(kSummaryBlock<Element>);
-    pages.back().push_back({tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]});
+    if (table.full()) launch_table();
+    table.push_back({tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]});
   }
-  return pages;
-}
-
-template <class Element, class Table, class Launch>
-static void launch_tables(const std::vector<at::Tensor>& tensors,
-                          const std::vector<int64_t>& first_partials, TableMemory* memory,
-                          const Launch& launch) {
-  auto pages = tables_of<Element, Table>(tensors, first_partials);
-  if (pages.empty()) return;
-  launch_pages(pages, tensors.front().device(), memory,
-               [&](const PagedTable<Table>& table) { launch(Element{}, table); });
-}
-
-template <class Element, class Launch>
-static void launch_dtype(const std::vector<at::Tensor>& tensors,
-                         const std::vector<int64_t>& first_partials, TableMemory* memory,
-                         const Launch& launch) {
-  const auto ours = std::count_if(tensors.begin(), tensors.end(), is_of<Element>);
-  if (ours <= SmallSummaryTable::kCapacity) {
-    launch_tables<Element, SmallSummaryTable>(tensors, first_partials, memory, launch);
-  } else {
-    launch_tables<Element, LargeSummaryTable>(tensors, first_partials, memory, launch);
-  }
-}
-
-/// Calls `launch(Element{}, table)` for all dtypes.
-template <class Launch>
-static void launch_dtypes(const std::vector<at::Tensor>& tensors,
-                          const std::vector<int64_t>& first_partials, TableMemory* memory,
-                          const Launch& launch) {
-  launch_dtype<float>(tensors, first_partials, memory, launch);
-  launch_dtype<c10::BFloat16>(tensors, first_partials, memory, launch);
-  launch_dtype<c10::Half>(tensors, first_partials, memory, launch);
-  launch_dtype<double>(tensors, first_partials, memory, launch);
+  if (!table.empty()) launch_table();
 }
 
 /// Returns the index of each tensor's first partial result and, as the last entry, their number.
@@ -138,7 +82,7 @@ static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tenso
   std::vector<int64_t> offsets{0};
   for (const at::Tensor& tensor : tensors) {
     const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
-    offsets.push_back(offsets.back() + SmallSummaryTable::blocks_of(bytes, kSummaryBlock<char>));
+    offsets.push_back(offsets.back() + SummaryTable::blocks_of(bytes, kSummaryBlock<char>));
   }
   return offsets;
 }
@@ -147,19 +91,20 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
                                               const at::Tensor& found_inf,
                                               const at::Tensor& inv_scale) {
   const DenseGradients dense(gradients);
-  unscale_all(dense, inv_scale.const_data_ptr<float>(), found_inf);
+  const DeviceGuard guard(found_inf.device());
+  const Stream stream = current_stream();
+  const auto* const factor = inv_scale.const_data_ptr<float>();
+  auto* const found = found_inf.mutable_data_ptr<float>();
+  unscale_dtype<float>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::BFloat16>(dense.tensors(), factor, found, stream);
+  unscale_dtype<c10::Half>(dense.tensors(), factor, found, stream);
+  unscale_dtype<double>(dense.tensors(), factor, found, stream);
   dense.written();
-}
-
-__attribute__((weak)) void check_(const std::vector<at::Tensor>& gradients,
-                                  const at::Tensor& found_inf) {
-  unscale_all(DenseGradients(gradients), nullptr, found_inf);
 }
 
 __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
-                                      TableMemory* memory) {
+                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs) {
   const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
   const std::vector<int64_t> offsets = partial_offsets(gradients);
@@ -168,11 +113,10 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
       at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
                 inv_scale.options().dtype(at::kByte));
   auto* const partials = static_cast<GradientPartial*>(memory_of_partials.mutable_data_ptr());
-  launch_dtypes(gradients, offsets, memory,
-                [&]<class Element, class Table>(Element, const PagedTable<Table>& table) {
-                  launch<summary_kernel<Element, Table>>(table.blocks(), kSummaryThreads, stream,
-                                                         table, partials);
-                });
+  summarize_dtype<float>(gradients, offsets, partials, stream);
+  summarize_dtype<c10::BFloat16>(gradients, offsets, partials, stream);
+  summarize_dtype<c10::Half>(gradients, offsets, partials, stream);
+  summarize_dtype<double>(gradients, offsets, partials, stream);
   launch<finish_summary_kernel<kFinishThreads>>(
       1, kFinishThreads, stream, static_cast<const GradientPartial*>(partials), count,
       inv_scale.const_data_ptr<float>(),
@@ -233,12 +177,10 @@ __attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tens
                               number_of(max_abs), pinned_place<double>(letter));
 }
 
-/// The device, stream and memory of a step.
+/// What all launches of a step have in common.
 struct StepTarget {
-  at::Device device;
   Stream stream;
   const StepInputs& inputs;
-  TableMemory& memory;
 };
 
 template <class Weights>
@@ -249,48 +191,30 @@ static bool keeps_as(const StepRow& row) {
          row.parameter_dtype == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
 }
 
-/// Calls `launch(table)` once with all rows of a variant that are `is_ours`, if there are any.
-template <class Table, class Group, class IsOurs, class Launch>
-static void launch_rows(const std::vector<StepRow>& rows, const std::vector<Group>& groups,
-                        bool variant, const StepTarget& target, const IsOurs& is_ours,
-                        const Launch& launch) {
-  static_assert(kStepArgumentsFit<Table>);
-  std::vector<Table> pages;
-  for (const StepRow& row : rows) {
-    if (row.variant != variant || !is_ours(row)) continue;
-    const auto& group = groups[static_cast<std::size_t>(row.group)];
-    if (!pages.empty() && pages.back().push_back(row, group)) continue;
-    pages.emplace_back(kStepBlock).push_back(row, group);
-  }
-  if (!pages.empty()) launch_pages(pages, target.device, &target.memory, launch);
-}
-
-/// Launches a step over the rows with one pair of dtypes, one variant and one weight storage.
-template <class Parameter, class Gradient, class Rule, class Weights = PlainWeights<Parameter>>
+/// Launches a step over the rows with one dtype of parameters, one variant and one weight storage,
+/// as many at a time as a table holds.
+template <class Parameter, class Rule, class Weights = PlainWeights<Parameter>>
 static void step_rows(const std::vector<StepRow>& rows,
                       const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
                       const StepTarget& target) {
   using Table = DeviceStepTable<typename Rule::Constants>;
-  const auto is_ours = [](const StepRow& row) {
-    return !row.is_staged && keeps_as<Weights>(row) &&
-           row.gradient_dtype == c10::CppTypeToScalarType<Gradient>::value;
+  static_assert(kStepArgumentsFit<Table>);
+  Table table(kStepBlock);
+  const auto launch_table = [&] {
+    if (table.blocks() != 0) {
+      launch<optimizer_step_kernel<Parameter, Rule, Weights, Table>>(
+          table.blocks(), kStepThreads, target.stream, table, target.inputs);
+    }
+    table.clear();
   };
-  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
-    launch_optimizer_step<Parameter, Gradient, Rule, Weights>(table, target.inputs, target.stream);
-  });
-}
-
-/// Launches a step over the staged rows with one variant and one weight storage, whose gradients
-/// may be of any dtype.
-template <class Rule, class Weights>
-static void step_staged_rows(const std::vector<StepRow>& rows,
-                             const std::vector<StepGroup<typename Rule::Constants>>& groups,
-                             bool variant, const StepTarget& target) {
-  using Table = StagedStepTable<typename Rule::Constants>;
-  const auto is_ours = [](const StepRow& row) { return row.is_staged && keeps_as<Weights>(row); };
-  launch_rows<Table>(rows, groups, variant, target, is_ours, [&](const PagedTable<Table>& table) {
-    launch_staged_step<Rule, Weights>(table, target.inputs, target.stream);
-  });
+  for (const StepRow& row : rows) {
+    if (row.variant != variant || !keeps_as<Weights>(row)) continue;
+    const auto& group = groups[static_cast<std::size_t>(row.group)];
+    if (table.push_back(row, group)) continue;
+    launch_table();
+    table.push_back(row, group);
+  }
+  if (!table.empty()) launch_table();
 }
 
 /// Steps rows of the dtypes and weight storages for which the CPU has loops too.
@@ -300,25 +224,25 @@ static void step_all_dtypes(const std::vector<StepRow>& rows,
                             bool variant, const StepTarget& target) {
   using c10::BFloat16;
   using c10::Half;
-  step_rows<float, float, Rule>(rows, groups, variant, target);
-  step_rows<float, BFloat16, Rule>(rows, groups, variant, target);
-  step_rows<float, Half, Rule>(rows, groups, variant, target);
-  step_rows<double, double, Rule>(rows, groups, variant, target);
-  step_rows<double, float, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
-  step_rows<BFloat16, BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
-  step_rows<Half, Half, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule, SplitWeights>(rows, groups, variant, target);
-  step_rows<BFloat16, float, Rule, StochasticWeights>(rows, groups, variant, target);
-  step_rows<Half, float, Rule>(rows, groups, variant, target);
-  if constexpr (Rule::kMoments > 0) {
-    step_staged_rows<Rule, PlainWeights<float>>(rows, groups, variant, target);
-    step_staged_rows<Rule, PlainWeights<BFloat16>>(rows, groups, variant, target);
-    step_staged_rows<Rule, SplitWeights>(rows, groups, variant, target);
-    step_staged_rows<Rule, StochasticWeights>(rows, groups, variant, target);
-    step_staged_rows<Rule, PlainWeights<Half>>(rows, groups, variant, target);
+  step_rows<float, Rule>(rows, groups, variant, target);
+  step_rows<double, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
+  step_rows<BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
+  step_rows<Half, Rule>(rows, groups, variant, target);
+}
+
+__attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
+  if (step.span.count == 0) return;
+  const DeviceGuard guard(device);
+  const auto launch_kernel = [&]<class Parameter>() {
+    launch<adamw8bit_kernel<Parameter>>((step.span.count + kStepBlock - 1) / kStepBlock,
+                                        kStepThreads, current_stream(), step, Block8Maps{});
+  };
+  if (step.parameter_dtype == at::kFloat) {
+    launch_kernel.template operator()<float>();
+  } else {
+    launch_kernel.template operator()<c10::BFloat16>();
   }
 }
 
@@ -327,20 +251,16 @@ __attribute__((weak)) uint64_t capture_on(at::Device device) {
   return capture_id();
 }
 
-__attribute__((weak)) void begin_step_(at::Device device, TableMemory& memory) {
-  const DeviceGuard guard(device);
-  memory.begin_step(device, capture_id());
-}
-
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
-                                        const float* found_inf, TableMemory& memory) {
+                                        const float* found_inf) {
   const DeviceGuard guard(device);
-  const void* there = nullptr;
-  if (!CounterTable::holds(counters)) {
-    there = memory.on(device, CounterTable::bytes_of(counters), capture_id());
+  for (std::size_t begin = 0; begin < counters.size(); begin += CounterTable::kCapacity) {
+    CounterTable table;
+    for (std::size_t i = begin; i < counters.size() && table.size < CounterTable::kCapacity; ++i) {
+      table.counter[table.size++] = counters[i];
+    }
+    launch<count_steps_kernel>(1, kStepThreads, current_stream(), table, found_inf);
   }
-  launch<count_steps_kernel>(1, kStepThreads, current_stream(), CounterTable(counters, there),
-                             found_inf);
 }
 
 /// `Rule` steps the rows without a variant, `Variants` the others.
@@ -359,9 +279,9 @@ static void step_by_rule(const std::vector<StepRow>& rows,
 
 __attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                  const std::vector<StepGroup<StepNumbers>>& groups,
-                                 const StepInputs& inputs, TableMemory& memory) {
+                                 const StepInputs& inputs) {
   const DeviceGuard guard(device);
-  const StepTarget target{device, current_stream(), inputs, memory};
+  const StepTarget target{current_stream(), inputs};
   switch (rule) {
     case CudaRule::adam:
       return step_by_rule<AdamRule<false>, AdamRule<true>>(rows, groups, target);
@@ -369,8 +289,6 @@ __attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::ve
       return step_by_rule<SgdRule<false>, SgdRule<true>>(rows, groups, target);
     case CudaRule::lion:
       return step_by_rule<LionRule>(rows, groups, target);
-    case CudaRule::lamb:
-      return step_by_rule<LambRule>(rows, groups, target);
   }
 }
 

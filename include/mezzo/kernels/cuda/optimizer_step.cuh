@@ -39,6 +39,69 @@ __device__ void store_pack(const StepPack<Stored, kSize>& pack, Stored* to) {
   *reinterpret_cast<StepPack<Stored, kSize>*>(to) = pack;
 }
 
+/// What a parameter's step is computed in, and its gradients are widened to.
+template <class Parameter>
+using StepScalar = typename FloatFormat<Parameter>::Value;
+
+__device__ inline int bytes_of(at::ScalarType gradient_dtype) {
+  return gradient_dtype == at::kDouble ? 8 : gradient_dtype == at::kFloat ? 4 : 2;
+}
+
+/// A gradient's elements in memory, of the dtype that it happens to have. All threads of a block
+/// take the same branch.
+template <class Scalar>
+struct StepGradient {
+  using Bits = typename FloatFormat<Scalar>::Stored;
+
+  char* data;
+  at::ScalarType dtype;
+
+  /// Reads `kSize` elements from number `at` on, at an address that packs may have.
+  template <int kSize>
+  __device__ void load(int64_t at, StepPack<Bits, kSize>& pack) const {
+    if constexpr (sizeof(Scalar) == sizeof(double)) {
+      if (dtype == at::kDouble) return load_pack(element<Bits>(at), pack);
+      widen<float>(at, pack);
+    } else {
+      if (dtype == at::kFloat) return load_pack(element<Bits>(at), pack);
+      dtype == at::kHalf ? widen<c10::Half>(at, pack) : widen<c10::BFloat16>(at, pack);
+    }
+  }
+
+  /// Sets `kSize` elements to zero.
+  template <int kSize>
+  __device__ void clear(int64_t at) const {
+    const int bytes = bytes_of(dtype);
+    if (bytes == 2) {
+      store_pack(StepPack<uint16_t, kSize>{}, element<uint16_t>(at));
+    } else if (bytes == 4) {
+      store_pack(StepPack<uint32_t, kSize>{}, element<uint32_t>(at));
+    } else {
+      store_pack(StepPack<uint64_t, kSize>{}, element<uint64_t>(at));
+    }
+  }
+
+ private:
+  template <class Stored>
+  __device__ Stored* element(int64_t at) const {
+    return reinterpret_cast<Stored*>(data) + at;
+  }
+  template <class Element, int kSize>
+  __device__ void widen(int64_t at, StepPack<Bits, kSize>& pack) const {
+    using Format = FloatFormat<Element>;
+    StepPack<typename Format::Stored, kSize> stored;
+    load_pack(element<typename Format::Stored>(at), stored);
+    MEZZO_UNROLL
+    for (int i = 0; i < kSize; ++i) {
+      const typename Format::Bits bits = stored.element[i];
+      typename Format::Value value;
+      Format::widen(bits, value);
+      const auto wide = static_cast<Scalar>(value);
+      reinterpret_bits(wide, pack.element[i]);
+    }
+  }
+};
+
 /// Calls `whole(streams, at)` for each pack of this thread in a slice of `count` elements; the
 /// streams begin at the pack. Calls `single(at)` for each of its elements outside of packs: the
 /// tail, or all elements if a stream is not aligned.
@@ -49,46 +112,54 @@ __device__ void visit_slice(const Streams& streams, int count, const Whole& whol
   const int packed = streams.is_aligned ? count - count % Streams::kPack : 0;
   const auto thread = static_cast<int>(threadIdx.x);
   Streams here = streams;  // pointers advance: an index would cost instructions for each stream
-  here.base = here.place(thread * Streams::kPack);
+  here.advance(thread * Streams::kPack);
   // Not unrolled: a pack is enough work for one turn, and copies of it compile slowly.
   MEZZO_NO_UNROLL
   for (int at = thread * Streams::kPack; at < packed; at += kStride) {
     whole(here, at);
-    here.base = here.place(kStride);
+    here.advance(kStride);
   }
   MEZZO_NO_UNROLL
   for (int at = packed + thread; at < count; at += kStepThreads) single(at);
 }
 
-/// The streams of one slice, typed.
-template <class Parameter, class Gradient, class Rule, class Weights>
+/// The streams of one slice, typed. The gradient's is not: a pack of it is widened to Scalar.
+template <class Parameter, class Rule, class Weights>
 struct StepStreams {
   using Lanes = ScalarLanes<Parameter>;
-  using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Scalar = StepScalar<Parameter>;
+  using Body = StepBody<Parameter, Scalar, Rule, Weights, Lanes>;
   using Place = typename Body::Place;
   using Stored = typename Lanes::Stored;
-  using StoredGradient = typename ScalarLanes<Gradient>::Stored;
   using StoredMoment = typename Place::MomentLanes::Stored;
-  using Scalar = typename Lanes::Format::Value;
   static constexpr int kPack = kStepPack<Stored>;
   static constexpr unsigned kMoments = Rule::kMoments;
 
   Place base;
+  StepGradient<Scalar> gradient;
   bool is_aligned;
 
   __device__ explicit StepStreams(const StepSlice& slice)
       : base{static_cast<Stored*>(slice.span.parameter) + slice.begin,
-             static_cast<StoredGradient*>(slice.span.gradient) + slice.begin,
+             nullptr,
              {},
              advanced(static_cast<uint16_t*>(slice.span.low_half_or_copy), slice.begin),
              slice.span.low_half_or_copy != nullptr},
-        is_aligned(holds_packs(base.parameter) && holds_packs(base.gradient) &&
+        gradient{
+            static_cast<char*>(slice.span.gradient) + slice.begin * bytes_of(slice.gradient_dtype),
+            slice.gradient_dtype},
+        is_aligned(holds_packs(base.parameter) && holds_gradients() &&
                    holds_packs(base.low_half_or_copy)) {
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) {
       base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
       is_aligned = is_aligned && holds_packs(base.moments[k]);
     }
+  }
+
+  __device__ bool holds_gradients() const {
+    const int bytes = bytes_of(gradient.dtype) * kPack;
+    return reinterpret_cast<uintptr_t>(gradient.data) % (bytes < 16 ? bytes : 16) == 0;
   }
 
   template <class T>
@@ -101,10 +172,15 @@ struct StepStreams {
     return pointer == nullptr ? nullptr : pointer + by;
   }
 
-  /// Returns the place of element `at` in memory.
+  __device__ void advance(int by) {
+    base = place(by);
+    gradient.data += int64_t{by} * bytes_of(gradient.dtype);
+  }
+
+  /// Returns the place of element `at` in memory, without its gradient.
   __device__ Place place(int at) const {
     Place result{base.parameter + at,
-                 base.gradient + at,
+                 nullptr,
                  {},
                  advanced(base.low_half_or_copy, at),
                  base.has_low_half_or_copy};
@@ -115,43 +191,42 @@ struct StepStreams {
 
   /// A pack of each stream, in registers.
   struct Packs {
-    StepPack<StoredGradient, kPack> gradient;
+    StepPack<typename StepGradient<Scalar>::Bits, kPack> gradient;
     StepPack<Stored, kPack> parameter;
     StepPack<StoredMoment, kPack> moments[Place::kMomentSlots];
-    StepPack<uint16_t, kPack> low_half;
+    StepPack<uint16_t, kPack> low_half_or_copy;
+    bool has_low_half_or_copy;
 
-    /// Returns the place of element `i` in these registers, without a copy of the parameter.
+    /// Returns the place of element `i` in these registers.
     __device__ Place place(int i) {
-      Place result{
-          &parameter.element[i], &gradient.element[i], {}, &low_half.element[i], Body::kIsSplit};
+      Place result{&parameter.element[i],
+                   &gradient.element[i],
+                   {},
+                   &low_half_or_copy.element[i],
+                   has_low_half_or_copy};
       MEZZO_UNROLL
       for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
       return result;
     }
   };
 
-  template <StepPass kPass>
   __device__ void load(Packs& packs) const {
-    if (kPass != StepPass::move) load_pack(base.gradient, packs.gradient);
+    gradient.load(0, packs.gradient);
     load_pack(base.parameter, packs.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
-    if (Body::kIsSplit) load_pack(base.low_half_or_copy, packs.low_half);
+    packs.has_low_half_or_copy = Body::kIsSplit || (Body::kMayCopy && base.has_low_half_or_copy);
+    if (packs.has_low_half_or_copy) load_pack(base.low_half_or_copy, packs.low_half_or_copy);
   }
 
-  template <StepPass kPass>
   __device__ void store(const Packs& packs) const {
-    if (kPass != StepPass::learn) {
-      store_pack(packs.parameter, base.parameter);
-      if (Body::kIsSplit) store_pack(packs.low_half, base.low_half_or_copy);
-    }
-    if (kPass != StepPass::move) {
-      MEZZO_UNROLL
-      for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
-    }
+    store_pack(packs.parameter, base.parameter);
+    if (Body::kIsSplit) store_pack(packs.low_half_or_copy, base.low_half_or_copy);
+    MEZZO_UNROLL
+    for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
   }
 
-  /// Writes the 16-bit copy of the new parameters, if the step keeps one.
+  /// Writes the weights of 16 bits of new masters, if these are masters.
   template <class AnyBody>
   __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
     if constexpr (Body::kMayCopy) {
@@ -167,7 +242,7 @@ struct StepStreams {
   /// Steps the pack at `base`, whose first element has `number` in the parameter.
   __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
     Packs packs;
-    load<StepPass::whole>(packs);
+    load(packs);
     Scalar parameters[kPack];
     Scalar moments[kPack][Place::kMomentSlots];
     MEZZO_UNROLL
@@ -176,17 +251,24 @@ struct StepStreams {
     for (int i = 0; i < kPack; ++i) {
       step.write(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], moments[i]);
     }
-    store<StepPass::whole>(packs);
+    store(packs);
     store_beside(parameters, step);
+  }
+
+  /// Steps element `at`, whose number in the parameter is `number`.
+  __device__ void step_element(const Body& step, int at, uint32_t number,
+                               const RandomKey& key) const {
+    StepPack<typename StepGradient<Scalar>::Bits, 1> own;
+    gradient.load(at, own);
+    Place there = place(at);
+    there.gradient = own.element;
+    step(there, number, key);
   }
 
   __device__ void clear_gradients(int count) const {
     visit_slice(
-        *this, count,
-        [](const StepStreams& here, int) {
-          store_pack(StepPack<StoredGradient, kPack>{}, here.base.gradient);
-        },
-        [&](int at) { base.gradient[at] = StoredGradient{0}; });
+        *this, count, [](const StepStreams& here, int) { here.gradient.template clear<kPack>(0); },
+        [&](int at) { gradient.template clear<1>(at); });
   }
 };
 
@@ -196,7 +278,7 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
 
 template <class Table, class Slice>
 __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const StepInputs& inputs) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   StepUse use{.copies_half = slice.copies_half != 0,
               .seed = group.seed,
               .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
@@ -211,7 +293,7 @@ __device__ StepUse use_of_slice(const Table& table, const Slice& slice, const St
 template <class Table, class Slice>
 __device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
                                       const StepInputs& inputs, const StepUse& use) {
-  const auto& group = table.group_of(slice);
+  const auto& group = table.group(slice.group);
   return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
 }
 
@@ -231,32 +313,24 @@ struct BlockStep {
 };
 
 /// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
-/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. `adapt` changes the
-/// coefficients first.
-template <class Body, class Table, class Slice, class Adapt>
+/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic.
+template <class Body, class Table, class Slice>
 __device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs, const Adapt& adapt) {
+                                      const StepInputs& inputs) {
   MEZZO_SHARED(BlockStep<Body>, of_block);
   if (threadIdx.x == 0) {
     const StepUse use = use_of_slice(table, slice, inputs);
-    auto coefficients = coefficients_of_slice(table, slice, inputs, use);
-    adapt(coefficients);
-    of_block = {Body(coefficients, use), random_key_of_slice(slice, use)};
+    of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
+                random_key_of_slice(slice, use)};
   }
   __syncthreads();
   return of_block;  // in registers, which no store can change
 }
 
-template <class Body, class Table, class Slice>
-__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs) {
-  return block_step<Body>(table, slice, inputs, [](const auto&) {});
-}
-
-template <class Parameter, class Gradient, class Rule, class Weights, class Table>
+template <class Parameter, class Rule, class Weights, class Table>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    optimizer_step_kernel(MEZZO_ARGUMENT(PagedTable<Table>) table, const StepInputs inputs) {
-  using Streams = StepStreams<Parameter, Gradient, Rule, Weights>;
+    optimizer_step_kernel(MEZZO_ARGUMENT(Table) table, const StepInputs inputs) {
+  using Streams = StepStreams<Parameter, Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
@@ -271,7 +345,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       [&](const Streams& here, int at) {
         here.step_pack(own.body, number + static_cast<uint32_t>(at), own.key);
       },
-      [&](int at) { own.body(streams.place(at), number + static_cast<uint32_t>(at), own.key); });
+      [&](int at) {
+        streams.step_element(own.body, at, number + static_cast<uint32_t>(at), own.key);
+      });
   if (inputs.clear) streams.clear_gradients(count);
 }
 
@@ -280,15 +356,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
 static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
                                           const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
-  for (int64_t i = threadIdx.x; i < table.size(); i += blockDim.x) table[i] += 1.0F;
-}
-
-template <class Parameter, class Gradient, class Rule, class Weights, class Table>
-void launch_optimizer_step(const PagedTable<Table>& table, const StepInputs& inputs,
-                           Stream stream) {
-  if (table.blocks() == 0) return;
-  launch<optimizer_step_kernel<Parameter, Gradient, Rule, Weights, Table>>(
-      table.blocks(), kStepThreads, stream, table, inputs);
+  for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
+    *table.counter[i] += 1.0F;
+  }
 }
 
 }  // namespace detail::cuda

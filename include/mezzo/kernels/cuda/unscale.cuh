@@ -1,6 +1,6 @@
 /// \file
-/// The kernels behind GradScaler on CUDA: one pass over all gradients that unscales and checks, or
-/// only checks; and the loss scale's state machine.
+/// The kernels behind GradScaler on CUDA: one pass over all gradients that unscales and checks; and
+/// the loss scale's state machine.
 #pragma once
 
 #include <mezzo/base/loss_scale.h>
@@ -23,8 +23,8 @@ template <class Element>
 inline constexpr int kElementsPerBlock = kUnscaleThreads * 16 * 8 / int{sizeof(Element)};
 
 /// Calls `visit(Stored&)` on [begin, end) of `data`, divided among the block's threads, in packs if
-/// alignment allows. With kWrites the visited values are written back.
-template <bool kWrites, class Stored, class Visit>
+/// alignment allows, and writes the values back.
+template <class Stored, class Visit>
 __device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
   using Vector = GradientPack<Stored>;
   Stored* const first = data + begin;
@@ -36,25 +36,14 @@ __device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& 
     Vector values = pack[i];
     MEZZO_UNROLL
     for (int lane = 0; lane < Vector::kSize; ++lane) visit(values.element[lane]);
-    if constexpr (kWrites) pack[i] = values;
+    pack[i] = values;
   }
   for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
     Stored value = first[i];
     visit(value);
-    if constexpr (kWrites) first[i] = value;
+    first[i] = value;
   }
 }
-
-template <class Element>
-struct CheckVisit {
-  using Format = FloatFormat<Element>;
-  uint32_t nonfinite = 0;
-
-  __device__ void operator()(typename Format::Stored& stored) {
-    const typename Format::Bits bits = stored;
-    CheckElement<Format>{}(bits, nonfinite);
-  }
-};
 
 template <class Element>
 struct UnscaleVisit {
@@ -75,23 +64,16 @@ __device__ inline void report(uint32_t nonfinite, float* found_inf) {
   if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
 }
 
-/// Unscales and checks. A null `inv_scale` means: check only.
+/// Unscales and checks.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kUnscaleThreads)
     unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
   const auto slice = table.slice_of(blockIdx.x);
   auto* const data = static_cast<typename Format::Stored*>(slice.data);
-  const float factor = inv_scale == nullptr ? 1.0F : *inv_scale;
-  if (factor == 1.0F) {  // nothing to write
-    CheckVisit<Element> check;
-    visit_elements</*kWrites=*/false>(data, slice.begin, slice.end, check);
-    report(check.nonfinite, found_inf);
-  } else {
-    UnscaleVisit<Element> unscale{{static_cast<typename Format::Value>(factor)}};
-    visit_elements</*kWrites=*/true>(data, slice.begin, slice.end, unscale);
-    report(unscale.nonfinite, found_inf);
-  }
+  UnscaleVisit<Element> unscale{{static_cast<typename Format::Value>(*inv_scale)}};
+  visit_elements(data, slice.begin, slice.end, unscale);
+  report(unscale.nonfinite, found_inf);
 }
 
 static __global__ void update_scale_kernel(const LossScale rule, float* scale, float* inverse,

@@ -1,33 +1,21 @@
 /// \file
-/// Calls a model, in C++ or TorchScript, and casts the tensors of its arguments and result.
+/// Calls a model, and casts the tensors of its arguments and result.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/detail/script_values.h>
 #include <mezzo/base/precision.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/core/ScalarType.h>
 
-#include <cstddef>
 #include <optional>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Returns `value` with its floating tensors in `dtype`.
-inline c10::IValue cast_script_value(const c10::IValue& value, at::ScalarType dtype) {
-  return map_script_tensors(value, [dtype](const at::Tensor& tensor) {
-    return is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
-  });
-}
 
 /// The dtypes that a level casts a call's arguments and result to.
 struct CastDtypes {
@@ -35,57 +23,9 @@ struct CastDtypes {
   std::optional<at::ScalarType> output;
 };
 
-template <class... Args>
-c10::IValue run_cast(ScriptModuleImpl& script, const CastDtypes& dtypes, Args&&... args) {
-  std::vector<c10::IValue> arguments = script_arguments(std::forward<Args>(args)...);
-  if (dtypes.input) {
-    for (c10::IValue& argument : arguments) argument = cast_script_value(argument, *dtypes.input);
-  }
-  const c10::IValue result = script.forward(std::move(arguments));
-  return dtypes.output ? cast_script_value(result, *dtypes.output) : result;
-}
-
-/// Probe types: OnlyTensor converts to a tensor only, Anything to any type, Nothing to no type.
-struct OnlyTensor {
-  operator at::Tensor() const;
-};
-struct Anything {
-  template <class T>
-  operator T() const;
-};
-struct Nothing {};
-
-template <class T, class Member, std::size_t... Before>
-consteval bool takes_at(std::index_sequence<Before...>) {
-  return requires { T{(void(Before), Anything{})..., Member{}}; };
-}
-
-/// Whether a member of the struct `T`, among the first eight, is a tensor that only `T` knows of.
-template <class T>
-consteval bool hides_tensors() {
-  if constexpr (std::is_class_v<T> && std::is_aggregate_v<T> && !carries_tensors<T>()) {
-    return []<std::size_t... I>(std::index_sequence<I...>) {
-      return ((takes_at<T, OnlyTensor>(std::make_index_sequence<I>()) &&
-               !takes_at<T, Nothing>(std::make_index_sequence<I>())) ||
-              ...);
-    }
-    (std::make_index_sequence<8>());
-  }
-  return false;
-}
-
-template <class T>
-consteval void check_lists_tensors() {
-  static_assert(
-      !hides_tensors<std::remove_cvref_t<T>>(),
-      "amp(model, ...): this struct has tensors that no level could cast, for it does not "
-      "list them; give it a member `auto tensors() { return std::tie(logits, loss); }`");
-}
-
 /// Returns an argument for `forward`: a cast copy if it can hold tensors, otherwise the argument.
 template <class Argument>
 decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& argument) {
-  check_lists_tensors<Argument>();
   if constexpr (carries_tensors<Argument>()) {
     OwningType<Argument> value = owned(std::forward<Argument>(argument));
     if (dtype) return cast_tensors(std::move(value), *dtype);
@@ -99,7 +39,6 @@ decltype(auto) forward_argument(std::optional<at::ScalarType> dtype, Argument&& 
 template <class Run>
 decltype(auto) cast_result(std::optional<at::ScalarType> dtype, const Run& run) {
   using Result = std::invoke_result_t<const Run&>;
-  check_lists_tensors<Result>();
   if constexpr (std::is_void_v<Result>) {
     run();
   } else if constexpr (carries_tensors<Result>()) {

@@ -26,8 +26,6 @@ inline void check_initialize_options(const InitializeOptions& options, const Opt
               "; it should be at least 1");
   TORCH_CHECK(level.uses_op_lists() || options.policy.empty(), "policy: the level ", level.name(),
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-  TORCH_CHECK(level.uses_op_lists() || options.weight_cache.empty(), "weight_cache: the level ",
-              level.name(), " has no region that would read it; use O1, or leave it out");
 }
 
 /// Warns if the process's settings for matrix products are not those of the level, which does not
@@ -67,10 +65,7 @@ inline GradScaler::StateDict full_scaler_state(const std::string& key,
 
 inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
                 const InitializeOptions& options)
-    : level_(level),
-      enabled_(options.enabled),
-      policy_(options.policy),
-      weight_cache_(options.weight_cache) {
+    : level_(level), enabled_(options.enabled), policy_(options.policy) {
   detail::check_initialize_options(options, level);
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
@@ -94,9 +89,6 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
     for (const auto& model : models.modules()) {
       if (input_dtype_) detail::cast_model(*model, *input_dtype_, level.keep_batchnorm_fp32());
     }
-    for (const Given& one : given_) {
-      if (const auto* const fused = detail::as_fused(one.stepper)) fused->set_grad_dtypes();
-    }
   }
   for (const auto& model : models.modules()) models_.emplace_back(model);
 }
@@ -108,19 +100,12 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
                 "mezzo::initialize, or a module inside one");
   const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
   ForwardRegions regions;
-  if constexpr (detail::IsScript<std::remove_cvref_t<Model>>) {
-    // Use the ScriptModule that was made for this script; making another walks the whole script.
-    auto& known = find_and_enter(model._ivalue().get(), "the script", regions);
-    auto& script = dynamic_cast<ScriptModuleImpl&>(known);
-    return detail::run_cast(script, dtypes, std::forward<Args>(args)...);
-  } else {
-    const auto module = detail::module_pointer(model);
-    TORCH_CHECK(
-        module != nullptr,
-        "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
-    find_and_enter(detail::identity_of(*module), module->name(), regions);
-    return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
-  }
+  const auto module = detail::module_pointer(model);
+  TORCH_CHECK(
+      module != nullptr,
+      "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
+  find_and_enter(module.get(), module->name(), regions);
+  return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
 }
 
 inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
@@ -132,8 +117,7 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     for (std::size_t i = 0; i < regions.size(); ++i) {
       if (!model.runs_on(detail::kPolicyDevices[i])) continue;
       regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
-                                                 .dtype = level_.precision().compute(),
-                                                 .cache = weight_cache_,
+                                                 .dtype = level_.precision().compute,
                                                  .policy = policy_}));
     }
     return *found;

@@ -1,6 +1,5 @@
 /// \file
-/// The models that were given to `initialize`: checks before anything is changed, the cast, and
-/// finding the tensors of batch norms in C++ and in TorchScript.
+/// The models that were given to `initialize`: checks before anything is changed, and the cast.
 #pragma once
 
 #include <mezzo/base/detail/cast_cache.h>
@@ -8,7 +7,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/precision.h>
-#include <mezzo/base/script_module.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -18,22 +16,17 @@
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
-#include <ATen/core/symbol.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
-#include <torch/csrc/jit/ir/ir.h>
 #include <torch/nn/module.h>
-#include <torch/nn/modules/batchnorm.h>
 #include <torch/nn/modules/rnn.h>
 #include <torch/optim/adagrad.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <memory>
-#include <optional>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -91,88 +84,32 @@ void flatten_recurrent_weights(torch::nn::Module& module) {
   (flatten(dynamic_cast<Layers*>(&module)), ...);
 }
 
-using TensorSet = std::unordered_set<const c10::TensorImpl*>;
-
-/// The parameters and buffers that `aten::batch_norm` reads in a script's `forward`. The ops
-/// identify batch norms, since classes of scripts can have any name.
-class ScriptBatchNorms {
- public:
-  static void collect(const torch::jit::Module& script, TensorSet& tensors) {
-    if (!script.find_method("forward")) return;
-    const auto graph = inlined_forward(script);
-    ScriptBatchNorms(graph->inputs().at(0), script._ivalue(), tensors).visit(*graph->block());
-  }
-
- private:
-  ScriptBatchNorms(const torch::jit::Value* self, c10::IValue model, TensorSet& tensors)
-      : self_(self), model_(std::move(model)), tensors_(tensors) {}
-
-  void visit(const torch::jit::Block& block) {
-    for (const torch::jit::Node* const node : block.nodes()) {
-      for (const torch::jit::Block* const inner : node->blocks()) visit(*inner);
-      if (node->kind() != c10::aten::batch_norm) continue;
-      for (std::size_t i = 1; i <= 4; ++i) keep(node->input(i));  // weight, bias, mean, variance
-    }
-  }
-
-  /// Keeps the attribute that a value stems from, through conditions and optionals.
-  void keep(const torch::jit::Value* value) {
-    const torch::jit::Node* const node = value->node();
-    if (node->kind() == c10::prim::If) {
-      for (const torch::jit::Block* const branch : node->blocks()) {
-        keep(branch->outputs().at(value->offset()));
-      }
-    } else if (node->kind() == c10::prim::unchecked_cast) {
-      keep(node->input());
-    } else if (const auto attribute = attribute_of(value); attribute && attribute->isTensor()) {
-      tensors_.insert(attribute->toTensor().unsafeGetTensorImpl());
-    }
-  }
-
-  std::optional<c10::IValue> attribute_of(const torch::jit::Value* value) const {
-    if (value == self_) return model_;
-    if (value->node()->kind() != c10::prim::GetAttr) return std::nullopt;
-    const auto owner = attribute_of(value->node()->input());
-    if (!owner || !owner->isObject()) return std::nullopt;
-    return owner->toObjectRef().getAttr(value->node()->s(c10::attr::name));
-  }
-
-  const torch::jit::Value* self_;
-  c10::IValue model_;
-  TensorSet& tensors_;
-};
-
+/// Whether a module is a batch norm, by what its class is or by its running variance: torch's,
+/// mezzo's SyncBatchNorm, one in an AutocastModule or in TorchScript, one of your own.
 inline bool is_batch_norm(const torch::nn::Module& module) {
-  return dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
+  return module.named_buffers(/*recurse=*/false).contains("running_var") ||
+         dynamic_cast<const torch::nn::BatchNorm1dImpl*>(&module) != nullptr ||
          dynamic_cast<const torch::nn::BatchNorm2dImpl*>(&module) != nullptr ||
          dynamic_cast<const torch::nn::BatchNorm3dImpl*>(&module) != nullptr;
-}
-
-/// Returns the parameters and buffers of the batch norms in `model`.
-inline TensorSet tensors_of_batch_norms(torch::nn::Module& model) {
-  TensorSet tensors;
-  model.apply([&tensors](torch::nn::Module& module) {
-    if (const auto* const script = dynamic_cast<const ScriptModuleImpl*>(&module)) {
-      ScriptBatchNorms::collect(script->script(), tensors);
-    } else if (is_batch_norm(module)) {
-      for (const auto& item : module.parameters(false)) tensors.insert(item.unsafeGetTensorImpl());
-      for (const auto& item : module.buffers(false)) tensors.insert(item.unsafeGetTensorImpl());
-    }
-  });
-  return tensors;
 }
 
 /// Casts floating parameters and buffers. torch::nn::Module::to(dtype) would cast float8 and
 /// integer buffers too; a batch norm's count of batches would then stop at 2048 in half.
 inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep_batchnorm_fp32) {
   const c10::NoGradGuard no_grad;
-  const TensorSet kept = keep_batchnorm_fp32 ? tensors_of_batch_norms(model) : TensorSet();
-  const auto cast = [&](const at::Tensor& tensor) {
-    if (kept.count(tensor.unsafeGetTensorImpl()) == 0) cast_in_place(tensor, dtype);
+  std::unordered_set<const c10::TensorImpl*> kept;  // also where another module shares them
+  const auto each_tensor = [](torch::nn::Module& module, const auto& visit) {
+    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) visit(parameter);
+    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) visit(buffer);
   };
   model.apply([&](torch::nn::Module& module) {
-    for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) cast(parameter);
-    for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) cast(buffer);
+    if (!keep_batchnorm_fp32 || !is_batch_norm(module)) return;
+    each_tensor(module, [&](const at::Tensor& one) { kept.insert(one.unsafeGetTensorImpl()); });
+  });
+  model.apply([&](torch::nn::Module& module) {
+    each_tensor(module, [&](const at::Tensor& one) {
+      if (kept.count(one.unsafeGetTensorImpl()) == 0) cast_in_place(one, dtype);
+    });
     flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
   });
   drop_weight_casts();
@@ -244,11 +181,11 @@ class AmpModel {
     }
   }
 
-  /// Returns the model or inner module with this identity (see identity_of), or null.
+  /// Returns the model or inner module at this address, or null.
   torch::nn::Module* find(const void* wanted) const {
-    if (identity_of(*module_) == wanted) return module_.get();
+    if (module_.get() == wanted) return module_.get();
     for (const auto& module : module_->modules(/*include_self=*/false)) {
-      if (identity_of(*module) == wanted) return module.get();
+      if (module.get() == wanted) return module.get();
     }
     return nullptr;
   }

@@ -192,9 +192,9 @@ inline bool OptLevel::master_weights() const noexcept {
 inline Precision OptLevel::precision() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
   const at::ScalarType compute = uses_op_lists() ? defaults_->low_precision : model;
-  return Precision({.param = master_weights() ? at::ScalarType::Float : model,
-                    .compute = compute,
-                    .output = cast_model_outputs().value_or(compute)});
+  return {.param = master_weights() ? at::ScalarType::Float : model,
+          .compute = compute,
+          .output = cast_model_outputs().value_or(compute)};
 }
 
 inline MatmulPrecisionOptions OptLevel::matmul_precision() const {

@@ -1,5 +1,4 @@
 // The loops over gradients, compiled once: see mezzo/optim/compiled.h.
-#include <mezzo/kernels/compress_loops.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
 #include <mezzo/kernels/unscale.h>
 
@@ -8,7 +7,6 @@ namespace detail {
 
 MEZZO_COMPILED_SUMMARIES()
 MEZZO_COMPILED_UNSCALES()
-MEZZO_COMPILED_COMPRESSIONS()
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

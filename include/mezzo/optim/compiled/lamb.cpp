@@ -1,12 +1,5 @@
-#include <mezzo/optim/compiled.h>
+// LAMB, compiled once: see mezzo/optim/compiled.h.
+#include <mezzo/optim/lamb.h>
 
-namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-MEZZO_COMPILED_LAMB()
-
-}  // namespace detail
-
-MEZZO_COMPILED_LAMB_MEMBERS()
-
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+// What its users leave to this.
+#include <mezzo/optim/detail/lamb_impl.h>

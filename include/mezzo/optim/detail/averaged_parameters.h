@@ -5,42 +5,33 @@
 #include <ATen/core/Tensor.h>
 #include <c10/macros/Export.h>
 
-#include <atomic>
-#include <cstdint>
 #include <mutex>
 #include <unordered_set>
+#include <vector>
 
-// Records which parameters presently hold averages. A checkpoint saved in that state would present
-// the averages as training weights, and weights loaded or trained in that state would be lost when
-// the guard restores the training weights. Without this record no such mistake would be noticed.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// How many parameters hold averages: 0 spares a step the record below.
-C10_EXPORT inline std::atomic<std::int64_t> averaged_parameters_held{0};
-
+/// Records which parameters hold averages, for an EmaScope is alive. A checkpoint saved then would
+/// present the averages as training weights.
 class AveragedParameters {
  public:
   bool hold(const at::Tensor& parameter) const {
     const std::lock_guard lock(mutex_);
     return parameters_.count(parameter.unsafeGetTensorImpl()) != 0;
   }
-  void add(const at::Tensor& parameter) {
+  void add(const std::vector<at::Tensor>& parameters) {
     const std::lock_guard lock(mutex_);
-    parameters_.insert(parameter.unsafeGetTensorImpl());
-    ++averaged_parameters_held;
+    for (const at::Tensor& one : parameters) parameters_.insert(one.unsafeGetTensorImpl());
   }
-  void remove_one(const at::Tensor& parameter) noexcept {
+  void remove(const at::Tensor& parameter) {
     const std::lock_guard lock(mutex_);
-    const auto found = parameters_.find(parameter.unsafeGetTensorImpl());
-    if (found == parameters_.end()) return;
-    parameters_.erase(found);
-    --averaged_parameters_held;
+    parameters_.erase(parameter.unsafeGetTensorImpl());
   }
 
  private:
   mutable std::mutex mutex_;
-  std::unordered_multiset<const c10::TensorImpl*> parameters_;  // guards nest
+  std::unordered_set<const c10::TensorImpl*> parameters_;
 };
 
 /// The process's record. The guard and the checkpoint may be in different libraries and threads.
@@ -48,27 +39,6 @@ C10_EXPORT inline AveragedParameters& averaged_parameters() {
   static AveragedParameters& parameters = *new AveragedParameters;
   return parameters;
 }
-
-/// A parameter with its previous contents. Marks the parameter as averaged for this object's life.
-class LentParameter {
- public:
-  explicit LentParameter(const at::Tensor& parameter)
-      : parameter_(parameter), memory_(parameter.variable_data()) {
-    averaged_parameters().add(parameter_);
-  }
-  LentParameter(const LentParameter&) = delete;
-  LentParameter& operator=(const LentParameter&) = delete;
-  LentParameter(LentParameter&&) noexcept = default;
-  LentParameter& operator=(LentParameter&&) = delete;
-  ~LentParameter() {
-    if (parameter_.defined()) averaged_parameters().remove_one(parameter_);
-  }
-
-  void put_back() const { parameter_.set_data(memory_); }
-
- private:
-  at::Tensor parameter_, memory_;
-};
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

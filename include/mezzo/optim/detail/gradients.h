@@ -5,9 +5,7 @@
 #include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -136,8 +134,7 @@ inline void join(Verdict& total, const Verdict& more) {
 }
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.
-inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
-                              TableMemory* memory = nullptr) {
+inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale) {
   Verdict all;
   auto row = plan.rows.begin();
   do {
@@ -146,7 +143,7 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale,
     for (; row != plan.rows.end() && row->gradient.device() == device; ++row) {
       read.add(plan.is_checked ? row->gradient : values_of(plan, *row));
     }
-    const Verdict one = read.finish(memory);
+    const Verdict one = read.finish();
     if (all.defined()) {
       join(all, one);
     } else {
@@ -172,27 +169,11 @@ class StepWithoutVersion {
   bool is_one_;
 };
 
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: what a step
-/// changes there is lost with the scope, and a master would follow the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  if (averaged_parameters_held.load() == 0) return;
-  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
-              optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
-}
-
-/// Calls refuse_average for each parameter of a step.
-inline void refuse_averages(const StepPlan& plan, const OptimizerWords& optimizer) {
-  for (const StepPlan::Row& row : plan.rows) {
-    refuse_average(row.owner != nullptr ? *row.owner : *row.parameter, optimizer);
-  }
-}
-
 }  // namespace detail
 
 inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
-  return detail::read_gradients(plan, inv_scale, &table_memory_);
+  return detail::read_gradients(plan, inv_scale);
 }
 
 inline at::Tensor optim::FusedOptimizer::step_with(
@@ -202,7 +183,6 @@ inline at::Tensor optim::FusedOptimizer::step_with(
     const c10::AutoGradMode enable_grad(true);
     loss = closure();
   }
-  detail::tell_witness(*this, /*scale=*/{});
   apply(plan());
   return loss;
 }

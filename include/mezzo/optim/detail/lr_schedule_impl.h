@@ -114,6 +114,11 @@ void LrSchedule<Curve>::step(const StepResult& result) {
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step() {
+  if (detail::skipped_optimizer == &optimizer_.optimizer() && optimizer_.mezzos() == nullptr) {
+    TORCH_WARN_ONCE(
+        "LrSchedule::step() counts a step that the GradScaler has skipped. Give it the result: "
+        "auto result = scaler.step(optimizer); scaler.update(); schedule.step(result);");
+  }
   ++known_steps_;
   show_lrs();
 }
@@ -125,34 +130,22 @@ int64_t LrSchedule<Curve>::applied_steps() const {
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::lrs() const {
-  if (optimizer_.mezzos() == nullptr) {  // it steps with what its options say
-    std::vector<double> written;
-    for (auto& group : optimizer_.optimizer().param_groups()) {
-      written.push_back(group.options().get_lr());
-    }
-    return written;
-  }
-  std::vector<double> lrs = base_lrs();
-  const double factor = curve_.factor(applied_steps());
-  for (double& lr : lrs) lr *= factor;
-  return lrs;
+  return optimizer_.mezzos() != nullptr
+             ? optimizer_.mezzos()->lrs()  // another steps with what its options say
+             : detail::ScheduledLrs().bases(optimizer_.optimizer().param_groups());
 }
 
 template <LrCurve Curve>
 std::vector<double> LrSchedule<Curve>::base_lrs() const {
   return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->base_lrs()
-                                        : base_lrs_.of(optimizer_.optimizer().param_groups());
+                                        : scheduled_.bases(optimizer_.optimizer().param_groups());
 }
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
   TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
               "; it should be at least 0");
-  if (optimizer_.mezzos() != nullptr) {
-    optimizer_.mezzos()->set_applied_steps(applied_steps);
-  } else {
-    base_lrs_.take_written(optimizer_.optimizer().param_groups(), curve_.factor(applied_steps));
-  }
+  if (optimizer_.mezzos() != nullptr) optimizer_.mezzos()->set_applied_steps(applied_steps);
   known_steps_ = applied_steps;
   pending_.clear();
   show_lrs();
@@ -168,7 +161,7 @@ void LrSchedule<Curve>::show_lrs() {
     }
     counting->show_lrs(known_steps_);
   } else {
-    base_lrs_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
+    scheduled_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
   }
 }
 
@@ -193,7 +186,7 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     if (!counting->knows_applied_steps()) counting->set_applied_steps(applied_steps);
     counting->set_base_lrs(base_lrs);
   } else {
-    base_lrs_.set(groups, base_lrs);
+    scheduled_.set(base_lrs, groups);
   }
   known_steps_ = applied_steps;
   pending_.clear();

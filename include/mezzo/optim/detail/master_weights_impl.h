@@ -280,9 +280,8 @@ MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
 MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
                                                     const at::Tensor& parameter) {
   if (!keeps_master(group, parameter)) return parameter;
-  detail::refuse_average(parameter, words());
   detail::KeptWeights& weights = settled(parameter);
-  weights.shown.show(parameter, weights.master);
+  weights.show(parameter);
   return weights.master;
 }
 
@@ -291,44 +290,34 @@ MEZZO_INLINE MasterWeights::Kept* MasterWeights::find_kept(const at::Tensor& par
   return found == masters_.end() ? nullptr : found->second.get();
 }
 
-/// Returns the master, in agreement with the parameter as it is now; made if there is none. The two
-/// are compared at each step: an optimizer of libtorch's that steps alone writes through `data()`,
-/// which bumps no version.
+/// Returns the master, in agreement with the parameter as it is now; made if there is none.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
-  const detail::NoGraphGuard no_graph(parameter.is_inference());
+  const detail::NoGraphGuard no_graph;
   auto& kept = masters_[parameter.unsafeGetTensorImpl()];
   if (kept == nullptr) kept = std::make_unique<Kept>();
   kept->parameter = parameter;
   detail::KeptWeights& weights = kept->weights;
-  weights.shown.follow(parameter, weights.master);
   const bool is_resized = weights.master.defined() && weights.master.sizes() != parameter.sizes();
   if (is_resized) weights.master = at::Tensor();  // all of the parameter was written
-  if (weights.master.defined()) {
-    detail::follow_writes(parameter, weights);
-    weights.stamp = detail::WriteStamp::of(parameter);
-  }
-  detail::settle_weights(parameter, optim::WeightStorage::master, weights);
+  detail::settle_master(parameter, weights);
+  detail::heal_master(parameter, weights);
   weights.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
   return weights;
 }
 
-/// Looks at the parameters of 16 bits when they are others, or more, than they were.
+/// Looks at the parameters when there are more or fewer than before.
 MEZZO_INLINE void MasterWeights::meet_parameters() {
   std::vector<at::Tensor> low_precision;
+  std::size_t parameters = 0;
   for (const auto& group : inner_->param_groups()) {
+    parameters += group.params().size();
     for (const at::Tensor& parameter : group.params()) {
       if (detail::is_low_precision(parameter)) low_precision.push_back(parameter);
     }
   }
-  seen_.begin();
-  for (const at::Tensor& parameter : low_precision) seen_.see(parameter);
-  if (!seen_.end()) return;
-  try {
-    detail::refuse_duplicates(low_precision, words());
-  } catch (...) {
-    seen_.forget();
-    throw;
-  }
+  if (parameters == parameters_ && masters_.size() <= parameters) return;
+  detail::refuse_duplicates(low_precision, words());
+  parameters_ = parameters;
   decltype(masters_) left;
   for (const at::Tensor& parameter : low_precision) {
     const auto found = masters_.find(parameter.unsafeGetTensorImpl());
@@ -345,9 +334,6 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
 MEZZO_INLINE StepPlan MasterWeights::plan() {
   const c10::NoGradGuard no_grad;
   meet_parameters();
-  for (auto& [parameter, kept] : masters_) {
-    kept->weights.shown.follow(kept->parameter, kept->weights.master);
-  }
   StepPlan plan = detail::plain_plan(*inner_);
   plan.has_bare_half = false;
   for (const StepPlan::Row& row : plan.rows) {
@@ -360,13 +346,12 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  if (detail::averaged_parameters_held.load() != 0) detail::refuse_averages(plan, words());
   const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);
     applied_count().set(applied_steps() + 1);
   }
-  for (auto& [parameter, kept] : masters_) kept->weights.shown.end(kept->weights.master);
+  for (auto& [parameter, kept] : masters_) kept->weights.end_step();
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
@@ -386,11 +371,7 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
       if (weights != nullptr) with_master.emplace_back(parameter, weights->master);
     }
     parameter_swap.put_in(with_master);
-    if (has_schedule()) {
-      std::vector<double> lrs = base_lrs();
-      for (double& lr : lrs) lr *= lr_factor(applied_steps());
-      parameter_swap.lend_lrs(lrs);
-    }
+    if (has_schedule()) parameter_swap.lend_lrs(lrs());
     const detail::StepWithoutVersion step(*inner_);
     try {
       inner_->step();
@@ -405,20 +386,11 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
 /// Rounds the masters to their parameters, to nearest.
 MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
   const c10::NoGradGuard no_grad;
-  Published published;
   for (const auto& [parameter, weights] : all) {
-    if (weights != nullptr) {
-      parameter.detach().copy_(weights->master);
-      weights->stamp = detail::WriteStamp::of(parameter);
-    } else if (publishes() && parameter.scalar_type() == at::kFloat) {
-      at::Tensor copy = copy_for(parameter);
-      if (!copy.defined()) continue;
-      copy.copy_(parameter);
-      published.emplace_back(parameter, copy);
-    }
+    if (weights == nullptr) continue;
+    parameter.detach().copy_(weights->master);
   }
   detail::drop_weight_casts();
-  if (!published.empty()) publish(published);
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/member_table.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_engine.h>
 #include <mezzo/optim/detail/update_rule.h>
 
@@ -17,7 +17,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <tuple>
@@ -39,25 +38,6 @@ template <class Options>
 using LibtorchsOr =
     std::conditional_t<std::constructible_from<Options, const typename Options::LibtorchOptions&>,
                        typename Options::LibtorchOptions, Options>;
-
-inline void check_are_options(bool are_options, std::size_t group, const char* optimizer) {
-  TORCH_CHECK(are_options, optimizer, ": the options of parameter group ", group,
-              " are not mezzo::optim::", optimizer,
-              "Options; give OptimizerParamGroup a std::make_unique of those");
-}
-
-/// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither
-inline void check_numbers(const char* optimizer,
-                          std::initializer_list<std::pair<const char*, double>> at_least_0,
-                          const std::tuple<double, double>& betas = {}) {
-  for (const auto& [option, value] : at_least_0) {
-    TORCH_CHECK(is_at_least(value, 0), optimizer, ": ", option, " is ", value,
-                "; it should be at least 0");
-  }
-  const auto [beta1, beta2] = betas;
-  TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
-              ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
-}
 
 /// Returns libtorch's options as mezzo's, with the values that libtorch's lack from `defaults`.
 template <class Options>
@@ -144,15 +124,12 @@ struct OptimizerTraits {
   static constexpr bool kAtenHasIt = false;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
-  /// Whether an element's update looks at nothing but that element.
-  static constexpr bool kIsElementByElement = true;
 
   static StepLoop loop(bool is_variant, optim::WeightStorage storage, at::ScalarType kept,
                        CpuIsa isa) {
     return is_variant ? step_loop<VariantRule>(storage, kept, isa)
                       : step_loop<Rule>(storage, kept, isa);
   }
-  static void run_cpu(const std::vector<StepTask>& tasks) { run_step_cpu(tasks); }
 };
 
 /// \throws c10::Error naming the option that is out of range
@@ -220,7 +197,6 @@ struct RuleOf {
     rule.keep_masters = &keep_masters;
     rule.coefficients = &coefficients;
     rule.loop = &Traits::loop;
-    rule.run_cpu = &Traits::run_cpu;
     rule.make_state = &make_state;
     rule.slot_in = &slot_in;
     if constexpr (Traits::kAtenHasIt) {
@@ -236,7 +212,7 @@ struct RuleOf {
 
 // --- The shell ---------------------------------------------------------------------------------
 
-/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose comment the compiler prints.
+/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose line the compiler prints.
 struct OptionsAreSetByCalls {
   double lr = 0;
   std::tuple<double, double> betas{};
@@ -247,7 +223,6 @@ struct OptionsAreSetByCalls {
   bool nesterov = false;
   bool amsgrad = false;
   optim::WeightStorage weight_storage{};
-  optim::MomentStorage moment_storage{};
 };
 
 /// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
@@ -264,23 +239,23 @@ class OptimizerShell : public StepEngine {
                           const Options& defaults = {})
       : StepEngine(groups, std::make_unique<Options>(defaults), RuleOf<Traits>::kRule) {
     check_options<Traits>(defaults);
-    check_has_parameters(!groups.empty());
+    check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       keep_given_options<Options>(param_groups_[group], groups[group]);
       (void)group_numbers(group);
     }
     meet_parameters();
-    set_grad_dtypes();
   }
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
       : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
-    check_has_parameters(!param_groups_.front().params().empty());
+    check_has_parameters(!param_groups_.front().params().empty(), Traits::kName);
   }
 
   /// Refuses `{.lr = 1e-3}`: options are set as libtorch's are, AdamWOptions(1e-3).eps(1e-7).
-  template <class = void>  // a template, so that {1e-3} and {} still mean Options
-  OptimizerShell(std::vector<at::Tensor> parameters, const OptionsAreSetByCalls&) = delete;
+  template <class = void>                  // a template, so that {1e-3} and {} still mean Options
+  OptimizerShell(std::vector<at::Tensor>,  // set options by calls: AdamWOptions(1e-3).eps(1e-7)
+                 const OptionsAreSetByCalls&) = delete;
 
   /// Adds a group with all of its options. libtorch's own function, called through
   /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.
@@ -295,7 +270,6 @@ class OptimizerShell : public StepEngine {
       param_groups_.pop_back();
       throw;
     }
-    set_grad_dtypes();
   }
 
   /// Reads all of a file or nothing. States that the file lacks are dropped.
@@ -318,15 +292,6 @@ class OptimizerShell : public StepEngine {
   static std::optional<int64_t> highest_count(const Optimizer& read);
   Options options_of(std::size_t group) const {
     return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
-  }
-
-  /// A group may be empty, as one rank's part of a model can be; but a model without parameters has
-  /// not registered its layers.
-  static void check_has_parameters(bool has_parameters) {
-    TORCH_CHECK(
-        has_parameters, Traits::kName,
-        ": optimizer got an empty parameter list. In C++: give model->parameters() of a model "
-        "that has registered its layers with register_module");
   }
 };
 
@@ -360,7 +325,6 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
     set_group_options(param_groups_[group], read_options(group), *defaults_);
   }
   load_progress(progress);
-  set_grad_dtypes();
   if (!progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "

@@ -1,15 +1,20 @@
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
+#include <initializer_list>
 #include <ostream>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -37,6 +42,35 @@ struct OptimizerWords {
     return stream << words.name;
   }
 };
+
+// What every optimizer checks of its groups.
+
+/// A group may be empty, as one rank's part of a model can be; but a model without parameters has
+/// not registered its layers.
+inline void check_has_parameters(bool has_parameters, const char* optimizer) {
+  TORCH_CHECK(has_parameters, optimizer,
+              ": optimizer got an empty parameter list. In C++: give model->parameters() of a "
+              "model that has registered its layers with register_module");
+}
+
+inline void check_are_options(bool are_options, std::size_t group, const char* optimizer) {
+  TORCH_CHECK(are_options, optimizer, ": the options of parameter group ", group,
+              " are not mezzo::optim::", optimizer,
+              "Options; give OptimizerParamGroup a std::make_unique of those");
+}
+
+/// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither
+inline void check_numbers(const char* optimizer,
+                          std::initializer_list<std::pair<const char*, double>> at_least_0,
+                          const std::tuple<double, double>& betas = {}) {
+  for (const auto& [option, value] : at_least_0) {
+    TORCH_CHECK(is_at_least(value, 0), optimizer, ": ", option, " is ", value,
+                "; it should be at least 0");
+  }
+  const auto [beta1, beta2] = betas;
+  TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
+              ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

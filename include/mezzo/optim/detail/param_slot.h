@@ -3,10 +3,8 @@
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/block8_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/member_table.h>
@@ -25,15 +23,12 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 // ParamSlot: the state of one parameter from step to step, namely its weights in more bits than the
@@ -41,83 +36,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The gradient of a master ------------------------------------------------------------------
-
-/// Shows a parameter's gradient at its master too, for callers that read or clip the gradients of
-/// masters. Both `.grad` are one tensor; the parameter's is its home.
-class ShownGradient {
- public:
-  /// Gives `master` the gradient of `parameter`, which may be none.
-  void show(const at::Tensor& parameter, const at::Tensor& master) {
-    master.mutable_grad() = parameter.grad();
-    shown_.emplace(parameter.grad().getIntrusivePtr());
-    shown_at_.emplace(master.getIntrusivePtr());
-  }
-
-  bool is_shown() const noexcept { return shown_.has_value(); }
-
-  /// Gives the parameter the master's gradient as the caller left it after `show`: another tensor,
-  /// or none if it was dropped. A parameter whose own gradient was replaced keeps its own.
-  void follow(const at::Tensor& parameter, const at::Tensor& master) {
-    if (!shown_) return;
-    const bool is_there =
-        master.defined() && shown_at_->_unsafe_get_target() == master.unsafeGetTensorImpl();
-    if (!is_there) return end(master);
-    const bool is_as_shown = shown_->_unsafe_get_target() == parameter.grad().unsafeGetTensorImpl();
-    if (is_as_shown) {
-      if (!master.grad().is_same(parameter.grad())) parameter.mutable_grad() = master.grad();
-    } else {
-      end(master);
-    }
-  }
-
-  /// Takes the gradient away from `master`.
-  void end(const at::Tensor& master) {
-    if (!shown_) return;
-    if (master.defined()) master.mutable_grad() = at::Tensor();
-    shown_.reset();
-    shown_at_.reset();
-  }
-
- private:
-  // Weak references: the memory is freed when the parameter drops it, but no later tensor gets the
-  // same address.
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  std::optional<WeakTensor> shown_;     // the gradient
-  std::optional<WeakTensor> shown_at_;  // the master
-};
-
 // --- Weights beside the parameter --------------------------------------------------------------
-
-struct KeptWeights;
-
-/// Lists the float masters of each parameter in the process: two optimizers with a master of one
-/// parameter would each round their own to it.
-class KnownMasters {
- public:
-  void add(const at::Tensor& parameter, const KeptWeights* kept) {
-    const std::lock_guard lock(mutex_);
-    masters_.emplace(parameter.unsafeGetTensorImpl(), kept);
-  }
-  void remove(const c10::TensorImpl* parameter, const KeptWeights* kept) noexcept {
-    const std::lock_guard lock(mutex_);
-    const auto [begin, end] = masters_.equal_range(parameter);
-    const auto found =
-        std::find_if(begin, end, [kept](const auto& one) { return one.second == kept; });
-    if (found != end) masters_.erase(found);
-  }
-  /// Returns whether another optimizer's step was the last to write `parameter`.
-  bool another_wrote(const at::Tensor& parameter, const KeptWeights* kept) const;
-
-  static KnownMasters& of_process() {
-    static KnownMasters& all = *new KnownMasters;
-    return all;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::unordered_multimap<const c10::TensorImpl*, const KeptWeights*> masters_;
-};
 
 /// The value of a parameter in more bits than the parameter has.
 struct KeptWeights {
@@ -126,47 +45,23 @@ struct KeptWeights {
   at::Tensor master{};
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor lower_half{};
-  /// Whether `lower_half` began anew because the parameter was written.
-  bool has_restarted = false;
-  /// Stamp of the parameter when `master` or `lower_half` last agreed with it.
-  WriteStamp stamp{};
-  ShownGradient shown{};
+  /// The version of a master that a caller has been given, after mezzo's last write to it: with
+  /// another version the caller has written it.
+  std::optional<int64_t> shown_version{};
 
-  KeptWeights() = default;
-  KeptWeights(const KeptWeights& other)
-      : master(other.master), lower_half(other.lower_half), stamp(other.stamp) {}
-  KeptWeights& operator=(const KeptWeights& other) {
-    master = other.master;
-    lower_half = other.lower_half;
-    stamp = other.stamp;
-    shown = {};
-    return *this;
+  /// Prepares the master to be given to a caller, with the parameter's gradient as its own until
+  /// the next step.
+  void show(const at::Tensor& parameter) {
+    master.mutable_grad() = parameter.grad();
+    shown_version = master._version();
   }
-  ~KeptWeights() { forget(); }
-
-  /// Makes the master known as `parameter`'s, once.
-  void make_known(const at::Tensor& parameter) {
-    if (known_as_ == parameter.unsafeGetTensorImpl()) return;
-    forget();
-    known_as_ = parameter.unsafeGetTensorImpl();
-    KnownMasters::of_process().add(parameter, this);
+  /// Called after a step has written the master or has been skipped.
+  void end_step() {
+    if (!master.defined()) return;
+    if (master.grad().defined()) master.mutable_grad() = at::Tensor();
+    if (shown_version) shown_version = master._version();
   }
-
- private:
-  void forget() noexcept {
-    if (known_as_ != nullptr) KnownMasters::of_process().remove(known_as_, this);
-  }
-  const c10::TensorImpl* known_as_ = nullptr;
 };
-
-inline bool KnownMasters::another_wrote(const at::Tensor& parameter,
-                                        const KeptWeights* kept) const {
-  const std::lock_guard lock(mutex_);
-  const auto [begin, end] = masters_.equal_range(parameter.unsafeGetTensorImpl());
-  return std::any_of(begin, end, [&](const auto& one) {
-    return one.second != kept && one.second->stamp.is_current(parameter);
-  });
-}
 
 // A float's bits as a bfloat16 and the rest; see weight_formats.h.
 inline at::Tensor upper_half_of(const at::Tensor& floats) {
@@ -177,7 +72,11 @@ inline at::Tensor lower_half_of(const at::Tensor& floats) {
 }
 inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_half) {
   const at::Tensor upper = parameter.detach().view(at::kShort).to(at::kInt);
-  return upper.bitwise_left_shift(16).add(lower_half.to(at::kInt)).view(at::kFloat);
+  const at::Tensor magnitude = upper.bitwise_and(0x7FFF), lower = lower_half.to(at::kInt);
+  const at::Tensor is_stale = magnitude.eq(0)
+                                  .logical_and(lower.lt(0))
+                                  .logical_or(magnitude.eq(0x7F80).logical_and(lower.gt(0)));
+  return upper.bitwise_left_shift(16).add(lower.masked_fill(is_stale, 0)).view(at::kFloat);
 }
 
 /// Returns, element by element, whether a step would have rounded `master` to the 16-bit
@@ -220,66 +119,11 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
   return wanted;
 }
 
-/// Parameters of fewer elements keep float moments: a block's scale would cost much and save
-/// little.
-inline constexpr int64_t kFewestInBlocks = 4096;
-
-/// Returns whether a parameter of 16 bits has nothing beside it: its moments have 16 bits too.
-inline bool stands_alone(const at::Tensor& parameter, optim::WeightStorage storage) {
-  using optim::WeightStorage;
-  return is_low_precision(parameter) &&
-         (storage == WeightStorage::plain || storage == WeightStorage::stochastic);
-}
-
-/// Returns how the moments of `parameter` are kept, if not as the weights are: `as_weights` where
-/// `wanted`, the option of its group, makes no difference.
-/// \throws c10::Error where blocks are wanted for a double parameter
-inline optim::MomentStorage moments_of(const at::Tensor& parameter, optim::WeightStorage storage,
-                                       optim::MomentStorage wanted,
-                                       const OptimizerWords& optimizer) {
-  using optim::MomentStorage;
-  TORCH_CHECK(wanted != MomentStorage::block8 || parameter.scalar_type() != at::kDouble, optimizer,
-              ": MomentStorage::block8 takes parameters of float32, bfloat16 or float16, not ",
-              optimizer.parameter(parameter),
-              "; give it a parameter group with MomentStorage::as_weights");
-  if (wanted == MomentStorage::block8 && parameter.numel() >= kFewestInBlocks) return wanted;
-  return stands_alone(parameter, storage) ? MomentStorage::float32 : MomentStorage::as_weights;
-}
-
-/// Returns the dtype of moments that are not in blocks.
-inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage,
-                                   optim::MomentStorage moments) {
-  const bool is_wide = moments != optim::MomentStorage::as_weights ||
-                       storage == optim::WeightStorage::master ||
-                       storage == optim::WeightStorage::split_master;
-  return is_wide ? wide_dtype(parameter) : parameter.scalar_type();
-}
-
-/// A moment in blocks of 8 bits: codes of the parameter's shape and layout, and a scale a block.
-struct Blocks8 {
-  at::Tensor codes;
-  at::Tensor scales;
-};
-
-/// Returns the values of a moment in blocks, as floats of the same shape and layout; by way of the
-/// CPU, and so it waits for another device.
-inline at::Tensor widened(const at::Tensor& codes, const at::Tensor& scales, bool is_signed) {
-  const at::Tensor from = codes.cpu();
-  const at::Tensor by = scales.cpu();
-  const at::Tensor values = at::empty_like(from, from.options().dtype(at::kFloat));
-  widen_block8(is_signed, from.const_data_ptr<uint8_t>(), by.const_data_ptr<float>(),
-               values.mutable_data_ptr<float>(), from.numel());
-  return values.to(codes.device());
-}
-
-/// The reverse, of dense values.
-inline Blocks8 in_blocks(const at::Tensor& values, bool is_signed) {
-  const at::Tensor from = values.to(at::kCPU, at::kFloat);
-  const at::Tensor codes = at::empty_like(from, from.options().dtype(at::kByte));
-  const at::Tensor scales = at::empty({blocks8_of(from.numel())}, from.options());
-  narrow_block8(is_signed, from.const_data_ptr<float>(), codes.mutable_data_ptr<uint8_t>(),
-                scales.mutable_data_ptr<float>(), from.numel());
-  return {codes.to(values.device()), scales.to(values.device())};
+/// Returns the dtype of moments.
+inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
+  const bool has_floats =
+      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
+  return has_floats ? wide_dtype(parameter) : parameter.scalar_type();
 }
 
 /// \throws c10::Error where `kept`, which may come from a file, is of another model
@@ -292,73 +136,61 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
               "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
-/// Returns whether the lower half completes the parameter as it is now. It cannot tell which
-/// elements were written, so that any write to the parameter makes all of it useless.
-inline bool completes(const at::Tensor& parameter, const KeptWeights& kept) {
-  return kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
-         kept.lower_half.sizes() == parameter.sizes() && kept.stamp.is_current(parameter);
-}
-
 /// Returns a copy of the trained value, in float (double for double).
 inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& kept) {
   if (kept.master.defined()) return kept.master.clone();
-  if (completes(parameter, kept)) return joined(parameter, kept.lower_half);
+  const bool is_split = kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
+                        kept.lower_half.sizes() == parameter.sizes();
+  if (is_split) return joined(parameter, kept.lower_half);
   return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
 }
 
-/// Sets the master to the parameter at elements that were written since the last step, where the
-/// parameter is no longer the rounded master. Writes in place: a caller may hold the master.
-inline void follow_writes(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool was_written = !kept.stamp.is_current(parameter);
-  if (was_written && KnownMasters::of_process().another_wrote(parameter, &kept)) {
-    TORCH_WARN_ONCE(
-        "A parameter (", tensor_words(parameter),
-        ") is trained by two optimizers, each of which keeps a float master of it: what one adds "
-        "below the parameter's 16 bits is lost to the other. Give it to one optimizer.");
-  }
-  kept.master = kept.master.to(parameter.device(), at::kFloat);
-  kept.master.copy_(at::where(is_rounded_from(kept.master, parameter), kept.master,
-                              parameter.detach().to(at::kFloat)));
-}
-
+/// Makes the master, if there is none, and brings it to where the parameter is. A caller who has
+/// written the master since it was shown has written the parameter too.
 inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
-  if (!kept.master.defined()) {
+  const at::Tensor before = kept.master;
+  if (!before.defined()) {
     check_is_warm(parameter.device(), "a float master");
     kept.master = trained_value(parameter, kept);
+    if (kept.lower_half.defined()) parameter.detach().copy_(kept.master);  // ties may differ
     kept.lower_half = at::Tensor();
-  } else if (!kept.stamp.is_current(parameter) || kept.master.scalar_type() != at::kFloat ||
-             kept.master.device() != parameter.device()) {
-    follow_writes(parameter, kept);
+  } else if (kept.shown_version && *kept.shown_version != before._version()) {
+    parameter.detach().copy_(before);
+    kept.shown_version = before._version();
   }
-  kept.make_known(parameter);
+  kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
+  if (!kept.master.is_same(before)) kept.shown_version.reset();
 }
 
-/// Makes the lower half: from the master if a file has brought one, otherwise of zeros.
+/// Makes the parameter's value the master at elements where the parameter does not have the bits
+/// that the master rounds to: somebody has written the parameter. mezzo's loops do so by
+/// themselves. Writes in place: a caller may hold the master.
+inline void heal_master(const at::Tensor& parameter, KeptWeights& kept) {
+  const at::Tensor own = parameter.detach();
+  const at::Tensor rounded = kept.master.to(own.scalar_type());
+  const at::Tensor is_rounded = rounded.view(at::kShort).eq(own.view(at::kShort));
+  kept.master.copy_(at::where(is_rounded, kept.master, own.to(at::kFloat)));
+  if (kept.shown_version) kept.shown_version = kept.master._version();
+}
+
+/// Makes the lower half: from the master if a file has brought one, otherwise of zeros. Whether the
+/// parameter has been written since does not show: what is left below is less than a digit.
 inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool is_kept = !kept.master.defined() && completes(parameter, kept);
-  if (!is_kept) check_is_warm(parameter.device(), "the lower halves of weights");
   if (kept.master.defined()) {
+    check_is_warm(parameter.device(), "the lower halves of weights");
     const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
     const at::Tensor is_current = is_rounded_from(master, parameter);
     const at::Tensor own = parameter.detach().view(at::kShort);
     own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
-    const at::Tensor rest = lower_half_of(master);
-    kept.lower_half = at::where(is_current, rest, at::zeros_like(rest));
+    kept.lower_half = lower_half_of(master).masked_fill(is_current.logical_not(), 0);
     kept.master = at::Tensor();
-  } else if (!is_kept) {
-    const bool was_written = kept.lower_half.defined();
-    if (was_written && std::exchange(kept.has_restarted, true)) {
-      TORCH_WARN_ONCE(
-          "A parameter (", tensor_words(parameter),
-          ") of WeightStorage::split_master has been written between steps more than once. Each "
-          "time the 16 bits below it are lost, as with WeightStorage::plain. Use "
-          "WeightStorage::master for weights that are clamped, swapped or averaged during "
-          "training.");
-    }
+  } else if (!kept.lower_half.defined() || kept.lower_half.sizes() != parameter.sizes()) {
+    check_is_warm(parameter.device(), "the lower halves of weights");
     kept.lower_half =
         at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                        at::MemoryFormat::Preserve);
   }
+  kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
 }
 
 /// Drops the master of a parameter that is trained as it is. A float parameter takes its value
@@ -374,8 +206,7 @@ inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
   kept.lower_half = at::Tensor();
 }
 
-/// Makes `kept` hold the tensors that `storage` needs, and no others, in agreement with the
-/// parameter as it is now. The parameter must not be written between this and the step.
+/// Makes `kept` hold the tensors that `storage` needs, and no others, in the parameter's layout.
 inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
                            KeptWeights& kept) {
   switch (storage) {
@@ -389,7 +220,6 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
     case optim::WeightStorage::stochastic:
       give_up_master(parameter, kept);
   }
-  kept.stamp = WriteStamp::of(parameter);
 }
 
 // --- Slots and states --------------------------------------------------------------------------
@@ -399,42 +229,22 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
 class ParamSlot : public KeptWeights {
  public:
   ParamSlot() = default;
-  ParamSlot(const ParamSlot&) = default;
-  ParamSlot& operator=(const ParamSlot&) = default;
+  /// Copies all but the owner: a copy may be another parameter's.
+  ParamSlot(const ParamSlot& other) : KeptWeights(other) {}
+  ParamSlot& operator=(const ParamSlot& other) {
+    KeptWeights::operator=(other);
+    return *this;
+  }
   virtual ~ParamSlot() = default;
 
-  /// Returns the k-th moment; the last one where there are fewer. In blocks of 8 bits it is bytes,
-  /// and `scales[k]` has a float for each block.
+  /// Returns the k-th moment; the last one where there are fewer.
   virtual at::Tensor& moment(int k) noexcept = 0;
   /// Returns the number of steps applied to the parameter.
   virtual StepCount count() noexcept = 0;
-
-  std::array<at::Tensor, kMaxMoments> scales{};
+  /// The parameter, once a step has found this slot. libtorch finds a state by the address of its
+  /// parameter, which no other tensor gets while this reference lives.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> owner{};
 };
-
-/// Returns the k-th moment as floats (double for double), in memory of its own.
-inline at::Tensor moment_values(ParamSlot& slot, int k) {
-  const at::Tensor& moment = slot.moment(k);
-  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
-  if (scales.defined()) return widened(moment, scales, /*is_signed=*/k == 0);
-  return moment.defined() ? moment.to(wide_dtype(moment), /*non_blocking=*/false, /*copy=*/true)
-                          : at::Tensor();
-}
-
-/// \throws c10::Error where the k-th moment, which may come from a file, is not what its scales say
-inline void check_blocks(ParamSlot& slot, int k, const at::Tensor& parameter,
-                         const OptimizerWords& optimizer) {
-  const at::Tensor& moment = slot.moment(k);
-  const at::Tensor& scales = slot.scales[static_cast<std::size_t>(k)];
-  const bool are_codes = moment.defined() && moment.scalar_type() == at::kByte;
-  const bool fit = scales.defined() && scales.scalar_type() == at::kFloat &&
-                   scales.is_contiguous() && scales.numel() == blocks8_of(parameter.numel()) &&
-                   are_codes && is_dense_memory(moment) && scales.device() == moment.device();
-  TORCH_CHECK(fit || (!scales.defined() && !are_codes), optimizer, ": the state of ",
-              optimizer.parameter(parameter),
-              " has a moment in blocks of 8 bits whose codes and scales do not belong together; it "
-              "is damaged, or was put together by hand: load the optimizer's own file");
-}
 
 /// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
 /// split one.
@@ -485,12 +295,6 @@ class ParamState : public Base, public ParamSlot {
 
   StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
 
-  /// Returns a copy of the k-th moment in float (double for double), however it is kept; undefined
-  /// before the first step. Moments count in the order of their accessors: exp_avg is 0.
-  at::Tensor moment_values(int k) const {
-    return detail::moment_values(const_cast<ParamState&>(*this), k);
-  }
-
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {
     return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
@@ -533,14 +337,10 @@ class ParamState : public Base, public ParamSlot {
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
 
-  /// Lists the tensors that a file holds: the moments, the master and the scales of moments.
+  /// Lists the tensors that a file holds: the moments and the master.
   template <class Self>
   static auto tensors(Self& self) {
-    auto& [first, second, third] = self.scales;
-    return std::tuple_cat(
-        MemberTable::of(self),
-        std::tuple{member("master", self.master()), member("moment_0_scales", first),
-                   member("moment_1_scales", second), member("moment_2_scales", third)});
+    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
   }
 
   DeviceCount device_count_;

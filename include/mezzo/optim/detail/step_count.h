@@ -5,7 +5,6 @@
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
@@ -69,6 +68,9 @@ class StepCount {
     if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
   }
 
+  /// Returns whether the host counts, and has counted no step. Does not wait.
+  bool is_new() const noexcept { return *on_host_ == 0; }
+
   int64_t value() const { return steps_counted(*on_host_, *on_device_); }
 
   /// Sets the count. The host counts from here on, until `move_to`.
@@ -129,28 +131,6 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
   tensors.reserve(counts.size());
   for (const StepCount& count : counts) tensors.push_back(count.on_device());
   return tensors;
-}
-
-/// Returns counts that lie one after the other in memory as one tensor; otherwise an undefined one.
-/// Counts that were sent to the device together lie so.
-inline at::Tensor as_one(const std::vector<at::Tensor>& counts) {
-  const at::Tensor& first = counts.front();
-  for (std::size_t i = 0; i < counts.size(); ++i) {
-    const bool follows =
-        counts[i].is_alias_of(first) &&
-        counts[i].storage_offset() == first.storage_offset() + static_cast<int64_t>(i);
-    if (!follows) return {};
-  }
-  return first.as_strided({static_cast<int64_t>(counts.size())}, {1}, first.storage_offset());
-}
-
-inline void add_to_counts(const std::vector<at::Tensor>& counts, const at::Tensor& addend) {
-  at::Tensor all = as_one(counts);
-  if (all.defined()) {
-    all.add_(addend);
-  } else {
-    at::_foreach_add_(counts, addend);
-  }
 }
 
 /// Adds one, unless `found_inf`, a float on `device` or undefined, says that the step was skipped.

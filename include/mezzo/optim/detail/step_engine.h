@@ -2,22 +2,18 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/fused_optimizer.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -35,7 +31,7 @@ class FiledOptimizer final : public torch::optim::Optimizer {
 ///
 ///   plan    one walk over the parameters: who has a gradient, all checks, slots
 ///   read    one read of the gradients (FusedOptimizer::read)
-///   apply   unscale, clip, update and write copies, in one pass over the memory
+///   apply   unscale, clip and update in one pass over the memory
 ///
 /// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
 /// the parts that libtorch's users see: constructors, options and files. A step trains whole
@@ -54,7 +50,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                     const StepOptions& options = {});
 
   MEZZO_INLINE void enable_master_weights() override;
-  MEZZO_INLINE void set_grad_dtypes() const override;
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
@@ -68,13 +63,12 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                           const UpdateRule& rule);
 
   OptimizerWords words() const noexcept { return {rule_->name, param_groups_}; }
-  /// Reads and checks the options of a group; `lr` is the rate that a schedule's factor multiplies.
+  /// Reads and checks the options of a group.
   GroupNumbers group_numbers(std::size_t group) const {
-    GroupNumbers numbers = rule_->read_group(param_groups_, group, *defaults_);
-    if (has_schedule()) numbers.lr = base_lr(group, numbers.lr);
-    return numbers;
+    return rule_->read_group(param_groups_, group, *defaults_);
   }
-  /// Drops the states of parameters that are gone.
+  /// Drops the states of parameters that are gone. Called when there are more or fewer than
+  /// before, or fewer than states.
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
   /// Adds a row to `plan`, if `weights` have a gradient. `weights` are what is trained of
@@ -96,10 +90,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// Memory and copies that the host prepares for the kernels of one device.
   struct Prepared {
     std::vector<StepTask> tasks{};
-    Copies copies{};                      ///< parameters with gaps
     std::vector<at::Tensor> gradients{};  ///< copies, kept alive
     std::vector<at::Tensor> uncleared{};  ///< gradients that were copied and are to be cleared
-    Published published{};                ///< weights and their low-precision copies
   };
   struct AtenCall;
 
@@ -120,30 +112,27 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                                const at::Tensor& parameter) const;
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
-  MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers, bool restarts_counts);
+  MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers);
+  MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
-  MEZZO_INLINE bool shares_gradients(Rows rows);
   MEZZO_INLINE void finish(Rows rows, Cleared cleared, const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
-                             const StepOptions& options, bool has_inference);
+                             const StepOptions& options);
   MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                 Prepared& prepared);
-  /// Returns whether the copy that a step writes beside floats is of half.
-  bool copies_half(const Row& row) const noexcept {
-    if (row.storage == optim::WeightStorage::master)
-      return row.parameter->scalar_type() == at::kHalf;
-    return publishes() && published_dtype() == at::kHalf;
+  /// Returns whether the parameter that is rounded from a float master is of half.
+  static bool copies_half(const Row& row) noexcept {
+    return row.storage == optim::WeightStorage::master && row.parameter->scalar_type() == at::kHalf;
   }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 
   /// Steps on another device than the CPU. Returns whether it has counted the step as applied.
   MEZZO_INLINE bool step_on_device(Rows rows, const Groups& groups, const Verdict& verdict,
-                                   const StepOptions& options, bool has_inference, bool is_alone);
+                                   const StepOptions& options, bool is_alone);
 #ifdef MEZZO_WITH_CUDA
   MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
-                                 const StepOptions& options, bool has_inference,
-                                 bool counts_applied);
+                                 const StepOptions& options, bool counts_applied);
 #endif
   MEZZO_INLINE at::Tensor applied_on(at::Device device, bool counts_there);
   MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
@@ -155,13 +144,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                const AtenVerdict& verdict);
 
   const UpdateRule* rule_;
-  WalkedTensors seen_;
-  /// All parameters that the groups have had, by address. libtorch finds a state by the address of
-  /// its parameter; a weak reference keeps another tensor from getting that address.
-  std::unordered_map<void*, c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>>
-      met_;
-  WalkedTensors seen_gradients_;
-  bool shared_gradients_ = false;  // whether two of seen_gradients_ share memory
+  std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
 };
 
 }  // namespace detail

@@ -10,10 +10,8 @@
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
-#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/ones.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
@@ -43,23 +41,13 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
     all.insert(all.end(), group.params().begin(), group.params().end());
   }
   refuse_duplicates(all, words());
-  std::erase_if(met_, [this](const auto& one) {
-    const auto& [address, parameter] = one;
-    if (parameter.expired()) state_.erase(address);
-    return parameter.expired();
-  });
-  for (const at::Tensor& parameter : all) {
-    met_.try_emplace(parameter.unsafeGetTensorImpl(), parameter.getIntrusivePtr());
+  parameters_ = all.size();
+  std::vector<void*> gone;
+  for (const auto& [address, state] : state_) {
+    const auto* const slot = dynamic_cast<const ParamSlot*>(state.get());
+    if (slot != nullptr && slot->owner && slot->owner->expired()) gone.push_back(address);
   }
-}
-
-MEZZO_INLINE void StepEngine::set_grad_dtypes() const {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    if (!group_numbers(group).extras.accumulate_in_float) continue;
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      accumulate_in_float(parameter);
-    }
-  }
+  for (void* const address : gone) state_.erase(address);
 }
 
 MEZZO_INLINE void StepEngine::enable_master_weights() {
@@ -86,14 +74,12 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
-  refuse_average(parameter, words());
-  const NoGraphGuard no_graph(parameter.is_inference());
+  const NoGraphGuard no_graph;
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
-  slot.shown.follow(parameter, slot.master);
-  settle_weights(parameter, storage, slot);
-  slot.master = in_layout_of(dense_parameter(parameter), slot.master);
-  slot.shown.show(parameter, slot.master);
+  settle_master(parameter, slot);
+  heal_master(parameter, slot);
+  slot.show(parameter);
   return slot.master;
 }
 
@@ -110,19 +96,17 @@ MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter) {
 MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weights,
                                          const GroupNumbers& numbers) const {
   slot.count().check();
+  TORCH_CHECK(!numbers.begins_as_gradient || slot.moment(0).defined() || slot.count().is_new(),
+              words(), ": momentum with dampening was switched on after ",
+              words().parameter(weights),
+              " had taken steps without; set both before the first step, or dampening(0)");
   check_shape_of(slot.master, "a master", weights, words());
   for (int k = 0; k < numbers.moments; ++k) {
     check_shape_of(slot.moment(k), "a moment", weights, words());
-    const at::Tensor& moment = slot.moment(k);
-    const bool has_codes = moment.defined() && moment.scalar_type() == at::kByte;
-    if (has_codes || slot.scales[static_cast<std::size_t>(k)].defined()) {
-      check_blocks(slot, k, weights, words());
-    }
   }
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
-  met_.try_emplace(parameter.unsafeGetTensorImpl(), parameter.getIntrusivePtr());
   auto& state = state_[parameter.unsafeGetTensorImpl()];
   if (!state) state = rule_->make_state();
   return checked_slot(state, parameter);
@@ -134,51 +118,34 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
   TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
               " is not a mezzo::optim::", rule_->name,
               "ParamState; copy states only between optimizers of the same class");
+  if (!slot->owner) slot->owner.emplace(parameter.getIntrusivePtr());
   return *slot;
 }
 
-/// Returns the k-th moment in memory laid out as the parameter's, in the storage of `row`: made
-/// when there is none yet, and converted when it was loaded from elsewhere or is to be kept
-/// otherwise.
+/// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
+/// converted when it was loaded from elsewhere or is to be kept otherwise.
 MEZZO_INLINE at::Tensor& StepEngine::fitting_moment(const Row& row, int k,
                                                     const at::Tensor& parameter) {
   at::Tensor& moment = row.slot->moment(k);
-  at::Tensor& scales = row.slot->scales[static_cast<std::size_t>(k)];
-  const bool is_in_blocks = row.moments == optim::MomentStorage::block8;
-  const at::ScalarType dtype =
-      is_in_blocks ? at::kByte : moment_dtype(parameter, row.storage, row.moments);
+  const at::ScalarType dtype = moment_dtype(parameter, row.storage);
   const bool is_as_kept =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  const bool is_laid_out = moment.defined() && is_plain(moment) && same_layout(parameter, moment);
-  if (is_as_kept && is_laid_out) return moment;
+  if (is_as_kept && is_plain(moment) && same_layout(parameter, moment)) return moment;
   if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
-  const auto options = parameter.options().requires_grad(false);
   if (!moment.defined()) {
-    moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
-    if (is_in_blocks) {
-      scales = at::zeros({blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
-    }
-    return moment;
+    const auto options = parameter.options().requires_grad(false);
+    return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
   }
-  if (is_as_kept && !scales.defined()) return moment = in_layout_of(parameter, moment);
-  at::Tensor values =
-      scales.defined() ? widened(moment, scales, /*is_signed=*/k == 0) : moment.detach();
-  values =
-      in_layout_of(parameter, values.to(parameter.device(), is_in_blocks ? at::kFloat : dtype));
-  Blocks8 kept{values, {}};
-  if (is_in_blocks) kept = in_blocks(values, /*is_signed=*/k == 0);
-  scales = kept.scales;
-  return moment = kept.codes;
+  return moment = in_layout_of(parameter, moment.detach().to(parameter.device(), dtype));
 }
 
 // --- The plan ----------------------------------------------------------------------------------
 
 inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
                            const OptimizerWords& optimizer) {
-  TORCH_CHECK(!parameter.is_inference() || c10::InferenceMode::is_enabled(), optimizer, ": ",
-              optimizer.parameter(parameter),
-              " was made under c10::InferenceMode, outside of which it cannot be written; make or "
-              "load the model outside of it, or step inside of it");
+  TORCH_CHECK(!parameter.is_inference(), optimizer, ": ", optimizer.parameter(parameter),
+              " was made under c10::InferenceMode, and cannot be trained; make or load the model "
+              "outside of it");
   TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
               " takes dense parameters and gradients, and the gradient of ",
               optimizer.parameter(parameter), " is ", tensor_words(gradient),
@@ -188,9 +155,10 @@ inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradie
               optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
               tensor_words(gradient),
               "; call zero_grad() after the model was moved or resized, and backward() after that");
-  TORCH_CHECK(at::has_internal_overlap(parameter) != at::MemOverlap::Yes, optimizer,
-              ": several elements of ", optimizer.parameter(parameter),
-              " are the same memory, as expand() makes them; give the tensor that was expanded");
+  TORCH_CHECK(
+      is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),
+      " has gaps in its memory, or elements that share it; give the whole tensor that it is "
+      "a view of, or make it contiguous() before the optimizer is made");
 }
 
 /// Returns whether a step can read a gradient whose dtype is not the parameter's.
@@ -200,26 +168,35 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
+/// Warns once where options ask for a storage of bfloat16 and no weight of a step has 16 bits.
+inline void warn_of_unused_storage(const StepPlan& plan, const OptimizerWords& optimizer) {
+  const auto wants = [](const GroupNumbers& group) {
+    return group.extras.weight_storage == optim::WeightStorage::split_master ||
+           group.extras.weight_storage == optim::WeightStorage::stochastic;
+  };
+  if (std::none_of(plan.groups.begin(), plan.groups.end(), wants) || plan.rows.empty()) return;
+  const auto is_used = [](const StepPlan::Row& row) { return is_low_precision(*row.parameter); };
+  if (std::any_of(plan.rows.begin(), plan.rows.end(), is_used)) return;
+  TORCH_WARN_ONCE(optimizer,
+                  ": WeightStorage::split_master and stochastic are for weights of bfloat16, and "
+                  "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
+                  "before its optimizer is made.");
+}
+
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
   StepPlan plan{.is_checked = true};
   std::uint64_t number = 0;
-  try {
-    seen_.begin();
-    for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      plan.groups.push_back(group_numbers(group));
-      plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
-      for (const at::Tensor& parameter : param_groups_[group].params()) {
-        seen_.see(parameter);
-        add_row(plan, parameter, parameter, group, number++);
-      }
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    plan.groups.push_back(group_numbers(group));
+    plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      add_row(plan, parameter, parameter, group, number++);
     }
-    if (seen_.end()) meet_parameters();
-  } catch (...) {
-    seen_.forget();
-    throw;
   }
+  if (number != parameters_ || state_.size() > number) meet_parameters();
   if (plan.has_devices) group_by_device(plan);
+  warn_of_unused_storage(plan, words());
   return plan;
 }
 
@@ -227,39 +204,26 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
                                       const at::Tensor& weights, std::size_t group,
                                       std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  if (numbers.extras.accumulate_in_float) accumulate_in_float(weights);
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
-  optim::MomentStorage moments = optim::MomentStorage::as_weights;
-  if (numbers.moments > 0) moments = numbers.extras.moment_storage;
-  if (moments != optim::MomentStorage::as_weights) {
-    moments = moments_of(parameter, storage, moments, words());
-  }
   const bool has_master = storage == optim::WeightStorage::master;
-  ParamSlot* const slot = has_master || weights.grad().defined() ? find_slot(parameter) : nullptr;
-  if (slot != nullptr) slot->shown.follow(weights, slot->master);
   const at::Tensor& gradient = weights.grad();
   if (!gradient.defined()) return;
+  ParamSlot* const slot = find_slot(parameter);
   if (slot != nullptr) check_slot(*slot, weights, numbers);
   check_gradient(weights, gradient, words());
   const at::ScalarType own = weights.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  // A parameter that stands alone has no loop with moments of another format: it becomes a float.
-  const bool is_widened =
-      moments != optim::MomentStorage::as_weights && stands_alone(weights, storage);
   const StepLoop loop =
-      rule_->loop(numbers.is_variant, is_widened ? optim::WeightStorage::plain : storage,
-                  has_master || is_widened ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop && (own == given || takes_gradient(own, given)), words(), ": ",
+      rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
+  TORCH_CHECK(loop != nullptr && (own == given || takes_gradient(own, given)), words(), ": ",
               words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
               "float16 also of float32: cast the model before its optimizer is made");
-  plan.has_inference = plan.has_inference || weights.is_inference();
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back(
-      {&weights, gradient, group, number, storage, moments, slot, loop, &parameter});
+  plan.rows.push_back({&weights, gradient, group, number, storage, slot, loop, &parameter});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -285,19 +249,14 @@ inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers
       rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
       "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
       words.parameter(*row.parameter), " has none; use WeightStorage::master there");
-  TORCH_CHECK(row.moments == optim::MomentStorage::as_weights, rule.name,
-              ": MomentStorage::block8 and float32 need mezzo's kernels, which there are for the "
-              "CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-              words.parameter(*row.parameter), " has none; use MomentStorage::as_weights there");
   rule.check_aten(numbers);
 }
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  if (averaged_parameters_held.load() != 0) refuse_averages(plan, words());
-  const c10::InferenceMode inference(plan.has_inference);  // else what is made are plain tensors
-  const c10::NoGradGuard no_grad;
+  const NoGraphGuard no_graph;  // what is made are plain tensors under InferenceMode too
   bool is_counted = false;
+  set_lrs(plan);
   for (const Row& row : plan.rows) {  // before any device has stepped
     if (!plan.has_devices) break;
     if (has_own_kernels(row.parameter->device())) continue;
@@ -312,15 +271,28 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     if (with_aten) {
       step_with_aten(rows, plan.groups, own, options);
     } else if (has_cpu_loops(device)) {
-      step_cpu(rows, plan.groups, own, options, plan.has_inference);
+      step_cpu(rows, plan.groups, own, options);
     } else {
       const bool is_alone = rows.size() == plan.rows.size();
-      is_counted = step_on_device(rows, plan.groups, own, options, plan.has_inference, is_alone);
+      is_counted = step_on_device(rows, plan.groups, own, options, is_alone);
     }
     begin = end;
   }
   drop_weight_casts();
   if (!is_counted) count_applied(plan, verdict);
+}
+
+/// Sets the rates of a step under a schedule: on a device the bases, which it multiplies, otherwise
+/// the rates of the step.
+MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
+  if (!has_schedule() || plan.rows.empty()) return;
+  const bool steps_here = plan.has_devices || has_cpu_loops(plan.rows.front().parameter->device());
+  const auto bases = steps_here ? std::nullopt : lrs_for_device();
+  const std::vector<double> rates = bases ? *bases : lrs();
+  for (std::size_t group = 0; group < plan.groups.size(); ++group) {
+    plan.groups[group].lr = rates[group];
+    plan.groups[group].follows_table = bases.has_value();
+  }
 }
 
 /// Counts the step on the device that decides whether it is applied. Of several devices one counts
@@ -342,8 +314,7 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
 }
 
 /// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
-MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
-                                        bool restarts_counts) {
+MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
   using optim::WeightStorage;
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
   if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.owner);
@@ -352,37 +323,24 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers,
   const bool keeps_weights =
       row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
   if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
-    const NoGraphGuard no_graph(row.parameter->is_inference());
-    if (row.storage != WeightStorage::master) slot.shown.end(slot.master);
     settle_weights(*row.parameter, row.storage, slot);
   }
-  if (!keeps) {
-    row.slot = nullptr;
-  } else if (restarts_counts && numbers.begins_as_gradient && !slot.moment(0).defined()) {
-    slot.count().overwrite(0);
-  }
+  if (!keeps) row.slot = nullptr;
 }
 
-/// Returns whether two gradients share memory: then none may be cleared before all are read. The
-/// answer is kept while the gradients are the same tensors, as cleared gradients mostly are.
-MEZZO_INLINE bool StepEngine::shares_gradients(Rows rows) {
-  seen_gradients_.begin();
-  for (const Row& row : rows) seen_gradients_.see(row.gradient);
-  if (!seen_gradients_.end()) return shared_gradients_;
+/// Returns whether two gradients share memory: then none may be cleared before all are read.
+inline bool share_gradients(std::span<const StepPlan::Row> rows) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(rows.size());
-  for (const Row& row : rows) gradients.push_back(row.gradient);
-  return shared_gradients_ = may_overlap(gradients);
+  for (const StepPlan::Row& row : rows) gradients.push_back(row.gradient);
+  return may_overlap(gradients);
 }
 
-/// Returns the memory that a step of `row` reads and writes. A parameter or gradient with gaps is
-/// copied, and `prepared` holds the copy. Copies of ordinary parameters are plain tensors, even in
-/// a step with inference tensors.
+/// Returns the memory that a step of `row` reads and writes. A gradient with gaps is copied, and
+/// `prepared` holds the copy.
 MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
                                           Prepared& prepared) {
-  const bool is_dense = is_dense_memory(*row.parameter);
-  if (!is_dense) prepared.copies.emplace_back(*row.parameter, dense_parameter(*row.parameter));
-  const at::Tensor& parameter = is_dense ? *row.parameter : prepared.copies.back().second;
+  const at::Tensor& parameter = *row.parameter;
   const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
   if (!is_laid_out) {
     prepared.gradients.push_back(in_layout_of(parameter, row.gradient));
@@ -399,26 +357,16 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
     }
   }
   if (row.storage == optim::WeightStorage::master) {
-    row.slot->master = in_layout_of(parameter, row.slot->master);
     span.low_half_or_copy = span.parameter;
     span.parameter = row.slot->master.mutable_data_ptr();
   } else if (row.storage == optim::WeightStorage::split_master) {
-    row.slot->lower_half = in_layout_of(parameter, row.slot->lower_half);
     span.low_half_or_copy = row.slot->lower_half.mutable_data_ptr();
-  } else if (publishes() && is_dense && parameter.scalar_type() == at::kFloat) {
-    const at::Tensor copy = copy_for(parameter);
-    if (copy.defined()) {
-      span.low_half_or_copy = copy.mutable_data_ptr();
-      prepared.published.emplace_back(parameter, copy);
-    }
   }
   return span;
 }
 
-/// The last walk: writes copies back, counts, bumps versions and publishes. Publishing comes last,
-/// since a copy is current for the version that its weight has then.
+/// The last walk: counts and bumps versions.
 MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
-  for (const auto& [original, copy] : prepared.copies) original.copy_(copy);
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
@@ -430,15 +378,9 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared&
     if (!prepared.tasks.empty()) {
       slot.count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
     }
-    if (slot.master.defined()) {
-      bump_version(slot.master);
-      slot.shown.end(slot.master);
-    }
-    if (slot.master.defined() || slot.lower_half.defined()) {
-      slot.stamp = WriteStamp::of(*row.parameter);
-    }
+    if (slot.master.defined()) bump_version(slot.master);
+    slot.end_step();
   }
-  if (!prepared.published.empty()) publish(prepared.published);
 }
 
 // --- The CPU -----------------------------------------------------------------------------------
@@ -452,52 +394,35 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
   return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
 }
 
-/// Sets where the scales of a row's moments are, if they lie in blocks.
-inline void set_scales(const StepPlan::Row& row, int moments, float* (&scales)[kMaxMoments]) {
-  if (row.moments != optim::MomentStorage::block8) return;
-  for (int k = 0; k < moments; ++k) {
-    scales[k] = row.slot->scales[static_cast<std::size_t>(k)].mutable_data_ptr<float>();
-  }
-}
-
 /// Returns the bytes of an element of each stream of `row`.
 inline StepElementSizes element_sizes(const StepPlan::Row& row) {
   const bool has_master = row.storage == optim::WeightStorage::master;
   const auto own = static_cast<int64_t>(row.parameter->element_size());
-  return {.parameter = has_master ? int64_t{sizeof(float)} : own,
-          .gradient = static_cast<int64_t>(row.gradient.element_size()),
-          .moment = row.moments == optim::MomentStorage::block8
-                        ? int64_t{1}
-                        : static_cast<int64_t>(c10::elementSize(
-                              moment_dtype(*row.parameter, row.storage, row.moments)))};
+  return {
+      .parameter = has_master ? int64_t{sizeof(float)} : own,
+      .gradient = static_cast<int64_t>(row.gradient.element_size()),
+      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*row.parameter, row.storage)))};
 }
 
 MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
-                                       const StepOptions& options, bool has_inference) {
+                                       const StepOptions& options) {
   const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
   if (!factor) {
     for (const Row& row : rows) {
-      if (row.slot != nullptr) row.slot->shown.end(row.slot->master);
+      if (row.slot != nullptr) row.slot->end_step();
       if (options.zero_grad) clear_gradient(row.gradient);
     }
     return;
   }
-  const bool clears_on_the_way = options.zero_grad && !shares_gradients(rows);
-  const double lr_share = has_schedule() ? lr_factor(applied_steps()) : 1.0;
+  const bool clears_on_the_way = options.zero_grad && !share_gradients(rows);
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
   std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
   int64_t last_count = 0;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    open_slot(row, numbers, /*restarts_counts=*/false);
-    int64_t count = 1;
-    if (row.slot != nullptr) {
-      const bool begins = numbers.begins_as_gradient && !row.slot->moment(0).defined();
-      if (!begins) count = row.slot->count().value() + 1;
-    }
-    std::optional<NoGraphGuard> no_graph;
-    if (has_inference) no_graph.emplace(row.parameter->is_inference());
+    open_slot(row, numbers);
+    const int64_t count = row.slot != nullptr ? row.slot->count().value() + 1 : 1;
     StepTask& task = prepared.tasks.emplace_back();
     task.loop = row.loop;
     task.span = span_of(row, numbers, clears_on_the_way, prepared);
@@ -506,17 +431,10 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
     task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
-    task.is_staged = row.moments != optim::MomentStorage::as_weights;
-    if (task.is_staged) {
-      set_scales(row, numbers.moments, task.scales);
-      const bool is_widened = stands_alone(*row.parameter, row.storage);
-      if (is_widened) task.parameter_dtype = row.parameter->scalar_type();
-      task.is_stochastic = row.storage == optim::WeightStorage::stochastic;
-    }
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
     } else {
-      task.coefficients = rule_->coefficients(numbers.constants, numbers.lr * lr_share, count);
+      task.coefficients = rule_->coefficients(numbers.constants, numbers.lr, count);
     }
     last_group = row.group;
     last_count = count;
@@ -526,7 +444,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
-  rule_->run_cpu(prepared.tasks);
+  run_step_cpu(prepared.tasks);
   finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
 }
 
@@ -534,11 +452,10 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
 
 MEZZO_INLINE bool StepEngine::step_on_device(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options,
-                                             [[maybe_unused]] bool has_inference,
                                              [[maybe_unused]] bool is_alone) {
 #ifdef MEZZO_WITH_CUDA
   if (has_cuda_kernels(rows.front().parameter->device())) {
-    step_on_cuda(rows, groups, verdict, options, has_inference, is_alone);
+    step_on_cuda(rows, groups, verdict, options, is_alone);
     return is_alone;
   }
 #endif
@@ -560,14 +477,13 @@ inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options
 }
 
 MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
-                                           const StepOptions& options, bool has_inference,
-                                           bool counts_applied) {
+                                           const StepOptions& options, bool counts_applied) {
   const at::Device device = rows.front().parameter->device();
   StepInputs inputs = step_inputs(verdict, options);
-  inputs.clear = inputs.clear && !shares_gradients(rows);
+  inputs.clear = inputs.clear && !share_gradients(rows);
   const at::Tensor applied = applied_on(device, counts_applied);
-  const at::Tensor& factors = lr_factors_on(device);
-  if (factors.defined()) {
+  if (groups.front().follows_table) {
+    const at::Tensor& factors = lr_factors_on(device);
     inputs.applied = applied.const_data_ptr<float>();
     inputs.lr_factors = factors.const_data_ptr<double>();
     inputs.lr_factor_count = factors.numel();
@@ -581,17 +497,12 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   std::vector<StepCount> counts;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    open_slot(row, numbers, /*restarts_counts=*/true);
-    std::optional<NoGraphGuard> no_graph;
-    if (has_inference) no_graph.emplace(row.parameter->is_inference());
+    open_slot(row, numbers);
     const bool has_master = row.storage == optim::WeightStorage::master;
     step_rows.push_back(
         {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
          static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
          has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
-    StepRow& step_row = step_rows.back();
-    step_row.is_staged = row.moments != optim::MomentStorage::as_weights;
-    set_scales(row, numbers.moments, step_row.scales);
     if (row.slot != nullptr) counts.push_back(row.slot->count());
   }
   std::vector<float*> counters;
@@ -602,11 +513,10 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
-  cuda::begin_step_(device, table_memory());
-  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs, table_memory());
+  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
-    cuda::count_steps_(device, counters, inputs.found_inf, table_memory());
+    cuda::count_steps_(device, counters, inputs.found_inf);
   }
   finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
 }
@@ -631,7 +541,7 @@ struct StepEngine::AtenCall {
 };
 
 /// Bumps the versions of all tensors that ATen's fused optimizers wrote, which they do not do: so
-/// autograd and a WeightCache notice.
+/// autograd notices.
 inline void bump_versions(const AtenLists& lists) {
   const auto bump = [](const std::vector<at::Tensor>& written) {
     for (const at::Tensor& tensor : written) bump_version(tensor);
@@ -652,28 +562,22 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   return {factor.reciprocal().to(at::kFloat), verdict.found_inf, std::nullopt};
 }
 
-/// Calls ATen with counts increased by one, as its kernels expect them. The increase is taken back
-/// if the step is skipped, and for calls that ATen refused.
+/// Calls ATen with counts increased by one, as its kernels expect them, and takes the increase back
+/// if the step was skipped, as torch does.
 MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
                                          const std::vector<at::Tensor>& counts,
                                          const AtenVerdict& verdict) {
-  if (!counts.empty()) add_to_counts(counts, at::ones({}, counts.front().options()));
+  if (!counts.empty()) at::_foreach_add_(counts, 1);
   auto next = counts.begin();
-  try {
-    for (AtenCall& call : calls) {
-      const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
-      if (call.counted) call.lists.counts.assign(next, next + size);
-      rule_->aten_step(*call.numbers, call.lists, verdict);
-      bump_versions(call.lists);
-      if (call.counted) next += size;
-    }
-  } catch (...) {
-    const std::vector<at::Tensor> left(next, counts.end());
-    if (!left.empty()) add_to_counts(left, at::full({}, -1, left.front().options()));
-    throw;
+  for (AtenCall& call : calls) {
+    const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
+    if (call.counted) call.lists.counts.assign(next, next + size);
+    rule_->aten_step(*call.numbers, call.lists, verdict);
+    bump_versions(call.lists);
+    if (call.counted) next += size;
   }
   if (!counts.empty() && verdict.found_inf) {
-    add_to_counts(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
+    at::_foreach_add_(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
   }
 }
 
@@ -682,11 +586,11 @@ MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
   for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
-  for (Row& row : rows) open_slot(row, groups[row.group], /*restarts_counts=*/true);
+  for (Row& row : rows) open_slot(row, groups[row.group]);
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
-  const at::Tensor& factors = lr_factors_on(device);
-  if (factors.defined()) {
+  if (groups.front().follows_table) {
+    const at::Tensor& factors = lr_factors_on(device);
     const at::Tensor number =
         applied_on(device, /*counts_there=*/false).clamp_max(factors.numel() - 1).to(at::kLong);
     own.lr_factor = factors.take(number).to(at::kFloat);
@@ -698,7 +602,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   // Gradients that are cleared in the end may be written, unless one is shared: it would be
   // unscaled twice.
   const bool copies_gradients =
-      own.grad_scale.has_value() && (!options.zero_grad || shares_gradients(rows));
+      own.grad_scale.has_value() && (!options.zero_grad || share_gradients(rows));
   for (const Row& row : rows) {
     add_to_call(row, groups[row.group], copies_gradients, calls, counts, copies);
   }
@@ -719,12 +623,9 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
 MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& numbers,
                                           bool copies_gradient, std::vector<AtenCall>& calls,
                                           std::vector<StepCount>& counts, Copies& copies) {
-  const NoGraphGuard no_graph(row.parameter->is_inference());
-  const at::Tensor dense = dense_parameter(*row.parameter);
-  if (!dense.is_same(*row.parameter)) copies.emplace_back(*row.parameter, dense);
-  at::Tensor parameter = dense;
+  at::Tensor parameter = *row.parameter;
   if (row.storage == optim::WeightStorage::master) {
-    row.slot->master = in_layout_of(dense, row.slot->master);
+    heal_master(parameter, *row.slot);
     parameter = row.slot->master;
     copies.emplace_back(*row.parameter, parameter);
   }
@@ -741,7 +642,7 @@ MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& nu
   if (!counted) return;
   counts.push_back(row.slot->count());
   for (int k = 0; k < numbers.moments; ++k) {
-    lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, dense));
+    lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, *row.parameter));
   }
 }
 
@@ -756,9 +657,6 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
-      const auto* const slot = dynamic_cast<const ParamSlot*>(found->second.get());
-      const bool is_split = slot != nullptr && slot->lower_half.defined();
-      if (is_split) refuse_average(parameter, words());  // the lower half belongs to the weight
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }

@@ -23,11 +23,12 @@ namespace detail {
 /// The numbers that a step takes from the options of a param group.
 struct GroupNumbers {
   double lr = 0;
+  bool follows_table = false;       ///< the device multiplies `lr` by a schedule's factor
   ExtraOptions extras{};            ///< the options that all of mezzo's optimizers have
   StepNumbers constants{};          ///< the rule's own numbers
   bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
   int moments = 0;                  ///< how many; none for SGD without momentum
-  bool begins_as_gradient = false;  ///< with dampening, a first buffer restarts the count
+  bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
 };
 
 /// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
@@ -60,7 +61,6 @@ struct UpdateRule {
 
   StepNumbers (*coefficients)(const StepNumbers& constants, double lr, int64_t step);
   StepLoop (*loop)(bool is_variant, optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa);
-  void (*run_cpu)(const std::vector<StepTask>& tasks);
 
   std::unique_ptr<torch::optim::OptimizerParamState> (*make_state)();
   /// Returns the state as a slot, and takes over one of libtorch's; null where it is another's.

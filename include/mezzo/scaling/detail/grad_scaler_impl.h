@@ -9,7 +9,6 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_witness.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ops/ones.h>
@@ -93,12 +92,7 @@ inline at::Tensor step_of_libtorch(AnyOptimizer optimizer) {
 }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-/// \throws c10::Error, before any write, if an EmaScope has put an average in the place of one
 inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
-  for (const StepPlan::Row& row : plan.rows) {
-    if (!keeps_master(fused, row)) continue;
-    refuse_average(*row.parameter, {"unscale_", fused->optimizer().param_groups()});
-  }
   for (StepPlan::Row& row : plan.rows) {
     if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
@@ -243,7 +237,6 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
   Record& record = record_to_step(fused);
   const at::Tensor& scale = scale_->original();
-  detail::tell_witness(fused, scale, options.max_norm);
   const bool was_unscaled = record.stage == Stage::unscaled;
   StepPlan plan = fused.plan();
   if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
@@ -275,7 +268,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
                                                  const StepOptions& options) {
   Record& record = record_to_step(optimizer);
   const at::Tensor& scale = scale_->original();
-  detail::tell_witness(optimizer, scale, options.max_norm);
   const bool was_unscaled = record.stage == Stage::unscaled;
   if (!was_unscaled) unscale_into(optimizer);
   detail::check_has_gradients(record.found_inf.defined(), optimizer.optimizer());
@@ -297,6 +289,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     outcome.value = detail::step_of_libtorch(optimizer);
   }
   record.stage = Stage::stepped;
+  detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
   if (scale.is_cpu()) {
     clipping_.see(outcome);
     if (outcome.found_inf) skipped_scale_ = outcome.scale;
@@ -311,7 +304,6 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  detail::tell_witness(optimizer, /*scale=*/{}, options.max_norm);
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;

@@ -16,9 +16,11 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -41,6 +43,8 @@ class CheckpointedCall {
 
   /// Calls the function and returns the tensors in its result.
   virtual std::vector<at::Tensor> result_tensors() = 0;
+  /// Returns the tensors among the arguments.
+  virtual std::vector<at::Tensor> argument_tensors() const = 0;
 };
 
 template <class T>
@@ -104,21 +108,37 @@ class StoredCall final : public CheckpointedCall {
     return tensors_in(result);
   }
 
-  std::vector<at::Tensor> argument_tensors() const { return tensors_in(args_); }
+  std::vector<at::Tensor> argument_tensors() const override { return tensors_in(args_); }
 
  private:
   F function_;
   std::tuple<Args...> args_;
 };
 
+/// Returns the versions of the tensors among the arguments; those of inference mode have none.
+inline std::vector<std::int64_t> versions_of_arguments(const CheckpointedCall& call) {
+  std::vector<std::int64_t> versions;
+  for (const at::Tensor& tensor : call.argument_tensors()) {
+    versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
+  }
+  return versions;
+}
+
+inline void check_arguments(const CheckpointedCall& call, const std::vector<std::int64_t>& expected,
+                            const char* when) {
+  TORCH_CHECK(versions_of_arguments(call) == expected,
+              "activation_checkpoint: a tensor argument was modified in place ", when,
+              ", so that running the function again would compute something else. Clone it first, "
+              "or modify it after backward.");
+}
+
 /// The data of a recomputation.
 struct Recomputation {
   std::unique_ptr<CheckpointedCall> call;
   RunConditions conditions;
-  std::vector<WatchedTensor> watched;
+  std::vector<std::int64_t> versions;
   std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
-  GraphTrace ops{};                    ///< what the first run did
-  torch::autograd::edge_list uses{};   ///< where its boundary edges led
+  torch::autograd::edge_list uses{};   ///< where the edges that leave the first run's graph led
 };
 
 /// The gradient edges of the results that the node stands for.
@@ -128,9 +148,8 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
   for (const auto i : results) {
     TORCH_CHECK(i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
                 "activation_checkpoint: result ", i,
-                " of the first run is missing from the recomputation, or "
-                "does not require grad there.",
-                kSameEachTime);
+                " of the first run is missing from the recomputation, or does not require grad "
+                "there. The function must do the same each time.");
     edges.push_back(torch::autograd::impl::gradient_edge(tensors[i]));
   }
   return edges;
@@ -139,8 +158,7 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
 /// The node of a checkpointed call. Its inputs are the results of the call. It has one next edge
 /// for each *use* of a tensor from outside, in the order in which the call's own graph would
 /// deliver the gradients, so that they are added up in that order and come out the same to the bit.
-/// Another checkpoint around it replaces its next edges for a while, so the uses are kept apart
-/// from them.
+/// Another checkpoint around it replaces its next edges, so the uses are kept apart from them.
 class CheckpointNode final : public torch::autograd::Node {
  public:
   explicit CheckpointNode(Recomputation recomputation)
@@ -155,19 +173,31 @@ class CheckpointNode final : public torch::autograd::Node {
   /// libtorch's words.
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     const auto again = recomputation();
-    if (std::ranges::none_of(gradients, &at::Tensor::defined)) {
-      return torch::autograd::variable_list(num_outputs());
+    TORCH_CHECK(!c10::GradMode::is_enabled(),
+                "activation_checkpoint: gradients of gradients (create_graph) do not go through a "
+                "checkpoint; call the function without one");
+    torch::autograd::variable_list found(num_outputs());
+    std::vector<std::size_t> wanted;
+    for (std::size_t i = 0; i < found.size(); ++i) {
+      if (task_should_compute_output(i)) wanted.push_back(i);
     }
-    torch::autograd::edge_list roots;
-    const RunGraph graph = run_again(*again, roots);
-    torch::autograd::variable_list root_gradients;
+    if (wanted.empty() || std::ranges::none_of(gradients, &at::Tensor::defined)) return found;
+    const auto [roots, graph] = run_again(*again);
     torch::autograd::edge_list given;
+    torch::autograd::variable_list root_gradients;
     for (std::size_t i = 0; i < roots.size(); ++i) {
       if (!gradients[i].defined()) continue;
-      given.push_back(std::move(roots[i]));
+      given.push_back(roots[i]);
       root_gradients.push_back(std::move(gradients[i]));
     }
-    return backward(graph, given, root_gradients);
+    const torch::autograd::edge_list ends = graph.cut();
+    torch::autograd::edge_list wanted_ends;
+    for (const std::size_t i : wanted) wanted_ends.push_back(ends[i]);
+    auto arrived = torch::autograd::Engine::get_default_engine().execute(
+        given, root_gradients, /*keep_graph=*/false, /*create_graph=*/false,
+        /*accumulate_grad=*/false, wanted_ends);
+    for (std::size_t i = 0; i < wanted.size(); ++i) found[wanted[i]] = std::move(arrived[i]);
+    return found;
   }
 
   void release_variables() override {
@@ -185,94 +215,71 @@ class CheckpointNode final : public torch::autograd::Node {
     return recomputation_;
   }
 
-  RunGraph run_again(const Recomputation& again, torch::autograd::edge_list& roots) const {
-    for (const auto& tensor : again.watched) tensor.check("between its forward and its backward");
+  static std::pair<torch::autograd::edge_list, RunGraph> run_again(const Recomputation& again) {
+    check_arguments(*again.call, again.versions, "between its forward and its backward");
     const RunConditions::Scope scope(again.conditions);
     const GraphMark start;
-    roots = result_edges(again.call->result_tensors(), again.results);
+    torch::autograd::edge_list roots = result_edges(again.call->result_tensors(), again.results);
     RunGraph graph(roots, start);
-    check_same_ops(again.ops, trace(graph));
-    check_same_targets(again.uses, targets(graph));
-    return graph;
-  }
-
-  torch::autograd::variable_list backward(const RunGraph& graph,
-                                          const torch::autograd::edge_list& roots,
-                                          const torch::autograd::variable_list& gradients) const {
-    const bool create_graph = c10::GradMode::is_enabled();
-    std::vector<bool> wanted;
-    for (std::size_t i = 0; i < num_outputs(); ++i) wanted.push_back(task_should_compute_output(i));
-    TemporaryEdges edges(graph);
-    edges.drop_unwanted(wanted);
-    GradientTaps taps(edges);
-    torch::autograd::Engine::get_default_engine().execute(
-        roots, gradients, /*keep_graph=*/create_graph, create_graph, /*accumulate_grad=*/true);
-    return taps.take();
+    TORCH_CHECK(graph.uses() == again.uses,
+                "activation_checkpoint: the recomputation used other parameters or other tensors "
+                "that require grad than the first run, or made such a tensor itself. The function "
+                "runs again during backward and must do the same then: it may depend on its "
+                "arguments, on captured values that do not change until backward, and on "
+                "libtorch's default random generators.");
+    return {std::move(roots), std::move(graph)};
   }
 
   std::shared_ptr<Recomputation> recomputation_;
 };
 
-/// Starts watching. Materialises the gradient edges too: autograd renews the node of a view whose
-/// base was modified when it is first asked for it, and that must not happen during the run.
-inline std::vector<WatchedTensor> watch_arguments(const std::vector<at::Tensor>& tensors) {
-  std::vector<WatchedTensor> watched;
-  for (const auto& tensor : tensors) {
-    if (!tensor.defined()) continue;
-    if (tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
-    watched.emplace_back(tensor, "a tensor argument");
-  }
-  return watched;
-}
-
-/// Puts one node in the place of the graph that the run since `start` made behind `results`, whose
-/// tensors are replaced by ones without that graph. Results that the run did not compute from a
-/// tensor that requires grad, or that are such a tensor themselves, stay as they are.
-inline void replace_graph(const std::vector<at::Tensor*>& results, const GraphMark& start,
-                          Recomputation recomputation) {
+/// Puts one node in the place of the graph that the run since `start` made behind the tensors of
+/// `result`. Tensors that the run did not compute from a tensor that requires grad, or that are
+/// such a tensor themselves, stay as they are.
+template <class Result>
+void replace_graph(Result& result, const GraphMark& start, Recomputation recomputation) {
+  std::vector<at::Tensor> tensors = tensors_in(result);
   torch::autograd::edge_list roots;
-  for (std::size_t i = 0; i < results.size(); ++i) {
-    if (!results[i]->defined() || !results[i]->requires_grad()) continue;
-    auto edge = torch::autograd::impl::gradient_edge(*results[i]);
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].defined() || !tensors[i].requires_grad()) continue;
+    auto edge = torch::autograd::impl::gradient_edge(tensors[i]);
     if (!start.made_since(*edge.function)) continue;
     recomputation.results.push_back(i);
     roots.push_back(std::move(edge));
   }
   if (roots.empty()) return;
-  const RunGraph graph(roots, start);
-  recomputation.ops = trace(graph);
-  recomputation.uses = targets(graph);
-  watch_leaves(recomputation.uses, recomputation.watched);
+  recomputation.uses = RunGraph(roots, start).uses();
   const auto replaced = recomputation.results;
   const auto node = make_node<CheckpointNode>(std::move(recomputation));
   for (const auto i : replaced) {
-    at::Tensor result = results[i]->detach();
-    const auto input_nr = node->add_input_metadata(result);
-    torch::autograd::impl::set_gradient_edge(result, {node, input_nr});
-    *results[i] = std::move(result);
+    tensors[i] = tensors[i].detach();
+    const auto input_nr = node->add_input_metadata(tensors[i]);
+    torch::autograd::impl::set_gradient_edge(tensors[i], {node, input_nr});
   }
+  std::size_t next = 0;
+  for_each_tensor(result, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
 }
 
 /// Runs `call` and replaces the graph of its result.
 template <class Call>
 auto first_run(std::unique_ptr<Call> call, bool preserve_random_state) {
-  auto watched = watch_arguments(call->argument_tensors());
+  // Materialises the gradient edges: autograd renews the node of a view whose base was modified
+  // when it is first asked for it, and that must not happen during the run.
+  for (const at::Tensor& tensor : call->argument_tensors()) {
+    if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
+  }
+  auto versions = versions_of_arguments(*call);
   RunConditions conditions(preserve_random_state);
   const GraphMark start;
   auto result = [&] {
     const WeightCastsUncached uncached;
-    const ReadTensors read;
-    auto value = (*call)();
-    read.watch_unmodified(watched);
-    return value;
+    return (*call)();
   }();
-  for (const auto& tensor : watched) tensor.check("by the function itself");
-  std::vector<at::Tensor*> results;
-  for_each_tensor(result, [&](at::Tensor& tensor) { results.push_back(&tensor); });
-  replace_graph(results, start,
+  check_arguments(*call, versions, "by the function itself");
+  replace_graph(result, start,
                 {.call = std::move(call),
                  .conditions = std::move(conditions),
-                 .watched = std::move(watched)});
+                 .versions = std::move(versions)});
   return result;
 }
 

@@ -40,7 +40,7 @@ inline DecidedCategory decided_category(const c10::OperatorHandle& op, c10::Devi
   const auto& edits = thread_policies()[policy_device_index(device)];
   if (edits != nullptr) {
     const OpRecord* known = override_registry().find(op);
-    if (const auto edit = known != nullptr ? edits->find(known->slot) : std::nullopt) {
+    if (const auto edit = known != nullptr ? edits->find(*known) : std::nullopt) {
       return {*edit, true};
     }
   }
@@ -96,18 +96,16 @@ inline at::ScalarType dtype_after_casts(OpCategory category, OpArguments argumen
   return dtype;
 }
 
-/// Returns the product that an unlisted op is made of, if autocast lowers that product: the op
-/// takes its inputs as they come, and computes in the product's dtype.
-inline std::optional<c10::OperatorHandle> product_within(const c10::OperatorName& op) {
-  static constexpr std::array<std::pair<std::string_view, const char*>, 5> kProducts = {
-      {{"aten::einsum", "aten::bmm"},
-       {"aten::inner", "aten::mm"},
-       {"aten::tensordot", "aten::mm"},
-       {"aten::linalg_multi_dot", "aten::mm"},
-       {"aten::chain_matmul", "aten::mm"}}};
-  const auto* const found = std::find_if(kProducts.begin(), kProducts.end(),
-                                         [&op](const auto& each) { return each.first == op.name; });
-  return found == kProducts.end() ? std::nullopt : find_op(found->second);
+/// Returns the index of the op's argument `ScalarType? dtype`, if it has one.
+inline std::optional<std::size_t> optional_dtype_index(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (arguments[i].name() == "dtype" &&
+        arguments[i].type()->kind() == c10::TypeKind::OptionalType) {
+      return i;
+    }
+  }
+  return std::nullopt;
 }
 
 /// The key of a line in a trace: calls that are equal in all of it are added up.
@@ -133,7 +131,6 @@ struct TracedCost {
   std::int64_t calls = 0;
   std::int64_t casts = 0;
   std::int64_t bytes = 0;
-  std::int64_t cache_hits = 0;
 };
 
 /// The thing that the start of an op opened, for its end to close.
@@ -156,7 +153,6 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     TracedCall call;
     TracedCost cost;
     bool casting;
-    std::int64_t hits_before;
   };
 
   friend OpListener;
@@ -198,16 +194,12 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
     if (name.name == open_.back().name) {
       open_.back().casting = false;
-      open_.back().cost.cache_hits += cache_hits() - open_.back().hits_before;
       return OpenedByOp::nothing;
     }
-    if (name.name == "aten::_to_copy" && !inputs.empty() && inputs[0].isTensor()) {
-      note_cast(inputs);
-    } else if (name.name == "aten::copy_") {  // a weight cache renews a copy in its place
-      note_cast(inputs[1].toTensor(), inputs[0].toTensor().scalar_type());
-    } else {
+    if (name.name != "aten::_to_copy" || inputs.empty() || !inputs[0].isTensor()) {
       return name.name == "aten::to" ? std::optional(OpenedByOp::nothing) : std::nullopt;
     }
+    note_cast(inputs);
     in_cast_ = true;
     return OpenedByOp::cast;
   }
@@ -215,10 +207,7 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
   void note_cast(OpArguments inputs) {
     const at::Tensor& source = inputs[0].toTensor();
     const bool given = inputs.size() > 1 && inputs[1].isInt();
-    note_cast(source, given ? inputs[1].toScalarType() : source.scalar_type());
-  }
-
-  void note_cast(const at::Tensor& source, at::ScalarType target) {
+    const auto target = given ? inputs[1].toScalarType() : source.scalar_type();
     const auto written = static_cast<std::int64_t>(c10::elementSize(target));
     open_.back().cost.casts += 1;
     open_.back().cost.bytes += source.numel() * (source.element_size() + written);
@@ -236,18 +225,15 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     }
     const auto decided = decided_category(*op, *device);
     const bool listed = decided.by_policy || decided.category != OpCategory::fallthrough;
-    if (!listed && (!open_.empty() || is_view(op->schema()))) {
+    if (!listed && (!open_.empty() || returns_view(op->schema()))) {
       return false;
     }
     TracedCall call{
         scope(), full_name(name),       *device,
         decided, tensor_dtypes(inputs), runs_in(*op, decided.category, inputs, *device)};
     if (decided.category == OpCategory::lower_precision) note_product(call.runs_in);
-    open_.push_back({name.name,
-                     std::move(call),
-                     {.calls = 1},
-                     decided.category != OpCategory::fallthrough,
-                     cache_hits()});
+    open_.push_back(
+        {name.name, std::move(call), {.calls = 1}, decided.category != OpCategory::fallthrough});
     return true;
   }
 
@@ -265,12 +251,6 @@ class TraceRecorder : public OpListener<TraceRecorder, OpenedByOp> {
     cost.calls += closed.cost.calls;
     cost.casts += closed.cost.casts;
     cost.bytes += closed.cost.bytes;
-    cost.cache_hits += closed.cost.cache_hits;
-  }
-
-  static bool is_view(const c10::FunctionSchema& schema) {
-    const auto& returns = schema.returns();
-    return !schema.is_mutable() && !returns.empty() && returns[0].alias_info() != nullptr;
   }
 
   // A dtype that the caller asked for wins over the category's.

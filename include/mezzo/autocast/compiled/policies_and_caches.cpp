@@ -1,9 +1,0 @@
-// Op policies, cast traces and weight caches, compiled once: see mezzo/optim/compiled.h.
-#include <mezzo/autocast/cast_trace.h>
-#include <mezzo/autocast/op_policy.h>
-#include <mezzo/autocast/weight_cache.h>
-
-// The definitions that their users leave to this unit.
-#include <mezzo/autocast/detail/op_policy/cast_trace_impl.h>
-#include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
-#include <mezzo/autocast/detail/weight_cache/weight_cache_impl.h>

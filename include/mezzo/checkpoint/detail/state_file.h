@@ -1,0 +1,203 @@
+#pragma once
+
+#include <mezzo/base/detail/cast_cache.h>
+#include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
+#include <mezzo/checkpoint/detail/checkpoint_part.h>
+
+#include <ATen/core/ivalue.h>
+#include <c10/core/Device.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+// A training state to and from a file, of one process or of one rank of several.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+// --- Saving ------------------------------------------------------------------------------------
+
+inline void check_can_be_saved(const char* caller, const std::vector<NamedPart>& parts,
+                               std::int64_t step) {
+  TORCH_CHECK(!parts.empty(), caller,
+              ": the state is empty; add what training goes on from, as in "
+              "state.add(\"model\", model)");
+  TORCH_CHECK(step >= 0, caller, ": step is ", step, "; it should be at least 0");
+}
+
+/// Returns the values of a state's objects by name, with their own tensors.
+inline PythonDict values_of(const std::vector<NamedPart>& parts) {
+  const ParameterNames names = parameter_names(parts);
+  PythonDict values = python_dict();
+  for (const NamedPart& one : parts) {
+    try {
+      values.insert(one.name, one.part.save(names));
+    } catch (...) {
+      TORCH_CHECK(false, "\"", one.name, "\" cannot be saved: ", message_of_current_exception());
+    }
+  }
+  return values;
+}
+
+/// Returns what a file holds: the values, and mezzo's own entry.
+inline c10::IValue document_of(const PythonDict& values, std::int64_t step,
+                               const c10::IValue& ranks = {}) {
+  PythonDict own = python_dict();
+  own.insert("format", std::int64_t{2});
+  own.insert("step", step);
+  if (!ranks.isNone()) own.insert("ranks", ranks);
+  PythonDict document = values.copy();
+  document.insert(kMezzoKey, own);
+  return document;
+}
+
+struct WrittenFile {
+  std::uint64_t bytes;
+  bool durable;  ///< SavedCheckpoint::durable
+};
+
+/// Writes a file. `folder_error` is the system's from flushing the folder's own name, or 0.
+inline WrittenFile write_file(const std::filesystem::path& target, const c10::IValue& document,
+                              int folder_error,
+                              const std::function<void(const std::string&)>& warn) {
+  AtomicFile file(temporary_of(target), target);
+  write_zip(file, document);
+  const int file_error = file.commit();
+  const int error = file_error != 0 ? file_error : folder_error;
+  if (error != 0) {
+    warn(target.string() +
+         " is in its place, but whether it would survive a crash of the machine is not known: the "
+         "folder cannot be flushed to the disk: " +
+         reason(error));
+  }
+  return {file.total(), error == 0};
+}
+
+// --- Loading: everything is compared and checked before the first object changes
+// -------------------
+
+/// One of the ranks that read together. `ranks` is 0 for a process without ranks.
+struct RankOf {
+  std::int64_t rank = 0;
+  std::int64_t ranks = 0;
+};
+
+/// What remains to be done for a file that fits.
+struct CheckedLoad {
+  std::filesystem::path file{};
+  std::int64_t step = 0;
+  std::vector<std::pair<std::string, CheckpointPart::Apply>> pending{};
+  /// Differences because another number of ranks wrote the file, one sentence each.
+  std::vector<std::string> notes{};
+};
+
+inline void check_names(const std::string& file, const ReadCheckpoint& read,
+                        const std::vector<NamedPart>& parts, bool subset, RankOf who) {
+  std::string missing, extra;
+  for (const NamedPart& one : parts) {
+    const bool is_optional = one.is_per_rank && who.ranks > 0;
+    if (read.values.contains(one.name) || is_optional) continue;
+    missing += (missing.empty() ? " \"" : ", \"") + one.name + "\"";
+  }
+  for (const auto& entry : read.values) {
+    const std::string& name = entry.key().toStringRef();
+    const bool is_wanted = std::any_of(parts.begin(), parts.end(),
+                                       [&name](const NamedPart& one) { return one.name == name; });
+    if (is_wanted || subset) continue;
+    extra += (extra.empty() ? " \"" : ", \"") + name + "\"";
+  }
+  TORCH_CHECK(missing.empty() && extra.empty(), file, " is another training state's:",
+              missing.empty() ? std::string() : " it lacks" + missing + ";",
+              extra.empty()
+                  ? std::string()
+                  : " it has" + extra +
+                        ", which the state does not name: add them, or load with {.subset = true};",
+              " nothing was loaded");
+}
+
+/// Checks one object. Returns the function that changes it; null to leave it as it is.
+inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoint& read,
+                                        const LoadContext& context, RankOf who,
+                                        std::vector<std::string>& notes) {
+  const c10::IValue of_ranks = item(read.ranks, one.name);
+  const auto ranks = static_cast<std::int64_t>(of_ranks.isNone() ? 1 : of_ranks.toListRef().size());
+  const std::string name = '"' + one.name + '"';
+  if (one.is_per_rank && who.ranks == ranks && ranks > 1) {
+    return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], context);
+  }
+  if (!one.is_per_rank || who.ranks <= 1) {
+    if (ranks > 1) {
+      notes.push_back(name + " is rank 0's: the file has what " + std::to_string(ranks) +
+                      " ranks had");
+    }
+    return one.part.load(read.values.at(one.name), context);
+  }
+  const bool begins_anew = one.part.begin_anew != nullptr && read.values.contains(one.name);
+  notes.push_back(name +
+                  (begins_anew ? " is begun anew, from the file's, the step and the rank"
+                               : " is left as it is") +
+                  ": the file has what " + std::to_string(ranks) + " ranks had, and here are " +
+                  std::to_string(who.ranks));
+  if (!begins_anew) return nullptr;
+  return one.part.begin_anew(read.values.at(one.name), "step " + std::to_string(read.step) +
+                                                           ", rank " + std::to_string(who.rank) +
+                                                           " of " + std::to_string(who.ranks));
+}
+
+/// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
+inline CheckedLoad check_file(const std::filesystem::path& path,
+                              const std::vector<NamedPart>& parts, bool subset,
+                              std::optional<c10::Device> device, RankOf who = {}) {
+  const std::string file = path.string();
+  const ReadCheckpoint read = read_checkpoint(path);
+  check_names(file, read, parts, subset, who);
+  CheckedLoad checked{.file = path, .step = read.step};
+  const LoadContext context{parameter_names(parts), device};
+  for (const NamedPart& one : parts) {
+    try {
+      auto apply = check_part(one, read, context, who, checked.notes);
+      if (apply) checked.pending.emplace_back(one.name, std::move(apply));
+    } catch (...) {
+      TORCH_CHECK(false, file, ": \"", one.name,
+                  "\" does not fit: ", message_of_current_exception(), "; nothing was loaded");
+    }
+  }
+  return checked;
+}
+
+/// Gives the objects their values, in their order.
+inline void apply(CheckedLoad& checked) {
+  const c10::NoGradGuard no_grad;
+  const auto end = c10::make_scope_exit([] { drop_weight_casts(); });
+  for (auto& [name, apply_one] : checked.pending) {
+    try {
+      apply_one();
+      apply_one = nullptr;  // with what it holds of the file
+    } catch (...) {
+      TORCH_CHECK(false, checked.file.string(), ": \"", name,
+                  "\" refuses its value: ", message_of_current_exception(),
+                  "; the objects before it are loaded, and those behind it are not: load another "
+                  "checkpoint, or begin anew, before you go on");
+    }
+  }
+}
+
+inline void check_can_be_loaded(const char* caller, const std::vector<NamedPart>& parts) {
+  TORCH_CHECK(!parts.empty(), caller,
+              ": the state is empty; add what was saved, as in state.add(\"model\", model)");
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,155 @@
+/// \file
+/// What tensors hold, in one read: the range of the finite values, and how many are inf or NaN.
+#pragma once
+
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/number_text.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <c10/core/ScalarType.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What one tensor holds. The range is that of the finite values, of complex ones their magnitudes;
+/// 0 where there are none.
+struct TensorSummary {
+  std::string name = {};  ///< of a parameter, where whoever asked knows it
+  /// The tensor's dtype; Undefined of one that holds no floating numbers, which is not read.
+  at::ScalarType dtype = at::ScalarType::Undefined;
+  std::vector<std::int64_t> sizes = {};  ///< the tensor's shape
+  std::int64_t count = 0;                ///< how many values were read; of a sparse tensor its own
+  double minimum = 0;                    ///< with sign
+  double maximum = 0;                    ///< with sign
+  double smallest = 0;                   ///< in magnitude
+  double largest = 0;                    ///< in magnitude
+  std::int64_t infs = 0;                 ///< of either sign
+  std::int64_t negative_infs = 0;        ///< how many of `infs` are -inf
+  std::int64_t nans = 0;                 ///< how many values are NaN
+
+  /// Returns whether no value is inf or NaN.
+  bool is_finite() const { return infs + nans == 0; }
+
+  /// Returns "encoder.weight float16 [8, 4] -3.1 to 3.2, |x| from 0.001 1 inf".
+  std::string to_string() const {
+    using detail::digits;
+    std::string text = (name.empty() ? name : name + " ") + std::string(detail::dtype_name(dtype));
+    text += " " + detail::sizes_text(sizes);
+    if (infs + nans < count) {
+      text += " " + digits(minimum) + " to " + digits(maximum);
+      if (minimum < 0 && maximum > 0) text += ", |x| from " + digits(smallest);
+    }
+    if (infs > 0) text += " " + std::to_string(infs) + (negative_infs == infs ? " -inf" : " inf");
+    if (nans > 0) text += " " + std::to_string(nans) + " NaN";
+    return text;
+  }
+};
+
+namespace detail {
+
+/// Whether a tensor has numbers that could be inf or NaN, and kernels that read them.
+inline bool is_readable(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return false;
+  if (!tensor.is_floating_point() && !tensor.is_complex()) return false;
+  return tensor.is_sparse() ? tensor._nnz() > 0 : tensor.has_storage() && tensor.numel() > 0;
+}
+
+/// Returns the values in a type that has arithmetic; magnitudes of complex numbers.
+inline at::Tensor ordered_values(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.is_sparse() ? tensor._values() : tensor.detach();
+  if (values.is_complex()) return values.abs();
+  return values.element_size() == 1 ? values.to(at::kFloat) : values;  // float8
+}
+
+/// Returns tensors of one number each, on any devices, as one tensor of doubles on the host.
+inline at::Tensor numbers_on_host(std::vector<at::Tensor> numbers) {
+  const at::Device device = numbers.front().device();
+  for (at::Tensor& number : numbers) number = number.to(device, at::kDouble);
+  return at::stack(numbers).cpu();
+}
+
+/// The magnitudes that a dtype rounds to inf, from half a step beyond its largest number on, and to
+/// 0, up to half of its smallest. (c10's own conversions are inlined, and wrong under -ffast-math.)
+struct RoundingEnds {
+  double overflow = std::numeric_limits<double>::infinity();
+  double underflow = 0;
+};
+
+inline RoundingEnds rounding_ends(at::ScalarType dtype) {
+  if (dtype == at::kHalf) return {65520, 0x1p-25};
+  if (dtype == at::kBFloat16) return {0x1.FFp+127, 0x1p-134};
+  if (dtype == at::kFloat) return {0x1.FFFFFFp+127, 0x1p-150};
+  return {};
+}
+
+inline bool overflows(double value, at::ScalarType dtype) {
+  return !nonfinite_bits(value) && std::abs(value) >= rounding_ends(dtype).overflow;
+}
+
+inline bool vanishes(double value, at::ScalarType dtype) {
+  return value != 0 && !nonfinite_bits(value) && std::abs(value) <= rounding_ends(dtype).underflow;
+}
+
+}  // namespace detail
+
+/// Returns a summary of each tensor; an empty one of a tensor without floating numbers. Writes
+/// nothing. Waits for the device once, and once more for each tensor that holds inf or NaN.
+inline std::vector<TensorSummary> summarize(const std::vector<at::Tensor>& tensors) {
+  const at::NoGradGuard no_grad;
+  std::vector<TensorSummary> summaries(tensors.size());
+  std::vector<at::Tensor> ends;
+  for (const at::Tensor& tensor : tensors) {
+    if (!detail::is_readable(tensor)) continue;
+    const at::Tensor values = detail::ordered_values(tensor);
+    const auto [low, high] = at::aminmax(values);
+    ends.insert(ends.end(), {low, high, values.abs().min()});
+  }
+  if (ends.empty()) return summaries;
+  const at::Tensor known = detail::numbers_on_host(std::move(ends));
+  const double* number = known.const_data_ptr<double>();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!detail::is_readable(tensors[i])) continue;
+    TensorSummary& summary = summaries[i];
+    summary.dtype = tensors[i].scalar_type();
+    summary.sizes = tensors[i].sizes().vec();
+    summary.count = tensors[i].is_sparse() ? tensors[i]._values().numel() : tensors[i].numel();
+    const double* range = number;
+    at::Tensor counted;
+    if (detail::nonfinite_bits(number[0]) || detail::nonfinite_bits(number[1])) {
+      constexpr double kInf = std::numeric_limits<double>::infinity();
+      const at::Tensor values = detail::ordered_values(tensors[i]);
+      const at::Tensor is_finite = values.isfinite();
+      counted = detail::numbers_on_host(
+          {at::where(is_finite, values, kInf).min(), at::where(is_finite, values, -kInf).max(),
+           at::where(is_finite, values.abs(), kInf).min(), values.isinf().sum(),
+           values.isneginf().sum(), values.isnan().sum()});
+      range = counted.const_data_ptr<double>();
+      summary.infs = static_cast<std::int64_t>(range[3]);
+      summary.negative_infs = static_cast<std::int64_t>(range[4]);
+      summary.nans = static_cast<std::int64_t>(range[5]);
+    }
+    if (summary.infs + summary.nans < summary.count) {
+      summary.minimum = range[0];
+      summary.maximum = range[1];
+      summary.smallest = range[2];
+      summary.largest = std::max(std::abs(range[0]), std::abs(range[1]));
+    }
+    number += 3;
+  }
+  return summaries;
+}
+
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,191 @@
+/// \file
+/// What mezzo asks of a c10d backend, and how ranks find out that they differ.
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/flatten_dense_tensors.h>
+#include <ATen/ops/tensor.h>
+#include <ATen/ops/unflatten_dense_tensors.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+using GroupPtr = c10::intrusive_ptr<c10d::Backend>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+/// Returns `group`. \throws c10::Error if it is null
+inline GroupPtr checked(GroupPtr group, const char* caller) {
+  TORCH_CHECK(group, caller,
+              ": `group` is null; give a c10d backend, such as a MpiBackend, a ProcessGroupNCCL or "
+              "process_group->getBackend(torch::kCUDA)");
+  return group;
+}
+
+// --- Collectives --------------------------------------------------------------------------------
+
+/// Begins an all-reduce of `tensor`, which is contiguous.
+inline WorkPtr all_reduce(const GroupPtr& group, const at::Tensor& tensor,
+                          c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM) {
+  std::vector<at::Tensor> tensors = {tensor};
+  c10d::AllreduceOptions options;
+  options.reduceOp = reduction;
+  return group->allreduce(tensors, options);
+}
+
+/// Writes the ranks' inputs to `output`, `size` times as long, in the order of the ranks. Waits.
+inline void all_gather(const GroupPtr& group, at::Tensor output, at::Tensor input) {
+  group->_allgather_base(output, input)->wait();
+}
+
+/// Gives all ranks the root's values of `tensors`, which have the same shapes on all ranks: some 25
+/// MiB of one device and dtype at a time. Waits.
+inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tensors, int root) {
+  if (group->getSize() == 1) return;
+  constexpr std::size_t kEnough = std::size_t{25} << 20;
+  const c10::NoGradGuard no_grad;
+  const auto send = [&](std::vector<at::Tensor>& pack) {
+    std::vector<at::Tensor> flat = {at::flatten_dense_tensors(pack)};
+    c10d::BroadcastOptions options;
+    options.rootRank = root;
+    group->broadcast(flat, options)->wait();
+    if (group->getRank() != root) {
+      const std::vector<at::Tensor> parts = at::unflatten_dense_tensors(flat[0], pack);
+      for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
+    }
+    pack.clear();
+  };
+  struct Pack {
+    std::vector<at::Tensor> tensors{};
+    std::size_t bytes = 0;
+  };
+  std::map<std::pair<std::string, at::ScalarType>, Pack> packs;
+  for (const at::Tensor& tensor : tensors) {
+    Pack& pack = packs[{tensor.device().str(), tensor.scalar_type()}];
+    pack.tensors.push_back(tensor.detach());
+    pack.bytes += tensor.nbytes();
+    if (pack.bytes >= kEnough) send(pack.tensors), pack.bytes = 0;
+  }
+  for (auto& [of, pack] : packs) {
+    if (!pack.tensors.empty()) send(pack.tensors);
+  }
+}
+
+/// Returns a device whose tensors the group takes, for messages of mezzo's own.
+inline at::Device device_of(const c10d::Backend& group) {
+  return group.getBackendName() == "nccl" ? at::kCUDA : at::kCPU;
+}
+
+/// Returns rank `from`'s text on all ranks.
+inline std::string broadcast_text(const GroupPtr& group, std::string text, int from) {
+  constexpr std::size_t kMost = std::size_t{1} << 28;
+  const at::Device device = device_of(*group);
+  const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())}).to(device);
+  broadcast(group, {length}, from);
+  text.resize(static_cast<std::size_t>(length.item<int64_t>()));
+  for (std::size_t begin = 0; begin < text.size(); begin += kMost) {
+    const std::size_t count = std::min(kMost, text.size() - begin);
+    const at::Tensor here = at::empty({static_cast<int64_t>(count)}, at::kByte);
+    std::copy_n(text.data() + begin, count, static_cast<char*>(here.mutable_data_ptr()));
+    const at::Tensor bytes = here.to(device);
+    broadcast(group, {bytes}, from);
+    std::copy_n(static_cast<const char*>(bytes.cpu().const_data_ptr()), count, text.data() + begin);
+  }
+  return text;
+}
+
+// --- Agreement ----------------------------------------------------------------------------------
+
+/// Returns every rank's text, on every rank.
+inline std::vector<std::string> gather_texts(const GroupPtr& group, const std::string& own) {
+  const at::Device device = device_of(*group);
+  const int64_t size = group->getSize();
+  const at::Tensor lengths = at::empty({size}, at::TensorOptions(at::kLong).device(device));
+  all_gather(group, lengths, at::tensor({static_cast<int64_t>(own.size())}).to(device));
+  const at::Tensor lengths_here = lengths.cpu();
+  const at::Tensor padded = at::zeros({lengths_here.max().item<int64_t>()}, at::kByte);
+  std::copy(own.begin(), own.end(), static_cast<char*>(padded.mutable_data_ptr()));
+  const at::Tensor all =
+      at::empty({size, padded.numel()}, at::TensorOptions(at::kByte).device(device));
+  all_gather(group, all, padded.to(device));
+  const at::Tensor all_here = all.cpu();
+  std::vector<std::string> texts;
+  for (int64_t rank = 0; rank < size; ++rank) {
+    texts.emplace_back(static_cast<const char*>(all_here[rank].const_data_ptr()),
+                       static_cast<std::size_t>(lengths_here[rank].item<int64_t>()));
+  }
+  return texts;
+}
+
+/// Calls `f`. Returns the message of what it threw; empty if it did not throw.
+template <class F>
+std::string failure_of(const F& f) {
+  try {
+    f();
+    return {};
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of a type of its own";
+  }
+}
+
+/// Throws, on all ranks, the text of the first rank whose `failure` is not empty.
+inline void throw_together(const GroupPtr& group, const char* caller, const std::string& failure) {
+  const std::vector<std::string> failures = gather_texts(group, failure);
+  for (std::size_t rank = 0; rank < failures.size(); ++rank) {
+    TORCH_CHECK(failures[rank].empty(), caller, ": rank ", rank, " of ", failures.size(), ": ",
+                failures[rank]);
+  }
+}
+
+/// Calls `f` on rank 0, and returns its text on all ranks; all throw what it throws.
+template <class F>
+std::string from_rank_0(const GroupPtr& group, const char* caller, const F& f) {
+  std::string text, failure;
+  if (group->getRank() == 0) failure = failure_of([&] { text = f(); });
+  throw_together(group, caller, failure);
+  return gather_texts(group, text)[0];
+}
+
+/// Throws, on all ranks, where one has another text than rank `root`, naming the first lines that
+/// differ, and what to do.
+inline void check_alike(const GroupPtr& group, const char* caller, const std::string& own,
+                        const char* advice, int root = 0) {
+  const std::vector<std::string> texts = gather_texts(group, own);
+  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
+    std::istringstream theirs(texts[rank]), roots(texts[static_cast<std::size_t>(root)]);
+    while (theirs || roots) {
+      std::string line, line_of_root;
+      if (!std::getline(theirs, line)) line = "nothing more";
+      if (!std::getline(roots, line_of_root)) line_of_root = "nothing more";
+      TORCH_CHECK(line == line_of_root, caller, ": rank ", rank, " has \"", line, "\" where rank ",
+                  root, " has \"", line_of_root, "\"; ", advice);
+    }
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

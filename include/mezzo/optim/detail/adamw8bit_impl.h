@@ -1,0 +1,214 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
+#include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/optim/adamw8bit.h>
+#include <mezzo/optim/detail/trained_once.h>
+
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <cstddef>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace optim {
+
+MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> AdamW8bitParamState::clone() const {
+  return std::make_unique<AdamW8bitParamState>(*this);
+}
+MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_scales);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_scales);
+}
+MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_scales);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_scales);
+}
+
+MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                                  const torch::optim::AdamWOptions& defaults,
+                                  const AdamW8bitOptions& options)
+    : Optimizer(groups, std::make_unique<torch::optim::AdamWOptions>(defaults)),
+      seed_(options.seed) {
+  std::vector<at::Tensor> all;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_group(group);
+    const auto& own = param_groups_[group].params();
+    all.insert(all.end(), own.begin(), own.end());
+  }
+  detail::check_has_parameters(!all.empty(), "AdamW8bit");
+  detail::refuse_duplicates(all, words());
+  for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
+    const at::Tensor& named = options.float_moments[i];
+    const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
+    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_named), "AdamW8bit: float_moments[", i,
+                "] is no parameter of this optimizer; name tensors of its groups, such as "
+                "embedding->weight");
+    float_moments_.insert(named.unsafeGetTensorImpl());
+  }
+}
+
+MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
+  const auto* const options =
+      dynamic_cast<const torch::optim::AdamWOptions*>(&param_groups_[group].options());
+  TORCH_CHECK(options != nullptr, "AdamW8bit: the options of parameter group ", group,
+              " are not torch::optim::AdamWOptions; give OptimizerParamGroup a std::make_unique of "
+              "those");
+  detail::check_numbers(
+      "AdamW8bit",
+      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
+      options->betas());
+  TORCH_CHECK(!options->amsgrad(),
+              "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
+              "mezzo::optim::AdamW");
+}
+
+/// Checks a parameter that has a gradient, and its state, which a file may have brought.
+MEZZO_INLINE void AdamW8bit::check_parameter(const at::Tensor& parameter) {
+  const at::Tensor& gradient = parameter.grad();
+  const at::ScalarType dtype = parameter.scalar_type();
+  TORCH_CHECK(detail::has_own_kernels(parameter.device()),
+              "AdamW8bit: ", words().parameter(parameter),
+              " is on a device without mezzo's kernels; keep the "
+              "model on the CPU, or on CUDA and link the CMake target mezzo::cuda");
+  TORCH_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) &&
+                  (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
+              "AdamW8bit takes parameters of float32 or bfloat16 with gradients of the same dtype "
+              "or float32, and that of ",
+              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              "; cast the model before its optimizer is made");
+  TORCH_CHECK(gradient.layout() == at::kStrided && gradient.device() == parameter.device() &&
+                  gradient.sizes() == parameter.sizes(),
+              "AdamW8bit takes dense gradients of their parameters' shapes and devices, and that "
+              "of ",
+              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              "; call zero_grad() after the model was moved or resized, and make an embedding with "
+              "sparse(false)");
+  TORCH_CHECK(detail::is_dense_memory(parameter), "AdamW8bit: ", words().parameter(parameter),
+              " has gaps in its memory; give its contiguous() clone to model and optimizer");
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return;
+  const auto* const state = dynamic_cast<const AdamW8bitParamState*>(found->second.get());
+  const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
+    if (!moment.defined() || moment.device() != parameter.device() ||
+        moment.sizes() != parameter.sizes() || !detail::same_layout(parameter, moment)) {
+      return false;
+    }
+    if (!scales.defined()) return moment.scalar_type() == at::kFloat;
+    return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
+           scales.device() == parameter.device() && scales.is_contiguous() &&
+           scales.numel() == detail::blocks8_of(parameter.numel());
+  };
+  TORCH_CHECK(state != nullptr && fits(state->exp_avg(), state->exp_avg_scales()) &&
+                  fits(state->exp_avg_sq(), state->exp_avg_sq_scales()) &&
+                  state->exp_avg_scales().defined() == state->exp_avg_sq_scales().defined(),
+              "AdamW8bit: the state of ", words().parameter(parameter),
+              " is not that of a parameter of this shape, layout and device; load the optimizer's "
+              "own file, for a model that is where it was");
+}
+
+MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& parameter) {
+  auto& kept = state_[parameter.unsafeGetTensorImpl()];
+  if (kept != nullptr) return static_cast<AdamW8bitParamState&>(*kept);
+  auto made = std::make_unique<AdamW8bitParamState>();
+  const bool has_floats =
+      parameter.numel() < 4096 || float_moments_.count(parameter.unsafeGetTensorImpl()) != 0;
+  const auto options = parameter.options().requires_grad(false);
+  for (at::Tensor* const moment : {&made->exp_avg(), &made->exp_avg_sq()}) {
+    *moment = at::zeros_like(parameter, options.dtype(has_floats ? at::kFloat : at::kByte),
+                             at::MemoryFormat::Preserve);
+  }
+  if (!has_floats) {
+    for (at::Tensor* const scales : {&made->exp_avg_scales(), &made->exp_avg_sq_scales()}) {
+      *scales = at::zeros({detail::blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
+    }
+  }
+  AdamW8bitParamState& state = *made;
+  kept = std::move(made);
+  return state;
+}
+
+MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  const c10::NoGradGuard no_grad;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_group(group);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      if (parameter.grad().defined()) check_parameter(parameter);
+    }
+  }
+  std::vector<detail::AdamW8bitStep> on_cpu;
+  std::vector<at::Tensor> gradients;  // kept alive
+  std::uint64_t number = 0;
+  for (const auto& group : param_groups_) {
+    const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
+    const auto [beta1, beta2] = options.betas();
+    const detail::AdamConstants constants{.beta1 = beta1,
+                                          .beta2 = beta2,
+                                          .eps = options.eps(),
+                                          .weight_decay = options.weight_decay(),
+                                          .is_decoupled = true};
+    for (const at::Tensor& parameter : group.params()) {
+      const std::uint64_t own_number = number++;
+      if (!parameter.grad().defined()) continue;
+      AdamW8bitParamState& state = state_of(parameter);
+      state.step(state.step() + 1);
+      gradients.push_back(detail::in_layout_of(parameter, parameter.grad()));
+      const auto scales = [](at::Tensor& kept) {
+        return kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
+      };
+      const detail::AdamW8bitStep step{
+          {parameter.mutable_data_ptr(),
+           const_cast<void*>(gradients.back().const_data_ptr()),
+           {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
+           parameter.numel()},
+          {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
+          parameter.scalar_type(),
+          gradients.back().scalar_type(),
+          constants.at(options.lr(), state.step()),
+          {.seed = seed_,
+           .step = static_cast<std::uint64_t>(state.step()),
+           .parameter = own_number}};
+      if (detail::has_cpu_loops(parameter.device())) {
+        on_cpu.push_back(step);
+#ifdef MEZZO_WITH_CUDA
+      } else {
+        detail::cuda::step_adamw8bit_(parameter.device(), step);
+#endif
+      }
+      detail::bump_version(parameter);
+    }
+  }
+  detail::step_adamw8bit_cpu(on_cpu);
+  return loss;
+}
+
+MEZZO_INLINE void AdamW8bit::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
+}
+MEZZO_INLINE void AdamW8bit::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  c10::IValue seed;
+  archive.read("seed", seed);
+  seed_ = static_cast<std::uint64_t>(seed.toInt());
+}
+
+}  // namespace optim
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

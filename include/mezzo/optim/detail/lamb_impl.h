@@ -1,0 +1,178 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/optim/lamb.h>
+
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/serialize.h>
+
+#include <cmath>
+#include <map>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace optim {
+
+MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> LAMBOptions::clone() const {
+  return std::make_unique<LAMBOptions>(*this);
+}
+MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, bias_correction);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, always_adapt);
+}
+MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(always_adapt);
+}
+
+MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> LAMBParamState::clone() const {
+  return std::make_unique<LAMBParamState>(*this);
+}
+MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::InputArchive& archive) {
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
+  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
+}
+MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::OutputArchive& archive) const {
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
+  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+}
+
+MEZZO_INLINE LAMB::LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        const LAMBOptions& defaults)
+    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
+                std::make_unique<LAMBOptions>(defaults)) {
+  std::size_t parameters = 0;
+  for (const auto& group : groups) {
+    add_param_group(group);
+    parameters += group.params().size();
+  }
+  detail::check_has_parameters(parameters != 0, "LAMB");
+}
+
+MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup& group) {
+  Optimizer::add_param_group(group);
+  try {
+    // From 2.12 on libtorch replaces options of classes that it does not know by the defaults.
+    if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+    check_group(param_groups_.size() - 1);
+    std::vector<at::Tensor> all;
+    for (const auto& own : param_groups_) {
+      all.insert(all.end(), own.params().begin(), own.params().end());
+    }
+    detail::refuse_duplicates(all, words());
+  } catch (...) {
+    param_groups_.pop_back();
+    throw;
+  }
+}
+
+MEZZO_INLINE void LAMB::check_group(std::size_t group) const {
+  const auto* const options = dynamic_cast<const LAMBOptions*>(&param_groups_[group].options());
+  detail::check_are_options(options != nullptr, group, "LAMB");
+  detail::check_numbers(
+      "LAMB",
+      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
+      options->betas());
+}
+
+MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
+  at::Tensor loss;
+  if (closure) {
+    const at::AutoGradMode with_grad(true);
+    loss = closure();
+  }
+  const c10::NoGradGuard no_grad;
+  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
+    check_group(group);
+    for (const at::Tensor& parameter : param_groups_[group].params()) {
+      TORCH_CHECK(!parameter.grad().defined() || parameter.grad().layout() == at::kStrided,
+                  "LAMB does not support sparse gradients, and ", words().parameter(parameter),
+                  " has one; make its Embedding with sparse(false)");
+    }
+  }
+  /// The parameters of a group, a device and a dtype, which ATen's ops take together.
+  struct Together {
+    std::vector<at::Tensor> parameters, gradients, means, squares;
+    std::vector<at::Scalar> corrections, root_corrections;
+  };
+  for (const auto& group : param_groups_) {
+    const auto& options = static_cast<const LAMBOptions&>(group.options());
+    const auto [beta1, beta2] = options.betas();
+    std::map<std::pair<std::string, at::ScalarType>, Together> all;
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      auto& kept = state_[parameter.unsafeGetTensorImpl()];
+      if (kept == nullptr) kept = std::make_unique<LAMBParamState>();
+      auto& state = static_cast<LAMBParamState&>(*kept);
+      if (!state.exp_avg().defined()) {
+        state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
+      }
+      state.step(state.step() + 1);
+      const auto steps = static_cast<double>(options.bias_correction() ? state.step() : 0);
+      const auto correction = [steps](double beta) {
+        return steps == 0 ? 1.0 : 1 - std::pow(beta, steps);
+      };
+      Together& own = all[{parameter.device().str(), parameter.scalar_type()}];
+      own.parameters.push_back(parameter);
+      own.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
+      own.means.push_back(state.exp_avg());
+      own.squares.push_back(state.exp_avg_sq());
+      own.corrections.emplace_back(correction(beta1));
+      own.root_corrections.emplace_back(std::sqrt(correction(beta2)));
+    }
+    for (const auto& [place, own] : all) {
+      at::_foreach_mul_(own.means, beta1);
+      at::_foreach_add_(own.means, own.gradients, 1 - beta1);
+      at::_foreach_mul_(own.squares, beta2);
+      at::_foreach_addcmul_(own.squares, own.gradients, own.gradients, 1 - beta2);
+      std::vector<at::Tensor> divisors = at::_foreach_sqrt(own.squares);
+      at::_foreach_div_(divisors, own.root_corrections);
+      at::_foreach_add_(divisors, options.eps());
+      at::_foreach_mul_(divisors, own.corrections);
+      const std::vector<at::Tensor> updates = at::_foreach_div(own.means, divisors);
+      if (options.weight_decay() != 0) {
+        at::_foreach_add_(updates, own.parameters, options.weight_decay());
+      }
+      if (options.weight_decay() != 0 || options.always_adapt()) {
+        const auto wide = own.parameters.front().is_mps() ? at::kFloat : at::kDouble;
+        const at::Tensor lengths = at::stack(at::_foreach_norm(own.parameters, 2, wide));
+        const at::Tensor steps = at::stack(at::_foreach_norm(updates, 2, wide));
+        const at::Tensor ratios = at::where((lengths == 0).logical_or(steps == 0),
+                                            at::ones_like(lengths), lengths / steps);
+        at::_foreach_mul_(updates, ratios.unbind());
+      }
+      at::_foreach_add_(own.parameters, updates, -options.lr());
+    }
+  }
+  return loss;
+}
+
+MEZZO_INLINE void LAMB::save(torch::serialize::OutputArchive& archive) const {
+  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
+}
+MEZZO_INLINE void LAMB::load(torch::serialize::InputArchive& archive) {
+  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
+}
+
+}  // namespace optim
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,117 @@
+// AdamW8bit's kernel on the device that the host plays, against the CPU's loop: codes, scales and
+// floats, odd tails and any alignment. The same bits, in any order of threads.
+
+#include <mezzo/kernels/adamw8bit_cpu.h>
+#include <mezzo/kernels/cuda_launch.h>
+
+#include <ATen/ATen.h>
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "host_device.h"
+#include "memory.h"
+
+namespace {
+
+using namespace cuda_on_host;
+using mezzo::detail::AdamW8bitStep;
+using mezzo::detail::blocks8_of;
+
+/// A parameter with its state, in memory that does not begin at a multiple of 16 bytes.
+struct Parameter {
+  Parameter(at::ScalarType dtype, at::ScalarType gradient_dtype, bool has_codes, int64_t count)
+      : has_codes_(has_codes), count_(count) {
+    const auto random = [count](at::ScalarType own, double spread) {
+      return at::randn({count + 4}, at::kDouble).mul(spread).to(own).narrow(0, 3, count);
+    };
+    streams_ = {random(dtype, 1), random(gradient_dtype, 2)};
+    for (int k = 0; k < 2; ++k) {
+      if (!has_codes) {
+        streams_.push_back(random(at::kFloat, 0.1).abs_());
+        continue;
+      }
+      streams_.push_back(at::randint(0, 256, {count + 4}, at::kByte).narrow(0, 3, count));
+      streams_.push_back(at::rand({blocks8_of(count)}));
+    }
+  }
+
+  Parameter clone() const {
+    Parameter copy(*this);
+    for (at::Tensor& stream : copy.streams_) stream = copy_of(stream);
+    return copy;
+  }
+
+  AdamW8bitStep step() const {
+    const mezzo::detail::AdamConstants constants{0.9, 0.99, 1e-8, 0.02, /*is_decoupled=*/true};
+    AdamW8bitStep step{{streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
+                       {},
+                       streams_[0].scalar_type(),
+                       streams_[1].scalar_type(),
+                       constants.at(1e-2, 3),
+                       {.seed = 77, .step = 3, .parameter = 5}};
+    for (std::size_t k = 0; k < 2; ++k) {
+      step.span.moments[k] = streams_[has_codes_ ? 2 + 2 * k : 2 + k].data_ptr();
+      if (has_codes_) step.scales[k] = streams_[3 + 2 * k].mutable_data_ptr<float>();
+    }
+    return step;
+  }
+
+  bool is_same(const Parameter& other) const {
+    for (std::size_t i = 0; i < streams_.size(); ++i) {
+      if (!same_bits(streams_[i], other.streams_[i])) return false;
+    }
+    return true;
+  }
+
+ private:
+  bool has_codes_;
+  int64_t count_;
+  std::vector<at::Tensor> streams_;
+};
+
+template <class Visit>
+void for_each_parameter(const Visit& visit) {
+  for (const auto& [dtype, gradient] : std::vector<std::pair<at::ScalarType, at::ScalarType>>{
+           {at::kFloat, at::kFloat}, {at::kBFloat16, at::kBFloat16}, {at::kBFloat16, at::kFloat}}) {
+    for (const bool has_codes : {true, false}) {
+      for (const int64_t count : {0, 1, 31, 256, 300, 8191, 8193, 20001}) {
+        SCOPED_TRACE(testing::Message() << dtype << ", " << gradient << ", codes " << has_codes
+                                        << ", elements " << count);
+        visit(Parameter(dtype, gradient, has_codes, count));
+      }
+    }
+  }
+}
+
+class AdamW8bitOnHost : public testing::Test {
+ protected:
+  void SetUp() override { at::manual_seed(2); }
+  void TearDown() override { host_device::set_schedule({}); }
+};
+
+TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
+  for_each_parameter([](const Parameter& before) {
+    const Parameter expected = before.clone();
+    const Parameter parameter = before.clone();
+    mezzo::detail::step_adamw8bit_cpu({expected.step()});
+    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, parameter.step());
+    EXPECT_TRUE(parameter.is_same(expected));
+  });
+}
+
+TEST_F(AdamW8bitOnHost, IsTheSameInAnyOrder) {
+  const Parameter before(at::kBFloat16, at::kBFloat16, /*has_codes=*/true, 9000);
+  const Parameter first = before.clone();
+  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, first.step());
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    host_device::set_schedule({seed, seed % 10 == 0 ? 3 : 1});
+    const Parameter again = before.clone();
+    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, again.step());
+    ASSERT_TRUE(again.is_same(first)) << seed;
+  }
+}
+
+}  // namespace

@@ -1,0 +1,282 @@
+// What the hooks of a GradAllReduce do during backward passes, in one process that stands for
+// several ranks which all do the same: averages are each rank's own gradients.
+#include <torch/torch.h>
+//
+#include <mezzo/autocast/activation_checkpoint.h>
+#include <mezzo/distributed/grad_all_reduce.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "alike_ranks.h"
+#include "recording_ranks.h"
+
+namespace grad_all_reduce_test {
+namespace {
+
+using distributed_test::alike_ranks;
+using distributed_test::recording_ranks;
+using mezzo::GradAllReduce;
+using test_support::error_of;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using torch::Tensor;
+
+class CountingHook : public torch::autograd::PostAccumulateGradHook {
+ public:
+  CountingHook(int& calls, double factor) : calls_(calls), factor_(factor) {}
+  void operator()(const Tensor& parameter) override {
+    ++calls_;
+    const torch::NoGradGuard no_grad;
+    parameter.grad().mul_(factor_);
+  }
+
+ private:
+  int& calls_;
+  double factor_;
+};
+
+void set_hook(const Tensor& parameter, int& calls, double factor = 1) {
+  torch::autograd::impl::set_post_acc_grad_hooks(parameter,
+                                                 std::make_unique<CountingHook>(calls, factor));
+}
+
+torch::autograd::PostAccumulateGradHook* hook_of(const Tensor& parameter) {
+  return torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+}
+
+Tensor ones(int64_t size = 3) { return torch::ones({size}).requires_grad_(); }
+
+void expect_gradient(const Tensor& parameter, double value) {
+  EXPECT_TRUE(torch::equal(parameter.grad(), torch::full_like(parameter, value)))
+      << parameter.grad() << value;
+}
+
+struct PassesOfBackward : testing::Test {
+  std::vector<std::string> log;
+  c10::intrusive_ptr<c10d::Backend> ranks() { return recording_ranks(alike_ranks(2), log); }
+};
+
+TEST_F(PassesOfBackward, EndWithEveryGradientInItsPlace) {
+  torch::manual_seed(1);
+  torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
+                              torch::nn::Linear(300, 3));
+  GradAllReduce all_reduce(model->parameters(), ranks());
+  for (int step = 0; step < 3; ++step) {
+    if (step == 1) model->zero_grad();
+    if (step == 2) all_reduce.buckets().zero_grad(/*set_to_none=*/false);
+    model->forward(torch::full({2, 40}, 0.1)).square().sum().backward();
+    const auto& bucket = all_reduce.buckets().buckets()[0];
+    for (const Tensor& parameter : model->parameters()) {
+      EXPECT_TRUE(parameter.grad().storage().is_alias_of(bucket.flat.storage()));
+    }
+  }
+}
+
+TEST_F(PassesOfBackward, AddToWhatNoSyncHasLeft) {
+  const Tensor used = ones(), only_before = ones();
+  GradAllReduce all_reduce({used, only_before}, ranks());
+  log.clear();
+  {
+    const auto no_sync = all_reduce.no_sync();
+    (used + only_before).sum().backward();
+    EXPECT_TRUE(log.empty());
+  }
+  used.sum().backward();
+  expect_gradient(used, 2);
+  expect_gradient(only_before, 1);
+  EXPECT_THAT(log, ElementsAre("average", "max"));
+}
+
+TEST_F(PassesOfBackward, ReduceBucketsInTheirOrderHoweverTheyFill) {
+  const Tensor a = ones(16), b = ones(16), unused = ones(16), frozen = torch::ones({16});
+  std::vector<double> sent;
+  GradAllReduce all_reduce({frozen, unused, a, b},
+                           recording_ranks(alike_ranks(2),
+                                           [&](const std::string& name, const Tensor& flat) {
+                                             if (name == "average") {
+                                               sent.push_back(flat.sum().item<double>());
+                                             }
+                                           }),
+                           {.bucket_bytes = 64});
+  ((a * 2) + (b * 3)).sum().backward();
+  EXPECT_THAT(sent, ElementsAre(48, 32, 0, 0)) << "the last parameter first";
+  EXPECT_FALSE(unused.grad().defined());
+}
+
+TEST_F(PassesOfBackward, CallTheHookThatWasThereAndTakeWhatItLeaves) {
+  int calls = 0;
+  const Tensor parameter = ones();
+  set_hook(parameter, calls, 5);
+  const auto* const hook = hook_of(parameter);
+  {
+    const GradAllReduce all_reduce({parameter}, ranks());
+    parameter.sum().backward();
+    EXPECT_EQ(calls, 1);
+    expect_gradient(parameter, 5);
+  }
+  EXPECT_EQ(hook_of(parameter), hook);
+  log.clear();
+  parameter.sum().backward();
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(log.empty());
+}
+
+TEST_F(PassesOfBackward, ReduceNothingUnderSomebodyElsesHookOnceItIsGone) {
+  int calls = 0;
+  struct Wrapping : torch::autograd::PostAccumulateGradHook {
+    std::unique_ptr<PostAccumulateGradHook> inner;
+    void operator()(const Tensor& parameter) override { (*inner)(parameter); }
+  };
+  const Tensor parameter = ones();
+  set_hook(parameter, calls);
+  {
+    const GradAllReduce all_reduce({parameter}, ranks());
+    auto wrapping = std::make_unique<Wrapping>();
+    wrapping->inner = std::move(torch::autograd::impl::post_acc_grad_hooks(parameter));
+    torch::autograd::impl::set_post_acc_grad_hooks(parameter, std::move(wrapping));
+    log.clear();
+    parameter.sum().backward();
+    EXPECT_THAT(log, ElementsAre("average", "max"));
+  }
+  log.clear();
+  parameter.sum().backward();
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(log.empty());
+}
+
+TEST_F(PassesOfBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
+  torch::nn::Linear model(4, 3);
+  const GradAllReduce all_reduce(model->parameters(), ranks());
+  for (int step = 0; step < 2; ++step) {
+    log.clear();
+    model->zero_grad();
+    const auto input = torch::ones({2, 4}).requires_grad_();
+    mezzo::activation_checkpoint([&](const Tensor& x) { return model->forward(x); }, input)
+        .sum()
+        .backward();
+    EXPECT_THAT(log, ElementsAre("average", "max"));
+    expect_gradient(model->bias, 2);
+  }
+}
+
+/// Its backward runs a backward pass of its own over a parameter, as other libraries' checkpoints
+/// do.
+struct BackwardInside : torch::autograd::Function<BackwardInside> {
+  static Tensor forward(torch::autograd::AutogradContext* context, const Tensor& x,
+                        const Tensor& parameter) {
+    context->saved_data["parameter"] = parameter;
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    const torch::AutoGradMode with_grad(true);
+    context->saved_data["parameter"].toTensor().sum().backward();
+    return {gradients[0], Tensor()};
+  }
+};
+
+TEST_F(PassesOfBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
+  const Tensor shared = ones(), other = ones();
+  const auto run = [&] {
+    const auto once = BackwardInside::apply(ones(), shared);
+    (BackwardInside::apply(once, shared) * other).sum().backward();
+  };
+  {
+    const GradAllReduce all_reduce({shared, other, ones()}, ranks());
+    run();
+    expect_gradient(shared, 2);
+    expect_gradient(other, 1);
+  }
+  const GradAllReduce alone({shared, other}, ranks(), {.bucket_bytes = 1});
+  EXPECT_THAT(error_of(run), HasSubstr("came once more"));
+}
+
+TEST_F(PassesOfBackward, OfOneProcessGoOnAfterOneThatThrew) {
+  const Tensor early = ones(), late = ones();
+  GradAllReduce all_reduce({late, early}, alike_ranks(1));
+  bool throws = true;
+  const auto inner = [&] {
+    const Tensor y = late * 2;
+    y.register_hook([&](const Tensor& gradient) -> Tensor {
+      TORCH_CHECK(!throws, "on purpose");
+      return gradient;
+    });
+    return y;
+  };
+  EXPECT_THAT(error_of([&] { (inner() * early).sum().backward(); }), HasSubstr("on purpose"));
+  throws = false;
+  all_reduce.buckets().zero_grad();
+  (inner() * early).sum().backward();
+  expect_gradient(late, 2);
+  expect_gradient(early, 2);
+}
+
+TEST_F(PassesOfBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
+  const Tensor parameter = torch::full({3}, 2.0F).requires_grad_();
+  {
+    GradAllReduce all_reduce({parameter}, alike_ranks(2));
+    EXPECT_THAT(error_of([&] {
+                  parameter.pow(3).sum().backward({}, /*retain_graph=*/true,
+                                                  /*create_graph=*/true);
+                }),
+                HasSubstr("has a history (create_graph)"));
+  }
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
+  const GradAllReduce of_sparse(embedding->parameters(), alike_ranks(2));
+  EXPECT_THAT(error_of([&] {
+                embedding->forward(torch::tensor({1, 2})).sum().backward();
+              }),
+              HasSubstr("it should be dense"));
+  const Tensor half = torch::ones({3}, torch::kHalf).requires_grad_();
+  const GradAllReduce of_half({half}, alike_ranks(2));
+  half.mutable_grad() = torch::full({3}, 1e-8F);  // as unscaled for a master
+  EXPECT_THAT(error_of([&] { half.sum().backward(); }), HasSubstr("take the step and zero_grad()"));
+}
+
+TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    const Tensor wide = ones(), narrow = torch::ones({3}, torch::kBFloat16).requires_grad_();
+    std::vector<torch::ScalarType> sent;
+    const auto listener = [&](const std::string& name, const Tensor& tensor) {
+      if (name == "sum" || name == "average") sent.push_back(tensor.scalar_type());
+    };
+    const GradAllReduce all_reduce({wide, narrow}, recording_ranks(alike_ranks(2), listener),
+                                   {.compress_dtype = dtype});
+    ((wide / 3).sum() + narrow.sum()).backward();
+    EXPECT_THAT(sent, ElementsAre(torch::kBFloat16, dtype));
+    EXPECT_EQ(wide.grad().scalar_type(), torch::kFloat);
+    EXPECT_TRUE(torch::equal(wide.grad(),
+                             torch::full({3}, 1.F / 3 / 2).to(dtype).mul(2).to(torch::kFloat)));
+  }
+  EXPECT_THAT(
+      error_of([] { GradAllReduce({ones()}, alike_ranks(2), {.compress_dtype = torch::kFloat}); }),
+      HasSubstr("`compress_dtype` must be bfloat16 or half"));
+}
+
+TEST_F(PassesOfBackward, AreLocalAsLongAsAGuardLives) {
+  const Tensor parameter = ones();
+  GradAllReduce all_reduce({parameter}, alike_ranks(2));
+  std::optional<mezzo::NoSync> guard;
+  guard = all_reduce.no_sync();
+  EXPECT_TRUE(all_reduce.is_no_sync());
+  mezzo::NoSync other = *std::move(guard);
+  guard.reset();
+  EXPECT_TRUE(all_reduce.is_no_sync());
+  other = all_reduce.no_sync();
+  EXPECT_TRUE(all_reduce.is_no_sync());
+  { const mezzo::NoSync last = std::move(other); }
+  EXPECT_FALSE(all_reduce.is_no_sync());
+}
+
+}  // namespace
+}  // namespace grad_all_reduce_test

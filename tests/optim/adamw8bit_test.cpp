@@ -1,0 +1,328 @@
+// AdamW with moments of 8 bits: what it gives beside float moments, between steps, and in files.
+
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <ATen/Parallel.h>
+#include <c10/util/Exception.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamW8bit;
+using mezzo::optim::AdamW8bitOptions;
+using mezzo::optim::AdamW8bitParamState;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using torch::optim::AdamWOptions;
+
+constexpr int64_t kElements = 5000;  // not a multiple of a block
+
+/// Numbers in [-1, 1) that Python makes too.
+at::Tensor numbers(int64_t count, uint64_t state) {
+  const at::Tensor all = at::empty({count});
+  for (int64_t i = 0; i < count; ++i) {
+    state = state * 6364136223846793005U + 1442695040888963407U;
+    all.mutable_data_ptr<float>()[i] =
+        static_cast<float>(static_cast<double>(state >> 40) / (1 << 23) - 1);
+  }
+  return all;
+}
+
+double norm_of(const at::Tensor& tensor) { return tensor.to(at::kDouble).norm().item().toDouble(); }
+
+/// A parameter on its way to a target, with gradients that repeat.
+struct Descent {
+  explicit Descent(at::ScalarType dtype = at::kFloat, at::IntArrayRef sizes = {kElements})
+      : parameter(numbers(c10::multiply_integers(sizes), 1).view(sizes).to(dtype).requires_grad_()),
+        target(numbers(parameter.numel(), 2).view(sizes)),
+        noise(numbers(parameter.numel(), 3).view(sizes)) {}
+
+  void set_gradient() {
+    const at::Tensor gradient =
+        (parameter.detach().to(at::kFloat) - target) + noise * std::pow(0.5, taken % 5);
+    parameter.mutable_grad() = gradient.to(parameter.scalar_type());
+    ++taken;
+  }
+
+  void steps(torch::optim::Optimizer& optimizer, int count) {
+    for (int i = 0; i < count; ++i) {
+      set_gradient();
+      optimizer.step();
+    }
+  }
+
+  at::Tensor parameter, target, noise;
+  int taken = 0;
+};
+
+AdamW8bitParamState& state_of(AdamW8bit& optimizer, const at::Tensor& parameter) {
+  return static_cast<AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+bool is_same(const at::Tensor& left, const at::Tensor& right) {
+  return left.defined() == right.defined() && (!left.defined() || left.equal(right));
+}
+
+void expect_same_state(const AdamW8bitParamState& left, const AdamW8bitParamState& right) {
+  EXPECT_EQ(left.step(), right.step());
+  EXPECT_TRUE(is_same(left.exp_avg(), right.exp_avg()));
+  EXPECT_TRUE(is_same(left.exp_avg_sq(), right.exp_avg_sq()));
+  EXPECT_TRUE(is_same(left.exp_avg_scales(), right.exp_avg_scales()));
+  EXPECT_TRUE(is_same(left.exp_avg_sq_scales(), right.exp_avg_sq_scales()));
+}
+
+TEST(AdamW8bit, StaysNearFloatMoments) {
+  for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
+    Descent wide(dtype);
+    Descent narrow(dtype);
+    AdamW8bit in_float({wide.parameter}, {1e-2}, {.float_moments = {wide.parameter}});
+    AdamW8bit in_blocks({narrow.parameter}, {1e-2});
+    const at::Tensor start = wide.parameter.detach().to(at::kFloat).clone();
+    wide.steps(in_float, 200);
+    narrow.steps(in_blocks, 200);
+    const at::Tensor reached = wide.parameter.detach().to(at::kFloat);
+    const double apart = norm_of(narrow.parameter.detach().to(at::kFloat) - reached);
+    EXPECT_GT(norm_of(reached - start), 1) << "nothing was trained";
+    EXPECT_LT(apart / norm_of(reached - start), 0.1) << c10::toString(dtype);
+  }
+}
+
+/// bitsandbytes 0.50.2's AdamW8bit on the CPU, beside torch.optim.AdamW 2.11, ends 0.06346 of the
+/// way from float's result in these steps (recorded/adamw8bit.py).
+TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
+  constexpr int64_t kSize = 8192;
+  const at::Tensor start = numbers(kSize, 1);
+  const at::Tensor target = numbers(kSize, 2);
+  const at::Tensor noise = numbers(8 * kSize, 3).view({8, kSize});
+  const auto reached = [&](const auto& make) {
+    at::Tensor parameter = start.clone().requires_grad_();
+    auto optimizer = make(parameter);
+    for (int i = 0; i < 1000; ++i) {
+      parameter.mutable_grad() =
+          (parameter.detach() - target) + noise[i % 8] * std::pow(4.0, -(i % 5));
+      optimizer.step();
+    }
+    return parameter.detach();
+  };
+  const auto options = AdamWOptions(1e-3).weight_decay(0.01);
+  const at::Tensor wide = reached(
+      [&](const at::Tensor& parameter) { return torch::optim::AdamW({parameter}, options); });
+  const at::Tensor narrow =
+      reached([&](const at::Tensor& parameter) { return AdamW8bit({parameter}, options); });
+  const double apart = norm_of(narrow - wide) / norm_of(wide - start);
+  EXPECT_LE(apart, 0.0635);
+  EXPECT_GT(apart, 0.01) << "these are no moments of 8 bits";
+}
+
+/// A parameter of floats whose moments are floats takes mezzo's AdamW's steps, to the bit.
+TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
+  Descent left(at::kFloat, {70, 90});
+  Descent right(at::kFloat, {70, 90});
+  AdamW8bit own({left.parameter}, AdamWOptions(1e-2).weight_decay(0.1),
+                {.float_moments = {left.parameter}});
+  AdamW fused({right.parameter}, mezzo::optim::AdamWOptions(1e-2).weight_decay(0.1));
+  left.steps(own, 10);
+  right.steps(fused, 10);
+  EXPECT_TRUE(left.parameter.equal(right.parameter));
+}
+
+TEST(AdamW8bit, HasCodesAndScales) {
+  Descent run;
+  AdamW8bit optimizer({run.parameter}, {1e-2});
+  run.steps(optimizer, 3);
+  const AdamW8bitParamState& state = state_of(optimizer, run.parameter);
+  EXPECT_EQ(state.exp_avg().scalar_type(), at::kByte);
+  EXPECT_EQ(state.exp_avg_sq().scalar_type(), at::kByte);
+  EXPECT_EQ(state.exp_avg_scales().numel(), (kElements + 255) / 256);
+  EXPECT_EQ(state.exp_avg_sq_scales().numel(), (kElements + 255) / 256);
+  EXPECT_EQ(state.step(), 3);
+}
+
+/// Gradients of other layouts than the parameter's, and of float beside bfloat16 weights.
+TEST(AdamW8bit, TakesAnyLayoutAndFloatGradientsOfBfloat16Weights) {
+  const at::Tensor start = numbers(40000, 3).view({8, 50, 10, 10}).to(at::kBFloat16);
+  std::vector<at::Tensor> reached;
+  for (const auto& [layout, dtype] : std::vector<std::pair<at::MemoryFormat, at::ScalarType>>{
+           {at::MemoryFormat::ChannelsLast, at::kBFloat16},
+           {at::MemoryFormat::Contiguous, at::kBFloat16},
+           {at::MemoryFormat::ChannelsLast, at::kFloat}}) {
+    at::Tensor parameter = start.contiguous(at::MemoryFormat::ChannelsLast).requires_grad_();
+    AdamW8bit optimizer({parameter}, {1e-2});
+    for (int step = 0; step < 3; ++step) {
+      const at::Tensor gradient =
+          numbers(40000, 5).view_as(start).to(at::kBFloat16).to(dtype).contiguous(layout);
+      parameter.set_grad_dtype(dtype);
+      parameter.mutable_grad() = gradient;
+      optimizer.step();
+    }
+    reached.push_back(parameter.detach());
+  }
+  EXPECT_TRUE(reached[1].equal(reached[0]));
+  EXPECT_TRUE(reached[2].equal(reached[0]));
+  EXPECT_FALSE(reached[0].equal(start));
+}
+
+TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
+  for (const bool is_named : {false, true}) {
+    Descent run(at::kBFloat16, {is_named ? 5000 : 4095});
+    AdamW8bitOptions options;
+    if (is_named) options.float_moments = {run.parameter};
+    AdamW8bit optimizer({run.parameter}, {1e-2}, options);
+    run.steps(optimizer, 2);
+    EXPECT_EQ(state_of(optimizer, run.parameter).exp_avg().scalar_type(), at::kFloat);
+    EXPECT_FALSE(state_of(optimizer, run.parameter).exp_avg_scales().defined());
+  }
+}
+
+TEST(AdamW8bit, NamesABadOption) {
+  const std::vector<at::Tensor> x{at::ones({1})};
+  const auto expect_error = [&](const AdamWOptions& options, const char* message) {
+    EXPECT_THAT([&] { AdamW8bit(x, options); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
+  };
+  expect_error(AdamWOptions(-1), "AdamW8bit: lr is -1");
+  expect_error(AdamWOptions(1).eps(-2), "AdamW8bit: eps is -2");
+  expect_error(AdamWOptions(1).weight_decay(std::nan("")), "AdamW8bit: weight_decay is nan");
+  expect_error(AdamWOptions(1).betas({1.0, 0.5}), "AdamW8bit: betas are 1 and 0.5");
+  expect_error(AdamWOptions(1).amsgrad(true), "AdamW8bit: amsgrad is true");
+  EXPECT_THAT([&] { AdamW8bit(std::vector<at::Tensor>{}); },
+              ThrowsMessage<c10::Error>(HasSubstr("empty parameter list")));
+  EXPECT_THAT(
+      [&] {
+        AdamW8bit({x[0], x[0]});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
+  EXPECT_THAT([&] { AdamW8bit(x, {1e-3}, {.float_moments = {at::ones({1})}}); },
+              ThrowsMessage<c10::Error>(HasSubstr("float_moments[0] is no parameter")));
+}
+
+TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
+  Descent good;
+  const auto expect_error = [&](const at::Tensor& bad, const at::Tensor& gradient,
+                                const char* message) {
+    AdamW8bit optimizer({good.parameter, bad}, {1e-2});
+    good.set_gradient();
+    const at::Tensor before = good.parameter.detach().clone();
+    bad.mutable_grad() = gradient;
+    EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
+    EXPECT_TRUE(good.parameter.equal(before));
+    EXPECT_TRUE(optimizer.state().empty());
+  };
+  const char* const dtypes = "takes parameters of float32 or bfloat16";
+  expect_error(at::ones({3}, at::kDouble), at::ones({3}, at::kDouble), dtypes);
+  expect_error(at::ones({3}, at::kHalf), at::ones({3}, at::kHalf), dtypes);
+  expect_error(at::ones({3}), at::ones({3}).to_sparse(), "takes dense gradients");
+  expect_error(at::ones({3, 4}).slice(1, 0, 2), at::ones({3, 2}), "has gaps in its memory");
+}
+
+TEST(AdamW8bit, RefusesAStateThatIsNotTheParameters) {
+  Descent run;
+  AdamW8bit optimizer({run.parameter}, {1e-2});
+  run.steps(optimizer, 1);
+  for (const at::Tensor& wrong : {at::Tensor(), at::zeros({3}), at::zeros({20}, at::kDouble)}) {
+    state_of(optimizer, run.parameter).exp_avg_sq_scales(wrong);
+    const at::Tensor before = run.parameter.detach().clone();
+    EXPECT_THAT([&] { run.steps(optimizer, 1); },
+                ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's own file")));
+    EXPECT_TRUE(run.parameter.equal(before));
+  }
+}
+
+TEST(AdamW8bit, ASkippedStepLeavesEveryByte) {
+  Descent run;
+  AdamW8bit optimizer({run.parameter}, {1e-2});
+  mezzo::GradScaler scaler;
+  scaler.on_skip(nullptr);
+  run.steps(optimizer, 2);
+  AdamW8bitParamState& state = state_of(optimizer, run.parameter);
+  const std::vector<at::Tensor> kept{run.parameter.detach(), state.exp_avg(), state.exp_avg_sq(),
+                                     state.exp_avg_scales(), state.exp_avg_sq_scales()};
+  std::vector<at::Tensor> before;
+  for (const at::Tensor& tensor : kept) before.push_back(tensor.clone());
+  (void)scaler.scale(at::zeros({}));
+  run.parameter.mutable_grad() = at::full({kElements}, std::numeric_limits<float>::infinity());
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(state.step(), 2);
+  for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(kept[i].equal(before[i])) << i;
+}
+
+TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
+  const int threads = at::get_num_threads();
+  std::vector<at::Tensor> reached;
+  for (const int count : {1, 3}) {
+    at::set_num_threads(count);
+    Descent run(at::kBFloat16, {200, 301});
+    AdamW8bit optimizer({run.parameter}, {1e-2}, {.seed = 5});
+    run.steps(optimizer, 5);
+    reached.push_back(run.parameter.detach());
+  }
+  at::set_num_threads(threads);
+  EXPECT_TRUE(reached[0].equal(reached[1]));
+}
+
+TEST(AdamW8bit, AFileGoesOnToTheBit) {
+  Descent run(at::kBFloat16);
+  AdamW8bit optimizer({run.parameter}, {1e-2}, {.seed = 7});
+  run.steps(optimizer, 5);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  Descent again(at::kBFloat16);
+  {
+    const at::NoGradGuard no_grad;
+    again.parameter.copy_(run.parameter);
+  }
+  again.taken = run.taken;
+  AdamW8bit resumed({again.parameter}, {0.5});
+  torch::load(resumed, file);
+  EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 1e-2);
+  expect_same_state(state_of(resumed, again.parameter), state_of(optimizer, run.parameter));
+  run.steps(optimizer, 5);
+  again.steps(resumed, 5);
+  EXPECT_TRUE(again.parameter.equal(run.parameter));
+  expect_same_state(state_of(resumed, again.parameter), state_of(optimizer, run.parameter));
+}
+
+TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
+  Descent run;
+  AdamW8bit optimizer({run.parameter}, {1e-2});
+  const auto before = run.parameter._version();
+  run.steps(optimizer, 1);
+  EXPECT_GT(run.parameter._version(), before);
+}
+
+/// The paper's case for embeddings in float: beside a row with large gradients, the second moments
+/// of the other rows in its block are rounded to 0, and what is left of their first moments is
+/// divided by eps.
+TEST(AdamW8bit, AHotRowOfAnEmbeddingNeedsFloatMoments) {
+  const auto furthest = [](bool in_float) {
+    at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows a block
+    AdamW8bitOptions own;
+    if (in_float) own.float_moments = {embedding};
+    AdamW8bit optimizer({embedding}, AdamWOptions(1e-3).weight_decay(0), own);
+    for (int step = 0; step < 20; ++step) {
+      at::Tensor gradient = at::zeros({64, 64});
+      gradient[0] = 1.0;
+      if (step % 4 == 0) gradient[1] = 1e-5;  // a rare word beside it
+      embedding.mutable_grad() = gradient;
+      optimizer.step();
+    }
+    return embedding.detach()[1].abs().max().item().toDouble();
+  };
+  EXPECT_LT(furthest(true), 0.02);
+  EXPECT_GT(furthest(false), 0.2);
+}
+
+}  // namespace

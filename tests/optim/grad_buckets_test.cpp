@@ -1,0 +1,246 @@
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/grad_buckets.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "../support/error_of.h"
+
+// Gradients in flat buffers: whatever becomes of a gradient, its value is kept and found.
+namespace grad_buckets_test {
+namespace {
+
+using mezzo::GradBuckets;
+using test_support::error_of;
+using testing::HasSubstr;
+using torch::Tensor;
+
+Tensor leaf(torch::IntArrayRef sizes, torch::ScalarType dtype = torch::kFloat) {
+  return torch::randn(sizes, dtype).requires_grad_();
+}
+
+/// d(loss)/d(parameter) = weight, everywhere.
+Tensor loss_of(const std::vector<Tensor>& parameters, double weight = 1.0) {
+  auto loss = torch::zeros({}, torch::kDouble);
+  for (const auto& parameter : parameters) {
+    loss = loss + weight * parameter.sum().to(torch::kDouble);
+  }
+  return loss;
+}
+
+/// Brings all gradients to their places. Returns the sum of squares of all that lies in the
+/// buffers, the gaps included.
+double sum_of_squares(GradBuckets& buckets) {
+  buckets.reattach_gradients();
+  double sum = 0;
+  for (const auto& bucket : buckets.buckets()) {
+    sum += bucket.flat.to(torch::kDouble).square().sum().item<double>();
+    for (const std::size_t number : bucket.parameters) {
+      const Tensor& gradient = buckets.parameters()[number].grad();
+      if (!gradient.defined()) continue;
+      EXPECT_TRUE(gradient.storage().is_alias_of(bucket.flat.storage())) << number;
+      EXPECT_EQ(gradient.scalar_type(), bucket.dtype) << number;
+    }
+  }
+  return sum;
+}
+
+TEST(GradBuckets, GroupsByDtypeInReverseOrderUpToTheCap) {
+  const std::vector<Tensor> parameters{leaf({16}), leaf({16}, torch::kBFloat16), leaf({16}),
+                                       leaf({16}), leaf({4}, torch::kDouble)};
+  const GradBuckets buckets(parameters, {.bucket_bytes = 128});
+  ASSERT_EQ(buckets.buckets().size(), 4U);
+  const auto numbers = [&](std::size_t i) { return buckets.buckets()[i].parameters; };
+  EXPECT_EQ(numbers(0), (std::vector<std::size_t>{4}));
+  EXPECT_EQ(buckets.buckets()[0].dtype, torch::kDouble);
+  EXPECT_EQ(numbers(1), (std::vector<std::size_t>{3, 2}));
+  EXPECT_EQ(numbers(2), (std::vector<std::size_t>{1}));
+  EXPECT_EQ(numbers(3), (std::vector<std::size_t>{0}));
+  EXPECT_EQ(buckets.buckets()[1].flat.numel(), 32);
+}
+
+TEST(GradBuckets, BeginEachGradientAtACacheLineWithZerosBetween) {
+  const std::vector<Tensor> parameters{leaf({3}), leaf({20})};
+  GradBuckets buckets(parameters);
+  loss_of(parameters, 2).backward();
+  EXPECT_EQ(sum_of_squares(buckets), 4 * 23);
+  const auto& flat = buckets.buckets()[0].flat;
+  EXPECT_EQ(parameters[0].grad().storage_offset(), 32);
+  flat.mul_(0.5);  // as an all-reduce would
+  EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::ones({3})));
+  EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::ones({20})));
+}
+
+TEST(GradBuckets, KeepEveryGradientsValueStepAfterStep) {
+  const std::vector<Tensor> parameters{leaf({3, 5}), leaf({7}, torch::kDouble),
+                                       leaf({2, 2}, torch::kBFloat16), leaf({9}, torch::kHalf)};
+  GradBuckets buckets(parameters);
+  for (int step = 1; step <= 3; ++step) {
+    if (step == 1) buckets.zero_grad();
+    if (step == 2) buckets.zero_grad(/*set_to_none=*/false);
+    for (const auto& parameter : parameters) {
+      if (step == 3) parameter.mutable_grad().reset();
+    }
+    loss_of(parameters, step).backward();
+    loss_of(parameters, step).backward();
+    EXPECT_EQ(sum_of_squares(buckets), (15 + 7 + 4 + 9) * 4 * step * step);
+    for (const auto& parameter : parameters) {
+      EXPECT_TRUE(torch::equal(parameter.grad(), torch::full_like(parameter, 2 * step)));
+    }
+  }
+}
+
+TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
+  const std::vector<Tensor> parameters{leaf({3, 4}), leaf({4}), leaf({3})};
+  GradBuckets buckets(parameters);
+  loss_of(parameters).backward();
+  buckets.reattach_gradients();
+  const auto values = torch::randn({4, 3});
+  parameters[0].mutable_grad() = values.t();  // not laid out like the parameter, either
+  parameters[1].mutable_grad() = torch::ones({1}).expand({4});
+  parameters[2].mutable_grad() = torch::_neg_view(torch::ones({3}));
+  EXPECT_NEAR(sum_of_squares(buckets), 7 + values.square().sum().item<double>(), 1e-5);
+  EXPECT_TRUE(torch::equal(parameters[0].grad(), values.t()));
+  EXPECT_TRUE(parameters[0].grad().is_contiguous());
+  EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::ones({4})));
+  EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::full({3}, -1.0F)));
+}
+
+TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
+  const std::vector<Tensor> parameters{leaf({3}), leaf({4}), torch::ones({5})};
+  GradBuckets buckets(parameters);
+  loss_of(parameters).backward();
+  EXPECT_EQ(sum_of_squares(buckets), 7);
+  buckets.zero_grad();
+  parameters[1].set_requires_grad(false);
+  loss_of(parameters).backward();
+  EXPECT_EQ(sum_of_squares(buckets), 3) << "what was there before is gone";
+  EXPECT_FALSE(parameters[1].grad().defined());
+}
+
+TEST(GradBuckets, TakeParametersOfAnyLayoutAndSize) {
+  const auto transposed = torch::randn({4, 3}).t().requires_grad_();
+  const auto with_gaps = torch::randn({4, 6}).slice(1, 0, 3).detach().requires_grad_();
+  const std::vector<Tensor> parameters{
+      transposed, with_gaps, leaf({}), leaf({0, 3}),
+      leaf({2, 3, 4, 5}).detach().contiguous(torch::MemoryFormat::ChannelsLast).requires_grad_()};
+  GradBuckets buckets(parameters);
+  for (int step = 0; step < 2; ++step) {
+    buckets.zero_grad();
+    auto loss = torch::zeros({});
+    for (const auto& parameter : parameters) loss = loss + parameter.square().sum();
+    loss.backward();
+    double expected = 0;
+    for (const auto& parameter : parameters) {
+      expected += parameter.grad().to(torch::kDouble).square().sum().item<double>();
+    }
+    EXPECT_NEAR(sum_of_squares(buckets), expected, 1e-9 * expected);
+    for (const auto& parameter : parameters) {
+      EXPECT_TRUE(torch::equal(parameter.grad(), 2 * parameter.detach()));
+    }
+    EXPECT_EQ(transposed.grad().strides(), transposed.strides());
+    EXPECT_EQ(parameters[4].grad().strides(), parameters[4].strides());
+  }
+}
+
+TEST(GradBuckets, HoldNothing) {
+  GradBuckets buckets(std::vector<Tensor>{});
+  EXPECT_TRUE(buckets.buckets().empty());
+  EXPECT_EQ(sum_of_squares(buckets), 0);
+  buckets.zero_grad(false);
+  buckets.zero_grad();
+}
+
+TEST(GradBuckets, ZeroAsModulesDo) {
+  const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
+  GradBuckets buckets(parameters);
+  parameters[0].sum().backward();
+  buckets.zero_grad(false);
+  EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::zeros({3})));
+  EXPECT_FALSE(parameters[1].grad().defined());
+  buckets.zero_grad();
+  EXPECT_FALSE(parameters[0].grad().defined());
+}
+
+TEST(GradBuckets, ConvertAGradientOfAnotherFloatingDtype) {
+  const auto parameter = leaf({4});
+  GradBuckets buckets({parameter});
+  parameter.mutable_grad() = torch::full({4}, 1. / 3, torch::kDouble);
+  buckets.reattach_gradients();
+  EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1. / 3)));
+}
+
+TEST(GradBuckets, AreOfTheDtypeInWhichAutogradAddsUp) {
+  const auto parameter = leaf({4}, torch::kBFloat16);
+  parameter.set_grad_dtype(torch::kFloat);
+  GradBuckets buckets({parameter});
+  EXPECT_EQ(buckets.buckets()[0].dtype, torch::kFloat);
+  for (int i = 0; i < 1000; ++i) parameter.sum().backward();
+  EXPECT_EQ(sum_of_squares(buckets), 4 * 1e6);
+}
+
+TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
+  for (const auto dtype : {torch::kHalf, torch::kBFloat16}) {
+    const auto parameter = leaf({4}, dtype);
+    GradBuckets buckets({parameter});
+    parameter.mutable_grad() = torch::full({4}, 1e-8F);  // as unscaled for a master
+    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }),
+                testing::AllOf(HasSubstr("the gradient of parameter 0"), HasSubstr("zero_grad()")));
+    EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1e-8F)));
+    parameter.set_grad_dtype(torch::kFloat);
+    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }), HasSubstr("accumulate_in_float"));
+  }
+  const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
+  GradBuckets buckets(parameters);
+  for (const Tensor& bad : {torch::ones({4}, torch::kLong), torch::ones({4}).to_sparse()}) {
+    // libtorch checks a gradient's dtype itself where it is set by its own calls.
+    parameters[1].mutable_grad() = bad;
+    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }),
+                HasSubstr("the gradient of parameter 1 (float32 [4] on cpu) is"));
+  }
+  parameters[1].mutable_grad() = torch::ones({4});
+  EXPECT_EQ(sum_of_squares(buckets), 4);
+}
+
+TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
+  const auto twice = leaf({3});
+  EXPECT_THAT(error_of([&] { GradBuckets({twice, twice}); }), HasSubstr("is given twice"));
+  EXPECT_THAT(error_of([&] {
+                GradBuckets({twice, Tensor()});
+              }),
+              HasSubstr("parameter 1 is undefined"));
+  EXPECT_THAT(error_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is no leaf"));
+  EXPECT_THAT(error_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
+              HasSubstr("float32, float64, bfloat16 or float16"));
+  EXPECT_THAT(error_of([&] { GradBuckets({twice}, {.bucket_bytes = 0}); }),
+              HasSubstr("bucket_bytes is 0"));
+}
+
+TEST(GradBuckets, TrainToTheBitsOfALoopWithoutThem) {
+  const auto train = [](bool has_buckets) {
+    torch::manual_seed(3);
+    torch::nn::Linear model(7, 5);
+    GradBuckets buckets(model->parameters());
+    mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
+    mezzo::GradScaler scaler({.init_scale = 8.});
+    for (int step = 0; step < 4; ++step) {
+      has_buckets ? buckets.zero_grad(/*set_to_none=*/false) : optimizer.zero_grad();
+      scaler.scale(model(torch::randn({3, 7})).square().mean()).backward();
+      if (has_buckets) buckets.reattach_gradients();
+      scaler.step(optimizer, {.max_norm = 0.5});
+      scaler.update();
+    }
+    return model->weight.detach().clone();
+  };
+  EXPECT_TRUE(torch::equal(train(true), train(false)));
+}
+
+}  // namespace
+}  // namespace grad_buckets_test
