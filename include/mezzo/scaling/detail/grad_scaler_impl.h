@@ -73,10 +73,11 @@ inline void clip_in_place(const StepPlan& plan, double coefficient) {
   for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
     std::vector<at::Tensor> others;
     for (const at::Tensor& gradient : gradients) {
-      if (gradient.scalar_type() != at::kDouble)
-        others.push_back(gradient);
-      else
+      if (gradient.scalar_type() == at::kDouble) {
         gradient.mul_(coefficient);
+      } else {
+        others.push_back(gradient);
+      }
     }
     const auto number = at::TensorOptions().device(gradients.front().device()).dtype(at::kFloat);
     at::Tensor unread = at::zeros({}, number);
@@ -250,7 +251,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
     return StepResult(std::move(outcome));
   }
   letter->send(scale, verdict, was_unscaled);
-  letters_.push_back(letter);
+  if (!letter->is_captured()) letters_.push_back(letter);  // replays do not notify the host
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
