@@ -8,6 +8,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/state_file.h>
 #include <mezzo/distributed/detail/ranks.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
@@ -106,6 +107,8 @@ inline void DistributedCheckpointManager::check_states(const char* caller,
       lines << name << ": " << part.kind << (is_per_rank ? " of each rank\n" : "\n");
       if (!part.parameters) continue;
       for (const auto& [parameter, tensor] : part.parameters()) {
+        TORCH_CHECK(!detail::averaged_parameters().hold(tensor), '"', name, "\": ", parameter,
+                    " holds an average, for an EmaScope is alive; let it end first");
         lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
         if (with_parameters) {
           const at::Tensor bytes = tensor.detach().cpu().contiguous();
