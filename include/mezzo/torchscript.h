@@ -77,26 +77,29 @@ inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Modu
   const torch::jit::Method forward = script.get_method("forward");
   auto graph = torch::jit::toGraphFunction(forward.function()).optimized_graph()->copy();
   const torch::jit::Block& block = *graph->block();
-  const auto refuse = [&block](const auto& is_meant, const char* what) {
-    const torch::jit::Node* const node = find_node(block, is_meant);
-    TORCH_CHECK(node == nullptr, "ScriptModule: ", what, ": ", node->sourceRange().str());
-  };
   torch::jit::Inline(*graph);
   while (find_node(block, is_fork) != nullptr) {  // again for a fork in a fork
-    refuse([](const auto& node) { return is_fork(node) && is_run_elsewhere(node); },
-           "the result of a torch.jit.fork is kept in a list or passed on, so that libtorch runs "
-           "the fork by op lists of its own; wait for each fork by its name, or call the functions "
-           "one after the other");
+    const torch::jit::Node* const lost =
+        find_node(block, [](const auto& node) { return is_fork(node) && is_run_elsewhere(node); });
+    TORCH_CHECK(lost == nullptr,
+                "ScriptModule: the result of a torch.jit.fork is kept in a list or passed on, so "
+                "that libtorch runs the fork by op lists of its own; wait for each fork by its "
+                "name, or call the functions one after the other: ",
+                lost->sourceRange().str());
     torch::jit::InlineForkWait(graph);
     torch::jit::Inline(*graph);
   }
-  refuse(is_run_elsewhere,
-         "forward calls a method of an interface, which libtorch runs by op lists of its own; "
-         "declare the submodule with its class, not with the interface");
-  refuse(opens_autocast,
-         "this script opens a torch.autocast region in its forward, which means nothing when its "
-         "ops run one by one; save it without, and use mezzo::Autocast and op policies, or call it "
-         "outside of autocast");
+  const torch::jit::Node* const call = find_node(block, is_run_elsewhere);
+  TORCH_CHECK(call == nullptr,
+              "ScriptModule: forward calls a method of an interface, which libtorch runs by op "
+              "lists of its own; declare the submodule with its class, not with the interface: ",
+              call->sourceRange().str());
+  const torch::jit::Node* const region = find_node(block, opens_autocast);
+  TORCH_CHECK(region == nullptr,
+              "ScriptModule: this script opens a torch.autocast region in its forward, which means "
+              "nothing when its ops run one by one; save it without, and use mezzo::Autocast and "
+              "op policies, or call it outside of autocast: ",
+              region->sourceRange().str());
   return graph;
 }
 
@@ -105,7 +108,7 @@ template <class... Args>
 std::vector<c10::IValue> script_arguments(Args&&... args) {
   if constexpr (sizeof...(Args) == 1 &&
                 (std::same_as<std::remove_cvref_t<Args>, std::vector<c10::IValue>> && ...)) {
-    return {std::forward<Args>(args)...};
+    return std::vector<c10::IValue>(std::forward<Args>(args)...);
   } else {
     return {c10::IValue(std::forward<Args>(args))...};
   }

@@ -64,25 +64,37 @@ TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
   }
 }
 
+TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
+  const at::Tensor weight = leaf_number(1);
+  const std::vector<at::Tensor> parameters{weight};
+  auto all_reduce = std::make_unique<GradAllReduce>(parameters, alike_ranks(2));
+  // The new one is there before the old one goes.
+  std::vector<std::string> log;
+  all_reduce = std::make_unique<GradAllReduce>(parameters, recording_ranks(alike_ranks(2), log));
+  log.clear();
+  weight.sum().backward();
+  EXPECT_THAT(log, testing::ElementsAre("average", "max"));
+  all_reduce.reset();
+  EXPECT_EQ(torch::autograd::impl::post_acc_grad_hooks(weight), nullptr);
+}
+
 TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const at::Tensor shared = leaf_number(1), left = leaf_number(2), right = leaf_number(3);
-  {
-    const GradAllReduce first({left, shared}, alike_ranks(2));
-    EXPECT_THAT(hard_error([&] {
-                  GradAllReduce({right, shared}, alike_ranks(2));
-                }),
-                testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
-                               testing::HasSubstr("on cpu) is reduced by another")));
-  }
-  const GradAllReduce in_its_place({right, shared}, alike_ranks(2));
+  const GradAllReduce first({left, shared}, alike_ranks(2));
+  (shared * left).sum().backward();
+  const GradAllReduce second({right, shared}, alike_ranks(2));
+  EXPECT_THAT(hard_error([&] { (shared * left * right).sum().backward(); }),
+              testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
+                             testing::HasSubstr("on cpu) is reduced by another")));
 }
 
 TEST(HardUse, AShardedOptimizerOfADataParallelsModelIsRefused) {
   torch::nn::Linear net(3, 3);
   DataParallel ddp(net, alike_ranks(2));
+  const mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(net->parameters(), alike_ranks(2),
+                                                               mezzo::optim::AdamWOptions(1e-2));
   EXPECT_THAT(hard_error([&] {
-                mezzo::ShardedOptimizer<mezzo::optim::AdamW>(net->parameters(), alike_ranks(2),
-                                                             mezzo::optim::AdamWOptions(1e-2));
+                ddp(torch::ones({2, 3})).sum().backward();
               }),
               testing::HasSubstr("is reduced by another"));
 }
@@ -183,7 +195,6 @@ TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
       if (i % 2 == 0) net->zero_grad();
       net->loss(i).backward();
       if (i == 1) {
-        ddp.reset();
         ddp.reset(
             new HardDdp(net, alike_ranks(ranks), mezzo::DataParallelOptions{.bucket_bytes = 128}));
       }

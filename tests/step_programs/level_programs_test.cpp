@@ -806,12 +806,6 @@ class AmpProgram {
       const torch::ScalarType dtype = one.scalar_type();
       one.set_data(is_16_bit(dtype) ? one.detach().to(torch::kFloat) : one.detach().clone());
       if (is_16_bit(dtype)) one.set_data(one.detach().to(dtype));
-      PlainWeight& weight = plain_[i].weights[j];
-      if (!is_16_bit(dtype) || !plain_[i].is_split() || weight.is_written) continue;
-      weight.trained = weight.value;
-      weight.value = values_of(one);  // a lower half is of the memory that it was split from
-      weight.error.assign(weight.value.size(), 0.0);
-      weight.is_written = true;
     }
   }
 

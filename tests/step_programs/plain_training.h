@@ -516,11 +516,13 @@ inline PlainWeight& add_plain_weight(PlainSide& side, torch::ScalarType dtype, R
 /// rounded from, since a master stays where a write is what it rounds to.
 inline void write_plain_weight(PlainWeight& weight, const Vector& present, Random& random) {
   if (!weight.is_written) weight.trained = weight.value;
+  // A split weight keeps what lies below its last digit.
+  const bool is_split = weight.trains_float && !weight.has_master && is_16_bit(weight.dtype);
   for (std::size_t k = 0; k < present.size(); ++k) {
     weight.value[k] = static_cast<double>(random.below(33) - 16) / 4;
     const auto is_close = [&](double other) { return std::abs(weight.value[k] - other) < 0.125; };
     while (is_close(present[k]) || is_close(weight.trained[k])) weight.value[k] += 1;
-    weight.error[k] = 0;
+    weight.error[k] = is_split ? half_ulp(weight.dtype) * std::abs(weight.value[k]) : 0;
   }
   weight.is_written = true;
   weight.rounded_to.reset();

@@ -77,14 +77,14 @@ class [[nodiscard]] NoSync {
 ///
 /// All ranks have the same parameters in the same order, the same options, and as many backward
 /// passes. Each parameter gets a post-accumulate hook, which first calls the hook that was there.
-/// Errors, also those of the group, are thrown by `backward()`; the ranks are then out of step:
-/// begin again from a checkpoint. One backward pass at a time may reach the parameters.
+/// Errors, also those of the group, and a second one that reduces a parameter, are thrown by
+/// `backward()`; the ranks are then out of step: begin again from a checkpoint. One backward pass
+/// at a time may reach the parameters.
 class GradAllReduce {
  public:
   /// All ranks call it together, and compare their parameters and options.
-  /// \throws c10::Error if `group` is null, an option is wrong, or another GradAllReduce, DataParallel
-  ///   or ShardedOptimizer reduces one of the gradients; on all ranks, naming the first one whose
-  ///   parameters or options differ
+  /// \throws c10::Error if `group` is null or an option is wrong; on all ranks, naming the first one
+  ///   whose parameters or options differ
   GradAllReduce(const std::vector<at::Tensor>& parameters, c10::intrusive_ptr<c10d::Backend> group,
                 const GradAllReduceOptions& options = {});
   /// Removes the hooks. Gradients stay where they are.

@@ -52,15 +52,11 @@ void for_each_tensor(OpArguments arguments, const Visit& visit) {
   }
 }
 
-/// The Note of a listener that keeps nothing of an op's start for its end.
-struct NoNote {};
-
 /// The base of a class that hears this thread's ops while it lives. `Listener` derives from it and
 /// has `Note entered(const at::RecordFunction&)`, called before an op, and, called after it with
 /// the Note that `entered` returned, `void left(const Note&)`, or `void left(const
 /// at::RecordFunction&, const Note&)` to read the op's outputs. Only the innermost listener of a
-/// class is called; it reaches the ones around it by `outer()`. Listeners of one class end in
-/// reverse order, on their own thread.
+/// class is called. Listeners of one class end in reverse order, on their own thread.
 template <class Listener, class Note>
 class OpListener {
  public:
@@ -83,9 +79,6 @@ class OpListener {
   /// Whether the thread had a listener of this class already. A constructor that does not want that
   /// throws, and the other goes on.
   bool is_nested() const noexcept { return outer_ != nullptr; }
-
-  /// Returns the listener of this class around this one, or null.
-  Listener* outer() const noexcept { return outer_; }
 
   /// Stops listening.
   void stop() {

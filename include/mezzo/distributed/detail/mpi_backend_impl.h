@@ -61,6 +61,18 @@ inline void check_mpi(int code, const char* function) {
   TORCH_CHECK(false, function, " failed: ", words);
 }
 
+/// Returns what `ask`, MPI_Comm_rank or MPI_Comm_size, says of `communicator`.
+inline int mpi_number(MPI_Comm communicator, int (*ask)(MPI_Comm, int*)) {
+  TORCH_CHECK(mpi_is_initialized() && !mpi_is_finalized(),
+              "MpiBackend: MPI is not initialised; put a mezzo::MpiEnvironment before it");
+  TORCH_CHECK(communicator != MPI_COMM_NULL,
+              "MpiBackend: `communicator` is MPI_COMM_NULL: this process is not one of its ranks; "
+              "make the backend on the ranks alone");
+  int number = 0;
+  check_mpi(ask(communicator, &number), "MPI_Comm_rank or MPI_Comm_size");
+  return number;
+}
+
 /// Returns MPI's operation for a reduction of tensors of `dtype`; for an average, the sum.
 inline MPI_Op mpi_op(at::ScalarType dtype, c10d::ReduceOp::RedOpType reduction) {
   if (reduction == c10d::ReduceOp::MAX) return dtype == at::kBool ? MPI_LOR : MPI_MAX;
@@ -176,23 +188,8 @@ inline MpiEnvironment::~MpiEnvironment() {
 // --- The backend's thread -----------------------------------------------------------------------
 
 inline MpiBackend::MpiBackend(MPI_Comm communicator, const MpiBackendOptions& options)
-    : Backend(
-          [communicator] {
-            TORCH_CHECK(
-                detail::mpi_is_initialized() && !detail::mpi_is_finalized(),
-                "MpiBackend: MPI is not initialised; put a mezzo::MpiEnvironment before it");
-            TORCH_CHECK(communicator != MPI_COMM_NULL,
-                        "MpiBackend: `communicator` is MPI_COMM_NULL: this process is not one of "
-                        "its ranks; make the backend on the ranks alone");
-            int rank = 0;
-            MPI_Comm_rank(communicator, &rank);
-            return rank;
-          }(),
-          [communicator] {
-            int size = 1;
-            MPI_Comm_size(communicator, &size);
-            return size;
-          }()),
+    : Backend(detail::mpi_number(communicator, &MPI_Comm_rank),
+              detail::mpi_number(communicator, &MPI_Comm_size)),
       timeout_(options.timeout),
       exceptions_(std::uncaught_exceptions()) {
   TORCH_CHECK(timeout_.count() > 0, "MpiBackend: `timeout` must be positive, but is ",

@@ -65,26 +65,23 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       const at::Tensor& parameter = buckets_.parameters()[number];
       torch::autograd::impl::materialize_autograd_meta(parameter);
       auto& previous = torch::autograd::impl::post_acc_grad_hooks(parameter);
-      const auto* const other = dynamic_cast<const Hook*>(previous.get());
-      TORCH_CHECK(
-          other == nullptr || other->reducer.expired(), "GradAllReduce on rank ", group_->getRank(),
-          ": the gradient of ", parameter_words(number, parameter),
-          " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; leave "
-          "it to one of them, and destroy the other first");
       torch::autograd::impl::set_post_acc_grad_hooks(
           parameter, std::make_unique<Hook>(weak_from_this(), number, std::move(previous)));
     }
   }
 
-  /// Puts back the hooks that were there. A hook under another owner's stays, and only calls the
-  /// one before it.
+  /// Takes the hooks away. A hook under another owner's stays, and only calls the one before it.
   void remove_hooks() {
     for (const at::Tensor& parameter : buckets_.parameters()) {
-      auto& link = torch::autograd::impl::post_acc_grad_hooks(parameter);
-      auto* const hook = dynamic_cast<Hook*>(link.get());
-      if (hook == nullptr || hook->reducer.lock().get() != this) continue;
-      auto previous = std::move(hook->previous);
-      link = std::move(previous);
+      auto* link = &torch::autograd::impl::post_acc_grad_hooks(parameter);
+      while (auto* const hook = dynamic_cast<Hook*>(link->get())) {
+        if (hook->reducer.lock().get() == this) {
+          auto previous = std::move(hook->previous);
+          *link = std::move(previous);
+          break;
+        }
+        link = &hook->previous;
+      }
     }
   }
 
@@ -163,6 +160,23 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     while (next_ < missing_.size() && missing_[next_] == 0) send(next_++);
   }
 
+  /// Throws where another reducer averages a gradient too. Called in the first pass, for a reducer
+  /// may be made before the one that it replaces is destroyed.
+  void check_alone() const {
+    for (std::size_t number = 0; number < bucket_of_.size(); ++number) {
+      const at::Tensor& parameter = buckets_.parameters()[number];
+      const auto* link = torch::autograd::impl::post_acc_grad_hooks(parameter).get();
+      while (const auto* const hook = dynamic_cast<const Hook*>(link)) {
+        const auto alive = hook->reducer.lock();
+        TORCH_CHECK(alive == nullptr || alive.get() == this, "GradAllReduce on rank ",
+                    group_->getRank(), ": the gradient of ", parameter_words(number, parameter),
+                    " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
+                    "leave it to one of them, and destroy the other");
+        link = hook->previous.get();
+      }
+    }
+  }
+
   /// Called at each gradient. A pass that runs inside another, as a checkpoint's does, belongs to
   /// the outer one, unless it reaches the parameters first.
   void begin_pass() {
@@ -175,6 +189,8 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
                   group_->getRank(),
                   ": an earlier backward pass did not end, so the ranks are no longer in step; "
                   "begin again from a checkpoint on all ranks");
+      if (!is_known_alone_) check_alone();
+      is_known_alone_ = true;
       is_running_ = true;
       next_ = 0;
       has_arrived_.assign(bucket_of_.size(), false);
@@ -259,6 +275,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
   std::mutex mutex_;                  // guards what follows
   int no_sync_ = 0;                   // how many guards there are
   std::vector<Pass> passes_;          // several where one runs inside another
+  bool is_known_alone_ = false;       // no other reducer averages a gradient of these
   bool is_running_ = false;           // a pass has begun and not ended well
   std::vector<char> has_arrived_;     // a parameter, in this pass
   std::vector<std::size_t> missing_;  // of each bucket: gradients that are still to come

@@ -62,6 +62,9 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
       if (op.has_value() && is_functional(*op)) ops.push_back(*op);
     }
   }
+  std::sort(ops.begin(), ops.end(), [](const auto& a, const auto& b) {
+    return a.operator_name().overload_name < b.operator_name().overload_name;
+  });
   TORCH_CHECK(exists, "op: no operator \"", name,
               "\" is registered; name it as mezzo::autocast_op_lists(device) prints it, and load "
               "its library first if it is another's");
