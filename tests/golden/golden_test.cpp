@@ -6,7 +6,7 @@
 //   parameters   hash of the parameters after every step
 //   state        hash of the moments, float masters and step counts after the last step
 //   scales       hash of the loss scale after every step
-//   results      hash of every StepResult, and of the norms that clip_grad_norm_ returned
+//   results      hash of every StepResult
 //   gradients    hash of `.grad` after every step; - for weights with masters after unscale_, where
 //                `.grad` is a float tensor
 //   applied      applied_steps() after the last step; - where the optimizer has no such count

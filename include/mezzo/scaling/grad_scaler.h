@@ -133,7 +133,7 @@ class GradScaler {
   StepResult step(AnyOptimizer, detail::BareNumber auto) = delete;  // {.max_norm = 1.0}
 
   /// Ends the iteration: moves the scale by what the checks found, and forgets the optimizers. No
-  /// host sync, unless the host skipped a step and a callback wants to know the new scale.
+  /// host sync.
   /// \throws c10::Error if no optimizer was checked since the last `update`
   void update();
 
@@ -184,9 +184,9 @@ class GradScaler {
 
   /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
   /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
-  /// CUDA graph. It takes the place of the line on
-  /// std::cerr, which is written for the first eleven skips in a row, once for a scale at its
-  /// floor, and in both cases for every 1000th skip after that. A null callback is silent.
+  /// CUDA graph. It takes the place of the line on std::cerr, which is written for the first eleven
+  /// skips in a row, once for a scale at its floor, and in both cases for every 1000th skip after
+  /// that. A null callback is silent.
   void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
 
   /// Returns the whole state under torch's keys (scale, growth_factor, backoff_factor,

@@ -73,21 +73,16 @@ inline void clip_in_place(const StepPlan& plan, double coefficient) {
   for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
     std::vector<at::Tensor> others;
     for (const at::Tensor& gradient : gradients) {
-      if (gradient.scalar_type() != at::kDouble)
-        others.push_back(gradient);
-      else
+      if (gradient.scalar_type() == at::kDouble) {
         gradient.mul_(coefficient);
+      } else {
+        others.push_back(gradient);
+      }
     }
     const auto number = at::TensorOptions().device(gradients.front().device()).dtype(at::kFloat);
     at::Tensor unread = at::zeros({}, number);
     if (!others.empty()) unscale_and_check_(others, unread, at::full({}, coefficient, number));
   }
-}
-
-/// Steps an optimizer that is not mezzo's.
-inline at::Tensor step_of_libtorch(AnyOptimizer optimizer) {
-  const StepWithoutVersion step(optimizer.optimizer());
-  return optimizer.step();
 }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
@@ -209,7 +204,6 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScaler({.enabled = false})");
-  const detail::StepWithoutVersion step(optimizer.optimizer());
   return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
 }
 
@@ -257,7 +251,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
     return StepResult(std::move(outcome));
   }
   letter->send(scale, verdict, was_unscaled);
-  letters_.push_back(letter);
+  if (!letter->is_captured()) letters_.push_back(letter);  // replays do not notify the host
   return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
 }
 
@@ -285,7 +279,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
       detail::clip_in_place(plan,
                             detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
     }
-    outcome.value = detail::step_of_libtorch(optimizer);
+    outcome.value = optimizer.step();
   }
   record.stage = Stage::stepped;
   detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
@@ -328,7 +322,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     detail::clip_in_place(plan,
                           detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
   }
-  outcome.value = detail::step_of_libtorch(optimizer);
+  outcome.value = optimizer.step();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
