@@ -220,8 +220,9 @@ TEST(GradAllReduce, SendsFloatsInTwoBytesWithinTheirRounding) {
     for (const auto& item : model->named_parameters()) {
       const at::Tensor wanted = alone->named_parameters()[item.key()].grad();
       if (!wanted.defined()) continue;
+      // Ranks' parts of up to 1 are rounded, and may cancel each other.
       const double bit = dtype == at::kBFloat16 ? 1. / 128 : 1. / 1024;
-      EXPECT_TRUE(at::allclose(item.value().grad(), wanted, 2 * bit, bit / 100)) << item.key();
+      EXPECT_TRUE(at::allclose(item.value().grad(), wanted, 2 * bit, bit)) << item.key();
       distributed_test::expect_same_bits_on_all_ranks(world, item.value().grad(), item.key());
     }
   }

@@ -87,11 +87,10 @@ class Shards {
     }
   }
 
-  /// Writes to `archive`, on rank 0, what `OptimizerType` alone would write: each rank's states, as
-  /// `save_own` writes them, are read by an optimizer that `make` returns, and put together.
-  template <class SaveOwn, class Make>
-  void save(torch::serialize::OutputArchive& archive, const SaveOwn& save_own,
-            const Make& make) const {
+  /// Calls `write` on rank 0 with an optimizer that has all states: each rank's, as `save_own`
+  /// writes them, are read by an optimizer that `make` returns, and put together.
+  template <class SaveOwn, class Make, class Write>
+  void gather(const SaveOwn& save_own, const Make& make, const Write& write) const {
     std::ostringstream bytes;
     {
       torch::serialize::OutputArchive own;
@@ -114,7 +113,7 @@ class Shards {
         if (owners_.at(parameter) == from) whole->state()[parameter] = std::move(state);
       }
     }
-    if (whole != nullptr) whole->save(archive);
+    if (whole != nullptr) write(*whole);
   }
 
  private:
@@ -226,9 +225,9 @@ class ShardedOptimizer : public torch::optim::Optimizer {
   /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
   /// 0.
   void save(torch::serialize::OutputArchive& archive) const override {
-    shards_.save(
-        archive, [this](auto& own) { make_with_own_state()->save(own); },
-        [this] { return make_(param_groups_); });
+    shards_.gather([this](auto& own) { make_with_own_state()->save(own); },
+                   [this] { return make_(param_groups_); },
+                   [&archive](auto& whole) { whole.save(archive); });
   }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks or `OptimizerType` alone
@@ -329,9 +328,21 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
   /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
   /// 0.
   void save(torch::serialize::OutputArchive& archive) const override {
-    shards_.save(
-        archive, [this](auto& own) { OptimizerType::save(own); },
-        [this] { return std::make_unique<OptimizerType>(this->param_groups_, defaults_); });
+    // Written by this optimizer, which has the schedule, with the others' states for the moment.
+    const auto write = [this, &archive](auto& whole) {
+      auto& states = const_cast<ShardedOptimizer*>(this)->state_;
+      std::vector<void*> borrowed;
+      for (auto& [parameter, state] : whole.state()) {
+        if (!shards_.is_others(parameter)) continue;
+        states[parameter] = std::move(state);
+        borrowed.push_back(parameter);
+      }
+      OptimizerType::save(archive);
+      for (void* const parameter : borrowed) states.erase(parameter);
+    };
+    shards_.gather(
+        [this](auto& own) { OptimizerType::save(own); },
+        [this] { return std::make_unique<OptimizerType>(this->param_groups_, defaults_); }, write);
   }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or

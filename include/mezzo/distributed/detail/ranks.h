@@ -54,8 +54,9 @@ inline WorkPtr all_reduce(const GroupPtr& group, const at::Tensor& tensor,
 }
 
 /// Writes the ranks' inputs to `output`, `size` times as long, in the order of the ranks. Waits.
-inline void all_gather(const GroupPtr& group, at::Tensor output, at::Tensor input) {
-  group->_allgather_base(output, input)->wait();
+inline void all_gather(const GroupPtr& group, const at::Tensor& output, const at::Tensor& input) {
+  at::Tensor to = output.view({-1}), from = input.view({-1});  // Gloo takes no other shape
+  group->_allgather_base(to, from)->wait();
 }
 
 /// Gives all ranks the root's values of `tensors`, which have the same shapes on all ranks: some 25
