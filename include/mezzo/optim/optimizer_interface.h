@@ -13,6 +13,7 @@
 #include <ATen/ops/tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <concepts>
@@ -21,11 +22,6 @@
 #include <optional>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
