@@ -871,7 +871,12 @@ class AmpProgram {
       for (const PlainWeight& one : side.weights) {
         if (ran && one.rounded_to && one.gradient) count("step from the master of a file");
       }
-      if (ran) side.step(clip_factor(side.norm(), options.max_norm));
+      if (ran && !side.counts() && std::isfinite(options.max_norm)) {
+        side.clip_norm(norm, options.max_norm);  // where the gradients lie
+        side.step(1);
+      } else if (ran) {
+        side.step(clip_factor(norm, options.max_norm));
+      }
       if (options.zero_grad) side.zero_grad(false);
       must_clear_[i] = !options.zero_grad;
       sums_[i] = 0;
