@@ -12,7 +12,7 @@
 //   training_step_bench [rounds]
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/cast_trace.h>
+#include <mezzo/diagnose/cast_trace.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 

@@ -1,6 +1,6 @@
 /// \file
 /// Mixed precision for forward and backward: guards, wrapped callables and modules, op policies,
-/// autograd functions, activation checkpointing, traces.
+/// autograd functions, activation checkpointing.
 #pragma once
 
 #include <mezzo/autocast/activation_checkpoint.h>  // IWYU pragma: export
@@ -9,7 +9,6 @@
 #include <mezzo/autocast/autocast_setting.h>       // IWYU pragma: export
 #include <mezzo/autocast/autograd_function.h>      // IWYU pragma: export
 #include <mezzo/autocast/cast_functions.h>         // IWYU pragma: export
-#include <mezzo/autocast/cast_trace.h>             // IWYU pragma: export
 #include <mezzo/autocast/op_category.h>            // IWYU pragma: export
 #include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
 #include <mezzo/base/precision.h>                  // IWYU pragma: export

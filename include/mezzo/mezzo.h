@@ -2,7 +2,7 @@
 /// The core of mezzo: regions of autocast, optimizers, loss scaling. What else there is has an
 /// umbrella of its own: mezzo/levels.h, mezzo/checkpoint.h, mezzo/diagnose.h, mezzo/distributed.h.
 /// So has what costs every unit that includes it seconds of compile time: mezzo/autocast.h adds op
-/// policies, traces and activation checkpointing.
+/// policies and activation checkpointing.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>           // IWYU pragma: export

@@ -225,7 +225,7 @@ TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
                                "without autocast already: forward pass: aten::log, after layer")));
   EXPECT_THAT(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16).findings,
               Contains(finding(FindingSeverity::error, "forward", "layer",
-                               "throws in float32 already, in aten::linear")));
+                               "throws in float32 already, in aten::addmm")));
 }
 
 TEST(Doctor, NamesSizesThatAreNoMultipleOf8) {

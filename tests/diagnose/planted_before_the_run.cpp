@@ -145,7 +145,7 @@ std::vector<PlantedFault> before_the_run() {
        "a weight of 1e5",
        prepared([](PatientImpl& model) { plant(model.body->weight, 0, 1e5F); }, torch::kBFloat16),
        {"error body.weight: this parameter holds 1e+05 in magnitude, beyond float16",
-        "aten::linear, in body", "it is finite, up to"},
+        "aten::addmm, in body", "it is finite, up to"},
        bfloat16},
       {"DoctorWeightLostInHalf",
        "weights of 1e-9",

@@ -251,7 +251,7 @@ std::vector<PlantedFault> divergences() {
       {"InfWeight",
        "an inf in norm.weight",
        weight("norm.weight", kInf, torch::kFloat),
-       {"norm.weight holds inf or NaN", "when the watch was made"},
+       {"norm.weight holds inf or NaN", "did when the watch was made"},
        "initialise or load it again"},
       {"MaskOfMinus1e9",
        "a mask of -1e9 that the loss casts to half",

@@ -62,9 +62,22 @@ TEST_P(UnderflowOf, SharesAreThoseThatACastLoses) {
   EXPECT_GT(layer.subnormal, 0);
 }
 
-INSTANTIATE_TEST_SUITE_P(Dtypes, UnderflowOf,
-                         testing::Values(torch::kHalf, torch::kBFloat16, torch::kFloat8_e5m2),
+INSTANTIATE_TEST_SUITE_P(Dtypes, UnderflowOf, testing::Values(torch::kHalf, torch::kBFloat16),
                          [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
+
+TEST(Underflow, CountsWhatFloat8HoldsByPowersOfTwo) {
+  const torch::Tensor values = torch::exp2(torch::arange(-20, 20)) * 1.25;
+  for (const auto dtype : {torch::kFloat8_e5m2, torch::kFloat8_e4m3fn}) {
+    UnderflowReport report(dtype);
+    report.add("layer", values);
+    const LayerExponents layer = report.layers().at(0);
+    const float normal = power(mezzo::ExponentRange::of(dtype).normal);
+    const LayerExponents expected = by_casting(values, dtype, normal);
+    EXPECT_NEAR(layer.lost, expected.lost, 1e-9) << dtype;
+    EXPECT_NEAR(layer.subnormal, expected.subnormal, 1e-9) << dtype;
+    EXPECT_NEAR(layer.overflow, expected.overflow, 1e-9) << dtype;
+  }
+}
 
 TEST(Underflow, TellsTheSmallestAndLargestExponent) {
   UnderflowReport report(torch::kHalf);

@@ -135,8 +135,9 @@ int64_t newest_step(const std::filesystem::path& folder) {
 
 std::size_t temporaries(const std::filesystem::path& folder) {
   const auto names = mezzo::detail::names_in(folder);
-  return static_cast<std::size_t>(
-      std::count_if(names.begin(), names.end(), mezzo::detail::is_temporary_name));
+  return static_cast<std::size_t>(std::count_if(
+      names.begin(), names.end(),
+      [](const std::string& name) { return mezzo::detail::writer_of_temporary(name) != 0; }));
 }
 
 /// mpirun has ended, and all that it started within a moment.

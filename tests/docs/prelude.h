@@ -85,13 +85,13 @@ extern std::uint32_t seed;
 extern mezzo::TrainingState state;
 extern mezzo::CheckpointManager checkpoints;
 }  // namespace page_checkpoints
-namespace page_cluster {
+namespace page_data_parallel {
 extern mezzo::TrainingState state;
 extern mezzo::DistributedCheckpointManager checkpoints;
 extern std::int64_t steps;
 extern volatile std::sig_atomic_t asked_to_end;
 void train_one_step();
-}  // namespace page_cluster
+}  // namespace page_data_parallel
 namespace page_optimizers {
 extern Net averaged_model;
 }

@@ -99,7 +99,6 @@ int examine(const Request& request) {
   torch::manual_seed(0);  // the same inputs each time
   auto model = read("MODEL " + request.model, "torch.jit.script(model).save(path)",
                     [&] { return torch::jit::load(request.model, device); });
-  torch::jit::setGraphExecutorOptimize(false);  // the graph's own ops run, not what they fuse to
   mezzo::DoctorOptions options;
   if (request.learning_rate > 0) options.learning_rate = request.learning_rate;
   if (!request.dtype.empty()) {

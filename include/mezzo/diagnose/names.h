@@ -13,12 +13,10 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -55,25 +53,19 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
                                                   : nullptr;
 }
 
-/// Tensors by their memory. Finds views of them, and parameters that lie in one flat buffer.
+/// Tensors by their memory, as it is when they are asked for. Finds views of them, and parameters
+/// that lie in one flat buffer.
 class Names {
  public:
-  explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {
-    for (std::size_t i = 0; i < tensors_.size(); ++i) {
-      if (const auto* const memory = storage_of(tensors_[i].second))
-        by_memory_[memory].push_back(i);
-    }
-  }
+  explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {}
 
   const NamedTensors& all() const { return tensors_; }
 
   /// Returns the name of the tensor that `tensor` is or is a view of; empty of another one.
   std::string name_of(const at::Tensor& tensor) const {
-    const auto found = by_memory_.find(storage_of(tensor));
-    if (found == by_memory_.end()) return {};
-    for (const std::size_t i : found->second) {
-      const auto& [name, known] = tensors_[i];
-      if (storage_of(known) != found->first) continue;  // it has got other memory since
+    const auto* const memory = storage_of(tensor);
+    for (const auto& [name, known] : tensors_) {
+      if (memory == nullptr || storage_of(known) != memory) continue;
       const std::int64_t offset = tensor.storage_offset() - known.storage_offset();
       if (offset >= 0 && offset < std::max<std::int64_t>(known.numel(), 1)) return name;
     }
@@ -92,7 +84,6 @@ class Names {
 
  private:
   NamedTensors tensors_;
-  std::unordered_map<const c10::StorageImpl*, std::vector<std::size_t>> by_memory_;
 };
 
 }  // namespace detail

@@ -237,9 +237,11 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
   for (const LayerExponents& layer : report.layers()) text += line(layer);
   const LayerExponents all = report.total();
   text += line(all);
-  const std::string scale = "the loss scale, " + digits(report.options().loss_scale, 6);
+  const std::string number = digits(report.options().loss_scale, 6);
+  const std::string scale = "the loss scale, " + number;
   if (all.zero == 1 && all.sampled > 0) {
-    text += "every value is 0: with " + scale + ", they are at most " + power(range.smallest - 1) +
+    text += "every value is 0: with the loss scale " + number + " they are at most " +
+            power(range.smallest - 1) +
             ", or the loss does not depend on these weights; a loss scale of " +
             digits(suggest_loss_scale(report), 8) + " overflows no such value, and tells which\n";
   } else if (all.non_finite > 0 || all.overflow > 0) {

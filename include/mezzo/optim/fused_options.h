@@ -13,11 +13,8 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <array>
-#include <charconv>
 #include <cstdint>
 #include <memory>
-#include <string>
 #include <tuple>
 #include <type_traits>
 
@@ -31,29 +28,11 @@ struct ExtraOptions {
   bool operator==(const ExtraOptions&) const = default;
 };
 
-/// Returns a number with as many digits as it takes to read it back, or a list of them.
-template <class T>
-std::string words_of_option(const T& value) {
-  if constexpr (std::is_arithmetic_v<T>) {
-    std::array<char, 32> digits{};
-    const auto end = std::to_chars(digits.data(), digits.data() + digits.size(), +value).ptr;
-    return {digits.data(), end};
-  } else {
-    std::string words;
-    std::apply([&](const auto&... each) { ((words += words_of_option(each) + ' '), ...); }, value);
-    words.pop_back();
-    return words;
-  }
-}
-
 /// The common base of the options of mezzo's optimizers.
 class HoldsExtraOptions {
  public:
   const ExtraOptions& extras() const noexcept { return extras_; }
   void set_extras(const ExtraOptions& extras) noexcept { extras_ = extras; }
-
-  /// Returns a line for each option: `prefix`, its name and its value.
-  virtual std::string words(const std::string& prefix) const = 0;
 
  protected:
   HoldsExtraOptions() = default;
@@ -129,18 +108,6 @@ class FusedOptions : public Base, public detail::HoldsExtraOptions {
   friend bool operator==(const FusedOptions& left, const FusedOptions& right) {
     return detail::MemberTable::of(left.own()) == detail::MemberTable::of(right.own()) &&
            left.adds_the_same(right);
-  }
-
-  /// Returns a line for each option: `prefix`, its name and its value.
-  std::string words(const std::string& prefix) const override {
-    std::string lines;
-    const auto add = [&](const char* name, const auto& value) {
-      lines += prefix + name + ": " + detail::words_of_option(value) + '\n';
-    };
-    detail::each_member(own(), [&add](const auto& member) { add(member.key, member.value); });
-    add("weight_storage", static_cast<int>(extras_.weight_storage));
-    add("seed", extras_.seed);
-    return lines;
   }
 
   /// Returns the learning rate, as libtorch's schedulers read it.

@@ -116,17 +116,22 @@ inline double largest_of(const std::vector<TensorSummary>& summaries) {
   return largest;
 }
 
-/// Whether the op computes its result: not a view, and not uninitialised memory.
-inline bool computes(const c10::OperatorHandle& op) {
-  const c10::FunctionSchema& schema = op.schema();
+/// Whether the op computed its results: they are no view of what it read, and no uninitialised
+/// memory.
+inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& outputs) {
+  const c10::FunctionSchema& schema = op.handle.schema();
   const std::string_view name = schema.name();
   for (const std::string_view other : {"aten::empty", "aten::new_empty", "aten::resize",
                                        "aten::set_", "aten::_efficientzerotensor"}) {
     if (name.starts_with(other)) return false;
   }
-  if (op.hasTag(at::Tag::inplace_view)) return false;
+  if (outputs.empty() || op.handle.hasTag(at::Tag::inplace_view)) return false;
   const auto& returns = schema.returns();
-  return schema.is_mutable() || returns.empty() || returns[0].alias_info() == nullptr;
+  if (schema.is_mutable() || returns.empty() || returns[0].alias_info() == nullptr) return true;
+  const std::vector<at::Tensor> read = tensors_in(arguments_in(op.inputs));
+  return std::none_of(read.begin(), read.end(), [&](const at::Tensor& tensor) {
+    return storage_of(tensor) == storage_of(outputs[0]);
+  });
 }
 
 /// Returns an argument with its tensors copied in `wide`; an argument that is a dtype becomes it.
@@ -232,7 +237,7 @@ class AnomalyJudge {
 
   /// Takes what an op returned that the program, or an autograd node, called.
   void take(const ObservedOp& op, const std::vector<at::Tensor>& outputs) {
-    if (op.depth > 0 || is_full() || !computes(op.handle)) return;
+    if (op.depth > 0 || is_full() || !computed(op, outputs)) return;
     if (!std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
     AnomalyFrame frame{.op = op.name(),
                        .node = op.node,

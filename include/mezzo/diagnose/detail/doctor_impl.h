@@ -18,6 +18,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <c10/util/ScopeExit.h>
+#include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <algorithm>
 #include <cmath>
@@ -83,8 +84,9 @@ inline Finding hardware_finding(c10::Device device, at::ScalarType dtype) {
 class DoctorTrace final : public OpObserver {
  public:
   /// \param others  buffers and inputs, whose casts are noted too
-  DoctorTrace(const NamedTensors& parameters, NamedTensors others)
-      : OpObserver(parameters), others_(std::move(others)) {
+  /// \param dtype   that constants are judged for; a pass in bfloat16 may stand for one in half
+  DoctorTrace(const NamedTensors& parameters, NamedTensors others, at::ScalarType dtype)
+      : OpObserver(parameters), others_(std::move(others)), dtype_(dtype) {
     start();
   }
   ~DoctorTrace() override { stop(); }
@@ -101,7 +103,7 @@ class DoctorTrace final : public OpObserver {
     const std::string& name = op.name();
     draws_random |= op.handle.hasTag(at::Tag::nondeterministic_seeded);
     if (op.depth == 0) {
-      last_op = name;
+      last_op = c10::toString(op.handle.operator_name());
       threw = false;
       if (!op.module.empty()) place = (op.reads_module ? "" : "after ") + op.module;
     }
@@ -138,6 +140,7 @@ class DoctorTrace final : public OpObserver {
       if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
     }
     if (dtype != at::kHalf && dtype != at::kBFloat16) return;
+    if (dtype_ == at::kHalf) dtype = at::kHalf;
     const auto& arguments = op.handle.schema().arguments();
     for (std::size_t i = 0; i < std::min(op.inputs.size(), arguments.size()); ++i) {
       const c10::IValue& input = op.inputs[i];
@@ -185,6 +188,7 @@ class DoctorTrace final : public OpObserver {
   }
 
   Names others_;
+  at::ScalarType dtype_;
 };
 
 /// A model as the doctor takes it, whatever it was.
@@ -302,14 +306,16 @@ class Doctor {
     others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
     Outcome exact;
     {
-      DoctorTrace trace(case_.parameters, others);
+      DoctorTrace trace(case_.parameters, others, found_.dtype);
       exact = traced_run(std::nullopt, trace);
       found_.findings.insert(found_.findings.end(), trace.constants.begin(), trace.constants.end());
     }
     if (!exact.thrown.empty()) return;  // there is nothing to compare with
     if (!exact.is_finite) tell_nonfinite(std::nullopt);
-    DoctorTrace trace(case_.parameters, others);
+    DoctorTrace trace(case_.parameters, others, found_.dtype);
     const Outcome low = traced_run(found_.dtype, trace);
+    // bfloat16 asks for the same casts, and may get to the end.
+    if (!low.thrown.empty() && found_.dtype == at::kHalf) run(at::kBFloat16);
     for (const Finding& finding : trace.constants) {
       const auto known = std::find_if(
           found_.findings.begin(), found_.findings.end(),
@@ -462,6 +468,8 @@ void visit_tensors(Value& value, const Keep& keep) {
 template <class Module, class Sample>
 Diagnosis diagnose_module(Module& module, const Sample& sample, c10::Device device,
                           const DoctorOptions& options) {
+  // What TorchScript's interpreter runs is then the graph's own ops, and not what they fuse to.
+  const torch::jit::GraphOptimizerEnabledGuard as_written(false);
   DoctorCase one{.parameters = NamedOnce().floating(module.named_parameters()),
                  .buffers = NamedOnce().all(module.named_buffers())};
   visit_tensors(sample, [&one](const at::Tensor& tensor) {

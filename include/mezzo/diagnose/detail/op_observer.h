@@ -18,6 +18,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -223,13 +224,15 @@ class OpObserver {
     if (auto* const ops = dynamic_cast<OpContext*>(context)) {
       thread->depth = std::max(thread->depth - 1, 0);
       const Unobserved unobserved;
-      const std::vector<c10::IValue> returned = function.outputs();
+      const std::vector<c10::IValue> stack = function.outputs();
       for (auto& [observer, op] : ops->ops) {
         const Observers& active = thread->active;
         if (std::find(active.begin(), active.end(), observer) == active.end()) continue;
         op.threw = std::uncaught_exceptions() > op.exceptions;
+        // TorchScript's interpreter shows its whole stack, whose last values the op returned.
+        const std::size_t count = std::min(stack.size(), op.handle.schema().returns().size());
         const auto locked = observer->lock();
-        observer->left(op, arguments_in(returned));
+        observer->left(op, OpArguments(stack.data() + (stack.size() - count), count));
       }
     } else if (auto* const node = dynamic_cast<NodeContext*>(context)) {
       thread->active = node->active;

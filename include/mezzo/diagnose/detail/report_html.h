@@ -129,14 +129,12 @@ struct Chart {
   bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
 };
 
-/// Returns the step between lines of an axis of this width, about four: 1, 2, 5, 10, ... times a
-/// power of ten; of powers of two a whole number of them.
-inline double axis_step(double width, bool logarithmic) {
-  if (logarithmic) return std::max(1.0, std::ceil(width / 3));
-  if (!(width > 0)) return 1;
-  const double power = std::pow(10, std::floor(std::log10(width / 3)));
+/// Returns the next of 1, 2 and 5 times a power of ten, for steps between lines of an axis.
+inline double round_step(double step) {
+  if (!(step > 0)) return 1;
+  const double power = std::pow(10, std::floor(std::log10(step)));
   for (const double factor : {1, 2, 5}) {
-    if (width / 3 <= factor * power) return factor * power;
+    if (step <= factor * power) return factor * power;
   }
   return 10 * power;
 }
@@ -174,7 +172,8 @@ inline std::string chart_html(const Chart& chart) {
     high = std::max(high, y);
   }
   if (low > high) low = high = 0;
-  const double step = axis_step(high - low, chart.logarithmic);
+  const double step =
+      chart.logarithmic ? std::max(1.0, std::ceil((high - low) / 3)) : round_step((high - low) / 3);
   low = std::floor(low / step) * step;
   high = std::max(std::ceil(high / step) * step, low + step);
   const double first = chart.points.front().first;
@@ -204,7 +203,7 @@ inline std::string chart_html(const Chart& chart) {
     }
     is_drawing = !nonfinite_bits(y);
   }
-  const double tick = std::max(1.0, axis_step(width, false));
+  const double tick = std::max(1.0, round_step(width / 5));
   for (double x = std::ceil(first / tick) * tick; x <= first + width; x += tick) {
     ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
   }

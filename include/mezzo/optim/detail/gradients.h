@@ -2,7 +2,6 @@
 
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/tensor_words.h>
-#include <mezzo/base/detail/write_stamp.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/optimizer_words.h>
@@ -13,10 +12,8 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/sgd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_set>
@@ -152,22 +149,6 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale)
   } while (row != plan.rows.end());
   return all;
 }
-
-/// Counts a step of torch::optim::SGD when this object is destroyed, also by an exception: SGD
-/// writes weights through `data()`, which changes no version.
-class StepWithoutVersion {
- public:
-  explicit StepWithoutVersion(const torch::optim::Optimizer& optimizer)
-      : is_one_(dynamic_cast<const torch::optim::SGD*>(&optimizer) != nullptr) {}
-  ~StepWithoutVersion() {
-    if (is_one_) steps_without_version().fetch_add(1, std::memory_order_relaxed);
-  }
-  StepWithoutVersion(const StepWithoutVersion&) = delete;
-  StepWithoutVersion& operator=(const StepWithoutVersion&) = delete;
-
- private:
-  bool is_one_;
-};
 
 }  // namespace detail
 

@@ -372,7 +372,6 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
     }
     parameter_swap.put_in(with_master);
     if (has_schedule()) parameter_swap.lend_lrs(lrs());
-    const detail::StepWithoutVersion step(*inner_);
     try {
       inner_->step();
     } catch (...) {

@@ -85,12 +85,6 @@ inline void clip_in_place(const StepPlan& plan, double coefficient) {
   }
 }
 
-/// Steps an optimizer that is not mezzo's.
-inline at::Tensor step_of_libtorch(AnyOptimizer optimizer) {
-  const StepWithoutVersion step(optimizer.optimizer());
-  return optimizer.step();
-}
-
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
 inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
@@ -210,7 +204,6 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScaler({.enabled = false})");
-  const detail::StepWithoutVersion step(optimizer.optimizer());
   return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
 }
 
@@ -286,7 +279,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
       detail::clip_in_place(plan,
                             detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
     }
-    outcome.value = detail::step_of_libtorch(optimizer);
+    outcome.value = optimizer.step();
   }
   record.stage = Stage::stepped;
   detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
@@ -329,7 +322,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     detail::clip_in_place(plan,
                           detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
   }
-  outcome.value = detail::step_of_libtorch(optimizer);
+  outcome.value = optimizer.step();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
