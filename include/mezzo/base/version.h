@@ -5,7 +5,7 @@
 /// The first number of the version.
 #define MEZZO_VERSION_MAJOR 0
 /// The second number of the version.
-#define MEZZO_VERSION_MINOR 2
+#define MEZZO_VERSION_MINOR 3
 /// The third number of the version.
 #define MEZZO_VERSION_PATCH 0
 

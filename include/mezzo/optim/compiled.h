@@ -3,7 +3,7 @@
 /// units. The loops over gradients and parameters, for several dtypes and instruction sets, are
 /// most of what compiling a unit that trains costs.
 ///
-///     find_package(mezzo 0.2 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
+///     find_package(mezzo 0.3 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
 /// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
