@@ -19,7 +19,7 @@ import run_on_gpu  # noqa: E402
 MEMCHECK = "========= COMPUTE-SANITIZER\n[==========] 40 tests ran.\n========= ERROR SUMMARY: 0 errors\n"
 INVALID = """========= COMPUTE-SANITIZER
 ========= Invalid __global__ write of size 4 bytes
-=========     at void mezzo::v0_2_0::detail::step_kernel<float>(mezzo::StepTable)+0x2f0
+=========     at void mezzo::v0_3_0::detail::step_kernel<float>(mezzo::StepTable)+0x2f0
 =========     by thread (0,0,0) in block (0,0,0)
 """
 FOUND = INVALID + "========= ERROR SUMMARY: 3 errors\n"
@@ -197,7 +197,7 @@ COMPUTE_SANITIZER = """tool=$2
 echo "========= COMPUTE-SANITIZER"
 [ -z "${INVALID_WRITE:-}" ] || [ $tool != memcheck ] || {
   echo "========= Invalid __global__ write of size 4 bytes"
-  echo "=========     at void mezzo::v0_2_0::detail::step_kernel<float>(mezzo::StepTable)+0x2f0"
+  echo "=========     at void mezzo::v0_3_0::detail::step_kernel<float>(mezzo::StepTable)+0x2f0"
   sleep 60
 }
 if [ $tool = racecheck ]; then

@@ -19,17 +19,17 @@ using mezzo::summarize;
 using mezzo::TensorSummary;
 using testing::HasSubstr;
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInfinite = std::numeric_limits<float>::infinity();
 
 TEST(Summarize, GivesRangesWithSignAndCountsOfEachDtypeLayoutAndStride) {
   const torch::Tensor values =
-      torch::tensor({-3.0F, 0.5F, 2.0F, -kInf, kInf, std::nanf(""), -kInf});
+      torch::tensor({-3.0F, 0.5F, 2.0F, -kInfinite, kInfinite, std::nanf(""), -kInfinite});
   const torch::Tensor sparse =
-      torch::sparse_coo_tensor(torch::tensor({{5L, 2L}}), torch::tensor({1.0F, -kInf}), {9});
+      torch::sparse_coo_tensor(torch::tensor({{5L, 2L}}), torch::tensor({1.0F, -kInfinite}), {9});
   const std::vector<TensorSummary> all =
       summarize({values, values.to(torch::kHalf), values.to(torch::kDouble).unsqueeze(0).t(),
                  sparse, torch::ones({4}).to(torch::kFloat8_e5m2), torch::arange(3),
-                 torch::Tensor(), torch::empty({0}), torch::full({2}, kInf)});
+                 torch::Tensor(), torch::empty({0}), torch::full({2}, kInfinite)});
   for (int i = 0; i < 3; ++i) {
     EXPECT_EQ(all[i].count, 7) << i;
     EXPECT_EQ(all[i].minimum, -3) << i;

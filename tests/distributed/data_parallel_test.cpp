@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/script_model.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 

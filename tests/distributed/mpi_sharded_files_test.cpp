@@ -230,6 +230,22 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
   }
 }
 
+TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) {
+  Ranks ranks = world();
+  Model model;
+  std::string file;
+  {
+    ShardedOptimizer<AdamW> all(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+    train(model, all, 0, 2);
+    file = from_rank_0(archive_of(all));
+  }
+  model->out->bias.set_requires_grad(false);
+  model->out->bias.mutable_grad() = at::Tensor();
+  ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+  load_archive(fewer, file);
+  EXPECT_FALSE(from_rank_0(archive_of(fewer)).empty());
+}
+
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   Ranks ranks = world();
   Model alone;

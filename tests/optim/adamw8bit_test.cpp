@@ -26,7 +26,6 @@ using mezzo::optim::AdamW8bitOptions;
 using mezzo::optim::AdamW8bitParamState;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-using torch::optim::AdamWOptions;
 
 constexpr int64_t kElements = 5000;  // not a multiple of a block
 
@@ -117,7 +116,7 @@ TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
     }
     return parameter.detach();
   };
-  const auto options = AdamWOptions(1e-3).weight_decay(0.01);
+  const auto options = torch::optim::AdamWOptions(1e-3).weight_decay(0.01);
   const at::Tensor wide = reached(
       [&](const at::Tensor& parameter) { return torch::optim::AdamW({parameter}, options); });
   const at::Tensor narrow =
@@ -131,7 +130,7 @@ TEST(AdamW8bit, AThousandStepsEndAsNearToFloatAsBitsandbytes) {
 TEST(AdamW8bit, WithFloatMomentsTakesAdamWsSteps) {
   Descent left(at::kFloat, {70, 90});
   Descent right(at::kFloat, {70, 90});
-  AdamW8bit own({left.parameter}, AdamWOptions(1e-2).weight_decay(0.1),
+  AdamW8bit own({left.parameter}, torch::optim::AdamWOptions(1e-2).weight_decay(0.1),
                 {.float_moments = {left.parameter}});
   AdamW fused({right.parameter}, mezzo::optim::AdamWOptions(1e-2).weight_decay(0.1));
   left.steps(own, 10);
@@ -189,14 +188,15 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
 
 TEST(AdamW8bit, NamesABadOption) {
   const std::vector<at::Tensor> x{at::ones({1})};
-  const auto expect_error = [&](const AdamWOptions& options, const char* message) {
+  const auto expect_error = [&](const torch::optim::AdamWOptions& options, const char* message) {
     EXPECT_THAT([&] { AdamW8bit(x, options); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
   };
-  expect_error(AdamWOptions(-1), "AdamW8bit: lr is -1");
-  expect_error(AdamWOptions(1).eps(-2), "AdamW8bit: eps is -2");
-  expect_error(AdamWOptions(1).weight_decay(std::nan("")), "AdamW8bit: weight_decay is nan");
-  expect_error(AdamWOptions(1).betas({1.0, 0.5}), "AdamW8bit: betas are 1 and 0.5");
-  expect_error(AdamWOptions(1).amsgrad(true), "AdamW8bit: amsgrad is true");
+  expect_error(torch::optim::AdamWOptions(-1), "AdamW8bit: lr is -1");
+  expect_error(torch::optim::AdamWOptions(1).eps(-2), "AdamW8bit: eps is -2");
+  expect_error(torch::optim::AdamWOptions(1).weight_decay(std::nan("")),
+               "AdamW8bit: weight_decay is nan");
+  expect_error(torch::optim::AdamWOptions(1).betas({1.0, 0.5}), "AdamW8bit: betas are 1 and 0.5");
+  expect_error(torch::optim::AdamWOptions(1).amsgrad(true), "AdamW8bit: amsgrad is true");
   EXPECT_THAT([&] { AdamW8bit(std::vector<at::Tensor>{}); },
               ThrowsMessage<c10::Error>(HasSubstr("empty parameter list")));
   EXPECT_THAT(
@@ -311,7 +311,7 @@ TEST(AdamW8bit, AHotRowOfAnEmbeddingNeedsFloatMoments) {
     at::Tensor embedding = at::zeros({64, 64}).requires_grad_();  // four rows a block
     AdamW8bitOptions own;
     if (in_float) own.float_moments = {embedding};
-    AdamW8bit optimizer({embedding}, AdamWOptions(1e-3).weight_decay(0), own);
+    AdamW8bit optimizer({embedding}, torch::optim::AdamWOptions(1e-3).weight_decay(0), own);
     for (int step = 0; step < 20; ++step) {
       at::Tensor gradient = at::zeros({64, 64});
       gradient[0] = 1.0;

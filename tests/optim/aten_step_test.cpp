@@ -10,6 +10,7 @@
 
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <sstream>
 #include <vector>
 
@@ -135,6 +136,15 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
 }
 
 /// Or a backward pass would go on with weights that are no longer those of its forward pass.
+// A check that unscale_ made and one that the step made add up, and devices' do.
+TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
+  const auto parameter = torch::ones({5});
+  mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
+  optimizer.apply_with_aten(optimizer.plan(), {torch::ones({}), torch::full({}, 2.0F)});
+  EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
+}
+
 TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto parameter = torch::ones({5}).requires_grad_();
   mezzo::optim::AdamW adam({parameter}, mezzo::optim::AdamWOptions(1e-2));

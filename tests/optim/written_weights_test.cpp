@@ -80,7 +80,7 @@ std::vector<std::pair<std::string, Write>> writes() {
            [](const Tensor& parameter, const Tensor& values) { parameter.data().copy_(values); }},
           {"set_data to other memory",
            [](const Tensor& parameter, const Tensor& values) {
-             parameter.set_data(values.to(parameter.scalar_type()));
+             parameter.set_data(values.to(parameter.scalar_type()).clone());
            }},
           {"set_data to a flat buffer that is written",
            [](const Tensor& parameter, const Tensor& values) {

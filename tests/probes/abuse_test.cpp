@@ -305,8 +305,10 @@ const Call kCalls[] = {
      }},
 };
 
-/// Whose last word is a step of libtorch's.
-bool is_libtorchs(const StepPath& path) { return path.name.find("Torch") != std::string::npos; }
+/// Whose last word is a step of libtorch's, or of its ops.
+bool is_libtorchs(const StepPath& path) {
+  return path.name.find("Torch") != std::string::npos || path.name == "Lamb";
+}
 
 bool is_libtorchs_error(const std::string& error) {
   return error.find("does not support sparse gradients") != std::string::npos;

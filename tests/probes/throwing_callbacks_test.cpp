@@ -42,13 +42,13 @@ class CallbackRun {
       const bool overflows = 2 <= step && step <= 4;
       torch::manual_seed(step);
       const Tensor batch = torch::randn({5, 4});
-      buckets.zero_grad();
+      model->zero_grad();
       const auto backward = [&] {
         const Tensor loss = model(batch).square().sum();
         scaler.scale(overflows ? loss * std::numeric_limits<float>::infinity() : loss).backward();
       };
       if (!survives(backward)) {
-        buckets.zero_grad();
+        model->zero_grad();
         throws_ = false;
         backward();
         throws_ = true;
@@ -157,7 +157,7 @@ INSTANTIATE_TEST_SUITE_P(Of, ThrowingCallbacks, testing::ValuesIn(kCallbackPlace
 // A backward pass that the user wrote, run by mezzo: what was accumulated before is what is left.
 TEST(ThrowingCallbacks, OfAMicroBatchLeaveWhatWasAccumulated) {
   CallbackRun run(true);
-  run.buckets.zero_grad();
+  run.model->zero_grad();
   const Tensor batch = torch::ones({2, 4});
   mezzo::accumulate_if_finite(run.model->parameters(), [&] { run.model(batch).sum().backward(); });
   const Tensor before = run.model->weight.grad().clone();

@@ -8,6 +8,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -129,12 +130,13 @@ TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
 
 TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  enum class Loop { plain, clipped, one_batch, unit_inputs, no_gradient };
-  for (const Loop loop :
-       {Loop::plain, Loop::clipped, Loop::one_batch, Loop::unit_inputs, Loop::no_gradient}) {
+  enum class Loop { plain, clipped, eighth, one_batch, unit_inputs, no_gradient };
+  for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
+                          Loop::unit_inputs, Loop::no_gradient}) {
     SCOPED_TRACE(static_cast<int>(loop));
     test_support::Warnings warnings;
-    GradScaler scaler;
+    const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
+    GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});
     auto x = parameter({0, 0, 0});
     mezzo::optim::SGD optimizer({x}, 1e-3);
     for (int i = 0; i < 20; ++i) {
@@ -144,9 +146,9 @@ TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
       if (loop == Loop::unit_inputs) input = input / input.norm();
       if (loop == Loop::no_gradient) input = torch::zeros({3});
       scaler.scale((x * input).sum()).backward();
-      if (loop == Loop::clipped) {
+      if (loop == Loop::clipped || is_eighth) {
         scaler.unscale_(optimizer);
-        torch::nn::utils::clip_grad_norm_({x}, 0.5);
+        torch::nn::utils::clip_grad_norm_({x}, is_eighth ? 0.125 : 0.5);
       }
       scaler.step(optimizer);
       scaler.update();
@@ -177,6 +179,15 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
   EXPECT_EQ(scaler.get_scale(), 1.0);
   EXPECT_TRUE(scaler.state_dict().empty());
   scaler.load_state_dict({{"nonsense", 1}});
+}
+
+TEST(GradScaler, SpreadsANanByClippingWhereItIsDisabledAsLibtorchsClippingDoes) {
+  GradScaler scaler({.enabled = false});
+  auto x = parameter({1, 1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {std::nanf(""), 1});
+  EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1}).ran());
+  EXPECT_TRUE(x.isnan().all().item<bool>());
 }
 
 TEST(GradScaler, MovesWithItsState) {

@@ -300,7 +300,7 @@ C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
     return state;
   }
   state.hysteresis_left = hysteresis_;
-  if (state.growth_tracker < std::numeric_limits<int32_t>::max()) ++state.growth_tracker;
+  if (state.growth_tracker < INT32_MAX) ++state.growth_tracker;
   if (state.growth_tracker != growth_interval_) return state;
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor_);

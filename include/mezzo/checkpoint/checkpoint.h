@@ -77,7 +77,7 @@ class TrainingState {
   template <class Save, class Load>
   TrainingState& add(std::string name, Save save, Load load);
 
-  /// Adds an object whose value differs between ranks, such as error-feedback residuals, or a
+  /// Adds an object whose value differs between ranks, such as a
   /// rank's own generator or position in the data. DistributedCheckpointManager
   /// (distributed/checkpoint_manager.h) saves the value of every rank. CheckpointManager treats it
   /// like any other object; from a file of several ranks it loads rank 0's value, with a warning.

@@ -143,7 +143,13 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
   }
   detail::throw_together(group_, kCaller, failure);
   const std::vector<char> bytes = torch::jit::pickle_save(own);
-  const auto of_ranks = detail::gather_texts(group_, std::string(bytes.begin(), bytes.end()));
+  std::vector<std::string> of_ranks;  // on rank 0
+  for (int from = 0; from < group_->getSize(); ++from) {
+    const bool is_own = from == group_->getRank();
+    std::string text = detail::broadcast_text(
+        group_, is_own ? std::string(bytes.begin(), bytes.end()) : std::string(), from);
+    if (group_->getRank() == 0) of_ranks.push_back(std::move(text));
+  }
   std::istringstream outcome(detail::from_rank_0(group_, kCaller, [&] {
     detail::check_can_be_saved("CheckpointManager::save", parts, step);
     detail::PythonDict ranks = detail::python_dict();  // a list of values by name

@@ -32,9 +32,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// As PyTorch does, Gloo listens at the network interfaces that GLOO_SOCKET_IFNAME lists, separated
 /// by commas, or else at the address of this machine's name. Set the variable for ranks on several
-/// machines: on many machines the own name stands for the loopback. \param timeout of connecting,
-/// and of each collective \throws c10::Error if the others do not come within `timeout`, cannot be
-/// reached, or there is no such interface
+/// machines: on many machines the own name stands for the loopback.
+/// \param timeout  of connecting, and of each collective
+/// \throws c10::Error if the others do not come within `timeout`, cannot be reached, or there is no
+///   such interface
 inline c10::intrusive_ptr<c10d::ProcessGroupGloo> gloo_backend(
     const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
     std::chrono::milliseconds timeout = std::chrono::minutes(30)) {

@@ -110,7 +110,9 @@ class Shards {
       if (whole == nullptr) continue;
       const auto part = read(text);
       for (auto& [parameter, state] : part->state()) {
-        if (owners_.at(parameter) == from) whole->state()[parameter] = std::move(state);
+        const auto owner = owners_.find(parameter);  // none of a parameter that is frozen by now
+        if (owner == owners_.end() || owner->second != from) continue;
+        whole->state()[parameter] = std::move(state);
       }
     }
     if (whole != nullptr) write(*whole);
@@ -201,6 +203,10 @@ class ShardedOptimizer : public torch::optim::Optimizer {
       const at::AutoGradMode with_gradients(true);
       loss = closure();
     }
+    TORCH_CHECK(
+        own_->param_groups().size() == param_groups_.size(),
+        "ShardedOptimizer: a group was added after it was made; make a new ShardedOptimizer "
+        "with all groups");
     std::vector<at::Tensor> stepped;
     for (std::size_t i = 0; i < param_groups_.size(); ++i) {
       own_->param_groups()[i].set_options(param_groups_[i].options().clone());
@@ -320,6 +326,12 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
   /// Returns a guard under which backward passes add to this rank's own gradients and average
   /// nothing: for all micro-batches but the last.
   NoSync no_sync() { return shards_.all_reduce().no_sync(); }
+
+  /// Returns a parameter of another rank's itself: its master is there.
+  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override {
+    if (shards_.is_others(parameter.unsafeGetTensorImpl())) return parameter;
+    return OptimizerType::master_param(group, parameter);
+  }
 
   /// Returns true.
   bool is_sharded() const noexcept override { return true; }

@@ -21,8 +21,7 @@ inline void check_writable(const std::vector<at::Tensor>& gradients) {
   for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
 }
 
-/// Call this after a raw write, which neither autograd nor a WeightCache detects. An inference
-/// tensor has no version.
+/// Call this after a raw write, which autograd does not detect. An inference tensor has no version.
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
@@ -54,13 +53,6 @@ inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor)
   at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options());
   copy.copy_(tensor);
   return copy;
-}
-
-/// Returns a parameter as memory without gaps: itself if it is dense, else a contiguous copy, which
-/// must be written back.
-inline at::Tensor dense_parameter(const at::Tensor& parameter) {
-  if (is_dense_memory(parameter)) return parameter;
-  return parameter.detach().clone(at::MemoryFormat::Contiguous);
 }
 
 /// Returns whether two of the tensors share bytes or, for tensors with gaps, may share bytes. Lazy

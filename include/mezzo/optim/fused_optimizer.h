@@ -41,7 +41,7 @@ struct StepOptions {
 struct StepPlan {
   /// A parameter with a gradient.
   struct Row {
-    const at::Tensor* parameter;  ///< in the groups of the optimizer, or a slice of one
+    const at::Tensor* parameter;  ///< in the groups of the optimizer
     at::Tensor gradient;          ///< of the parameter, dense
     std::size_t group;            ///< the number of its group
     std::uint64_t number;         ///< of the parameter, counted through all groups
@@ -51,9 +51,6 @@ struct StepPlan {
     optim::WeightStorage storage = optim::WeightStorage::plain;
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop = nullptr;    ///< on the CPU
-    /// The parameter that `slot` is kept for: a rank that shares the work (ShardedOptimizer) has
-    /// rows of slices, and keeps the state of its slice as the whole parameter's.
-    const at::Tensor* owner = nullptr;
   };
 
   std::vector<Row> rows{};                     ///< device by device
@@ -124,10 +121,6 @@ class FusedOptimizer : public OptimizerInterface {
         "mezzo::initialize a level with master_weights = false, or use mezzo::optim::AdamW, "
         "Adam, SGD or Lion");
   }
-
-  /// Called before gradients are unscaled where they lie, be it for clipping alone.
-  /// \throws c10::Error where that cannot be right, and says what to do instead
-  virtual void check_unscale() const {}
 
  protected:
   /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they

@@ -104,7 +104,6 @@ class MasterWeights : public optim::FusedOptimizer {
   detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
 
   void meet_parameters();
-  Kept* find_kept(const at::Tensor& parameter);
   detail::KeptWeights& settled(const at::Tensor& parameter);
   void step_inner(const StepPlan& plan, double factor);
   void finish(const std::vector<Trained>& all);

@@ -33,7 +33,7 @@ thread_local Seen seen_in_backward;
 
 // a.mm(b), which autocast lowers, with a backward of mm's.
 template <template <class> class Base>
-struct Product : Base<Product<Base>> {
+struct StateProduct : Base<StateProduct<Base>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     seen_in_forward = seen_here();
     ctx->save_for_backward({a, b});
@@ -49,8 +49,8 @@ struct Product : Base<Product<Base>> {
 
 template <class T>
 using KeepingState = mezzo::AutocastFunction<T>;
-using Multiply = Product<KeepingState>;
-using TheirMultiply = Product<torch::autograd::Function>;
+using Multiply = StateProduct<KeepingState>;
+using TheirMultiply = StateProduct<torch::autograd::Function>;
 
 class AutocastFunction : public testing::TestWithParam<at::ScalarType> {
  protected:

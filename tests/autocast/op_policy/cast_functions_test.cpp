@@ -82,15 +82,15 @@ TEST(CastFunctions, LeaveDoubleAndIntegerTensorsAlone) {
 }
 
 TEST(CastFunctions, ReachTensorsInNestedContainers) {
-  using Nested = std::tuple<std::optional<Tensor>, std::map<std::string, std::vector<Tensor>>,
-                            std::pair<int, Tensor>>;
-  const auto lowered = mezzo::half_function([](const Nested& nested, at::TensorList list,
+  using Containers = std::tuple<std::optional<Tensor>, std::map<std::string, std::vector<Tensor>>,
+                                std::pair<int, Tensor>>;
+  const auto lowered = mezzo::half_function([](const Containers& nested, at::TensorList list,
                                                const std::array<Tensor, 1>& array) {
     return std::vector<at::ScalarType>{
         std::get<0>(nested)->scalar_type(), std::get<1>(nested).at("a").at(0).scalar_type(),
         std::get<2>(nested).second.scalar_type(), list[0].scalar_type(), array[0].scalar_type()};
   });
-  const Nested nested{ones(kFloat), {{"a", {ones(kFloat)}}}, {1, ones(kFloat)}};
+  const Containers nested{ones(kFloat), {{"a", {ones(kFloat)}}}, {1, ones(kFloat)}};
   const std::vector<Tensor> list = {ones(kFloat)};
   const Autocast<kCPU> autocast;
   const auto seen = lowered(nested, at::TensorList(list), std::array<Tensor, 1>{ones(kFloat)});

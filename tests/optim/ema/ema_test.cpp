@@ -244,7 +244,6 @@ TEST(EmaScope, LeavesAveragesAlone) {
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
     const EmaScope outer(ema);
-    { const EmaScope inner(ema); }
     EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("an EmaScope is alive"));
     unconcerned.update();
   }
@@ -279,7 +278,7 @@ TEST(EmaScope, EndsWithAnException) {
 TEST(EmaScope, RefusesParametersThatHoldAveragesAndChangesNothing) {
   torch::Tensor shared = weight({8}), own = weight({8});
   Ema first({shared}, {.decay = 0.5}), second({own, shared}, {.decay = 0.25});
-  for (const torch::Tensor& one : {shared, own}) write(one, 4);
+  for (torch::Tensor* const one : {&shared, &own}) write(*one, 4);
   first.update();
   second.update();
   auto outer = std::make_unique<EmaScope>(first);
@@ -352,6 +351,22 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
   for (std::size_t i = 0; i < actual.size(); ++i) {
     EXPECT_TRUE(torch::equal(actual[i], expected[i])) << i;
   }
+}
+
+// A master or a file that is made in the scope would be made from the average.
+TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
+  torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
+  auto optimizer = make(parameter, WeightStorage::master);
+  step(optimizer, parameter);
+  Ema ema({parameter});
+  {
+    const EmaScope averaged(ema);
+    const auto says = HasSubstr("let that scope end first");
+    EXPECT_THAT(error_of([&] { (void)mezzo::master_params(optimizer); }), says);
+    std::ostringstream file;
+    EXPECT_THAT(error_of([&] { torch::save(optimizer, file); }), says);
+  }
+  EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
 
 TEST(EmaScope, LeavesTrainingAsItWasToTheBitInFloat) {

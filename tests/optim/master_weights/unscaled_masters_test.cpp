@@ -63,7 +63,7 @@ std::vector<MakeKeeper> keepers() {
 /// Seven steps, one of which overflows. Unless `unscales`, they leave gradients as they are.
 template <class Step>
 Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
-  const Model model(dtype);
+  const Model model(dtype, /*has_gaps=*/false);
   const OwnedOptimizer keeper = make(model.groups());
   AnyOptimizer optimizer = keeper.any();
   GradScaler scaler = quiet_scaler();
@@ -100,7 +100,7 @@ TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
       scaler.step(optimizer);
     });
     EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
-    const Model fresh(GetParam());
+    const Model fresh(GetParam(), /*has_gaps=*/false);
     EXPECT_FALSE(same_bits(fresh.parameters[0], unscaled.parameters[0])) << number;
     ++number;
   }
@@ -344,7 +344,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
 }
 
 TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
-  const Model model(torch::kBFloat16);
+  const Model model(torch::kBFloat16, /*has_gaps=*/false);
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
   mezzo::optim::SGD stochastic(
@@ -362,7 +362,7 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
 
 TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
   for (const MakeKeeper& make : {keepers().front(), keepers().back()}) {
-    const Model model(torch::kHalf);
+    const Model model(torch::kHalf, /*has_gaps=*/false);
     const OwnedOptimizer keeper = make(model.groups());
     AnyOptimizer optimizer = keeper.any();
     const Tensors before = master_params(optimizer);
@@ -397,7 +397,7 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
 }
 
 TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
-  const Model model(torch::kHalf);
+  const Model model(torch::kHalf, /*has_gaps=*/false);
   const auto options = mezzo::optim::AdamWOptions(1e-3).weight_storage(WeightStorage::master);
   mezzo::optim::AdamW optimizer(model.groups(), options);
   (void)master_params(optimizer);

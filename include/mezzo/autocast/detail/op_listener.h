@@ -26,8 +26,7 @@ struct RecordedInputsMember {
 };
 template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_>;
 
-/// Returns the op's arguments. RecordFunction::inputs() asserts, in units compiled without NDEBUG,
-/// a
+/// Returns the op's arguments. In units compiled without NDEBUG RecordFunction::inputs() asserts a
 /// flag that only a libtorch compiled without NDEBUG ever sets, and so throws in every debug build
 /// against a release libtorch; this function reads the member itself. TorchScript's interpreter
 /// records its whole stack, whose last values are the op's arguments.

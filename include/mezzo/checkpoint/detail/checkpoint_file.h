@@ -5,6 +5,7 @@
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Allocator.h>
@@ -412,9 +413,18 @@ class ValueReader {
 
   void check_sizes(const c10::IValue& value) const {
     if (value.isTensor() && value.toTensor().has_storage()) {
-      const c10::Storage& storage = value.toTensor().storage();
+      const at::Tensor& tensor = value.toTensor();
+      const c10::Storage& storage = tensor.storage();
       const auto size = sizes_.find(storage.data());
-      TORCH_CHECK(size == sizes_.end() || storage.nbytes() <= size->second,
+      const auto is_negative = [](int64_t number) { return number < 0; };
+      const bool has_shape =
+          tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
+          std::none_of(tensor.sizes().begin(), tensor.sizes().end(), is_negative) &&
+          std::none_of(tensor.strides().begin(), tensor.strides().end(), is_negative);
+      TORCH_CHECK(has_shape && (size == sizes_.end() || storage.nbytes() <= size->second) &&
+                      at::detail::computeStorageNbytes(
+                          tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                          static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
                   "a tensor is longer than its bytes");
     } else if (value.isGenericDict()) {
       for (const auto& entry : value.toGenericDict()) check_sizes(entry.value());

@@ -85,8 +85,7 @@ inline WrittenFile write_file(const std::filesystem::path& target, const c10::IV
   return {file.total(), error == 0};
 }
 
-// --- Loading: everything is compared and checked before the first object changes
-// -------------------
+// --- Loading: everything is compared and checked before the first object changes ----------------
 
 /// One of the ranks that read together. `ranks` is 0 for a process without ranks.
 struct RankOf {
@@ -107,7 +106,7 @@ inline void check_names(const std::string& file, const ReadCheckpoint& read,
                         const std::vector<NamedPart>& parts, bool subset, RankOf who) {
   std::string missing, extra;
   for (const NamedPart& one : parts) {
-    const bool is_optional = one.is_per_rank && who.ranks > 0;
+    const bool is_optional = one.is_per_rank && who.ranks > 1;
     if (read.values.contains(one.name) || is_optional) continue;
     missing += (missing.empty() ? " \"" : ", \"") + one.name + "\"";
   }

@@ -255,6 +255,7 @@ class OpObserver {
     }
     if (op.depth == 0) around_ = {op.module, op.reads_module};
     if (node.name.empty() && op.reads_module) last_module_ = op.module;
+    if (made_by_.size() > (std::size_t{1} << 20)) made_by_.clear();  // of graphs long gone
     if (node.name.empty() && sequence >= 0) made_by_[sequence] = {op.module, op.reads_module};
     entered(op);
   }

@@ -344,11 +344,10 @@ inline void MpiBackend::meet(const detail::MpiWork& work) {
 inline std::string MpiBackend::checked_call(const std::string& collective,
                                             const at::Tensor& tensor) const {
   TORCH_CHECK(tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided &&
-                  tensor.is_contiguous() &&
-                  tensor.numel() <= std::numeric_limits<int>::max() / size_,
+                  tensor.is_contiguous() && tensor.numel() <= std::numeric_limits<int>::max(),
               collective, " on rank ", rank_,
-              ": a tensor must be dense, contiguous and on the CPU, with fewer than 2^31 elements "
-              "on all ranks together, but is ",
+              ": a tensor must be dense, contiguous and on the CPU, with fewer than 2^31 elements, "
+              "but is ",
               detail::tensor_words(tensor), "; pass tensor.contiguous(), or a part at a time");
   return c10::str(collective, " of ", tensor.numel(), " ", c10::toString(tensor.scalar_type()));
 }

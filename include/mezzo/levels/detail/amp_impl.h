@@ -137,14 +137,16 @@ void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
   detail::LossPasses::Pass pass = begin_pass(loss, optimizers, options);
   try {
-    is_in_backward_ = true;
-    const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
-    std::forward<Backward>(backward)(pass.scaled);
+    {
+      is_in_backward_ = true;
+      const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
+      std::forward<Backward>(backward)(pass.scaled);
+    }
+    if (enabled_) passes_.end(pass, options.delay_unscale);
   } catch (...) {
     if (enabled_) passes_.give_up(pass);
     throw;
   }
-  if (enabled_) passes_.end(pass, options.delay_unscale);
 }
 
 inline void Amp::refuse_within_backward(const char* call) const {

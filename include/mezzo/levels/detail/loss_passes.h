@@ -72,7 +72,6 @@ class LossPasses {
     for (const auto* optimizer : optimizers) {
       const Known& one = known(*optimizer);
       if (one.scaled_by.value_or(loss) != loss) move_scale(*one.scaled_by);
-      follow_masters(one.optimizer);
     }
     const bool is_low = is_low_precision(value.scalar_type());
     Pass pass{scaler(loss).scale(is_low ? value.to(at::kFloat) : value), loss, optimizers};
@@ -158,11 +157,6 @@ class LossPasses {
     return all;
   }
 
-  /// Updates gradients after the caller has changed those of masters.
-  static void follow_masters(AnyOptimizer optimizer) {
-    if (optim::FusedOptimizer* const fused = as_fused(optimizer)) (void)fused->plan();
-  }
-
   /// Returns the gradient of some parameter; undefined if there is none.
   static at::Tensor a_gradient(AnyOptimizer optimizer) {
     at::Tensor found;
@@ -226,7 +220,6 @@ class LossPasses {
 
   /// Checks, clips and steps with true gradients.
   StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options) {
-    follow_masters(optimizer);
     const at::Tensor gradient = a_gradient(optimizer);
     if (!gradient.defined()) return StepResult({.ran = true, .value = optimizer.step()});
     if (!std::exchange(has_verdict_scale_, true)) (void)verdict_.scale(one_on(gradient.device()));

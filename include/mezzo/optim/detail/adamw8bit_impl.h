@@ -204,9 +204,9 @@ MEZZO_INLINE void AdamW8bit::save(torch::serialize::OutputArchive& archive) cons
   archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
 }
 MEZZO_INLINE void AdamW8bit::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
   c10::IValue seed;
-  archive.read("seed", seed);
+  archive.read("seed", seed);  // first: a file of another optimizer has none
+  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
   seed_ = static_cast<std::uint64_t>(seed.toInt());
 }
 

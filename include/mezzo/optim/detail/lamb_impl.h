@@ -126,6 +126,9 @@ MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
       auto& state = static_cast<LAMBParamState&>(*kept);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
+      } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
+        state.exp_avg(state.exp_avg().to(parameter.scalar_type()));
+        state.exp_avg_sq(state.exp_avg_sq().to(parameter.scalar_type()));
       }
       state.step(state.step() + 1);
       const auto steps = static_cast<double>(options.bias_correction() ? state.step() : 0);

@@ -285,11 +285,6 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
   return weights.master;
 }
 
-MEZZO_INLINE MasterWeights::Kept* MasterWeights::find_kept(const at::Tensor& parameter) {
-  const auto found = masters_.find(parameter.unsafeGetTensorImpl());
-  return found == masters_.end() ? nullptr : found->second.get();
-}
-
 /// Returns the master, in agreement with the parameter as it is now; made if there is none.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
   const detail::NoGraphGuard no_graph;
@@ -424,7 +419,7 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 }
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
-  const c10::NoGradGuard no_grad;
+  const detail::NoGraphGuard no_graph;
   const detail::MasterLayout layout(inner_->param_groups());
   detail::check_file(archive, layout);
   auto masters = detail::read_masters(archive, layout);

@@ -48,6 +48,8 @@ struct KeptWeights {
   /// The version of a master that a caller has been given, after mezzo's last write to it: with
   /// another version the caller has written it.
   std::optional<int64_t> shown_version{};
+  /// The master is from a file, which may be of split weights: these round ties away from zero.
+  bool ties_may_differ = false;
 
   /// Prepares the master to be given to a caller, with the parameter's gradient as its own until
   /// the next step.
@@ -72,7 +74,8 @@ inline at::Tensor lower_half_of(const at::Tensor& floats) {
 }
 inline at::Tensor joined(const at::Tensor& parameter, const at::Tensor& lower_half) {
   const at::Tensor upper = parameter.detach().view(at::kShort).to(at::kInt);
-  const at::Tensor magnitude = upper.bitwise_and(0x7FFF), lower = lower_half.to(at::kInt);
+  const at::Tensor magnitude = upper.bitwise_and(0x7FFF);
+  const at::Tensor lower = lower_half.to(parameter.device(), at::kInt);
   const at::Tensor is_stale = magnitude.eq(0)
                                   .logical_and(lower.lt(0))
                                   .logical_or(magnitude.eq(0x7F80).logical_and(lower.gt(0)));
@@ -160,6 +163,10 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
   }
   kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
   if (!kept.master.is_same(before)) kept.shown_version.reset();
+  if (std::exchange(kept.ties_may_differ, false)) {
+    const at::Tensor own = parameter.detach();
+    own.copy_(at::where(is_rounded_from(kept.master, own), kept.master.to(own.scalar_type()), own));
+  }
 }
 
 /// Makes the parameter's value the master at elements where the parameter does not have the bits

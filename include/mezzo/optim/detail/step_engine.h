@@ -34,8 +34,7 @@ class FiledOptimizer final : public torch::optim::Optimizer {
 ///   apply   unscale, clip and update in one pass over the memory
 ///
 /// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
-/// the parts that libtorch's users see: constructors, options and files. A step trains whole
-/// parameters; ShardedOptimizer makes plans of slices, which `apply` takes as well.
+/// the parts that libtorch's users see: constructors, options and files.
 class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -71,11 +70,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// before, or fewer than states.
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
-  /// Adds a row to `plan`, if `weights` have a gradient. `weights` are what is trained of
-  /// `parameter`: the parameter itself, or a slice of it.
+  /// Adds a row to `plan`, if `parameter` has a gradient.
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
-  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, const at::Tensor& weights,
-                            std::size_t group, std::uint64_t number);
+  MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
+                            std::uint64_t number);
   /// Writes `filed` under libtorch's keys, and the progress under mezzo's.
   MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
                                const FiledOptimizer& filed) const;

@@ -7,6 +7,7 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/which_kernels.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
@@ -29,6 +30,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 // --- Parameters and options --------------------------------------------------------------------
+
+/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
+/// what a file has of it, would be made from the average
+inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
+              optimizer.parameter(parameter),
+              " holds an average, for an EmaScope is alive; let that scope end first");
+}
 
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
@@ -74,6 +83,7 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Te
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
+  refuse_average(parameter, words());
   const NoGraphGuard no_graph;
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
@@ -118,7 +128,10 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
   TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
               " is not a mezzo::optim::", rule_->name,
               "ParamState; copy states only between optimizers of the same class");
-  if (!slot->owner) slot->owner.emplace(parameter.getIntrusivePtr());
+  if (!slot->owner) {
+    slot->owner.emplace(parameter.getIntrusivePtr());
+    slot->ties_may_differ = slot->master.defined();
+  }
   return *slot;
 }
 
@@ -168,15 +181,19 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
-/// Warns once where options ask for a storage of bfloat16 and no weight of a step has 16 bits.
-inline void warn_of_unused_storage(const StepPlan& plan, const OptimizerWords& optimizer) {
+/// Warns once where options ask for a storage of bfloat16 and no weight has 16 bits.
+inline void warn_of_unused_storage(const StepPlan& plan, const OptimizerWords& optimizer,
+                                   const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   const auto wants = [](const GroupNumbers& group) {
     return group.extras.weight_storage == optim::WeightStorage::split_master ||
            group.extras.weight_storage == optim::WeightStorage::stochastic;
   };
   if (std::none_of(plan.groups.begin(), plan.groups.end(), wants) || plan.rows.empty()) return;
-  const auto is_used = [](const StepPlan::Row& row) { return is_low_precision(*row.parameter); };
-  if (std::any_of(plan.rows.begin(), plan.rows.end(), is_used)) return;
+  for (const auto& group : groups) {
+    for (const at::Tensor& parameter : group.params()) {
+      if (is_low_precision(parameter)) return;
+    }
+  }
   TORCH_WARN_ONCE(optimizer,
                   ": WeightStorage::split_master and stochastic are for weights of bfloat16, and "
                   "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
@@ -191,27 +208,26 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
     plan.groups.push_back(group_numbers(group));
     plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
     for (const at::Tensor& parameter : param_groups_[group].params()) {
-      add_row(plan, parameter, parameter, group, number++);
+      add_row(plan, parameter, group, number++);
     }
   }
   if (number != parameters_ || state_.size() > number) meet_parameters();
   if (plan.has_devices) group_by_device(plan);
-  warn_of_unused_storage(plan, words());
+  warn_of_unused_storage(plan, words(), param_groups_);
   return plan;
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
-                                      const at::Tensor& weights, std::size_t group,
-                                      std::uint64_t number) {
+                                      std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
   const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
-  const at::Tensor& gradient = weights.grad();
+  const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
   ParamSlot* const slot = find_slot(parameter);
-  if (slot != nullptr) check_slot(*slot, weights, numbers);
-  check_gradient(weights, gradient, words());
-  const at::ScalarType own = weights.scalar_type();
+  if (slot != nullptr) check_slot(*slot, parameter, numbers);
+  check_gradient(parameter, gradient, words());
+  const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop =
       rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
@@ -223,7 +239,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back({&weights, gradient, group, number, storage, slot, loop, &parameter});
+  plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -317,7 +333,7 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
 MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
   using optim::WeightStorage;
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
-  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.owner);
+  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
   if (row.slot == nullptr) return;
   ParamSlot& slot = *row.slot;
   const bool keeps_weights =
@@ -559,7 +575,8 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
     const at::Tensor norm = verdict.sum_of_squares.sqrt();
     factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
   }
-  return {factor.reciprocal().to(at::kFloat), verdict.found_inf, std::nullopt};
+  // ATen's kernels skip where it is 1, and a sum of several checks may be more.
+  return {factor.reciprocal().to(at::kFloat), verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
 /// Calls ATen with counts increased by one, as its kernels expect them, and takes the increase back
@@ -657,6 +674,7 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
       if (found == state_.end()) continue;
+      refuse_average(parameter, words());
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }

@@ -48,7 +48,7 @@ struct AtenVerdict {
   std::optional<at::Tensor> lr_factor;
 };
 
-/// An optimizer as StepEngine sees it: a name, numbers and loops. There are five, one a header in
+/// An optimizer as StepEngine sees it: a name, numbers and loops. There are four, one a header in
 /// mezzo/optim/; RuleOf (optimizer_shell.h) makes them from their traits.
 struct UpdateRule {
   const char* name;

@@ -69,10 +69,10 @@ inline bool clips(const StepOptions& options) { return !is_positive_infinity(opt
 /// Multiplies the gradients of `plan` by `coefficient`, at most 1, in place: those of double by it,
 /// others by the nearest float.
 inline void clip_in_place(const StepPlan& plan, double coefficient) {
-  if (!(coefficient < 1)) return;
+  if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
   for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
     std::vector<at::Tensor> others;
-    for (const at::Tensor& gradient : gradients) {
+    for (const at::Tensor& gradient : each_once(gradients)) {
       if (gradient.scalar_type() == at::kDouble) {
         gradient.mul_(coefficient);
       } else {
@@ -140,7 +140,6 @@ MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
 
 MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
-  if (fused != nullptr) fused->check_unscale();
   if (!enabled_) {
     if (fused == nullptr) return;
     const c10::NoGradGuard no_grad;

@@ -31,7 +31,7 @@ class ScaledClipping {
     lowest_ = std::min(lowest_, largest);
     highest_ = std::max(highest_, largest);
     const bool moves = highest_ - lowest_ > 1e-2 * highest_;
-    if (++steps_ < 5 || !moves || !is_round(norm) || is_round(*step.grad_norm)) return;
+    if (++steps_ < 5 || !moves || !is_round(norm, 2) || is_round(*step.grad_norm, 3)) return;
     has_told_ = true;
     TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
                " steps in a row: it looks as if gradients were clipped while they still carry the "
@@ -44,10 +44,10 @@ class ScaledClipping {
  private:
   /// To four digits: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to 9e-5.
   static bool is_same(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
-  /// Whether a number has two digits, as bounds that people write.
-  static bool is_round(double value) {
+  /// Whether a number has so few digits, as bounds that people write: 0.5, or 0.125.
+  static bool is_round(double value, int digits) {
     if (!(value > 0)) return false;
-    const double unit = std::pow(10.0, std::floor(std::log10(value)) - 1.0);
+    const double unit = std::pow(10.0, std::floor(std::log10(value)) - (digits - 1));
     return is_same(value, std::round(value / unit) * unit);
   }
 
