@@ -323,6 +323,7 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     set_group_options(param_groups_[group], read_options(group), *defaults_);
+    for (const at::Tensor& parameter : param_groups_[group].params()) (void)find_slot(parameter);
   }
   load_progress(progress);
   if (!progress.applied_steps) {

@@ -70,6 +70,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// before, or fewer than states.
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
+  /// Returns the state of a parameter, and makes the parameter its owner; null if there is none.
+  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
   /// Adds a row to `plan`, if `parameter` has a gradient.
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
@@ -100,7 +102,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
   }
 
-  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);

@@ -31,7 +31,8 @@ class ScaledClipping {
     lowest_ = std::min(lowest_, largest);
     highest_ = std::max(highest_, largest);
     const bool moves = highest_ - lowest_ > 1e-2 * highest_;
-    if (++steps_ < 5 || !moves || !is_round(norm, 2) || is_round(*step.grad_norm, 3)) return;
+    if (++steps_ < 5 || !moves || !is_round(norm)) return;
+    if (is_round(*step.grad_norm)) return;
     has_told_ = true;
     TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
                " steps in a row: it looks as if gradients were clipped while they still carry the "
@@ -44,9 +45,11 @@ class ScaledClipping {
  private:
   /// To four digits: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to 9e-5.
   static bool is_same(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
-  /// Whether a number has so few digits, as bounds that people write: 0.5, or 0.125.
-  static bool is_round(double value, int digits) {
+  /// Whether a number is a bound that people write: of two digits, or of three, as 0.125, if it is
+  /// not tiny.
+  static bool is_round(double value) {
     if (!(value > 0)) return false;
+    const double digits = value < 1e-3 ? 2 : 3;
     const double unit = std::pow(10.0, std::floor(std::log10(value)) - (digits - 1));
     return is_same(value, std::round(value / unit) * unit);
   }
