@@ -199,7 +199,7 @@ TEST(DistributedCheckpoints, AnyNumberOfRanksAndAProcessAloneGoOnFromEachOthersF
       alone.run(3, 5);
       alone.expect_weights_of(whole.net, from + " to CheckpointManager");
       if (savers > 1) {
-        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"random_state\" is what rank 0 had")));
+        EXPECT_THAT(warnings, ElementsAre(HasSubstr("\"random_state\" is rank 0's")));
       } else {
         EXPECT_THAT(warnings, IsEmpty());
       }

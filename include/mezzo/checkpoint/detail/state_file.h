@@ -103,10 +103,11 @@ struct CheckedLoad {
 };
 
 inline void check_names(const std::string& file, const ReadCheckpoint& read,
-                        const std::vector<NamedPart>& parts, bool subset, RankOf who) {
+                        const std::vector<NamedPart>& parts, bool subset, RankOf who,
+                        std::vector<std::string>& notes) {
   std::string missing, extra;
   for (const NamedPart& one : parts) {
-    const bool is_optional = one.is_per_rank && who.ranks > 1;
+    const bool is_optional = one.is_per_rank && who.ranks > 0;
     if (read.values.contains(one.name) || is_optional) continue;
     missing += (missing.empty() ? " \"" : ", \"") + one.name + "\"";
   }
@@ -115,6 +116,12 @@ inline void check_names(const std::string& file, const ReadCheckpoint& read,
     const bool is_wanted = std::any_of(parts.begin(), parts.end(),
                                        [&name](const NamedPart& one) { return one.name == name; });
     if (is_wanted || subset) continue;
+    if (who.ranks > 0 && !item(read.ranks, name).isNone()) {
+      notes.push_back('"' + name +
+                      "\" is left out: each rank has its own in the file, and the "
+                      "state does not name it");
+      continue;
+    }
     extra += (extra.empty() ? " \"" : ", \"") + name + "\"";
   }
   TORCH_CHECK(missing.empty() && extra.empty(), file, " is another training state's:",
@@ -133,10 +140,12 @@ inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoi
   const c10::IValue of_ranks = item(read.ranks, one.name);
   const auto ranks = static_cast<std::int64_t>(of_ranks.isNone() ? 1 : of_ranks.toListRef().size());
   const std::string name = '"' + one.name + '"';
-  if (one.is_per_rank && who.ranks == ranks && ranks > 1) {
-    return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], context);
+  if (one.is_per_rank && who.ranks == ranks && read.values.contains(one.name)) {
+    const auto rank = static_cast<std::size_t>(who.rank);
+    return one.part.load(ranks > 1 ? of_ranks.toListRef()[rank] : read.values.at(one.name),
+                         context);
   }
-  if (!one.is_per_rank || who.ranks <= 1) {
+  if (!one.is_per_rank || who.ranks == 0) {
     if (ranks > 1) {
       notes.push_back(name + " is rank 0's: the file has what " + std::to_string(ranks) +
                       " ranks had");
@@ -161,8 +170,8 @@ inline CheckedLoad check_file(const std::filesystem::path& path,
                               std::optional<c10::Device> device, RankOf who = {}) {
   const std::string file = path.string();
   const ReadCheckpoint read = read_checkpoint(path);
-  check_names(file, read, parts, subset, who);
   CheckedLoad checked{.file = path, .step = read.step};
+  check_names(file, read, parts, subset, who, checked.notes);
   const LoadContext context{parameter_names(parts), device};
   for (const NamedPart& one : parts) {
     try {
