@@ -255,6 +255,7 @@ TEST(GradAllReduce, LeavesGradientsAloneWhenItIsGone) {
 
 TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   const Ranks world = everyone();
+  if (world->getSize() == 1) return;  // it is in step with itself
   Branches model;
   GradAllReduce all_reduce(model->parameters(), world, kSmallBuckets);
   const Batch batch = batches()[0];

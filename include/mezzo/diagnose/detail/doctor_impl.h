@@ -423,9 +423,9 @@ class Doctor {
       if (!is_low_precision(parameter) || !parameter.requires_grad() || parameter.numel() == 0) {
         continue;
       }
-      const auto stays = [&](double change) {
-        const at::Tensor moved = (parameter.to(at::kFloat) + change).to(parameter.scalar_type());
-        return moved.eq(parameter).to(at::kFloat).mean().item<double>();
+      const auto stays = [&weight = parameter](double change) {
+        const at::Tensor moved = (weight.to(at::kFloat) + change).to(weight.scalar_type());
+        return moved.eq(weight).to(at::kFloat).mean().item<double>();
       };
       const double share = (stays(rate) + stays(-rate)) / 2;
       if (share >= 0.1) names.push_back(name + " (" + digits(100 * share, 2) + " %)");

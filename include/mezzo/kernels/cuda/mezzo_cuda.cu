@@ -147,11 +147,10 @@ __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTenso
                                          const at::Tensor& found_inf) {
   const DeviceGuard guard(tensors.scale.device());
   const Stream stream = current_stream();
-  launch<update_scale_kernel>(1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
-                              tensors.inverse.mutable_data_ptr<float>(),
-                              tensors.growth_tracker.mutable_data_ptr<int32_t>(),
-                              tensors.hysteresis_left.mutable_data_ptr<int32_t>(),
-                              found_inf.const_data_ptr<float>());
+  launch<update_scale_kernel>(
+      1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
+      tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
+      tensors.hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
