@@ -53,7 +53,7 @@ TORCH_MODULE(Tagger);
 
 torch::Device device() { return torch::cuda::is_available() ? torch::kCUDA : torch::kCPU; }
 
-/// The same weights in each call.
+/// Returns a model with the same weights in each call.
 Tagger make_model() {
   torch::manual_seed(0);
   Tagger model;

@@ -65,7 +65,7 @@ struct Overflow {
 /// \param loss_scale  that the gradients carry, or carried
 Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
 
-/// Whom an OverflowReport tells.
+/// Options of an OverflowReport: who is told.
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
   std::function<void(const Overflow&)> callback = {};  ///< called with each skip that is told

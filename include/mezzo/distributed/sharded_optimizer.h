@@ -276,7 +276,7 @@ class ShardedOptimizer : public torch::optim::Optimizer {
   std::unique_ptr<OptimizerType> own_;
 };
 
-/// The same for mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
+/// Shards mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
 /// steps the rows of this rank's parameters.
 template <std::derived_from<detail::StepEngine> OptimizerType>
 class ShardedOptimizer<OptimizerType> : public OptimizerType {
