@@ -3,7 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -68,7 +68,8 @@ struct AdamW8bitParamState : public torch::optim::OptimizerParamState {
 /// An ordinary `torch::optim::Optimizer`: a GradScaler waits once for a GPU, as for torch's
 /// optimizers. It steps parameters on the CPU, and on CUDA where the CMake target mezzo::cuda is
 /// linked. Bits depend on no number of threads.
-class AdamW8bit : public torch::optim::Optimizer {
+class AdamW8bit
+    : public detail::OrdinaryOptimizer<AdamW8bit, torch::optim::AdamWOptions, AdamW8bitParamState> {
  public:
   /// Takes param groups with libtorch's AdamWOptions, and options for those that have none.
   /// \throws c10::Error for options out of range, amsgrad among them, if there is no parameter, or
@@ -83,20 +84,20 @@ class AdamW8bit : public torch::optim::Optimizer {
       : AdamW8bit(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults,
                   options) {}
 
-  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error, before anything is written, for a parameter or gradient of another dtype,
-  ///   layout or device, a state that is another parameter's, and options out of range
-  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
   /// Writes options, state and seed.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  MEZZO_INLINE void check_group(std::size_t group) const;
-  MEZZO_INLINE void check_parameter(const at::Tensor& parameter);
-  MEZZO_INLINE AdamW8bitParamState& state_of(const at::Tensor& parameter);
-  detail::OptimizerWords words() const { return {"AdamW8bit", param_groups_}; }
+  friend OrdinaryOptimizer;
+  static constexpr const char* kName = "AdamW8bit";
+  static constexpr const char* kOptions = "torch::optim::AdamWOptions";
+  MEZZO_INLINE static void check_options(const torch::optim::AdamWOptions& options);
+  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
+  MEZZO_INLINE void check_gradient(const at::Tensor& parameter);
+  MEZZO_INLINE AdamW8bitParamState& made_state(const at::Tensor& parameter);
+  MEZZO_INLINE void update();
 
   std::unordered_set<const c10::TensorImpl*> float_moments_;
   std::uint64_t seed_;

@@ -3,10 +3,8 @@
 /// ordinary optimizer of ATen's ops.
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
+#include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -16,8 +14,6 @@
 #include <cstdint>
 #include <memory>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -99,30 +95,21 @@ struct LAMBParamState : public torch::optim::OptimizerParamState {
 /// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
 /// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
 /// no LAMB: files are mezzo's own.
-class LAMB : public torch::optim::Optimizer {
+class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState> {
  public:
-  /// Takes param groups, and options for those that have none.
+  /// Takes param groups or parameters, and LAMBOptions, which have defaults.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  MEZZO_INLINE explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                             const LAMBOptions& defaults = {});
-  /// Takes parameters, as one group.
-  explicit LAMB(std::vector<at::Tensor> parameters, const LAMBOptions& defaults = {})
-      : LAMB(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults) {}
-
-  /// Adds a group. \throws c10::Error as the constructor does, and has not added it
-  MEZZO_INLINE void add_param_group(const torch::optim::OptimizerParamGroup& group);
-  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error for a sparse gradient or an option out of range, before anything is written
-  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
-  /// Writes the options and the state.
-  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
-  /// Reads what `save` wrote.
-  MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
+  using OrdinaryOptimizer::OrdinaryOptimizer;
 
  private:
-  MEZZO_INLINE void check_group(std::size_t group) const;
-  detail::OptimizerWords words() const { return {"LAMB", param_groups_}; }
+  friend OrdinaryOptimizer;
+  static constexpr const char* kName = "LAMB";
+  static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
+  MEZZO_INLINE static void check_options(const LAMBOptions& options);
+  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
+  void check_gradient(const at::Tensor& parameter) const { refuse_sparse(parameter); }
+  MEZZO_INLINE void update();
 };
 
 }  // namespace optim

@@ -5,13 +5,10 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/adamw8bit.h>
-#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/serialize.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -40,43 +37,33 @@ MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive
 MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                   const torch::optim::AdamWOptions& defaults,
                                   const AdamW8bitOptions& options)
-    : Optimizer(groups, std::make_unique<torch::optim::AdamWOptions>(defaults)),
-      seed_(options.seed) {
-  std::vector<at::Tensor> all;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    const auto& own = param_groups_[group].params();
-    all.insert(all.end(), own.begin(), own.end());
-  }
-  detail::check_has_parameters(!all.empty(), "AdamW8bit");
-  detail::refuse_duplicates(all, words());
+    : OrdinaryOptimizer(groups, defaults), seed_(options.seed) {
   for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
     const at::Tensor& named = options.float_moments[i];
-    const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
-    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_named), "AdamW8bit: float_moments[", i,
+    const auto has_named = [&named](const torch::optim::OptimizerParamGroup& group) {
+      const auto& own = group.params();
+      return std::any_of(own.begin(), own.end(), [&](const auto& it) { return it.is_same(named); });
+    };
+    TORCH_CHECK(std::any_of(param_groups_.begin(), param_groups_.end(), has_named),
+                "AdamW8bit: float_moments[", i,
                 "] is no parameter of this optimizer; name tensors of its groups, such as "
                 "embedding->weight");
     float_moments_.insert(named.unsafeGetTensorImpl());
   }
 }
 
-MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
-  const auto* const options =
-      dynamic_cast<const torch::optim::AdamWOptions*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, "AdamW8bit: the options of parameter group ", group,
-              " are not torch::optim::AdamWOptions; give OptimizerParamGroup a std::make_unique of "
-              "those");
+MEZZO_INLINE void AdamW8bit::check_options(const torch::optim::AdamWOptions& options) {
   detail::check_numbers(
-      "AdamW8bit",
-      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
-      options->betas());
-  TORCH_CHECK(!options->amsgrad(),
+      kName,
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
+  TORCH_CHECK(!options.amsgrad(),
               "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
               "mezzo::optim::AdamW");
 }
 
 /// Checks a parameter that has a gradient, and its state, which a file may have brought.
-MEZZO_INLINE void AdamW8bit::check_parameter(const at::Tensor& parameter) {
+MEZZO_INLINE void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
   TORCH_CHECK(detail::has_own_kernels(parameter.device()),
@@ -119,7 +106,7 @@ MEZZO_INLINE void AdamW8bit::check_parameter(const at::Tensor& parameter) {
               "own file, for a model that is where it was");
 }
 
-MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& parameter) {
+MEZZO_INLINE AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
   auto& kept = state_[parameter.unsafeGetTensorImpl()];
   if (kept != nullptr) return static_cast<AdamW8bitParamState&>(*kept);
   auto made = std::make_unique<AdamW8bitParamState>();
@@ -135,24 +122,11 @@ MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& paramete
       *scales = at::zeros({detail::blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
     }
   }
-  AdamW8bitParamState& state = *made;
   kept = std::move(made);
-  return state;
+  return static_cast<AdamW8bitParamState&>(*kept);
 }
 
-MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
-  const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      if (parameter.grad().defined()) check_parameter(parameter);
-    }
-  }
+MEZZO_INLINE void AdamW8bit::update() {
   std::vector<detail::AdamW8bitStep> on_cpu;
   std::vector<at::Tensor> gradients;  // kept alive
   std::uint64_t number = 0;
@@ -167,7 +141,7 @@ MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
     for (const at::Tensor& parameter : group.params()) {
       const std::uint64_t own_number = number++;
       if (!parameter.grad().defined()) continue;
-      AdamW8bitParamState& state = state_of(parameter);
+      AdamW8bitParamState& state = made_state(parameter);
       state.step(state.step() + 1);
       gradients.push_back(detail::in_layout_of(parameter, parameter.grad()));
       const auto scales = [](at::Tensor& kept) {
@@ -196,17 +170,16 @@ MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
     }
   }
   detail::step_adamw8bit_cpu(on_cpu);
-  return loss;
 }
 
 MEZZO_INLINE void AdamW8bit::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  OrdinaryOptimizer::save(archive);
   archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
 }
 MEZZO_INLINE void AdamW8bit::load(torch::serialize::InputArchive& archive) {
   c10::IValue seed;
   archive.read("seed", seed);  // first: a file of another optimizer has none
-  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  OrdinaryOptimizer::load(archive);
   seed_ = static_cast<std::uint64_t>(seed.toInt());
 }
 

@@ -13,12 +13,13 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 
 #include <cmath>
 #include <map>
+#include <string>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -57,59 +58,14 @@ MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::OutputArchive& arc
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
 }
 
-MEZZO_INLINE LAMB::LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                        const LAMBOptions& defaults)
-    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
-                std::make_unique<LAMBOptions>(defaults)) {
-  std::size_t parameters = 0;
-  for (const auto& group : groups) {
-    add_param_group(group);
-    parameters += group.params().size();
-  }
-  detail::check_has_parameters(parameters != 0, "LAMB");
-}
-
-MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  Optimizer::add_param_group(group);
-  try {
-    // From 2.12 on libtorch replaces options of classes that it does not know by the defaults.
-    if (group.has_options()) param_groups_.back().set_options(group.options().clone());
-    check_group(param_groups_.size() - 1);
-    std::vector<at::Tensor> all;
-    for (const auto& own : param_groups_) {
-      all.insert(all.end(), own.params().begin(), own.params().end());
-    }
-    detail::refuse_duplicates(all, words());
-  } catch (...) {
-    param_groups_.pop_back();
-    throw;
-  }
-}
-
-MEZZO_INLINE void LAMB::check_group(std::size_t group) const {
-  const auto* const options = dynamic_cast<const LAMBOptions*>(&param_groups_[group].options());
-  detail::check_are_options(options != nullptr, group, "LAMB");
+MEZZO_INLINE void LAMB::check_options(const LAMBOptions& options) {
   detail::check_numbers(
-      "LAMB",
-      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
-      options->betas());
+      kName,
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
 }
 
-MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
-  const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      TORCH_CHECK(!parameter.grad().defined() || parameter.grad().layout() == at::kStrided,
-                  "LAMB does not support sparse gradients, and ", words().parameter(parameter),
-                  " has one; make its Embedding with sparse(false)");
-    }
-  }
+MEZZO_INLINE void LAMB::update() {
   /// The parameters of a group, a device and a dtype, which ATen's ops take together.
   struct Together {
     std::vector<at::Tensor> parameters, gradients, means, squares;
@@ -121,9 +77,7 @@ MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
     std::map<std::pair<std::string, at::ScalarType>, Together> all;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      auto& kept = state_[parameter.unsafeGetTensorImpl()];
-      if (kept == nullptr) kept = std::make_unique<LAMBParamState>();
-      auto& state = static_cast<LAMBParamState&>(*kept);
+      LAMBParamState& state = state_of(parameter);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
       } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
@@ -167,14 +121,6 @@ MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
       at::_foreach_add_(own.parameters, updates, -options.lr());
     }
   }
-  return loss;
-}
-
-MEZZO_INLINE void LAMB::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
-}
-MEZZO_INLINE void LAMB::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
 }
 
 }  // namespace optim
