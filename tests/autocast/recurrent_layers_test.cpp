@@ -1,6 +1,6 @@
-// The dtypes of recurrent cells and layers, with half and with bfloat16 as the low precision, by the
-// CPU's lists and by CUDA's, which a policy gives to the CPU. Cells are on CUDA's lists. Layers are
-// cuDNN's there; on the CPU they are not on a list, but made of ops that are.
+// The dtypes of recurrent cells and layers, with half and with bfloat16 as the low precision, by
+// the CPU's lists and by CUDA's, which a policy gives to the CPU. Cells are on CUDA's lists. Layers
+// are cuDNN's there; on the CPU they are not on a list, but made of ops that are.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>

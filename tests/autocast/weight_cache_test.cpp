@@ -168,7 +168,9 @@ TEST(AutocastWeightCache, NeverCarriesAStaleWeightIntoTheNextRegion) {
 /// A 2 by 2 linear layer.
 class GradModes : public testing::Test {
  protected:
-  mezzo::AutocastGuard region() const { return mezzo::AutocastGuard(torch::kCPU, torch::kBFloat16); }
+  mezzo::AutocastGuard region() const {
+    return mezzo::AutocastGuard(torch::kCPU, torch::kBFloat16);
+  }
   void expect_gradients() const {
     EXPECT_TRUE(model_->weight.grad().defined());
     EXPECT_TRUE(model_->bias.grad().defined());
