@@ -40,7 +40,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const BertForTokenClassi
     }
     return all;
   };
-  if (options.precision == Precision::bf16_stochastic_8bit) {
+  if (options.precision == Precision::amp_8bit) {
     const torch::optim::AdamWOptions adamw(options.learning_rate);
     return std::make_unique<mezzo::optim::AdamW8bit>(
         groups(adamw), adamw,

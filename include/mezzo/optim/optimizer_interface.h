@@ -93,6 +93,12 @@ class ScheduledLrs {
 
 namespace optim {
 
+/// A base of optimizers whose state the ranks of a group share: their `load` is given all states on
+/// the CPU, and brings those that it keeps to the devices of their parameters.
+struct ShardedState {
+  virtual ~ShardedState() = default;
+};
+
 /// An optimizer of mezzo's as schedules and files see it: it counts the applied steps, on the host
 /// for parameters on the CPU and elsewhere on the device that decides whether a step is applied.
 /// mezzo's optimizers are a torch::optim::Optimizer and an OptimizerInterface; a MasterWeights is
@@ -109,9 +115,6 @@ class OptimizerInterface {
   /// Returns the optimizer whose groups are trained: this one, or the one that a MasterWeights
   /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
-
-  /// Returns whether the ranks of a group share the state, and `save` gathers it: ShardedOptimizer.
-  virtual bool is_sharded() const noexcept { return false; }
 
   /// These three do what the functions of torch::optim::Optimizer with their names do.
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;

@@ -316,6 +316,13 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     read_options(group).keep_unread(options_of(group));
     check_options<Traits>(read_options(group));
+    for (const at::Tensor& parameter : parameters[group]) {
+      const auto found = read.state().find(parameter.unsafeGetTensorImpl());
+      if (found == read.state().end()) continue;
+      auto& state = static_cast<State&>(*found->second);
+      check_shape_of(state.master(), "a master", parameter, words());
+      for (const int k : {0, 1, 2}) check_shape_of(state.moment(k), "a moment", parameter, words());
+    }
   }
   Progress progress = read_progress(archive, param_groups_.size());
   if (!progress.applied_steps) progress.applied_steps = highest_count(read);
