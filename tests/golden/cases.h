@@ -336,7 +336,7 @@ class Subject {
       Options options(group == 0 ? lr : lr / 4);
       options.weight_decay(group == 0 ? 0x1p-5 : 0x1p-8);
       if constexpr (requires { options.weight_storage(of.weights.storage); }) {
-        options.weight_storage(of.weights.storage).seed(11 + group);
+        options.weight_storage(of.weights.storage).seed(11);
       }
       finish(options);
       groups.emplace_back(group_of(parameters, group), std::make_unique<Options>(options));
