@@ -14,11 +14,9 @@
 #include <mezzo/base/precision.h>              // IWYU pragma: export
 #include <mezzo/base/version.h>                // IWYU pragma: export
 #include <mezzo/base/weight_storage.h>         // IWYU pragma: export
-#include <mezzo/optim/adam.h>                  // IWYU pragma: export
 #include <mezzo/optim/adamw.h>                 // IWYU pragma: export
 #include <mezzo/optim/ema.h>                   // IWYU pragma: export
 #include <mezzo/optim/fused_optimizer.h>       // IWYU pragma: export
-#include <mezzo/optim/fused_options.h>         // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                  // IWYU pragma: export
 #include <mezzo/optim/lion.h>                  // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>           // IWYU pragma: export

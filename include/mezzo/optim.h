@@ -3,12 +3,10 @@
 #pragma once
 
 #include <mezzo/base/weight_storage.h>        // IWYU pragma: export
-#include <mezzo/optim/adam.h>                 // IWYU pragma: export
 #include <mezzo/optim/adamw.h>                // IWYU pragma: export
 #include <mezzo/optim/adamw8bit.h>            // IWYU pragma: export
 #include <mezzo/optim/ema.h>                  // IWYU pragma: export
 #include <mezzo/optim/fused_optimizer.h>      // IWYU pragma: export
-#include <mezzo/optim/fused_options.h>        // IWYU pragma: export
 #include <mezzo/optim/grad_buckets.h>         // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                 // IWYU pragma: export
 #include <mezzo/optim/lion.h>                 // IWYU pragma: export

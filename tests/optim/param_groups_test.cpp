@@ -1,7 +1,6 @@
 // What every optimizer checks of the parameters and groups that it is given, and how it is passed
 // on.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>

@@ -1,7 +1,6 @@
 // torch's tests of its GradScaler, with their models, numbers and expectations.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

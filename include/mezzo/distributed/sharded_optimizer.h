@@ -289,15 +289,17 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
   ///   options differ
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
-                   const GradAllReduceOptions& options = {})
-      : OptimizerType(groups, defaults),
+                   const GradAllReduceOptions& options = {},
+                   const optim::WeightOptions& weights = {})
+      : OptimizerType(groups, defaults, weights),
         defaults_(defaults),
         shards_(this->param_groups_, std::move(group), options) {}
   /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
-                   const Options& defaults, const GradAllReduceOptions& options = {})
+                   const Options& defaults, const GradAllReduceOptions& options = {},
+                   const optim::WeightOptions& weights = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                         std::move(group), defaults, options) {}
+                         std::move(group), defaults, options, weights) {}
 
   /// Returns a row for each parameter that has a gradient, whoever owns it.
   StepPlan plan() override {
@@ -352,9 +354,12 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
       OptimizerType::save(archive);
       for (void* const parameter : borrowed) states.erase(parameter);
     };
-    shards_.gather(
-        [this](auto& own) { OptimizerType::save(own); },
-        [this] { return std::make_unique<OptimizerType>(this->param_groups_, defaults_); }, write);
+    shards_.gather([this](auto& own) { OptimizerType::save(own); },
+                   [this] {
+                     return std::make_unique<OptimizerType>(this->param_groups_, defaults_,
+                                                            this->weights_);
+                   },
+                   write);
   }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or

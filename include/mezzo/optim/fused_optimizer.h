@@ -7,8 +7,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/verdict.h>
-#include <mezzo/optim/detail/update_rule.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Tensor.h>
@@ -20,6 +20,24 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The numbers that a step takes from the options of a param group.
+struct GroupNumbers {
+  double lr = 0;
+  bool follows_table = false;       ///< the device multiplies `lr` by a schedule's factor
+  StepNumbers constants{};          ///< the rule's own numbers
+  bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
+  int moments = 0;                  ///< how many; none for SGD without momentum
+  bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
+  StepLoop (*loop)(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) = nullptr;
+  const char* missing_in_aten =
+      nullptr;  ///< why ATen's kernels cannot step this group, and a remedy
+};
+
+class ParamSlot;
+
+}  // namespace detail
 
 /// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 ///
@@ -111,8 +129,8 @@ class FusedOptimizer : public OptimizerInterface {
     return parameter;
   }
 
-  /// Trains parameters of half and bfloat16 as float masters from here on: those of groups whose
-  /// storage was `plain`, and those of groups that are added later.
+  /// Trains parameters of half and bfloat16 as float masters from here on, if their storage was
+  /// `plain`.
   /// \throws c10::Error if this optimizer keeps no masters
   virtual void enable_master_weights() {
     TORCH_CHECK(

@@ -6,7 +6,6 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
@@ -24,7 +23,7 @@ namespace optim {
 
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-struct LAMBOptions : public torch::optim::OptimizerOptions {
+struct LAMBOptions : public torch::optim::OptimizerCloneableOptions<LAMBOptions> {
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
@@ -47,8 +46,6 @@ struct LAMBOptions : public torch::optim::OptimizerOptions {
   TORCH_ARG(bool, always_adapt) = false;
 
  public:
-  /// Returns a copy.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> clone() const override;
   /// Reads the options of a file.
   MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes the options.

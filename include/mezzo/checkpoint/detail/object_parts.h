@@ -11,7 +11,7 @@
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/fused_options.h>
+#include <mezzo/optim/detail/step_engine.h>
 #include <mezzo/optim/optimizer_interface.h>
 
 #include <ATen/core/Generator.h>
@@ -198,11 +198,12 @@ inline std::vector<std::string> storages_in_files(const torch::optim::Optimizer&
     const bool is_low =
         std::any_of(group.params().begin(), group.params().end(),
                     [](const at::Tensor& one) { return one.defined() && is_low_precision(one); });
-    const HoldsExtraOptions* const options = is_low ? extra_options(optimizer, group) : nullptr;
+    const auto* const mezzos = dynamic_cast<const StepEngine*>(&optimizer);
     constexpr std::array<const char*, 4> kNames{"plain", "master", "split_master", "stochastic"};
     storages.emplace_back(
-        options == nullptr ? ""
-                           : kNames.at(static_cast<std::size_t>(options->extras().weight_storage)));
+        mezzos == nullptr || !is_low
+            ? ""
+            : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage)));
   }
   return storages;
 }

@@ -11,7 +11,6 @@
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/master_weights.h>
 

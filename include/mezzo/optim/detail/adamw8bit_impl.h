@@ -5,7 +5,6 @@
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/adamw8bit.h>
-#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -61,16 +60,13 @@ MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParam
 }
 
 MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
-  const auto* const options =
-      dynamic_cast<const torch::optim::AdamWOptions*>(&param_groups_[group].options());
-  TORCH_CHECK(options != nullptr, "AdamW8bit: the options of parameter group ", group,
-              " are not torch::optim::AdamWOptions; give OptimizerParamGroup a std::make_unique of "
-              "those");
+  const auto& options = detail::options_as<torch::optim::AdamWOptions>(param_groups_[group], group,
+                                                                       "AdamW8bit", "AdamW");
   detail::check_numbers(
       "AdamW8bit",
-      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
-      options->betas());
-  TORCH_CHECK(!options->amsgrad(),
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
+  TORCH_CHECK(!options.amsgrad(),
               "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
               "mezzo::optim::AdamW");
 }

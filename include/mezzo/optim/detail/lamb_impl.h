@@ -23,9 +23,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> LAMBOptions::clone() const {
-  return std::make_unique<LAMBOptions>(*this);
-}
 MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
@@ -72,8 +69,7 @@ MEZZO_INLINE LAMB::LAMB(const std::vector<torch::optim::OptimizerParamGroup>& gr
 MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup& group) {
   Optimizer::add_param_group(group);
   try {
-    // From 2.12 on libtorch replaces options of classes that it does not know by the defaults.
-    if (group.has_options()) param_groups_.back().set_options(group.options().clone());
+    detail::keep_given_options<LAMBOptions>(param_groups_.back(), group, /*is_libtorchs=*/false);
     check_group(param_groups_.size() - 1);
     std::vector<at::Tensor> all;
     for (const auto& own : param_groups_) {
@@ -87,12 +83,12 @@ MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup&
 }
 
 MEZZO_INLINE void LAMB::check_group(std::size_t group) const {
-  const auto* const options = dynamic_cast<const LAMBOptions*>(&param_groups_[group].options());
-  detail::check_are_options(options != nullptr, group, "LAMB");
+  const auto& options =
+      detail::options_as<LAMBOptions>(param_groups_[group], group, "LAMB", "LAMB");
   detail::check_numbers(
       "LAMB",
-      {{"lr", options->lr()}, {"eps", options->eps()}, {"weight_decay", options->weight_decay()}},
-      options->betas());
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
 }
 
 MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {

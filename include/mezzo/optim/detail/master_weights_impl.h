@@ -6,9 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
@@ -204,6 +202,13 @@ struct MasterLayout {
 
 inline std::string master_key(int64_t number) { return "masters/" + std::to_string(number); }
 
+inline std::vector<int64_t> read_numbers(torch::serialize::InputArchive& archive, const char* key) {
+  c10::IValue value;
+  TORCH_CHECK(archive.try_read(key, value), "MasterWeights: the archive lacks \"", key,
+              "\"; it is damaged: load an earlier one");
+  return value.toIntVector();
+}
+
 /// Throws unless the file is one of MasterWeights that fits.
 inline void check_file(torch::serialize::InputArchive& archive, const MasterLayout& layout) {
   c10::IValue format;
@@ -215,12 +220,12 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
   TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
               "MasterWeights: the archive has a format that this version of mezzo does not know; "
               "read it with the version that wrote it, or, if it is damaged, load an earlier one");
-  const auto group_sizes = read_key<std::vector<int64_t>>(archive, "group_sizes");
+  const auto group_sizes = read_numbers(archive, "group_sizes");
   TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
               c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
               c10::IntArrayRef(layout.group_sizes),
               "; make the groups that were there when it was saved");
-  const auto low_precision = read_key<std::vector<int64_t>>(archive, "low_precision");
+  const auto low_precision = read_numbers(archive, "low_precision");
   TORCH_CHECK(low_precision == layout.low_precision, "MasterWeights: the archive was saved with ",
               low_precision.size(), " parameters of float16 or bfloat16, and this optimizer has ",
               layout.low_precision.size(), ", or others; cast the model as it was then");
@@ -267,8 +272,8 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
               "time with other weights, of which the model would have to know; train the model in "
               "float, or use an optimizer that takes a step from one gradient");
   TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
-              "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: set "
-              "weight_storage(WeightStorage::master) in its options instead");
+              "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: give "
+              "its constructor {.weight_storage = WeightStorage::master} instead");
   meet_parameters();
 }
 

@@ -44,8 +44,9 @@ namespace detail {
   TORCH_CHECK(false, "Attempting to unscale FP16 gradients. In C++: the gradient of ", which,
               " is float16, in which it underflows without the loss scale; keep the weights in "
               "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
-              "with mezzo::MasterWeights or weight_storage(WeightStorage::master) in the "
-              "optimizer's options (GradScaler({.allow_fp16_gradients = true}) unscales in "
+              "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
+              "{.weight_storage = WeightStorage::master} (GradScaler({.allow_fp16_gradients = "
+              "true}) unscales in "
               "float16 all the same)");
 }
 
