@@ -4,7 +4,7 @@
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>

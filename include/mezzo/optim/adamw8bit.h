@@ -3,13 +3,14 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <unordered_set>
@@ -30,13 +31,7 @@ struct AdamW8bitOptions {
 
 /// AdamW8bit's state of a parameter. Moments are codes, in bytes, with a float scale for each block
 /// of 256 elements; or floats, with undefined scales.
-struct AdamW8bitParamState : public torch::optim::OptimizerParamState {
-  /// How many steps were taken.
-  TORCH_ARG(int64_t, step) = 0;
-  /// The running mean of gradients, of the parameter's shape.
-  TORCH_ARG(at::Tensor, exp_avg);
-  /// The running mean of squared gradients.
-  TORCH_ARG(at::Tensor, exp_avg_sq);
+struct AdamW8bitParamState : public torch::optim::AdamWParamState {
   /// The scales of exp_avg: each is its block's largest magnitude.
   TORCH_ARG(at::Tensor, exp_avg_scales);
   /// The scales of exp_avg_sq.
@@ -68,7 +63,8 @@ struct AdamW8bitParamState : public torch::optim::OptimizerParamState {
 /// An ordinary `torch::optim::Optimizer`: a GradScaler waits once for a GPU, as for torch's
 /// optimizers. It steps parameters on the CPU, and on CUDA where the CMake target mezzo::cuda is
 /// linked. Bits depend on no number of threads.
-class AdamW8bit : public torch::optim::Optimizer {
+class AdamW8bit
+    : public detail::OrdinaryOptimizer<torch::optim::AdamWOptions, /*kIsLibtorchs=*/true> {
  public:
   /// Takes param groups with libtorch's AdamWOptions, and options for those that have none.
   /// \throws c10::Error for options out of range, amsgrad among them, if there is no parameter, or
@@ -83,20 +79,16 @@ class AdamW8bit : public torch::optim::Optimizer {
       : AdamW8bit(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults,
                   options) {}
 
-  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error, before anything is written, for a parameter or gradient of another dtype,
-  ///   layout or device, a state that is another parameter's, and options out of range
-  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
   /// Writes options, state and seed.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  MEZZO_INLINE void check_group(std::size_t group) const;
-  MEZZO_INLINE void check_parameter(const at::Tensor& parameter);
+  MEZZO_INLINE void check_group(std::size_t group) const override;
+  MEZZO_INLINE void check_gradient(const at::Tensor& parameter) override;
+  MEZZO_INLINE void take_step() override;
   MEZZO_INLINE AdamW8bitParamState& state_of(const at::Tensor& parameter);
-  detail::OptimizerWords words() const { return {"AdamW8bit", param_groups_}; }
 
   std::unordered_set<const c10::TensorImpl*> float_moments_;
   std::uint64_t seed_;

@@ -3,17 +3,16 @@
 /// ordinary optimizer of ATen's ops.
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <cstdint>
-#include <memory>
+#include <cstddef>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -64,23 +63,8 @@ struct LAMBOptions : public torch::optim::OptimizerCloneableOptions<LAMBOptions>
   }
 };
 
-/// LAMB's state of a parameter.
-struct LAMBParamState : public torch::optim::OptimizerParamState {
-  /// How many steps were taken.
-  TORCH_ARG(int64_t, step) = 0;
-  /// The running mean of gradients, of the parameter's shape and dtype.
-  TORCH_ARG(at::Tensor, exp_avg);
-  /// The running mean of squared gradients.
-  TORCH_ARG(at::Tensor, exp_avg_sq);
-
- public:
-  /// Returns a copy that shares the tensors.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  /// Reads the state of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the state.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-};
+/// LAMB's state of a parameter: its `step`, and the running means `exp_avg` and `exp_avg_sq`.
+using LAMBParamState = torch::optim::AdamWParamState;
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
 /// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early steps, a
@@ -96,30 +80,29 @@ struct LAMBParamState : public torch::optim::OptimizerParamState {
 /// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
 /// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
 /// no LAMB: files are mezzo's own.
-class LAMB : public torch::optim::Optimizer {
+class LAMB : public detail::OrdinaryOptimizer<LAMBOptions, /*kIsLibtorchs=*/false> {
  public:
   /// Takes param groups, and options for those that have none.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  MEZZO_INLINE explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                             const LAMBOptions& defaults = {});
+  explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                const LAMBOptions& defaults = {})
+      : OrdinaryOptimizer("LAMB", defaults) {
+    add_groups(groups);
+  }
   /// Takes parameters, as one group.
   explicit LAMB(std::vector<at::Tensor> parameters, const LAMBOptions& defaults = {})
       : LAMB(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults) {}
 
-  /// Adds a group. \throws c10::Error as the constructor does, and has not added it
-  MEZZO_INLINE void add_param_group(const torch::optim::OptimizerParamGroup& group);
-  /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error for a sparse gradient or an option out of range, before anything is written
-  MEZZO_INLINE at::Tensor step(LossClosure closure = nullptr) override;
   /// Writes the options and the state.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
   /// Reads what `save` wrote.
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  MEZZO_INLINE void check_group(std::size_t group) const;
-  detail::OptimizerWords words() const { return {"LAMB", param_groups_}; }
+  void check_group(std::size_t group) const override { (void)options_of(group, "LAMB"); }
+  MEZZO_INLINE void check_gradient(const at::Tensor& parameter) override;
+  MEZZO_INLINE void take_step() override;
 };
 
 }  // namespace optim

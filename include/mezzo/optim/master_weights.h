@@ -6,7 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

@@ -8,7 +8,7 @@
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/ops/_fused_sgd.h>
 #include <c10/util/Exception.h>

@@ -412,38 +412,6 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
 
-/// A class that is no optimizer, steps one, and counts.
-struct Counting : mezzo::optim::OptimizerInterface {
-  explicit Counting(torch::optim::Optimizer& stepped) : inner(stepped) {}
-  torch::optim::Optimizer& optimizer() noexcept override { return inner; }
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    ++steps;
-    return inner.step(std::move(closure));
-  }
-  void save(torch::serialize::OutputArchive& archive) const override { inner.save(archive); }
-  void load(torch::serialize::InputArchive& archive) override { inner.load(archive); }
-  torch::optim::Optimizer& inner;
-  int steps = 0;
-};
-
-TEST(OptimizersOfTheUsers, TakeEachStepThemselves) {
-  const at::Tensor weight = torch::ones({4}).set_requires_grad(true);
-  torch::optim::SGD sgd({weight}, 1.0);
-  Counting mine(sgd);
-  const auto train = [&](GradScaler scaler) {
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine);
-    scaler.update();
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine, {.max_norm = 10.0});
-    scaler.update();
-  };
-  train(GradScaler());
-  EXPECT_EQ(mine.steps, 2);
-  train(GradScaler({.enabled = false}));
-  EXPECT_EQ(mine.steps, 4);
-}
-
 struct NoRate : torch::optim::OptimizerOptions {
   double get_lr() const override { return 1; }
   std::unique_ptr<OptimizerOptions> clone() const override {

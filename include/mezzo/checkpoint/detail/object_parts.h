@@ -12,7 +12,7 @@
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/step_engine.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -183,7 +183,7 @@ inline std::string class_in_files(const std::string& demangled) {
 inline std::string class_in_files(const AnyOptimizer& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
   const std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
-  const optim::OptimizerInterface* const mezzos = optimizer.mezzos();
+  const optim::FusedOptimizer* const mezzos = optimizer.mezzos();
   if (mezzos == nullptr || dynamic_cast<const torch::optim::Optimizer*>(mezzos) != nullptr) {
     return name;
   }

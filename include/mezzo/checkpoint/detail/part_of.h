@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>

@@ -8,7 +8,6 @@
 
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 
@@ -22,16 +21,12 @@ MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> AdamW8bitParamSt
   return std::make_unique<AdamW8bitParamState>(*this);
 }
 MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
+  AdamWParamState::serialize(archive);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_scales);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_scales);
 }
 MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+  AdamWParamState::serialize(archive);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_scales);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_scales);
 }
@@ -39,16 +34,9 @@ MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive
 MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                   const torch::optim::AdamWOptions& defaults,
                                   const AdamW8bitOptions& options)
-    : Optimizer(groups, std::make_unique<torch::optim::AdamWOptions>(defaults)),
-      seed_(options.seed) {
-  std::vector<at::Tensor> all;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    const auto& own = param_groups_[group].params();
-    all.insert(all.end(), own.begin(), own.end());
-  }
-  detail::check_has_parameters(!all.empty(), "AdamW8bit");
-  detail::refuse_duplicates(all, words());
+    : OrdinaryOptimizer("AdamW8bit", defaults), seed_(options.seed) {
+  add_groups(groups);
+  const std::vector<at::Tensor> all = words().parameters();
   for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
     const at::Tensor& named = options.float_moments[i];
     const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
@@ -60,19 +48,12 @@ MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParam
 }
 
 MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
-  const auto& options = detail::options_as<torch::optim::AdamWOptions>(param_groups_[group], group,
-                                                                       "AdamW8bit", "AdamW");
-  detail::check_numbers(
-      "AdamW8bit",
-      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-      options.betas());
-  TORCH_CHECK(!options.amsgrad(),
+  TORCH_CHECK(!options_of(group, "AdamW").amsgrad(),
               "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
               "mezzo::optim::AdamW");
 }
 
-/// Checks a parameter that has a gradient, and its state, which a file may have brought.
-MEZZO_INLINE void AdamW8bit::check_parameter(const at::Tensor& parameter) {
+MEZZO_INLINE void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
   TORCH_CHECK(detail::has_own_kernels(parameter.device()),
@@ -136,19 +117,7 @@ MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& paramete
   return state;
 }
 
-MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
-  const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      if (parameter.grad().defined()) check_parameter(parameter);
-    }
-  }
+MEZZO_INLINE void AdamW8bit::take_step() {
   std::vector<detail::AdamW8bitStep> on_cpu;
   std::vector<at::Tensor> gradients;  // kept alive
   std::uint64_t number = 0;
@@ -192,7 +161,6 @@ MEZZO_INLINE at::Tensor AdamW8bit::step(LossClosure closure) {
     }
   }
   detail::step_adamw8bit_cpu(on_cpu);
-  return loss;
 }
 
 MEZZO_INLINE void AdamW8bit::save(torch::serialize::OutputArchive& archive) const {

@@ -13,12 +13,13 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 
 #include <cmath>
 #include <map>
+#include <memory>
+#include <string>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -40,72 +41,13 @@ MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::OutputArchive& archiv
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(always_adapt);
 }
 
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> LAMBParamState::clone() const {
-  return std::make_unique<LAMBParamState>(*this);
-}
-MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
-}
-MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+MEZZO_INLINE void LAMB::check_gradient(const at::Tensor& parameter) {
+  TORCH_CHECK(parameter.grad().layout() == at::kStrided,
+              "LAMB does not support sparse gradients, and ", words().parameter(parameter),
+              " has one; make its Embedding with sparse(false)");
 }
 
-MEZZO_INLINE LAMB::LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                        const LAMBOptions& defaults)
-    : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
-                std::make_unique<LAMBOptions>(defaults)) {
-  std::size_t parameters = 0;
-  for (const auto& group : groups) {
-    add_param_group(group);
-    parameters += group.params().size();
-  }
-  detail::check_has_parameters(parameters != 0, "LAMB");
-}
-
-MEZZO_INLINE void LAMB::add_param_group(const torch::optim::OptimizerParamGroup& group) {
-  Optimizer::add_param_group(group);
-  try {
-    detail::keep_given_options<LAMBOptions>(param_groups_.back(), group, /*is_libtorchs=*/false);
-    check_group(param_groups_.size() - 1);
-    std::vector<at::Tensor> all;
-    for (const auto& own : param_groups_) {
-      all.insert(all.end(), own.params().begin(), own.params().end());
-    }
-    detail::refuse_duplicates(all, words());
-  } catch (...) {
-    param_groups_.pop_back();
-    throw;
-  }
-}
-
-MEZZO_INLINE void LAMB::check_group(std::size_t group) const {
-  const auto& options =
-      detail::options_as<LAMBOptions>(param_groups_[group], group, "LAMB", "LAMB");
-  detail::check_numbers(
-      "LAMB",
-      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-      options.betas());
-}
-
-MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
-  at::Tensor loss;
-  if (closure) {
-    const at::AutoGradMode with_grad(true);
-    loss = closure();
-  }
-  const c10::NoGradGuard no_grad;
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    check_group(group);
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      TORCH_CHECK(!parameter.grad().defined() || parameter.grad().layout() == at::kStrided,
-                  "LAMB does not support sparse gradients, and ", words().parameter(parameter),
-                  " has one; make its Embedding with sparse(false)");
-    }
-  }
+MEZZO_INLINE void LAMB::take_step() {
   /// The parameters of a group, a device and a dtype, which ATen's ops take together.
   struct Together {
     std::vector<at::Tensor> parameters, gradients, means, squares;
@@ -163,7 +105,6 @@ MEZZO_INLINE at::Tensor LAMB::step(LossClosure closure) {
       at::_foreach_add_(own.parameters, updates, -options.lr());
     }
   }
-  return loss;
 }
 
 MEZZO_INLINE void LAMB::save(torch::serialize::OutputArchive& archive) const {

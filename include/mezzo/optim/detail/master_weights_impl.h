@@ -271,7 +271,7 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
               "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
               "time with other weights, of which the model would have to know; train the model in "
               "float, or use an optimizer that takes a step from one gradient");
-  TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
+  TORCH_CHECK(AnyOptimizer(optimizer).mezzos() == nullptr,
               "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: give "
               "its constructor {.weight_storage = WeightStorage::master} instead");
   meet_parameters();
@@ -393,7 +393,7 @@ MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   std::vector<at::Tensor> all;
   detail::for_each_parameter(
       optimizer.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {

@@ -6,6 +6,7 @@
 #include <mezzo/kernels/dense_memory.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
@@ -40,10 +41,25 @@ struct OptimizerWords {
     return c10::str("a parameter (", tensor_words(parameter), ")");
   }
 
+  /// Returns the parameters of all groups.
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> all;
+    for (const auto& group : groups) {
+      all.insert(all.end(), group.params().begin(), group.params().end());
+    }
+    return all;
+  }
+
   friend std::ostream& operator<<(std::ostream& stream, const OptimizerWords& words) {
     return stream << words.name;
   }
 };
+
+/// Returns the loss that `closure` computes with autograd on; undefined without a closure.
+inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+  const c10::AutoGradMode with_grad(true);
+  return closure ? closure() : at::Tensor();
+}
 
 // What every optimizer checks of its groups.
 

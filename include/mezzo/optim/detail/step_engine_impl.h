@@ -47,10 +47,7 @@ MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerPar
     : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), rule_(rule) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
-  std::vector<at::Tensor> all;
-  for (const auto& group : param_groups_) {
-    all.insert(all.end(), group.params().begin(), group.params().end());
-  }
+  const std::vector<at::Tensor> all = words().parameters();
   refuse_duplicates(all, words());
   parameters_ = all.size();
   std::vector<void*> gone;
