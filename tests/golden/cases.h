@@ -272,7 +272,7 @@ class Subject {
   /// `lr` is the first group's; `finish` sets what is the optimizer's own.
   template <class Finish>
   Subject(const std::vector<Tensor>& parameters, const Case& of, double lr, const Finish& finish)
-      : parameters_(parameters), inner_(make(groups(parameters, of, lr, finish), of, lr)) {
+      : parameters_(parameters), inner_(make(groups(parameters, lr, finish), of, lr)) {
     if constexpr (kMasters) masters_.emplace(inner_);
     if constexpr (requires { stepped().set_lr_factors({}); }) {
       if (of.way == Way::table) stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
@@ -328,7 +328,7 @@ class Subject {
   }
   template <class Finish>
   static std::vector<torch::optim::OptimizerParamGroup> groups(
-      const std::vector<Tensor>& parameters, const Case& of, double lr, const Finish& finish) {
+      const std::vector<Tensor>& parameters, double lr, const Finish& finish) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (std::size_t group = 0; group != 2; ++group) {
       Options options(group == 0 ? lr : lr / 4);
