@@ -5,7 +5,7 @@
 function(mezzo_add_compiled name mezzo include_folder)
   set(sources autocast/compiled/op_policies.cpp checkpoint/compiled/checkpoint.cpp diagnose/compiled/reports.cpp
       optim/compiled/adam.cpp optim/compiled/adamw8bit.cpp optim/compiled/gradients.cpp
-      optim/compiled/lamb.cpp optim/compiled/lion_and_sgd.cpp optim/compiled/master_weights.cpp optim/compiled/step_engine.cpp
+      optim/compiled/lamb.cpp optim/compiled/lion_and_sgd.cpp optim/compiled/master_weights.cpp optim/compiled/muon.cpp optim/compiled/step_engine.cpp
       scaling/compiled/grad_scaler.cpp)
   list(TRANSFORM sources PREPEND "${include_folder}/mezzo/")
   add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})

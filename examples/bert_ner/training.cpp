@@ -38,7 +38,7 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const BertForTokenClassi
     own->weight_decay(parameters == &others ? 0 : options.weight_decay);
     groups.emplace_back(*parameters, std::move(own));
   }
-  if (options.precision == Precision::bf16_stochastic_8bit) {
+  if (options.precision == Precision::amp_8bit) {
     return std::make_unique<mezzo::optim::AdamW8bit>(
         groups, adamw,
         mezzo::optim::AdamW8bitOptions{.float_moments = embeddings, .seed = options.seed});

@@ -135,9 +135,9 @@ TEST_F(Checkpoint, AResumedRunEndsBitForBitWhereTheStraightOneDoes) {
   expect_same_files(straight, resumed, "-step-12.pt");
 }
 
-TEST_F(Checkpoint, KeepsWhatOptimizersKeepBesideWeightsOfBfloat16) {
-  for (const auto precision : {Precision::bf16_split_master, Precision::bf16_stochastic,
-                               Precision::bf16_stochastic_8bit}) {
+TEST_F(Checkpoint, KeepsWhatEveryOptimizerKeeps) {
+  for (const auto precision :
+       {Precision::amp_8bit, Precision::bf16_split_master, Precision::bf16_stochastic}) {
     const auto run = options(precision);
     auto in_one_go = run;
     in_one_go.save = folder(std::string(flag_of(precision)) + " straight").string();

@@ -27,6 +27,7 @@ using distributed_test::alike_ranks;
 using distributed_test::recording_ranks;
 using mezzo::GradAllReduce;
 using test_support::error_of;
+using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using torch::Tensor;
@@ -169,6 +170,26 @@ TEST_F(PassesOfBackward, WorkWithCheckpointsThatRunBackwardInsideBackward) {
   }
 }
 
+TEST_F(PassesOfBackward, ReduceOnceALayerThatCheckpointedCallsShare) {
+  torch::nn::Linear model(3, 3), like(3, 3);
+  for (const char* const name : {"weight", "bias"}) {
+    model->named_parameters()[name].set_data(like->named_parameters()[name].detach().clone());
+  }
+  const GradAllReduce all_reduce(model->parameters(), ranks(), {.bucket_bytes = 1});
+  log.clear();
+  Tensor x = torch::ones({2, 3}).requires_grad_();
+  Tensor y = torch::ones({2, 3});
+  for (int i = 0; i < 3; ++i) {
+    x = mezzo::activation_checkpoint(model, x);
+    y = like->forward(y);
+  }
+  x.square().sum().backward();
+  y.square().sum().backward();
+  EXPECT_THAT(log, ElementsAre("average", "average", "max"));
+  EXPECT_TRUE(torch::allclose(model->weight.grad(), like->weight.grad()));
+  EXPECT_TRUE(torch::allclose(model->bias.grad(), like->bias.grad()));
+}
+
 /// Its backward runs a backward pass of its own over a parameter, as other libraries' checkpoints
 /// do.
 struct BackwardInside : torch::autograd::Function<BackwardInside> {
@@ -198,7 +219,8 @@ TEST_F(PassesOfBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
     expect_gradient(other, 1);
   }
   const GradAllReduce alone({shared, other}, ranks(), {.bucket_bytes = 1});
-  EXPECT_THAT(error_of(run), HasSubstr("came once more"));
+  EXPECT_THAT(error_of(run),
+              AllOf(HasSubstr("came once more"), HasSubstr("mezzo::activation_checkpoint")));
 }
 
 TEST_F(PassesOfBackward, OfOneProcessGoOnAfterOneThatThrew) {

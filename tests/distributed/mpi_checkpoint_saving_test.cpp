@@ -9,13 +9,20 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fcntl.h>
+
+#include <atomic>
+#include <cerrno>
 #include <cstddef>
+#include <cstring>
 #include <filesystem>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "../support/scratch.h"
+#include "../support/system_calls.h"
 #include "checkpoint_ranks.h"
 #include "ranks.h"
 
@@ -55,6 +62,65 @@ TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSav
   barrier(world);
   checkpoints.save(mixed.run.state, 3);
   EXPECT_THAT(checkpoints.files(), SizeIs(1));
+  barrier(world);
+}
+
+/// `name` fails on rank 0 for a checkpoint's file.
+test_support::SystemCalls failing_on_rank_0(const std::string& name) {
+  test_support::SystemCalls calls = test_support::real_calls();
+  int rank = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  if (rank != 0) return calls;
+  const auto made = std::make_shared<std::atomic<int>>(-1);  // other threads use files of their own
+  const auto fails = [](int error) {
+    errno = error;
+    return -1;
+  };
+  calls.open = [=, real = calls.open](const char* path, int flags, mode_t mode) {
+    const int file = real(path, flags, mode);
+    if ((flags & O_CREAT) != 0 && std::string(path).ends_with(".tmp")) *made = file;
+    return file;
+  };
+  if (name == "write") {
+    calls.write = [=, real = calls.write](int file, const void* from, std::size_t count) {
+      return file == *made ? fails(ENOSPC) : real(file, from, count);
+    };
+  }
+  if (name == "fsync") {
+    calls.fsync = [=, real = calls.fsync](int file) {
+      return file == *made ? fails(EIO) : real(file);
+    };
+  }
+  if (name == "rename") {
+    calls.rename = [=](const char* /*from*/, const char* /*to*/) { return fails(EIO); };
+  }
+  return calls;
+}
+
+TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileStaysWhole) {
+  const SharedFolder folder;
+  const Ranks world = everyone();
+  Mixed mixed(world);
+  DistributedCheckpointManager checkpoints(folder.path(), world);
+  mixed.set(1);
+  checkpoints.save(mixed.run.state, 1);
+  for (const std::string name : {"write", "fsync", "rename"}) {
+    mixed.set(2);
+    {
+      const test_support::WithCalls failing(failing_on_rank_0(name));
+      EXPECT_THAT(
+          common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
+          AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))
+          << name;
+    }
+    EXPECT_THAT(folder.temporaries(), IsEmpty()) << name;
+    EXPECT_THAT(checkpoints.files(), SizeIs(1)) << name;
+    EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1) << name;
+    EXPECT_TRUE(mixed.is(1)) << name;
+    barrier(world);
+  }
+  checkpoints.save(mixed.run.state, 3);
+  EXPECT_THAT(checkpoints.files(), SizeIs(2));
   barrier(world);
 }
 

@@ -18,6 +18,7 @@
 
 #include "../support/error_of.h"
 #include "ranks.h"
+#include "ranks_beside_one.h"
 #include "same_bits.h"
 
 namespace {
@@ -27,6 +28,8 @@ using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::expect_same_weights_on_all_ranks;
 using distributed_test::Ranks;
 using mezzo::DataParallel;
+using ranks_beside_one::made_of;
+using ranks_beside_one::MakeOptimizer;
 using test_support::error_of;
 using testing::HasSubstr;
 
@@ -49,18 +52,6 @@ struct ReplicatedImpl : torch::nn::Module {
 };
 TORCH_MODULE(Replicated);
 
-/// The same without batch norm, whose statistics are those of a rank's part of the batch.
-struct WithoutNormImpl : torch::nn::Module {
-  WithoutNormImpl() {
-    torch::manual_seed(3);
-    in = register_module("in", torch::nn::Linear(6, 12));
-    out = register_module("out", torch::nn::Linear(12, 2));
-  }
-  at::Tensor forward(const at::Tensor& x) { return out->forward(torch::tanh(in->forward(x))); }
-  torch::nn::Linear in{nullptr}, out{nullptr};
-};
-TORCH_MODULE(WithoutNorm);
-
 at::Tensor whole_batch(int64_t step) {
   torch::manual_seed(100 + static_cast<uint64_t>(step));
   return torch::randn({12, 6});  // parts for 1, 2, 3 and 4 ranks
@@ -69,86 +60,23 @@ at::Tensor own_part(const Ranks& world, int64_t step) {
   return whole_batch(step).chunk(world->getSize())[static_cast<std::size_t>(world->getRank())];
 }
 
-using MakesOptimizer =
-    std::function<std::unique_ptr<torch::optim::Optimizer>(const WithoutNorm& model)>;
-
-template <class Optimizer, class Options>
-MakesOptimizer makes(Options options) {
-  return [options](const WithoutNorm& model) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<Optimizer>(model->parameters(), options);
-  };
-}
-
-struct Trained {
-  std::vector<at::Tensor> weights;
-  std::vector<double> norms;
-};
-
-/// Six steps on the parts of the batches; two micro-batches a step, the first of which stays here.
-Trained train(Ranks world, const MakesOptimizer& make) {
-  WithoutNorm model;
-  DataParallel ddp(model, world, {.bucket_bytes = 128});
-  const auto optimizer = make(model);
-  mezzo::GradScaler scaler({.init_scale = 256});
-  Trained trained;
-  for (int64_t step = 0; step < 6; ++step) {
-    ddp->zero_grad();
-    {
-      const auto no_sync = ddp.no_sync();
-      scaler.scale(ddp(own_part(world, 2 * step)).square().mean()).backward();
-    }
-    scaler.scale(ddp(own_part(world, 2 * step + 1)).square().mean()).backward();
-    const auto result = scaler.step(*optimizer, {.max_norm = 0.5});
-    scaler.update();
-    trained.norms.push_back(result.grad_norm().value());
-  }
-  expect_same_weights_on_all_ranks(world, model);
-  for (const at::Tensor& weight : model->parameters()) trained.weights.push_back(weight.detach());
-  return trained;
-}
-
-/// One process with the whole batches, each at once.
-Trained train_on_whole_batches(torch::optim::Optimizer& optimizer, WithoutNorm model) {
-  mezzo::GradScaler scaler({.init_scale = 256});
-  Trained trained;
-  for (int64_t step = 0; step < 6; ++step) {
-    model->zero_grad();
-    const at::Tensor loss = model->forward(whole_batch(2 * step)).square().mean() +
-                            model->forward(whole_batch(2 * step + 1)).square().mean();
-    scaler.scale(loss).backward();
-    trained.norms.push_back(scaler.step(optimizer, {.max_norm = 0.5}).grad_norm().value());
-    scaler.update();
-  }
-  for (const at::Tensor& weight : model->parameters()) trained.weights.push_back(weight.detach());
-  return trained;
-}
-
-void expect_close(const Trained& trained, const Trained& wanted, double tolerance) {
-  ASSERT_EQ(trained.weights.size(), wanted.weights.size());
-  for (std::size_t i = 0; i < wanted.weights.size(); ++i) {
-    EXPECT_TRUE(at::allclose(trained.weights[i], wanted.weights[i], tolerance, tolerance));
-  }
-  ASSERT_EQ(trained.norms.size(), wanted.norms.size());
-  for (std::size_t i = 0; i < wanted.norms.size(); ++i) {
-    EXPECT_NEAR(trained.norms[i], wanted.norms[i], tolerance * wanted.norms[i]);
-  }
+/// Two micro-batches a step, the first of which stays here.
+void expect_that_of_one_process(const MakeOptimizer& optimizer, const Ranks& group) {
+  const ranks_beside_one::Course course{.optimizer = optimizer, .micro_batches = 2};
+  ranks_beside_one::expect_close(ranks_beside_one::train_together(course, group),
+                                 ranks_beside_one::train_alone(course, group->getSize()), 2e-5);
 }
 
 TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimizer) {
   const Ranks world = everyone();
-  const std::vector<MakesOptimizer> optimizers = {
-      makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
-      makes<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
-      makes<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-1).momentum(0.9)),
-      makes<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
-      makes<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
+  const std::vector<MakeOptimizer> optimizers = {
+      made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(1e-2).eps(1e-3)),
+      made_of<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2).eps(1e-3)),
+      made_of<mezzo::optim::SGD>(mezzo::optim::SGDOptions(1e-1).momentum(0.9)),
+      made_of<mezzo::optim::Lion>(mezzo::optim::LionOptions(1e-3)),
+      made_of<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
   };
-  for (const MakesOptimizer& make : optimizers) {
-    const Trained trained = train(world, make);
-    WithoutNorm model;
-    const auto optimizer = make(model);
-    expect_close(trained, train_on_whole_batches(*optimizer, model), 2e-5);
-  }
+  for (const MakeOptimizer& optimizer : optimizers) expect_that_of_one_process(optimizer, world);
 }
 
 // Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.
@@ -162,11 +90,8 @@ TEST(MpiDataParallel, HalvesOfTheRanksTrainModelsOfTheirOwn) {
     const Ranks group = distributed_test::ranks_of(communicator);
     ASSERT_EQ(group->getSize(), world->getSize() / 2);
     const double rate = half == 0 ? 1e-2 : 3e-2;
-    const auto make = makes<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3));
-    const Trained trained = train(group, make);
-    WithoutNorm model;
-    const auto optimizer = make(model);
-    expect_close(trained, train_on_whole_batches(*optimizer, model), 2e-5);
+    expect_that_of_one_process(
+        made_of<mezzo::optim::AdamW>(mezzo::optim::AdamWOptions(rate).eps(1e-3)), group);
   }
   MPI_Comm_free(&communicator);
 }
@@ -259,8 +184,9 @@ TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
 
 TEST(MpiDataParallel, TrainsUnderAutocast) {
   const Ranks world = everyone();
-  WithoutNorm model;
-  const at::Tensor before = model->in->weight.detach().clone();
+  torch::nn::Sequential model(torch::nn::Linear(6, 12), torch::nn::Tanh(),
+                              torch::nn::Linear(12, 2));
+  const at::Tensor before = model->parameters()[0].detach().clone();
   DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
                    world);
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
@@ -271,7 +197,7 @@ TEST(MpiDataParallel, TrainsUnderAutocast) {
     optimizer.step();
     optimizer.zero_grad();
   }
-  EXPECT_FALSE(at::equal(before, model->in->weight));
+  EXPECT_FALSE(at::equal(before, model->parameters()[0]));
   expect_same_weights_on_all_ranks(world, model);
 }
 

@@ -2,25 +2,28 @@
 //
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/ema.h>
 #include <mezzo/optim/sgd.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <vector>
 
 #include "../support/error_of.h"
 #include "ranks.h"
-#include "sharded_model.h"
+#include "ranks_beside_one.h"
 #include "some_ranks.h"
 
 namespace sharded_files_test {
 namespace {
 
 using distributed_test::broadcast;
+using distributed_test::everyone;
 using distributed_test::numbers_of_ranks;
 using distributed_test::Ranks;
 using distributed_test::SomeRanks;
@@ -29,14 +32,13 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightOptions;
 using mezzo::optim::WeightStorage;
-using sharded_test::kSmallBuckets;
-using sharded_test::Model;
-using sharded_test::world;
+using ranks_beside_one::kSmallBuckets;
+using ranks_beside_one::Model;
 using test_support::error_of;
 using testing::HasSubstr;
 
 std::string from_rank_0(const std::string& text) {
-  Ranks ranks = world();
+  Ranks ranks = everyone();
   const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
   broadcast(ranks, length, 0);
   const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
@@ -61,11 +63,11 @@ void load_archive(torch::optim::Optimizer& optimizer, const std::string& text) {
 /// Every rank computes the same, so that sums over 1, 2 and 4 ranks and their averages are exact:
 /// any number of ranks takes the same steps, and so does an optimizer alone.
 void train(Model model, torch::optim::Optimizer& optimizer, int first, int last) {
-  const auto data = sharded_test::batches(last, model->out->bias.scalar_type());
+  const auto data = ranks_beside_one::batches(last);
   for (int i = first; i < last; ++i) {
     optimizer.zero_grad();
     // A parameter is used in some steps alone: it counts fewer.
-    sharded_test::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
+    ranks_beside_one::loss_of(model, data[static_cast<std::size_t>(i)], i % 2).backward();
     optimizer.step();
   }
 }
@@ -90,12 +92,6 @@ void load_model(Model model, const std::string& text) {
   torch::load(model, in);
 }
 
-Model fresh_model(at::ScalarType dtype) {
-  Model model;
-  model->to(dtype);
-  return model;
-}
-
 /// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
 /// weights.
 template <class Optimizer, class Options>
@@ -103,13 +99,13 @@ Saved train_on_ranks(int size, const Options& options, const WeightOptions& weig
   const SomeRanks group(size);
   Saved saved;
   if (group.has_this()) {
-    Model model = fresh_model(wanted->out->bias.scalar_type());
+    Model model(wanted->out->bias.scalar_type());
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
     saved = {archive_of(model), archive_of(optimizer)};
     train(model, optimizer, 3, 5);
-    sharded_test::expect_equal(model, wanted, "saving changes nothing");
+    ranks_beside_one::expect_equal(model, wanted, "saving changes nothing");
   }
   return {from_rank_0(saved.model), from_rank_0(saved.optimizer)};
 }
@@ -122,24 +118,24 @@ void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model
   load_archive(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
-  sharded_test::expect_equal(model, wanted, who + " goes on");
+  ranks_beside_one::expect_equal(model, wanted, who + " goes on");
 }
 
 template <class Optimizer, class Options>
 void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
                               const WeightOptions& weights = {}) {
-  Model alone = fresh_model(dtype);
+  Model alone(dtype);
   std::vector<Saved> files{train_alone<Optimizer>(alone, options, weights)};
   for (const int size : numbers_of_ranks())
     files.push_back(train_on_ranks<Optimizer>(size, options, weights, alone));
   for (const Saved& file : files) {
-    Model unsharded = fresh_model(dtype);
+    Model unsharded(dtype);
     Optimizer optimizer(unsharded->parameters(), options, weights);
     expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : numbers_of_ranks()) {
       const SomeRanks group(size);
       if (!group.has_this()) continue;
-      Model model = fresh_model(dtype);
+      Model model(dtype);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
       train(model, sharded, 0, 1);  // all of which the file replaces
@@ -191,10 +187,10 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const AdamWOptions options(0.01);
     const WeightOptions masters{.weight_storage = WeightStorage::master};
-    Model alone = fresh_model(dtype), other = fresh_model(dtype);
+    Model alone(dtype), other(dtype);
     std::string archive;
     if (group.has_this()) {
-      Model model = fresh_model(dtype);
+      Model model(dtype);
       ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
                                       masters);
       train(model, sharded, 0, 3);
@@ -217,7 +213,7 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
 }
 
 TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
-  Ranks ranks = world();
+  Ranks ranks = everyone();
   Model model;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.5), kSmallBuckets);
   optimizer.set_lr_factors({1., 0.5, 0.25});
@@ -235,7 +231,7 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
 }
 
 TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) {
-  Ranks ranks = world();
+  Ranks ranks = everyone();
   Model model;
   std::string file;
   {
@@ -247,11 +243,43 @@ TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) 
   model->out->bias.mutable_grad() = at::Tensor();
   ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
   load_archive(fewer, file);
-  EXPECT_FALSE(from_rank_0(archive_of(fewer)).empty());
+  train(model, fewer, 2, 3);
+  const std::string later = from_rank_0(archive_of(fewer));
+  for (const bool is_frozen : {true, false}) {
+    const at::Tensor& parameter = is_frozen ? model->out->bias : model->out->weight;
+    AdamW before(model->parameters(), AdamWOptions(0.1)), after(before.param_groups());
+    load_archive(before, file);
+    load_archive(after, later);
+    ASSERT_NE(state_of(after, parameter), nullptr);
+    EXPECT_EQ(state_of(after, parameter)->step(), is_frozen ? 2 : 3);
+    EXPECT_EQ(
+        at::equal(state_of(after, parameter)->exp_avg(), state_of(before, parameter)->exp_avg()),
+        is_frozen);
+  }
+}
+
+TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
+  Ranks ranks = everyone();
+  Model model;
+  ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
+  train(model, optimizer, 0, 2);
+  const std::size_t states = optimizer.state().size();
+  const std::string file = archive_of(optimizer);
+  {
+    const mezzo::Ema ema(model->parameters());
+    std::optional<mezzo::EmaScope> averages;
+    if (ranks->getRank() == ranks->getSize() - 1) averages.emplace(ema);
+    EXPECT_THAT(error_of([&] { archive_of(optimizer); }),
+                testing::AllOf(HasSubstr("ShardedOptimizer::save: rank " +
+                                         std::to_string(ranks->getSize() - 1) + " of"),
+                               HasSubstr("holds an average")));
+  }
+  EXPECT_EQ(optimizer.state().size(), states);
+  EXPECT_EQ(archive_of(optimizer), file);
 }
 
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
-  Ranks ranks = world();
+  Ranks ranks = everyone();
   Model alone;
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
@@ -261,11 +289,11 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   load_archive(sharded, archive_of(theirs));
   train(alone, theirs, 3, 5);
   train(model, sharded, 3, 5);
-  sharded_test::expect_close(model, alone, 1e-6);
+  ranks_beside_one::expect_close(model, alone, 1e-6);
 }
 
 TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
-  Ranks ranks = world();
+  Ranks ranks = everyone();
   Model model, alone;
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.01), kSmallBuckets);
   ShardedOptimizer<AdamW> undisturbed(alone->parameters(), ranks, AdamWOptions(0.01),
@@ -276,10 +304,19 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   AdamW of_another_model({other}, AdamWOptions(0.5));
   EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_another_model)); }),
               HasSubstr("different size"));
+  std::vector<at::Tensor> parameters;
+  for (const at::Tensor& parameter : model->parameters()) {
+    parameters.push_back(torch::zeros({parameter.numel() + 1}).requires_grad_());
+  }
+  AdamW of_other_shapes(parameters, AdamWOptions(0.5));
+  for (const at::Tensor& parameter : parameters) parameter.sum().backward();
+  of_other_shapes.step();
+  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_other_shapes)); }),
+              HasSubstr("another model's"));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);
   train(alone, undisturbed, 2, 4);
-  sharded_test::expect_equal(model, alone, "as if nothing had been");
+  ranks_beside_one::expect_equal(model, alone, "as if nothing had been");
 }
 
 }  // namespace

@@ -18,19 +18,19 @@
 
 #include "../support/error_of.h"
 #include "ranks.h"
-#include "sharded_model.h"
+#include "ranks_beside_one.h"
 
 namespace sharded_optimizer_test {
 namespace {
 
+using distributed_test::everyone;
 using distributed_test::Ranks;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::WeightStorage;
-using sharded_test::batches;
-using sharded_test::kSmallBuckets;
-using sharded_test::loss_of;
-using sharded_test::Model;
-using sharded_test::world;
+using ranks_beside_one::batches;
+using ranks_beside_one::kSmallBuckets;
+using ranks_beside_one::loss_of;
+using ranks_beside_one::Model;
 using test_support::error_of;
 using torch::optim::OptimizerParamGroup;
 
@@ -65,10 +65,8 @@ void give_averages(Model from, Model to) {
 template <class Optimizer, class Options>
 void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
                             const mezzo::optim::WeightOptions& weights = {}) {
-  Ranks ranks = world();
-  Model model, alone;
-  model->to(dtype);
-  alone->to(dtype);
+  Ranks ranks = everyone();
+  Model model(dtype), alone(dtype);
   ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets,
                                       weights);
   Optimizer whole(groups_of(alone, options), options, weights);
@@ -79,7 +77,7 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
   sharded.set_lr_factors({0.25, 0.5, 1.0});
   whole.set_lr_factors({0.25, 0.5, 1.0});
   int number = 0;
-  for (const auto& batch : batches(6, dtype)) {
+  for (const auto& batch : batches(6)) {
     sharded.zero_grad();
     const at::Tensor loss =
         loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
@@ -97,14 +95,14 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
       scaler.update();
       scaler_alone.update();
     }
-    sharded_test::expect_equal(model, alone, what + ", step " + std::to_string(number));
+    ranks_beside_one::expect_equal(model, alone, what + ", step " + std::to_string(number));
     sharded.param_groups()[1].options().set_lr(0.01 / ++number);
     whole.param_groups()[1].options().set_lr(0.01 / number);
   }
   EXPECT_EQ(sharded.applied_steps(), 5);
   EXPECT_EQ(whole.applied_steps(), 5);
   EXPECT_EQ(scaler.get_scale(), scaler_alone.get_scale());
-  sharded_test::expect_same_weights_on_all_ranks(ranks, model);
+  distributed_test::expect_same_weights_on_all_ranks(ranks, model);
 }
 
 TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
@@ -130,18 +128,16 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
 
 /// libtorch's clipping, and unscaling where the gradients lie, work as with any optimizer.
 TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    Model model, alone;
-    model->to(dtype);
-    alone->to(dtype);
+    Model model(dtype), alone(dtype);
     const mezzo::optim::AdamWOptions options(0.01);
     const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
     ShardedOptimizer<mezzo::optim::AdamW> sharded(model->parameters(), ranks, options,
                                                   kSmallBuckets, masters);
     mezzo::optim::AdamW whole(alone->parameters(), options, masters);
     mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
-    for (const auto& batch : batches(4, dtype)) {
+    for (const auto& batch : batches(4)) {
       sharded.zero_grad();
       const at::Tensor loss =
           loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
@@ -156,18 +152,46 @@ TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
       EXPECT_TRUE(scaler_alone.step(whole).ran());
       scaler.update();
       scaler_alone.update();
-      sharded_test::expect_equal(model, alone, "unscaled and clipped");
+      ranks_beside_one::expect_equal(model, alone, "unscaled and clipped");
     }
+  }
+}
+
+// Between steps all ranks write the weights as a program would that clamps, loads or averages them.
+TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
+  const Ranks ranks = everyone();
+  using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
+  for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
+    Model model(at::kBFloat16), alone(at::kBFloat16);
+    const AdamWOptions options(0.01);
+    const WeightOptions weights{.weight_storage = storage};
+    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets, weights);
+    AdamW whole(alone->parameters(), options, weights);
+    int number = 0;
+    for (const auto& batch : batches(5)) {
+      sharded.zero_grad();
+      loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank()).backward();
+      give_averages(model, alone);
+      sharded.step();
+      whole.step();
+      for (const Model& each : {model, alone}) {
+        const at::NoGradGuard no_grad;
+        if (number == 1) each->left->weight.clamp_(-0.05, 0.05);
+        if (number == 2) each->out->bias.data().fill_(0.3);
+        if (number == 3) *static_cast<at::BFloat16*>(each->conv->bias.data_ptr()) = 2.F;
+      }
+      ranks_beside_one::expect_equal(model, alone, "step " + std::to_string(number++));
+    }
+    distributed_test::expect_same_weights_on_all_ranks(ranks, model);
   }
 }
 
 template <class Optimizer, class Options>
 void expect_the_bits_of_an_ordinary_one(const Options& options) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   Model model, alone;
-  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets,
-                                      weights);
-  Optimizer whole(groups_of(alone, options), options, weights);
+  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
+  Optimizer whole(groups_of(alone, options), options);
   mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
   scaler.on_skip(nullptr);
   scaler_alone.on_skip(nullptr);
@@ -185,7 +209,7 @@ void expect_the_bits_of_an_ordinary_one(const Options& options) {
     scaler_alone.update();
     sharded.param_groups()[1].options().set_lr(0.01 / ++number);
     whole.param_groups()[1].options().set_lr(0.01 / number);
-    sharded_test::expect_equal(model, alone, "step " + std::to_string(number));
+    ranks_beside_one::expect_equal(model, alone, "step " + std::to_string(number));
   }
   std::stringstream file;
   torch::save(sharded, file);
@@ -203,7 +227,7 @@ TEST(ShardedOptimizer, TakesOptimizersOfLibtorchToo) {
 }
 
 TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   const at::Tensor weight = torch::zeros({301}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   {
@@ -216,7 +240,7 @@ TEST(ShardedOptimizer, MicroBatchesStayLocalUntilTheLast) {
 }
 
 TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   torch::manual_seed(1);
   torch::nn::Sequential model;
   for (int i = 0; i < 8; ++i) model->push_back(torch::nn::Linear(16, 16));
@@ -232,7 +256,7 @@ TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
 }
 
 TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   const at::Tensor weight = torch::zeros({3}).requires_grad_();
   ShardedOptimizer<mezzo::optim::SGD> optimizer({weight}, ranks, mezzo::optim::SGDOptions(1.));
   mezzo::GradScaler scaler({.init_scale = 8.});
@@ -247,7 +271,7 @@ TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {
 }
 
 TEST(ShardedOptimizer, BeginsWithTheValuesOfRank0AndNamesARankThatDiffers) {
-  const Ranks ranks = world();
+  const Ranks ranks = everyone();
   using Sharded = ShardedOptimizer<mezzo::optim::AdamW>;
   const mezzo::optim::AdamWOptions options(0.01);
   const at::Tensor trained = torch::full({301}, ranks->getRank() + 1.).requires_grad_();

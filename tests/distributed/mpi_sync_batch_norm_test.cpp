@@ -177,6 +177,24 @@ TEST_F(SyncBatchNormTest, ACloneCallsTheSameRanks) {
   EXPECT_FALSE(copy->running_mean.is_alias_of(norm->running_mean));
 }
 
+TEST_F(SyncBatchNormTest, NamesARankWithOtherOptionsOnAllRanks) {
+  if (world->getSize() == 1) return;
+  const bool is_last = world->getRank() == world->getSize() - 1;
+  const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
+  const auto error_with = [&](const BatchNormOptions& options) {
+    return error_of([&] { SyncBatchNorm(is_last ? options : BatchNormOptions(kChannels), world); });
+  };
+  const BatchNormOptions same(kChannels);
+  EXPECT_THAT(error_with(BatchNormOptions(same).eps(1.1e-5)),
+              testing::AllOf(HasSubstr(who), HasSubstr("eps=1.1e-05"), HasSubstr("eps=1e-05")));
+  EXPECT_THAT(error_with(BatchNormOptions(same).momentum(std::nullopt)),
+              testing::AllOf(HasSubstr(who), HasSubstr("momentum=None")));
+  EXPECT_THAT(error_with(BatchNormOptions(same).affine(false)), HasSubstr("affine=false"));
+  EXPECT_THAT(error_with(BatchNormOptions(same).track_running_stats(false)),
+              HasSubstr("track_running_stats=false"));
+  EXPECT_THAT(error_with(BatchNormOptions(4)), HasSubstr("SyncBatchNorm(4, "));
+}
+
 TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   EXPECT_THAT(error_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));

@@ -87,38 +87,77 @@ class Shards {
     }
   }
 
-  /// Calls `write` on rank 0 with an optimizer that has all states: each rank's, as `save_own`
-  /// writes them, are read by an optimizer that `make` returns, and put together.
-  template <class SaveOwn, class Make, class Write>
-  void gather(const SaveOwn& save_own, const Make& make, const Write& write) const {
-    std::ostringstream bytes;
-    {
-      torch::serialize::OutputArchive own;
-      save_own(own);
-      own.save_to(bytes);
-    }
-    const auto read = [&](const std::string& text) {
-      torch::serialize::InputArchive in;
-      in.load_from(text.data(), text.size());
-      auto optimizer = make();
-      optimizer->load(in);
-      return optimizer;
-    };
-    auto whole = rank() == 0 ? read(bytes.str()) : nullptr;
-    for (int from = 1; from < group_->getSize(); ++from) {
-      const std::string text = broadcast_text(group_, from == rank() ? bytes.str() : "", from);
-      if (whole == nullptr) continue;
-      const auto part = read(text);
-      for (auto& [parameter, state] : part->state()) {
-        const auto owner = owners_.find(parameter);  // none of a parameter that is frozen by now
-        if (owner == owners_.end() || owner->second != from) continue;
-        whole->state()[parameter] = std::move(state);
+  /// Gives `whole`, on rank 0, the states of its parameters, on the CPU: of one parameter after
+  /// another the owner writes the state that `own` has, and rank 0 reads it. `make` returns an
+  /// optimizer of one group.
+  /// \throws c10::Error, on all ranks, what one of them throws
+  template <class Make>
+  void gather(const torch::optim::Optimizer& own, torch::optim::Optimizer& whole,
+              const Make& make) const {
+    std::string failure;
+    for (const auto& group : whole.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const auto found = owners_.find(parameter.unsafeGetTensorImpl());
+        const int owner = found == owners_.end() ? 0 : found->second;  // 0: it is frozen by now
+        std::string text;
+        failure += failure_of([&] {
+          if (rank() == owner) text = text_of_state(own, group, parameter, make);
+        });
+        text = broadcast_text(group_, std::move(text), owner);
+        failure += failure_of([&] {
+          if (rank() == 0) read_state(whole, group, parameter, text, at::kCPU, make);
+        });
       }
     }
-    if (whole != nullptr) write(*whole);
+    throw_together(group_, "ShardedOptimizer::save", failure);
+  }
+
+  /// Drops the states of other ranks' parameters, and brings the others to their parameters'
+  /// devices.
+  template <class Make>
+  void keep_own(torch::optim::Optimizer& loaded, const Make& make) const {
+    for (const auto& group : loaded.param_groups()) {
+      for (const at::Tensor& parameter : group.params()) {
+        const bool is_own = !is_others(parameter.unsafeGetTensorImpl());
+        const std::string text = is_own ? text_of_state(loaded, group, parameter, make) : "";
+        loaded.state().erase(parameter.unsafeGetTensorImpl());
+        read_state(loaded, group, parameter, text, parameter.device(), make);
+      }
+    }
   }
 
  private:
+  using ParamGroup = torch::optim::OptimizerParamGroup;
+
+  /// Returns the file of an optimizer of `parameter` alone; empty if `of` has no state of it.
+  template <class Make>
+  static std::string text_of_state(const torch::optim::Optimizer& of, const ParamGroup& group,
+                                   const at::Tensor& parameter, const Make& make) {
+    void* const address = parameter.unsafeGetTensorImpl();
+    const auto found = of.state().find(address);
+    if (found == of.state().end()) return {};
+    const auto one = make({ParamGroup({parameter}, group.options().clone())});
+    one->state()[address] = found->second->clone();
+    torch::serialize::OutputArchive archive;
+    one->save(archive);
+    std::ostringstream bytes;
+    archive.save_to(bytes);
+    return bytes.str();
+  }
+  /// Gives `to` the state in such a file, on `device`.
+  template <class Make>
+  static void read_state(torch::optim::Optimizer& to, const ParamGroup& group,
+                         const at::Tensor& parameter, const std::string& text, at::Device device,
+                         const Make& make) {
+    if (text.empty()) return;
+    torch::serialize::InputArchive archive;
+    archive.load_from(text.data(), text.size(), device);
+    const auto one = make({ParamGroup({parameter}, group.options().clone())});
+    one->load(archive);
+    void* const address = parameter.unsafeGetTensorImpl();
+    to.state()[address] = std::move(one->state()[address]);
+  }
+
   std::vector<at::Tensor> start_alike(
       const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
     NamedTensors named;
@@ -174,7 +213,7 @@ class Shards {
 /// All ranks construct the optimizer together, and call backward, `step` and `save` alike. Errors
 /// of the group are thrown by these calls; after one, begin again from a checkpoint.
 template <class OptimizerType>
-class ShardedOptimizer : public torch::optim::Optimizer {
+class ShardedOptimizer : public torch::optim::Optimizer, public optim::ShardedState {
  public:
   /// Gives all ranks rank 0's parameters. `defaults` are options of `OptimizerType`.
   /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
@@ -228,25 +267,23 @@ class ShardedOptimizer : public torch::optim::Optimizer {
   OptimizerType& own() noexcept { return *own_; }
 
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
-  /// 0.
+  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
+  /// \throws c10::Error, on all ranks, what one of them throws
   void save(torch::serialize::OutputArchive& archive) const override {
-    shards_.gather([this](auto& own) { make_with_own_state()->save(own); },
-                   [this] { return make_(param_groups_); },
-                   [&archive](auto& whole) { whole.save(archive); });
+    const auto whole = make_(param_groups_);
+    shards_.gather(*own_, *whole, make_);
+    if (shards_.rank() == 0) whole->save(archive);
   }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks or `OptimizerType` alone
   /// wrote. Each rank reads the archive and keeps the states of its parameters.
   void load(torch::serialize::InputArchive& archive) override {
-    auto whole = make_(param_groups_);
+    const auto whole = make_(param_groups_);
     whole->load(archive);
+    shards_.keep_own(*whole, make_);
+    own_->state() = std::move(whole->state());
     for (std::size_t i = 0; i < param_groups_.size(); ++i) {
       param_groups_[i].set_options(whole->param_groups()[i].options().clone());
-    }
-    own_->state().clear();
-    for (auto& [parameter, state] : whole->state()) {
-      if (!shards_.is_others(parameter)) own_->state()[parameter] = std::move(state);
     }
   }
 
@@ -264,12 +301,6 @@ class ShardedOptimizer : public torch::optim::Optimizer {
     }
     return own;
   }
-  /// Returns an optimizer of all parameters with the states of this rank's.
-  std::unique_ptr<OptimizerType> make_with_own_state() const {
-    auto whole = make_(param_groups_);
-    for (const auto& [parameter, state] : own_->state()) whole->state()[parameter] = state->clone();
-    return whole;
-  }
 
   detail::Shards shards_;
   std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
@@ -279,7 +310,7 @@ class ShardedOptimizer : public torch::optim::Optimizer {
 /// Shards mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
 /// steps the rows of this rank's parameters.
 template <std::derived_from<detail::StepEngine> OptimizerType>
-class ShardedOptimizer<OptimizerType> : public OptimizerType {
+class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::ShardedState {
  public:
   /// OptimizerType's options.
   using typename OptimizerType::Options;
@@ -335,31 +366,14 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
     return OptimizerType::master_param(group, parameter);
   }
 
-  /// Returns true.
-  bool is_sharded() const noexcept override { return true; }
-
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks, and nothing on the others. All ranks call it. Takes memory for the whole state on rank
-  /// 0.
+  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
+  /// \throws c10::Error, on all ranks, what one of them throws
   void save(torch::serialize::OutputArchive& archive) const override {
-    // Written by this optimizer, which has the schedule, with the others' states for the moment.
-    const auto write = [this, &archive](auto& whole) {
-      auto& states = const_cast<ShardedOptimizer*>(this)->state_;
-      std::vector<void*> borrowed;
-      for (auto& [parameter, state] : whole.state()) {
-        if (!shards_.is_others(parameter)) continue;
-        states[parameter] = std::move(state);
-        borrowed.push_back(parameter);
-      }
-      OptimizerType::save(archive);
-      for (void* const parameter : borrowed) states.erase(parameter);
-    };
-    shards_.gather([this](auto& own) { OptimizerType::save(own); },
-                   [this] {
-                     return std::make_unique<OptimizerType>(this->param_groups_, defaults_,
-                                                            this->weights_);
-                   },
-                   write);
+    detail::FiledOptimizer whole;
+    for (const auto& group : this->param_groups_) whole.param_groups().push_back(group);
+    shards_.gather(*this, whole, maker());
+    if (shards_.rank() == 0) this->write_file(archive, whole);
   }
 
   /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or
@@ -367,15 +381,16 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType {
   /// of its parameters. All or nothing. \throws c10::Error as OptimizerType does
   void load(torch::serialize::InputArchive& archive) override {
     OptimizerType::load(archive);
-    for (const auto& group : this->param_groups_) {
-      for (const at::Tensor& parameter : group.params()) {
-        auto* const address = parameter.unsafeGetTensorImpl();
-        if (shards_.is_others(address)) this->state_.erase(address);
-      }
-    }
+    shards_.keep_own(*this, maker());
   }
 
  private:
+  auto maker() const {
+    return [this](std::vector<torch::optim::OptimizerParamGroup> groups) {
+      return std::make_unique<OptimizerType>(std::move(groups), defaults_, this->weights_);
+    };
+  }
+
   Options defaults_;
   detail::Shards shards_;
 };

@@ -27,7 +27,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iomanip>
 #include <ostream>
+#include <sstream>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -65,10 +67,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class SyncBatchNormImpl
     : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
  public:
-  /// `group` has the ranks whose batches are normalised together.
-  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
-                    c10::intrusive_ptr<c10d::Backend> group)
-      : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {}
+  /// `group` has the ranks whose batches are normalised together. All ranks call it together, and
+  /// compare their options. \throws c10::Error, on all ranks, naming the first one that differs
+  inline SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
+                           c10::intrusive_ptr<c10d::Backend> group);
 
   /// Returns the normalised input. All ranks of the group call it together.
   at::Tensor forward(const at::Tensor& input);
@@ -198,6 +200,14 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 };
 
 }  // namespace detail
+
+inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
+                                            c10::intrusive_ptr<c10d::Backend> group)
+    : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {
+  std::ostringstream words;
+  SyncBatchNormImpl::pretty_print(words << std::setprecision(12));
+  detail::check_alike(group_, "SyncBatchNorm", words.str(), "give all ranks the same options");
+}
 
 inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
   TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", group_->getRank(),

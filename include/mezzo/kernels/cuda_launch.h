@@ -4,6 +4,7 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,7 @@
 // two static libraries of one program may both contain them. The declarations must not be weak: the
 // linker would then leave the definitions in their archive, and calls would go to null. All
 // functions run on the current stream of their tensors' device, and none waits.
-#define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
+#define MEZZO_CUDA_LAUNCHER MEZZO_HIDDEN
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 

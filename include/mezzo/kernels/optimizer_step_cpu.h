@@ -151,7 +151,7 @@ struct ToFloatKernel {
       Lanes::load(source + i, bits);
       typename Lanes::Value value;
       Lanes::Format::widen(bits, value);
-      __builtin_memcpy(target + i, &value, sizeof(value));
+      std::memcpy(target + i, &value, sizeof(value));
     }
     for (; i < count; ++i) {
       typename Lanes::Format::Bits bits;

@@ -41,6 +41,8 @@ class AdamState : public ParamState<Own, Base> {
 template <class Options, class State, bool kIsDecoupled>
 struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
+  static constexpr const char* kOptions =
+      kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
 
   static void read(const Options& options, GroupNumbers& numbers) {
     check_numbers(

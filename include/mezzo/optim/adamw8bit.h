@@ -10,7 +10,6 @@
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <unordered_set>
@@ -64,7 +63,7 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
 /// optimizers. It steps parameters on the CPU, and on CUDA where the CMake target mezzo::cuda is
 /// linked. Bits depend on no number of threads.
 class AdamW8bit
-    : public detail::OrdinaryOptimizer<torch::optim::AdamWOptions, /*kIsLibtorchs=*/true> {
+    : public detail::OrdinaryOptimizer<AdamW8bit, torch::optim::AdamWOptions, AdamW8bitParamState> {
  public:
   /// Takes param groups with libtorch's AdamWOptions, and options for those that have none.
   /// \throws c10::Error for options out of range, amsgrad among them, if there is no parameter, or
@@ -85,10 +84,14 @@ class AdamW8bit
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
 
  private:
-  MEZZO_INLINE void check_group(std::size_t group) const override;
-  MEZZO_INLINE void check_gradient(const at::Tensor& parameter) override;
-  MEZZO_INLINE void take_step() override;
-  MEZZO_INLINE AdamW8bitParamState& state_of(const at::Tensor& parameter);
+  friend OrdinaryOptimizer;
+  static constexpr const char* kName = "AdamW8bit";
+  static constexpr const char* kOptions = "torch::optim::AdamWOptions";
+  MEZZO_INLINE static void check_options(const torch::optim::AdamWOptions& options);
+  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
+  MEZZO_INLINE void check_gradient(const at::Tensor& parameter);
+  MEZZO_INLINE AdamW8bitParamState& made_state(const at::Tensor& parameter);
+  MEZZO_INLINE void update();
 
   std::unordered_set<const c10::TensorImpl*> float_moments_;
   std::uint64_t seed_;

@@ -12,10 +12,7 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <cstddef>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -80,29 +77,21 @@ using LAMBParamState = torch::optim::AdamWParamState;
 /// waits once for a GPU, as for torch's optimizers, and the step itself never does. Weights of 16
 /// bits are trained as they are; wrap LAMB in a MasterWeights to train them as floats. libtorch has
 /// no LAMB: files are mezzo's own.
-class LAMB : public detail::OrdinaryOptimizer<LAMBOptions, /*kIsLibtorchs=*/false> {
+class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState> {
  public:
-  /// Takes param groups, and options for those that have none.
+  /// Takes param groups or parameters, and LAMBOptions, which have defaults.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
-  explicit LAMB(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                const LAMBOptions& defaults = {})
-      : OrdinaryOptimizer("LAMB", defaults) {
-    add_groups(groups);
-  }
-  /// Takes parameters, as one group.
-  explicit LAMB(std::vector<at::Tensor> parameters, const LAMBOptions& defaults = {})
-      : LAMB(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults) {}
-
-  /// Writes the options and the state.
-  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
-  /// Reads what `save` wrote.
-  MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
+  using OrdinaryOptimizer::OrdinaryOptimizer;
 
  private:
-  void check_group(std::size_t group) const override { (void)options_of(group, "LAMB"); }
-  MEZZO_INLINE void check_gradient(const at::Tensor& parameter) override;
-  MEZZO_INLINE void take_step() override;
+  friend OrdinaryOptimizer;
+  static constexpr const char* kName = "LAMB";
+  static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
+  MEZZO_INLINE static void check_options(const LAMBOptions& options);
+  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
+  void check_gradient(const at::Tensor& parameter) const { refuse_sparse(parameter); }
+  MEZZO_INLINE void update();
 };
 
 }  // namespace optim

@@ -84,6 +84,7 @@ namespace detail {
 template <class OptionsT, class State>
 struct LionTraits : OptimizerTraits<OptionsT, State, LionRule> {
   static constexpr const char* kName = "Lion";
+  static constexpr const char* kOptions = "mezzo::optim::LionOptions";
   static constexpr bool kIsLibtorchs = false;
 
   static void read(const OptionsT& options, GroupNumbers& numbers) {

@@ -159,6 +159,12 @@ struct StepPlan {
 
 namespace optim {
 
+/// A base of optimizers whose state the ranks of a group share: their `load` is given all states on
+/// the CPU, and brings those that it keeps to the devices of their parameters.
+struct ShardedState {
+  virtual ~ShardedState() = default;
+};
+
 /// An optimizer that unscales, clips, updates and zeroes in one pass over its memory. The device
 /// decides whether the step is skipped, so that the host never waits:
 ///
@@ -186,9 +192,6 @@ class FusedOptimizer {
   /// Returns the optimizer whose groups are trained: this one, or the one that a MasterWeights
   /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
-
-  /// Returns whether the ranks of a group share the state, and `save` gathers it: ShardedOptimizer.
-  virtual bool is_sharded() const noexcept { return false; }
 
   /// These three do what the functions of torch::optim::Optimizer with their names do.
   virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;

@@ -72,6 +72,7 @@ namespace detail {
 template <class OptionsT, class State>
 struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true>> {
   static constexpr const char* kName = "SGD";
+  static constexpr const char* kOptions = "mezzo::optim::SGDOptions";
   static constexpr bool kLibtorchCounts = false;
 
   static void read(const OptionsT& options, GroupNumbers& numbers) {

@@ -512,7 +512,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   const auto elsewhere = std::make_shared<Elsewhere>();
   expect_error([&] { mezzo::initialize(elsewhere, OptLevel::O1(), kQuiet); },
-               "on meta; mixed precision is for models on cpu and cuda");
+               "on meta; mixed precision is for models on cpu, cuda and mps");
 
   torch::optim::Adam adam(net->parameters(), 0.1);
   net(images()).logits.sum().backward();

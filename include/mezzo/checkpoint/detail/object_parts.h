@@ -386,9 +386,12 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
           check_python_state(saved, optimizer);
         }
         return [optimizer, saved] {
-          std::vector<c10::Device> devices;
+          std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
+          const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
           for (const auto& group : optimizer.optimizer().param_groups()) {
-            for (const at::Tensor& one : group.params()) devices.push_back(one.device());
+            for (const at::Tensor& one : group.params()) {
+              if (!is_sharded) devices.push_back(one.device());
+            }
           }
           optimizer.optimizer().state().clear();  // otherwise load keeps what the file lacks
           auto archive = archive_of(archive_form(copied(saved, at::kCPU, devices)), nullptr);

@@ -151,9 +151,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
                 "pass without synchronisation (no_sync)");
     TORCH_CHECK(bucket_of_[number] >= next_, "GradAllReduce on rank ", group_->getRank(),
                 ": the gradient of ", parameter_words(number, parameter),
-                " came once more in one backward pass, after its bucket was sent; a parameter that "
-                "several checkpointed calls share cannot be reduced: call the shared layer outside "
-                "of activation_checkpoint");
+                " came once more in one backward pass, after its bucket was sent: a pass inside of "
+                "this one reached it; use mezzo::activation_checkpoint, which runs none over "
+                "parameters, or call the shared layer outside of other checkpoints");
     buckets_.reattach_gradient(number);
     if (std::exchange(has_arrived_[number], true)) return;
     --missing_[bucket_of_[number]];

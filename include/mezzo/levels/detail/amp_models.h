@@ -56,9 +56,9 @@ inline void check_model(const torch::nn::Module& model) {
     const at::ScalarType dtype = parameter.scalar_type();
     TORCH_CHECK(!at::isFloatingType(dtype) || dtype == at::kFloat, "Found param ", item.key(),
                 " of ", model.name(), " with type ", dtype_name(dtype), expected_float32(dtype));
-    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda(), "Found param ", item.key(), " of ",
-                model.name(), " on ", parameter.device(),
-                "; mixed precision is for models on cpu and cuda: move it there first");
+    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda() || parameter.is_mps(), "Found param ",
+                item.key(), " of ", model.name(), " on ", parameter.device(),
+                "; mixed precision is for models on cpu, cuda and mps: move it there first");
   }
   for (const auto& item : model.named_buffers()) {
     const at::ScalarType dtype = item.value().scalar_type();

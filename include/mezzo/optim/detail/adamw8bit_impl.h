@@ -9,7 +9,6 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/serialize.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -34,8 +33,7 @@ MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive
 MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                   const torch::optim::AdamWOptions& defaults,
                                   const AdamW8bitOptions& options)
-    : OrdinaryOptimizer("AdamW8bit", defaults), seed_(options.seed) {
-  add_groups(groups);
+    : OrdinaryOptimizer(groups, defaults), seed_(options.seed) {
   const std::vector<at::Tensor> all = words().parameters();
   for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
     const at::Tensor& named = options.float_moments[i];
@@ -47,12 +45,17 @@ MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParam
   }
 }
 
-MEZZO_INLINE void AdamW8bit::check_group(std::size_t group) const {
-  TORCH_CHECK(!options_of(group, "AdamW").amsgrad(),
+MEZZO_INLINE void AdamW8bit::check_options(const torch::optim::AdamWOptions& options) {
+  detail::check_numbers(
+      kName,
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
+  TORCH_CHECK(!options.amsgrad(),
               "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
               "mezzo::optim::AdamW");
 }
 
+/// Checks a parameter that has a gradient, and its state, which a file may have brought.
 MEZZO_INLINE void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
@@ -96,7 +99,7 @@ MEZZO_INLINE void AdamW8bit::check_gradient(const at::Tensor& parameter) {
               "own file, for a model that is where it was");
 }
 
-MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& parameter) {
+MEZZO_INLINE AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
   auto& kept = state_[parameter.unsafeGetTensorImpl()];
   if (kept != nullptr) return static_cast<AdamW8bitParamState&>(*kept);
   auto made = std::make_unique<AdamW8bitParamState>();
@@ -112,12 +115,11 @@ MEZZO_INLINE AdamW8bitParamState& AdamW8bit::state_of(const at::Tensor& paramete
       *scales = at::zeros({detail::blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
     }
   }
-  AdamW8bitParamState& state = *made;
   kept = std::move(made);
-  return state;
+  return static_cast<AdamW8bitParamState&>(*kept);
 }
 
-MEZZO_INLINE void AdamW8bit::take_step() {
+MEZZO_INLINE void AdamW8bit::update() {
   std::vector<detail::AdamW8bitStep> on_cpu;
   std::vector<at::Tensor> gradients;  // kept alive
   std::uint64_t number = 0;
@@ -132,7 +134,7 @@ MEZZO_INLINE void AdamW8bit::take_step() {
     for (const at::Tensor& parameter : group.params()) {
       const std::uint64_t own_number = number++;
       if (!parameter.grad().defined()) continue;
-      AdamW8bitParamState& state = state_of(parameter);
+      AdamW8bitParamState& state = made_state(parameter);
       state.step(state.step() + 1);
       gradients.push_back(detail::in_layout_of(parameter, parameter.grad()));
       const auto scales = [](at::Tensor& kept) {
@@ -164,13 +166,13 @@ MEZZO_INLINE void AdamW8bit::take_step() {
 }
 
 MEZZO_INLINE void AdamW8bit::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  OrdinaryOptimizer::save(archive);
   archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
 }
 MEZZO_INLINE void AdamW8bit::load(torch::serialize::InputArchive& archive) {
   c10::IValue seed;
   archive.read("seed", seed);  // first: a file of another optimizer has none
-  torch::optim::serialize<AdamW8bitParamState, torch::optim::AdamWOptions>(archive, *this);
+  OrdinaryOptimizer::load(archive);
   seed_ = static_cast<std::uint64_t>(seed.toInt());
 }
 

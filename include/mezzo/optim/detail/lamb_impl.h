@@ -13,13 +13,13 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/serialize.h>
 
 #include <cmath>
 #include <map>
-#include <memory>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -41,13 +41,14 @@ MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::OutputArchive& archiv
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(always_adapt);
 }
 
-MEZZO_INLINE void LAMB::check_gradient(const at::Tensor& parameter) {
-  TORCH_CHECK(parameter.grad().layout() == at::kStrided,
-              "LAMB does not support sparse gradients, and ", words().parameter(parameter),
-              " has one; make its Embedding with sparse(false)");
+MEZZO_INLINE void LAMB::check_options(const LAMBOptions& options) {
+  detail::check_numbers(
+      kName,
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
 }
 
-MEZZO_INLINE void LAMB::take_step() {
+MEZZO_INLINE void LAMB::update() {
   /// The parameters of a group, a device and a dtype, which ATen's ops take together.
   struct Together {
     std::vector<at::Tensor> parameters, gradients, means, squares;
@@ -59,9 +60,7 @@ MEZZO_INLINE void LAMB::take_step() {
     std::map<std::pair<std::string, at::ScalarType>, Together> all;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
-      auto& kept = state_[parameter.unsafeGetTensorImpl()];
-      if (kept == nullptr) kept = std::make_unique<LAMBParamState>();
-      auto& state = static_cast<LAMBParamState&>(*kept);
+      LAMBParamState& state = state_of(parameter);
       if (!state.exp_avg().defined()) {
         state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
       } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
@@ -105,13 +104,6 @@ MEZZO_INLINE void LAMB::take_step() {
       at::_foreach_add_(own.parameters, updates, -options.lr());
     }
   }
-}
-
-MEZZO_INLINE void LAMB::save(torch::serialize::OutputArchive& archive) const {
-  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
-}
-MEZZO_INLINE void LAMB::load(torch::serialize::InputArchive& archive) {
-  torch::optim::serialize<LAMBParamState, LAMBOptions>(archive, *this);
 }
 
 }  // namespace optim

@@ -23,7 +23,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The common part of an optimizer's traits. `Own` derives from it and adds
-///   kName;
+///   kName, kOptions;
 ///   read(options, numbers), which checks options and takes the rule's numbers of a group;
 ///   aten_step(numbers, lists, verdict), unless read sets numbers.missing_in_aten.
 /// Options are of libtorch's class where it has one; `kIsLibtorchs` says so.
@@ -56,7 +56,7 @@ class OptimizerShell : public StepEngine {
     (void)numbers_of(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      keep_given_options<Options>(param_groups_[group], groups[group], Traits::kIsLibtorchs);
+      keep_given_options(param_groups_[group], groups[group]);
       (void)group_numbers(group);
     }
     meet_parameters();
@@ -74,7 +74,7 @@ class OptimizerShell : public StepEngine {
   ///   another optimizer
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
-    keep_given_options<Options>(param_groups_.back(), group, Traits::kIsLibtorchs);
+    keep_given_options(param_groups_.back(), group);
     try {
       (void)group_numbers(param_groups_.size() - 1);
     } catch (const c10::Error&) {
@@ -90,7 +90,7 @@ class OptimizerShell : public StepEngine {
  protected:
   GroupNumbers group_numbers(std::size_t group) const override {
     return numbers_of(
-        options_as<Options>(param_groups_[group], group, Traits::kName, Traits::kName));
+        options_as<Options>(param_groups_[group], group, Traits::kName, Traits::kOptions));
   }
   StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const override {
     return numbers.constants.as<typename Traits::Rule::Constants>().at(numbers.lr, step);
@@ -114,6 +114,17 @@ class OptimizerShell : public StepEngine {
   }
 
  private:
+  /// Gives `group`, just added from `given`, back the options that libtorch has replaced: from 2.12
+  /// on it replaces options of a class that it does not know, or that is another optimizer's, by
+  /// the defaults.
+  static void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                                 const torch::optim::OptimizerParamGroup& given) {
+    if (!given.has_options()) return;
+    const bool is_known =
+        Traits::kIsLibtorchs && dynamic_cast<const Options*>(&given.options()) != nullptr;
+    if (!is_known) group.set_options(given.options().clone());
+  }
+
   static GroupNumbers numbers_of(const Options& options) {
     GroupNumbers numbers;
     Traits::read(options, numbers);
@@ -150,6 +161,13 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   }
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     (void)numbers_of(options_of(read, group));
+    for (const at::Tensor& parameter : read.param_groups()[group].params()) {
+      const auto found = read.state().find(parameter.unsafeGetTensorImpl());
+      if (found == read.state().end()) continue;
+      auto& state = static_cast<State&>(*found->second);
+      check_shape_of(state.master(), "a master", parameter, words());
+      for (const int k : {0, 1, 2}) check_shape_of(state.moment(k), "a moment", parameter, words());
+    }
   }
   Progress progress = read_progress(archive, param_groups_.size());
   if (Traits::kLibtorchCounts && !progress.applied_steps) {

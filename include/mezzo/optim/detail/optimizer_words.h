@@ -71,26 +71,15 @@ inline void check_has_parameters(bool has_parameters, const char* optimizer) {
               "model that has registered its layers with register_module");
 }
 
-/// Returns the options of a group, of the class mezzo::optim::`kind`Options.
+/// Returns the options of a group, of the class that is named `wanted`.
 /// \throws c10::Error if they are another optimizer's
 template <class Options>
 const Options& options_as(const torch::optim::OptimizerParamGroup& group, std::size_t number,
-                          const char* optimizer, const char* kind) {
+                          const char* optimizer, const char* wanted) {
   const auto* const own = dynamic_cast<const Options*>(&group.options());
-  TORCH_CHECK(own != nullptr, optimizer, ": the options of parameter group ", number,
-              " are not mezzo::optim::", kind,
-              "Options; give OptimizerParamGroup a std::make_unique of those");
+  TORCH_CHECK(own != nullptr, optimizer, ": the options of parameter group ", number, " are not ",
+              wanted, "; give OptimizerParamGroup a std::make_unique of those");
   return *own;
-}
-
-/// Gives `group`, just added from `given`, back the options that libtorch has replaced: from 2.12
-/// on it replaces options of a class that it does not know, or that is not the defaults', by these.
-template <class Options>
-void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                        const torch::optim::OptimizerParamGroup& given, bool is_libtorchs) {
-  if (!given.has_options()) return;
-  const bool is_known = is_libtorchs && dynamic_cast<const Options*>(&given.options()) != nullptr;
-  if (!is_known) group.set_options(given.options().clone());
 }
 
 /// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither

@@ -5,7 +5,9 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
 
 #include <cstddef>
 #include <memory>
@@ -15,17 +17,45 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// An ordinary `torch::optim::Optimizer`, LAMB or AdamW8bit: groups with options of Adam's names,
-/// and a step that checks everything before it writes anything.
-template <class Options, bool kIsLibtorchs>
+/// A torch::optim::Optimizer whose steps are not element by element, and which a GradScaler steps
+/// as it steps torch's: its groups, files and closures. `Own` says what it refuses and how it
+/// steps:
+///
+///     static constexpr const char *kName, *kOptions;
+///     static void check_options(const Options&);
+///     static void check_parameter(const at::Tensor&, const OptimizerWords&);  // in a new group
+///     void check_gradient(const at::Tensor& parameter);  // of a step, before anything is written
+///     void update();
+template <class Own, class Options, class State>
 class OrdinaryOptimizer : public torch::optim::Optimizer {
  public:
+  /// Takes param groups, and options for those that have none.
+  explicit OrdinaryOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                             const Options& defaults = {})
+      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
+                  std::make_unique<Options>(defaults)) {
+    std::size_t parameters = 0;
+    for (const auto& group : groups) {
+      add_param_group(group);
+      parameters += group.params().size();
+    }
+    check_has_parameters(parameters != 0, Own::kName);
+  }
+  /// Takes parameters, as one group.
+  explicit OrdinaryOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
+      : OrdinaryOptimizer(
+            std::vector<torch::optim::OptimizerParamGroup>{
+                torch::optim::OptimizerParamGroup(std::move(parameters))},
+            defaults) {}
+
   /// Adds a group. \throws c10::Error as the constructor does, and has not added it
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     try {
-      keep_given_options<Options>(param_groups_.back(), group, kIsLibtorchs);
+      // From 2.12 on libtorch replaces options of classes that it does not know by the defaults.
+      if (group.has_options()) param_groups_.back().set_options(group.options().clone());
       check_group(param_groups_.size() - 1);
+      for (const at::Tensor& parameter : group.params()) Own::check_parameter(parameter, words());
       refuse_duplicates(words().parameters(), words());
     } catch (...) {
       param_groups_.pop_back();
@@ -34,55 +64,52 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   }
 
   /// Calls `closure`, if there is one, takes a step, and returns what the closure returned.
-  /// \throws c10::Error, before anything is written, for an option out of range, or a gradient or
-  ///   state that a step cannot take
+  /// \throws c10::Error for a gradient that it cannot take or an option out of range, before
+  ///   anything is written
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss = loss_of(closure);
     const c10::NoGradGuard no_grad;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
-        if (parameter.grad().defined()) check_gradient(parameter);
+        if (parameter.grad().defined()) own().check_gradient(parameter);
       }
     }
-    take_step();
+    own().update();
     return loss;
   }
 
+  /// Writes the options and the state.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+  /// Reads what `save` wrote.
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+
  protected:
-  OrdinaryOptimizer(const char* name, const Options& defaults)
-      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
-                  std::make_unique<Options>(defaults)),
-        name_(name) {}
+  OptimizerWords words() const { return {Own::kName, param_groups_}; }
 
-  /// The rest of a constructor, which may call the virtual functions.
-  void add_groups(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-    bool has_parameters = false;
-    for (const auto& group : groups) {
-      add_param_group(group);
-      has_parameters = has_parameters || !group.params().empty();
-    }
-    check_has_parameters(has_parameters, name_);
+  /// Returns the state of a parameter, made at its first step.
+  State& state_of(const at::Tensor& parameter) {
+    auto& kept = state_[parameter.unsafeGetTensorImpl()];
+    if (kept == nullptr) kept = std::make_unique<State>();
+    return static_cast<State&>(*kept);
   }
 
-  OptimizerWords words() const { return {name_, param_groups_}; }
-  const Options& options_of(std::size_t group, const char* kind) const {
-    const Options& options = options_as<Options>(param_groups_[group], group, name_, kind);
-    check_numbers(
-        name_,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
-    return options;
+  void refuse_sparse(const at::Tensor& parameter) const {
+    TORCH_CHECK(parameter.grad().layout() == at::kStrided, Own::kName,
+                " does not support sparse gradients, and ", words().parameter(parameter),
+                " has one; make its Embedding with sparse(false)");
   }
-
-  /// Checks the options of a group.
-  virtual void check_group(std::size_t group) const = 0;
-  /// Checks the gradient of a parameter, and its state, which a file may have brought.
-  virtual void check_gradient(const at::Tensor& parameter) = 0;
-  virtual void take_step() = 0;
 
  private:
-  const char* name_;
+  Own& own() { return static_cast<Own&>(*this); }
+
+  void check_group(std::size_t group) const {
+    Own::check_options(options_as<Options>(param_groups_[group], group, Own::kName, Own::kOptions));
+  }
 };
 
 }  // namespace detail

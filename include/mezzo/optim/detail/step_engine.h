@@ -112,6 +112,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                             std::uint64_t number);
+  /// Writes `filed` under libtorch's keys, and what libtorch lacks under mezzo's.
+  MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
+                               const FiledOptimizer& filed) const;
   /// Returns how a file's weights are kept; as here, where the file does not say.
   MEZZO_INLINE optim::WeightOptions filed_weights(torch::serialize::InputArchive& archive) const;
 

@@ -654,7 +654,12 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
       filed.state()[found->first] = filed_state(parameter, *found->second);
     }
   }
-  // As the base classes, since a state may be libtorch's.
+  write_file(archive, filed);
+}
+
+/// Serialises as the base classes, since a state may be libtorch's.
+MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archive,
+                                         const FiledOptimizer& filed) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, filed);
   save_progress(archive);

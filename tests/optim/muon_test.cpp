@@ -1,0 +1,211 @@
+// mezzo::optim::Muon against Python's torch.optim.Muon, which recorded/muon.py records.
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/muon.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/csrc/jit/serialization/pickle.h>
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstddef>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#ifndef MEZZO_OPTIM_TEST_DATA
+#error "give -DMEZZO_OPTIM_TEST_DATA, the folder tests/optim/recorded"
+#endif
+
+namespace {
+
+using mezzo::optim::Muon;
+using mezzo::optim::MuonOptions;
+using testing::AllOf;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+std::vector<torch::Tensor> tensors(const c10::IValue& list) {
+  std::vector<torch::Tensor> all;
+  for (const c10::IValue& one : list.toListRef()) all.push_back(one.toTensor());
+  return all;
+}
+
+/// The largest difference of two tensors, as a share of the largest magnitude.
+double difference(const torch::Tensor& left, const torch::Tensor& right) {
+  const auto wide = right.to(torch::kDouble);
+  return ((left.to(torch::kDouble) - wide).abs().max() / wide.abs().max()).item<double>();
+}
+
+TEST(Muon, TrainsAsPythons) {
+  // Products of bfloat16 differ between CPUs: only Python on the same machine has the same bits.
+  const char* const of_this_machine = std::getenv("MEZZO_MUON_CASES");
+  std::ifstream file(of_this_machine ? of_this_machine : MEZZO_OPTIM_TEST_DATA "/muon.pt",
+                     std::ios::binary);
+  const c10::IValue cases = torch::pickle_load({std::istreambuf_iterator<char>(file), {}});
+  if (of_this_machine != nullptr) torch::set_num_threads(1);
+  ASSERT_GE(cases.toListRef().size(), 12U);
+  for (std::size_t i = 0; i < cases.toListRef().size(); ++i) {
+    SCOPED_TRACE(i);
+    const auto recorded = cases.toListRef()[i].toGenericDict();
+    const auto number = [&](const char* key) { return recorded.at(key).toScalar().toDouble(); };
+    const auto& coefficients = recorded.at("ns_coefficients").toTupleRef().elements();
+    std::vector<torch::Tensor> parameters = tensors(recorded.at("weights"));
+    Muon optimizer(parameters,
+                   MuonOptions(number("lr"))
+                       .weight_decay(number("weight_decay"))
+                       .momentum(number("momentum"))
+                       .nesterov(recorded.at("nesterov").toBool())
+                       .ns_coefficients({coefficients[0].toDouble(), coefficients[1].toDouble(),
+                                         coefficients[2].toDouble()})
+                       .eps(number("eps"))
+                       .ns_steps(recorded.at("ns_steps").toInt())
+                       .adjust_lr_fn(recorded.at("adjust_lr_fn").toStringRef()));
+    for (const c10::IValue& step : recorded.at("gradients").toListRef()) {
+      const auto gradients = tensors(step);
+      for (std::size_t p = 0; p < parameters.size(); ++p) {
+        parameters[p].mutable_grad() = gradients[p].numel() == 0 ? torch::Tensor() : gradients[p];
+      }
+      optimizer.step();
+    }
+    const auto expected = tensors(recorded.at("expected"));
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      EXPECT_LE(difference(parameters[p], expected[p]), of_this_machine ? 0.0 : 0.02)
+          << parameters[p] << "\n"
+          << expected[p];
+    }
+  }
+}
+
+TEST(Muon, TakesMatricesOnly) {
+  EXPECT_THAT(
+      [] {
+        Muon(std::vector<torch::Tensor>{torch::ones({2, 2}), torch::ones(3)});
+      },
+      ThrowsMessage<c10::Error>(
+          AllOf(HasSubstr("Muon only supports 2D parameters whereas we found a parameter "
+                          "with size: [3], parameter 1 of group 0"),
+                HasSubstr("give it to an AdamW beside"))));
+  EXPECT_THAT(
+      [] {
+        Muon({torch::ones({2, 2}, torch::kComplexFloat)});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("does not support complex parameters")));
+  Muon optimizer({torch::ones({2, 2})});
+  EXPECT_THAT([&] { optimizer.add_param_group({std::vector<torch::Tensor>{torch::ones(3)}}); },
+              ThrowsMessage<c10::Error>(HasSubstr("only supports 2D parameters")));
+  EXPECT_EQ(optimizer.param_groups().size(), 1U);
+}
+
+TEST(Muon, NamesOptionsOutOfRange) {
+  const auto make = [](const MuonOptions& options) {
+    return [options] { Muon({torch::ones({2, 2})}, options); };
+  };
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  EXPECT_THAT(make(MuonOptions(-1)), ThrowsMessage<c10::Error>(HasSubstr("lr is -1")));
+  EXPECT_THAT(make(MuonOptions().momentum(nan)), ThrowsMessage<c10::Error>(HasSubstr("momentum")));
+  EXPECT_THAT(make(MuonOptions().weight_decay(-0.5)),
+              ThrowsMessage<c10::Error>(HasSubstr("weight_decay is -0.5")));
+  EXPECT_THAT(make(MuonOptions().ns_steps(100)),
+              ThrowsMessage<c10::Error>(HasSubstr("Number of steps must be less than 100")));
+  EXPECT_THAT(make(MuonOptions().adjust_lr_fn("none")),
+              ThrowsMessage<c10::Error>(
+                  AllOf(HasSubstr("Adjust learning rate function none is not supported"),
+                        HasSubstr("match_rms_adamw"))));
+}
+
+TEST(Muon, IsAnyOptimizerToScalerAndSchedule) {
+  torch::manual_seed(1);
+  auto weight = torch::randn({6, 4}).requires_grad_();
+  Muon optimizer({weight}, MuonOptions(2e-2));
+  mezzo::GradScaler scaler;
+  mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 4});
+  const auto x = torch::randn({3, 6});
+  const auto before = weight.detach().clone();
+  scaler.scale(x.mm(weight).sum() * std::numeric_limits<double>::infinity()).backward();
+  auto skipped = scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
+  scaler.update();
+  schedule.step(skipped);
+  EXPECT_FALSE(skipped.ran());
+  EXPECT_TRUE(weight.equal(before)) << weight;
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 2e-2);
+  scaler.scale(x.mm(weight).pow(2).sum()).backward();
+  schedule.step(scaler.step(optimizer, {.max_norm = 1.0}));
+  scaler.update();
+  EXPECT_FALSE(weight.equal(before));
+  EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 1.5e-2);
+}
+
+TEST(Muon, TrainsWeightsOf16BitsThroughMasters) {
+  torch::manual_seed(1);
+  auto weight = torch::randn({6, 4}, torch::kBFloat16);
+  auto wide = weight.to(torch::kFloat);
+  Muon of_masters({weight}, MuonOptions(1e-4)), of_floats({wide}, MuonOptions(1e-4));
+  mezzo::MasterWeights masters(of_masters);
+  for (int step = 0; step < 20; ++step) {  // each smaller than half of a bfloat16's last digit
+    weight.mutable_grad() = torch::randn({6, 4}).to(torch::kBFloat16);
+    wide.mutable_grad() = weight.grad().to(torch::kFloat);
+    masters.step();
+    of_floats.step();
+  }
+  EXPECT_TRUE(weight.equal(wide.to(torch::kBFloat16))) << weight << wide;
+}
+
+TEST(Muon, TakesTheSameStepInAnyRegion) {
+  const auto trained = [](bool in_region) {
+    torch::manual_seed(1);
+    auto weight = torch::randn({6, 4});
+    Muon optimizer({weight});
+    weight.mutable_grad() = torch::randn({6, 4});
+    if (in_region) {
+      const mezzo::AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf});
+      optimizer.step();
+    } else {
+      optimizer.step();
+    }
+    return weight;
+  };
+  EXPECT_TRUE(trained(true).equal(trained(false)));
+}
+
+TEST(Muon, GoesOnFromAFileBitForBit) {
+  torch::manual_seed(1);
+  auto weight = torch::randn({6, 4});
+  Muon optimizer({weight}, MuonOptions(2e-2).ns_steps(3).adjust_lr_fn("match_rms_adamw"));
+  const auto gradient = torch::randn({6, 4});
+  weight.mutable_grad() = gradient;
+  optimizer.step();
+  std::stringstream file;
+  torch::save(optimizer, file);
+  auto other = weight.detach().clone();
+  Muon resumed({other});
+  torch::load(resumed, file);
+  EXPECT_EQ(static_cast<MuonOptions&>(resumed.param_groups()[0].options()).adjust_lr_fn(),
+            "match_rms_adamw");
+  other.mutable_grad() = gradient;
+  optimizer.step();
+  resumed.step();
+  EXPECT_TRUE(other.equal(weight)) << other << weight;
+}
+
+TEST(Muon, KeepsTheRunningMeanOf16BitGradients) {
+  auto weight = torch::randn({6, 4}, torch::kBFloat16);
+  Muon optimizer({weight}, MuonOptions().momentum(0.5).nesterov(false));
+  weight.mutable_grad() = torch::full({6, 4}, 2.0, torch::kBFloat16);
+  optimizer.step();
+  const auto& state = static_cast<mezzo::optim::MuonParamState&>(
+      *optimizer.state().at(weight.unsafeGetTensorImpl()));
+  EXPECT_TRUE(state.momentum_buffer().eq(1).all().item<bool>()) << state.momentum_buffer();
+}
+
+}  // namespace
