@@ -181,9 +181,9 @@ TEST(CheckpointIdentity, ParametersInAnotherOrderAreNamed) {
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
   EXPECT_THAT(error_between(making<torch::optim::AdamW>(), fewer),
-              HasSubstr("the file has parameter 3 of group 0 ([3] model.1.bias), and this"));
+              HasSubstr("group 0 has 4 parameters in the file, and 3 here"));
   EXPECT_THAT(error_between(fewer, making<torch::optim::AdamW>()),
-              HasSubstr("the file lacks parameter 3 of group 0 ([3] model.1.bias)"));
+              HasSubstr("group 0 has 3 parameters in the file, and 4 here"));
 }
 
 TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
@@ -206,7 +206,7 @@ TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
   EXPECT_EQ(error(saved), "no error");
 }
 
-TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
+TEST(CheckpointIdentity, AParameterOfTwoModulesIsKnownWhateverTheirOrder) {
   const Scratch scratch;
   torch::nn::Sequential model = make_model(torch::kFloat);
   torch::nn::Module& layer = *model->ptr(0);
@@ -216,11 +216,9 @@ TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
           .save(TrainingState().add("model", model).add("layer", layer).add("optimizer", optimizer),
                 1)
           .file;
-  TrainingState turned, one;
+  TrainingState turned;
   turned.add("layer", layer).add("model", model).add("optimizer", optimizer);
-  one.add("layer", layer).add("optimizer", optimizer);
   EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
-  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, one, {.subset = true}); }), "no error");
 }
 
 }  // namespace

@@ -332,8 +332,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update(). To "
-      "load a checkpoint in the middle of an iteration, call scaler.forget_iteration() first");
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
   }

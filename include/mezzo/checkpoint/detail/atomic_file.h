@@ -6,6 +6,7 @@
 #include <c10/util/Exception.h>
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -18,6 +19,7 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -43,8 +45,16 @@ class OpenFile {
 
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
-  /// Closes the file. \returns 0 or the system's error
-  int close() noexcept { return ::close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno; }
+  /// Locks the file, for as long as this process or a child that it forked has it open.
+  /// \returns 0, EWOULDBLOCK if somebody else has the lock, or another error of the system
+  int lock() const noexcept { return ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno; }
+  /// Whether the file has this path.
+  bool is_at(const std::filesystem::path& path) const {
+    struct stat own {
+    }, there{};
+    return ::fstat(descriptor_, &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
+           own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+  }
 
  private:
   int descriptor_ = -1;
@@ -62,25 +72,54 @@ inline int flush_folder(const std::filesystem::path& folder) {
   return file.is_open() ? flush(file) : errno;
 }
 
+/// Returns all names in `folder`; none if it does not exist.
+inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  if (error == std::errc::no_such_file_or_directory) return names;
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  TORCH_CHECK(!error, folder.string(), " cannot be listed: ", error.message());
+  return names;
+}
+
+/// Removes what killed writers left in `folder` of the files that `is_ours` picks by name: the
+/// temporaries ".NAME.3.tmp" that nobody has locked.
+template <class Pick>
+void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& is_ours) {
+  for (const std::filesystem::path file : names_in(folder)) {
+    const std::string name = file.stem().stem().string(), number = file.stem().extension().string();
+    const bool is_temporary = file.extension() == ".tmp" && name.starts_with('.') &&
+                              number.size() > 1 &&
+                              number.find_first_not_of("0123456789", 1) == std::string::npos;
+    if (!is_temporary || !is_ours(name.substr(1))) continue;
+    const OpenFile left(folder / file, O_RDWR);
+    if (left.is_open() && left.lock() == 0) ::unlink((folder / file).c_str());
+  }
+}
+
 /// Writes a file atomically: to a temporary beside the target, which is flushed to the disk and
-/// then renamed. A failure before the rename throws and leaves the target unchanged.
+/// then renamed. A failure before the rename throws and leaves the target unchanged. Any number of
+/// threads and processes may write the same target; the last to end wins.
 class AtomicFile {
  public:
-  /// `temporary` is a name in the folder of `target` that nobody else writes to.
-  AtomicFile(std::filesystem::path temporary, std::filesystem::path target)
-      : temporary_(std::move(temporary)), target_(std::move(target)), file_(temporary_, kNewFile) {
-    if (!file_.is_open() && errno == EEXIST) {  // of a killed process that had this one's number
-      ::unlink(temporary_.c_str());
-      file_ = OpenFile(temporary_, kNewFile);
-    }
-    if (!file_.is_open()) fail("cannot be created", errno);
+  explicit AtomicFile(std::filesystem::path target) : target_(std::move(target)) {
+    int number = 0;
+    do {  // until the temporary is ours: others take names, and remove what nobody has locked
+      temporary_ = target_.parent_path() /
+                   ("." + target_.filename().string() + "." + std::to_string(number++) + ".tmp");
+      file_ = OpenFile(temporary_, O_WRONLY | O_CREAT | O_EXCL);
+      if (!file_.is_open() && errno != EEXIST) fail("cannot be created", errno);
+    } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.is_at(temporary_));
     struct stat replaced {};
     if (::stat(target_.c_str(), &replaced) == 0) {
       (void)::fchmod(file_.descriptor(), replaced.st_mode & 07777);  // 0600 stays 0600
     }
   }
   ~AtomicFile() {
-    if (!is_committed_) ::unlink(temporary_.c_str());
+    if (file_.is_open() && !is_committed_) ::unlink(temporary_.c_str());
   }
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -107,7 +146,6 @@ class AtomicFile {
   /// flushing the folder, failed: the file is then in place, but may not survive a crash
   [[nodiscard]] int commit() {
     if (const int error = flush(file_)) fail("cannot be brought to the disk", error);
-    if (const int error = file_.close()) fail("cannot be closed", error);
     if (::rename(temporary_.c_str(), target_.c_str()) != 0) {
       fail("cannot be put in its place", errno);
     }
@@ -116,8 +154,6 @@ class AtomicFile {
   }
 
  private:
-  static constexpr int kNewFile = O_WRONLY | O_CREAT | O_EXCL;
-
   [[noreturn]] void fail(const char* what, int error) const {
     const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
     TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",

@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -102,17 +102,6 @@ inline Pickled pickled(const c10::IValue& value) {
   pickler.stop();
   result.tensors = pickler.tensorData();
   return result;
-}
-
-/// Returns the CRC-32C of all bytes that a file would have of `value`. Reads tensors of devices.
-inline std::uint32_t checksum(const c10::IValue& value) {
-  const Pickled all = pickled(value);
-  std::uint32_t crc = crc32c(all.instructions.data(), all.instructions.size());
-  for (const at::Tensor& tensor : all.tensors) {
-    const auto bytes = torch::jit::getWriteableTensorData(tensor);
-    crc = crc32c(bytes.data(), bytes.sizeInBytes(), crc);
-  }
-  return crc;
 }
 
 /// Writes a zip to `file`, whose bytes end with their CRC-32C.
