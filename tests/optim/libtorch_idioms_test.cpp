@@ -137,16 +137,6 @@ TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {
   EXPECT_LT(this->difference(), 1e-12);
 }
 
-TYPED_TEST(LibtorchIdioms, OptionsAreFoundByADynamicCast) {
-  auto* const options =
-      dynamic_cast<typename TypeParam::Options*>(&this->ours_.param_groups()[0].options());
-  ASSERT_NE(options, nullptr);
-  options->lr(0.25);
-  EXPECT_EQ(this->ours_.param_groups()[0].options().get_lr(), 0.25);
-  this->ours_.param_groups()[0].options().set_lr(0.125);
-  EXPECT_EQ(options->lr(), 0.125);
-}
-
 TYPED_TEST(LibtorchIdioms, DefaultsAreThoseOfGroupsToCome) {
   static_cast<typename TypeParam::Options&>(this->ours_.defaults()).lr(0.5);
   this->ours_.add_param_group(OptimizerParamGroup(std::vector<torch::Tensor>{some_parameter(2)}));
