@@ -73,14 +73,13 @@ void load_checkpoint(const fs::path& dir, Trainer& trainer) {
   with_checkpoints(dir, [&](auto&& checkpoints) { checkpoints.load_newest(state); });
 }
 
-bool save_checkpoint(const fs::path& dir, Trainer& trainer, const ModelFiles& files,
+void save_checkpoint(const fs::path& dir, Trainer& trainer, const ModelFiles& files,
                      const Labels& labels, const RunRecord& record) {
   write_model_folder(dir, files, trainer.model, labels);
   std::string text = nlohmann::json(record).dump();
   const auto state = state_of(trainer, text);
-  return with_checkpoints(dir, [&](auto&& checkpoints) {
-    return checkpoints.save(state, trainer.position.steps).durable;
-  });
+  with_checkpoints(dir,
+                   [&](auto&& checkpoints) { checkpoints.save(state, trainer.position.steps); });
 }
 
 void prepare_checkpoints(const fs::path& dir) {

@@ -42,12 +42,10 @@ SavedRun read_saved_run(const std::filesystem::path& dir);
 void load_checkpoint(const std::filesystem::path& dir, Trainer& trainer);
 
 /// Writes the model folder, then the checkpoint.
-/// \returns whether the checkpoint survives a power failure (mezzo::SavedCheckpoint::durable)
 /// \throws InputError if the system refuses (a full disk); the model and the checkpoint are then
 ///   whole, and of this save or the one before
-[[nodiscard]] bool save_checkpoint(const std::filesystem::path& dir, Trainer& trainer,
-                                   const ModelFiles& files, const Labels& labels,
-                                   const RunRecord& record);
+void save_checkpoint(const std::filesystem::path& dir, Trainer& trainer, const ModelFiles& files,
+                     const Labels& labels, const RunRecord& record);
 
 /// Creates the folders and checks that they can be written to. \throws InputError
 void prepare_checkpoints(const std::filesystem::path& dir);

@@ -20,16 +20,16 @@ struct Name {
 
 using enum Precision;
 constexpr std::array kPrecisions = {
-    fp32, amp_no_scale, amp, bf16_split_master, bf16_stochastic, bf16_stochastic_8bit, fp16};
+    fp32, amp_no_scale, amp, amp_8bit, bf16_split_master, bf16_stochastic, fp16};
 
 const Name& name_of(Precision precision) {
   static const std::array<Name, kPrecisions.size()> names{
       {{"fp32", "fp32"},
        {"amp-no-scale", "amp no scale"},
        {"amp", "amp dynamic scale"},
+       {"amp-8bit", "amp + 8-bit moments"},
        {"bf16-split-master", "bf16 + split master"},
        {"bf16-stochastic", "bf16 + stochastic rounding"},
-       {"bf16-stochastic-8bit", "bf16 + stochastic, 8-bit moments"},
        {"fp16", "fp16 dynamic scale"}}};
   return names.at(static_cast<std::size_t>(precision));
 }
@@ -211,7 +211,7 @@ const std::string& title_of(Precision precision) { return name_of(precision).tit
 bool scales_loss(Precision precision) { return precision == amp || precision == fp16; }
 
 bool stores_bfloat16(Precision precision) {
-  return bf16_split_master <= precision && precision <= bf16_stochastic_8bit;
+  return bf16_split_master <= precision && precision <= bf16_stochastic;
 }
 
 void to_json(nlohmann::json& json, Precision precision) { json = flag_of(precision); }

@@ -17,12 +17,12 @@ namespace bert_ner {
 /// The rows of the table.
 enum class Precision {
   fp32,
-  amp_no_scale,          ///< autocast, the loss as it is
-  amp,                   ///< autocast and a dynamic loss scale
-  bf16_split_master,     ///< parameters of bfloat16, completed to floats in the optimizer
-  bf16_stochastic,       ///< parameters and moments of bfloat16, rounded at random
-  bf16_stochastic_8bit,  ///< the same with moments of 8 bits, but those of embeddings
-  fp16                   ///< autocast to float16 and a dynamic loss scale
+  amp_no_scale,       ///< autocast, the loss as it is
+  amp,                ///< autocast and a dynamic loss scale
+  amp_8bit,           ///< autocast, with moments of 8 bits but for embeddings
+  bf16_split_master,  ///< parameters of bfloat16, completed to floats in the optimizer
+  bf16_stochastic,    ///< parameters and moments of bfloat16, rounded at random
+  fp16                ///< autocast to float16 and a dynamic loss scale
 };
 
 /// All precisions, in the table's order.

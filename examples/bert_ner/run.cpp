@@ -361,12 +361,9 @@ void Run::save() {
                          .data = options().data,
                          .training = options().training,
                          .identity = identity_of(options(), inputs_)};
-  const bool is_durable =
-      save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record);
+  save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record);
   saved_at_ = trainer_.position.steps;
-  progress_->say(
-      "saved step " + std::to_string(saved_at_) + " in " + options().save +
-      (is_durable ? "" : " (not known to survive a power failure: no flush to the disk)"));
+  progress_->say("saved step " + std::to_string(saved_at_) + " in " + options().save);
 }
 
 void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {

@@ -121,8 +121,9 @@ TEST(AutocastFromEnv, ListsTheValuesWhenItIsGivenAnother) {
 
 TEST(AutocastFromEnv, RefusesADeviceWithoutAutocast) {
   const ScopedVariable variable = environment(nullptr);
-  EXPECT_THAT([] { autocast_from_env(torch::kMeta); },
-              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+  EXPECT_THAT(
+      [] { autocast_from_env(torch::kMeta); },
+      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
 }
 
 TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {

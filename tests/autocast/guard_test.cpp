@@ -252,9 +252,30 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
   EXPECT_EQ(Found(), before);
 }
 
+TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
+  static_assert(mezzo::default_autocast_dtype(torch::kMPS) == torch::kHalf);
+  static_assert(mezzo::autocast_accepts(torch::kMPS, torch::kBFloat16));
+  const Found before;
+  const auto is_on = [] { return at::autocast::is_autocast_enabled(torch::kMPS); };
+  EXPECT_FALSE(is_on());
+  {
+    const mezzo::Autocast<torch::kMPS> autocast;
+    EXPECT_TRUE(is_on());
+    EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kMPS), torch::kHalf);
+    const AutocastGuard inner({.device = torch::kMPS, .dtype = torch::kBFloat16});
+    EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kMPS), torch::kBFloat16);
+    const AutocastGuard off({.device = torch::kMPS, .enabled = false});
+    EXPECT_FALSE(is_on());
+  }
+  EXPECT_FALSE(is_on());
+  EXPECT_EQ(Found(), before);
+  EXPECT_EQ(mezzo::recommended(torch::kMPS).dtype, torch::kHalf);
+}
+
 TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
-  EXPECT_THAT([] { AutocastGuard guard({.device = torch::kMeta}); },
-              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+  EXPECT_THAT(
+      [] { AutocastGuard guard({.device = torch::kMeta}); },
+      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
   EXPECT_THROW(AutocastGuard guard({.device = torch::kMeta, .dtype = torch::kHalf}), c10::Error);
 }
 

@@ -190,8 +190,9 @@ TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
 }
 
 TEST(Recommended, RefusesADeviceWithoutAutocast) {
-  EXPECT_THAT([] { mezzo::recommended(torch::kMeta); },
-              ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu or cuda")));
+  EXPECT_THAT(
+      [] { mezzo::recommended(torch::kMeta); },
+      ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
 }
 
 TEST(ComputeCapability, ComesFromTheDriver) {

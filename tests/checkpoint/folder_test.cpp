@@ -40,25 +40,17 @@ TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
   test_support::put_bytes(last, "somebody's");
   EXPECT_THAT(
       error_of([&] { CheckpointManager(scratch.path()).save(TrainingState().add("a", value), 1); }),
-      AllOf(HasSubstr(last.string()), HasSubstr("move it elsewhere")));
+      AllOf(HasSubstr(last.filename().string()), HasSubstr("move it elsewhere")));
 }
 
 TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
   const Scratch scratch;
   int64_t value = 3;
-  TrainingState state;
-  state.add("a", value);
-  const auto said = [&](CheckpointManager& checkpoints) {
-    testing::internal::CaptureStderr();
-    EXPECT_FALSE(checkpoints.load_newest(state));
-    return testing::internal::GetCapturedStderr();
-  };
-  const std::string none = scratch.path() / "none";
-  CheckpointManager missing(none), empty(scratch.path());
-  EXPECT_EQ(said(missing), none + " does not exist: nothing was loaded\n");
-  EXPECT_EQ(said(missing), "") << "once";
-  EXPECT_EQ(said(empty), scratch.path().string() + " has no checkpoint: nothing was loaded\n");
-  EXPECT_FALSE(std::filesystem::exists(none));
+  const auto state = TrainingState().add("a", value);
+  EXPECT_FALSE(CheckpointManager(scratch.path() / "none").load_newest(state));
+  EXPECT_FALSE(CheckpointManager(scratch.path()).load_newest(state));
+  EXPECT_EQ(value, 3);
+  EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
 }
 
 TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
@@ -88,7 +80,6 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
   state.add("value", value);
   const auto file = scratch.path() / "deep" / "best.pt";
   const auto saved = mezzo::save_checkpoint(file, state, 7);
-  EXPECT_TRUE(saved.durable);
   EXPECT_EQ(saved.bytes, std::filesystem::file_size(file));
   value = 5;
   mezzo::save_checkpoint(file, state, 8);
@@ -103,7 +94,7 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
 
   const auto folder = std::filesystem::current_path();
   std::filesystem::current_path(scratch.path());
-  EXPECT_TRUE(mezzo::save_checkpoint("here.pt", state).durable);
+  mezzo::save_checkpoint("here.pt", state);
   EXPECT_EQ(mezzo::load_checkpoint("here.pt", state).step, 0);
   std::filesystem::current_path(folder);
 }
@@ -278,14 +269,15 @@ TEST(CheckpointManager, LeaveOtherFilesAlone) {
   int64_t value = 0;
   CheckpointManager checkpoints(scratch.path(), {.keep = 1});
   for (const char* name :
-       {"checkpoint-1-step-2.pt.bak", "checkpoint-x-step-2.pt", ".checkpoint-1-step-2.pt.tmp",
-        ".checkpoint-1-step-2.pt.7.tmp.x", "checkpoint-1-step-.pt", "notes"}) {
+       {"checkpoint-000001-step-2.pt.bak", "checkpoint-x-step-2.pt",
+        ".checkpoint-000001-step-2.pt.tmp", ".checkpoint-000001-step-2.pt.7.tmp.x",
+        ".checkpoint-000001-step-2.pt.x.tmp", "checkpoint-000001-step-.pt", "notes"}) {
     test_support::put_bytes(scratch.path() / name, "somebody's");
   }
   const auto state = TrainingState().add("value", value);
   checkpoints.save(state, 1);
   checkpoints.save(state, 2);
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 6 + 2);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 7 + 2);
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // An optimizer takes from a checkpoint the state of its own class and parameters, and no other.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -83,8 +82,8 @@ auto making() {
 
 auto making(WeightStorage storage) {
   return [storage](std::vector<torch::Tensor> parameters) {
-    return mezzo::optim::AdamW(std::move(parameters),
-                               mezzo::optim::AdamWOptions(1e-3).weight_storage(storage));
+    return mezzo::optim::AdamW(std::move(parameters), mezzo::optim::AdamWOptions(1e-3),
+                               {.weight_storage = storage});
   };
 }
 
@@ -150,29 +149,21 @@ TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
       << "weights of float are stored in one way only";
 }
 
-TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorageWhateverElseTheFileSays) {
-  using mezzo::optim::AdamWOptions;
-  const auto saved_with = [](auto... set) {
-    return [set...](std::vector<torch::Tensor> parameters) {
-      AdamWOptions options(1e-3);
-      (set(options), ...);
-      return mezzo::optim::AdamW(std::move(parameters), options);
-    };
-  };
-  const auto storage_after_load = [](const auto& make, WeightStorage storage) {
+TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorage) {
+  const auto storage_after_load = [](WeightStorage storage) {
     const Scratch scratch;
     torch::nn::Sequential model = make_model(torch::kBFloat16),
                           other = make_model(torch::kBFloat16);
-    auto saved = make(model->parameters());
+    auto saved = making(WeightStorage::plain)(model->parameters());
     auto loaded = making(storage)(other->parameters());
     const auto file =
         CheckpointManager(scratch.path()).save(TrainingState().add("optimizer", saved), 1).file;
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
-    return static_cast<const AdamWOptions&>(loaded.param_groups()[0].options()).weight_storage();
+    return loaded.weight_options().weight_storage;
   };
   for (const auto storage :
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
-    EXPECT_EQ(storage_after_load(saved_with(), storage), storage);
+    EXPECT_EQ(storage_after_load(storage), storage);
   }
 }
 
@@ -190,9 +181,9 @@ TEST(CheckpointIdentity, ParametersInAnotherOrderAreNamed) {
     return torch::optim::AdamW(std::move(parameters), {1e-3});
   };
   EXPECT_THAT(error_between(making<torch::optim::AdamW>(), fewer),
-              HasSubstr("the file has parameter 3 of group 0 ([3] model.1.bias), and this"));
+              HasSubstr("group 0 has 4 parameters in the file, and 3 here"));
   EXPECT_THAT(error_between(fewer, making<torch::optim::AdamW>()),
-              HasSubstr("the file lacks parameter 3 of group 0 ([3] model.1.bias)"));
+              HasSubstr("group 0 has 3 parameters in the file, and 4 here"));
 }
 
 TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
@@ -215,7 +206,7 @@ TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
   EXPECT_EQ(error(saved), "no error");
 }
 
-TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
+TEST(CheckpointIdentity, AParameterOfTwoModulesIsKnownWhateverTheirOrder) {
   const Scratch scratch;
   torch::nn::Sequential model = make_model(torch::kFloat);
   torch::nn::Module& layer = *model->ptr(0);
@@ -225,11 +216,9 @@ TEST(CheckpointIdentity, AParameterIsKnownByAnyOfItsNames) {
           .save(TrainingState().add("model", model).add("layer", layer).add("optimizer", optimizer),
                 1)
           .file;
-  TrainingState turned, one;
+  TrainingState turned;
   turned.add("layer", layer).add("model", model).add("optimizer", optimizer);
-  one.add("layer", layer).add("optimizer", optimizer);
   EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
-  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, one, {.subset = true}); }), "no error");
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Files go to Python as they are, and come from it.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>
@@ -139,15 +138,15 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
   };
   using torch::optim::AdamW;
   EXPECT_THAT(error(AdamW(model->parameters(), 0.5), "adamw_optimizer"),
-              HasSubstr("it has 2 groups in Python, and 1 here"));
+              HasSubstr("it has 2 groups in the file, and 1 here"));
   auto turned = groups_of(model);
   std::swap(turned[0].params()[0], turned[0].params()[1]);
   EXPECT_THAT(error(AdamW(turned, 0.5), "adamw_optimizer"),
-              HasSubstr("parameter 0 of group 0 is [2, 3] in Python, and [2] here"));
+              HasSubstr("parameter 0 of group 0 is [2, 3] in the file, and [2] here"));
   auto fewer = groups_of(model);
   fewer[0].params().pop_back();
   EXPECT_THAT(error(AdamW(fewer, 0.5), "adamw_optimizer"),
-              HasSubstr("group 0 has 4 parameters in Python, and 3 here"));
+              HasSubstr("group 0 has 4 parameters in the file, and 3 here"));
   EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adam_optimizer"),
               HasSubstr("it is the state of Adam in the file, and of AdamW here"));
   EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adamw_model"),

@@ -156,39 +156,6 @@ std::string error_between(const TrainingState& saver, const TrainingState& loade
   return error_of([&] { mezzo::load_checkpoint(file, loader, options); });
 }
 
-/// Two parameters of two submodules, or one under both names.
-struct Pair : torch::nn::Module {
-  explicit Pair(bool is_tied) {
-    const auto add = [&](const char* name, const torch::Tensor& weight) {
-      auto part = std::make_shared<torch::nn::Module>();
-      part->register_parameter("weight", weight);
-      register_module(name, part);
-    };
-    const torch::Tensor weight = torch::ones({3});
-    add("encoder", weight);
-    add("decoder", is_tied ? weight : weight.clone());
-  }
-};
-
-TEST(Checkpoint, TwoValuesForATiedParameterAreNamedBeforeAnythingIsLoaded) {
-  const Scratch scratch;
-  const auto file = scratch.path() / "pair.pt";
-  const auto two = std::make_shared<Pair>(false), tied = std::make_shared<Pair>(true);
-  mezzo::save_checkpoint(file, TrainingState().add("model", *two));
-  const auto state_of_tied = TrainingState().add("model", *tied);
-  mezzo::load_checkpoint(file, state_of_tied);
-  {
-    const torch::NoGradGuard no_grad;
-    two->parameters()[1][2] = 5;
-  }
-  mezzo::save_checkpoint(file, TrainingState().add("model", *two));
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, state_of_tied); }),
-              AllOf(HasSubstr("one value for \"encoder.weight\" and another for "
-                              "\"decoder.weight\""),
-                    HasSubstr("\"model\"")));
-  EXPECT_TRUE(tied->parameters()[0].equal(torch::ones({3})));
-}
-
 TEST(Checkpoint, NamesThatAreMissingOrExtraAreNamed) {
   int64_t a = 1, b = 2, c = 3;
   EXPECT_THAT(error_between(TrainingState().add("a", a).add("b", b),
@@ -235,7 +202,7 @@ TEST(Checkpoint, AnotherKindOrShapeIsNamedBeforeAnythingIsLoaded) {
   EXPECT_THAT(error(narrow, wide),
               HasSubstr("\"weight\" is float32 [3, 2] in the file, and float32 [3, 4] here"));
   EXPECT_THAT(error(narrow, half), HasSubstr("and float16 [3, 2] here"));
-  EXPECT_THAT(error(narrow, plain), HasSubstr("the file has \"bias\", and the module does not"));
+  EXPECT_THAT(error(narrow, plain), HasSubstr("the file has \"bias\", which is not here"));
   EXPECT_THAT(error(plain, narrow), HasSubstr("the file lacks \"bias\""));
 }
 
@@ -308,8 +275,6 @@ TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {
   const torch::Tensor saved = model->weight.detach().clone();
   backward();
   scaler.unscale_(optimizer);
-  EXPECT_THAT(error_of([&] { checkpoints.load_newest(state); }), HasSubstr("forget_iteration"));
-  scaler.forget_iteration();
   checkpoints.load_newest(state);
   EXPECT_TRUE(torch::equal(model->weight, saved));
   backward();
@@ -393,9 +358,8 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
   torch::nn::Linear model(1, 1);
   model->to(torch::kBFloat16);
   torch::Tensor weight = model->weight;
-  mezzo::optim::AdamW optimizer(
-      model->parameters(),
-      mezzo::optim::AdamWOptions(1e-2).weight_storage(mezzo::optim::WeightStorage::split_master));
+  mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-2),
+                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
   const mezzo::Ema ema(model->parameters());
   TrainingState models, optimizers, tensors;
   models.add("x", model);

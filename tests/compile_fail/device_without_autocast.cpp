@@ -1,4 +1,4 @@
-// error: this device type has no autocast; use torch::kCPU or torch::kCUDA
+// error: this device type has no autocast; use torch::kCPU, kCUDA or kMPS
 #include <mezzo/autocast/autocast.h>
 
 void region_on_meta() {

@@ -136,8 +136,7 @@ int64_t newest_step(const std::filesystem::path& folder) {
 std::size_t temporaries(const std::filesystem::path& folder) {
   const auto names = mezzo::detail::names_in(folder);
   return static_cast<std::size_t>(std::count_if(
-      names.begin(), names.end(),
-      [](const std::string& name) { return mezzo::detail::writer_of_temporary(name) != 0; }));
+      names.begin(), names.end(), [](const std::string& name) { return name.ends_with(".tmp"); }));
 }
 
 /// mpirun has ended, and all that it started within a moment.

@@ -44,7 +44,6 @@ TEST(DistributedCheckpoints, TheFileIsThereWhenSaveReturnsOnAnyRank) {
   Mixed mixed(world);
   const auto saved = DistributedCheckpointManager(folder.path(), world).save(mixed.run.state, 1);
   EXPECT_TRUE(std::filesystem::exists(saved.file));
-  EXPECT_TRUE(saved.durable);
   EXPECT_EQ(std::filesystem::file_size(saved.file), saved.bytes);
 }
 
@@ -183,15 +182,6 @@ TEST(DistributedCheckpoints, RanksThatDifferAreNamedWithWhatTheyHave) {
   Own own(world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(own.state, is_last ? 4 : 3); }),
               HasSubstr(who + "\"step 4\" where rank 0 has \"step 3\""));
-  TrainingState other_kind;
-  at::Generator generator = at::detail::createCPUGenerator(1);
-  if (is_last) {
-    other_kind.add("order", generator);
-  } else {
-    other_kind.add("order", own.epoch);
-  }
-  EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(other_kind, 3); }),
-              HasSubstr(who + "\"order: generator\" where rank 0 has \"order: integer\""));
   torch::manual_seed(1);
   torch::nn::Linear linear(3, is_last ? 5 : 4);
   TrainingState other_shape;

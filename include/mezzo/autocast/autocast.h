@@ -42,7 +42,7 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
 class Autocast {
   static_assert(
       default_autocast_dtype(Device) != at::ScalarType::Undefined,
-      "mezzo::Autocast: this device type has no autocast; use torch::kCPU or torch::kCUDA");
+      "mezzo::Autocast: this device type has no autocast; use torch::kCPU, kCUDA or kMPS");
   static_assert(default_autocast_dtype(Device) == at::ScalarType::Undefined ||
                     autocast_accepts(Device, Dtype),
                 "mezzo::Autocast: autocast cannot lower to this dtype; use torch::kHalf or "

@@ -24,21 +24,22 @@ class PolicyScope;
 struct PolicyEdits;
 }  // namespace detail
 
-/// Returns the dtype that libtorch's autocast lowers to by default: half on CUDA, bfloat16 on the
-/// CPU. `Undefined` for a device type that mezzo has no autocast for.
+/// Returns the dtype that libtorch's autocast lowers to by default: half on CUDA and on Apple's
+/// GPUs (MPS), bfloat16 on the CPU. `Undefined` for a device type that mezzo has no autocast for.
 constexpr at::ScalarType default_autocast_dtype(c10::DeviceType device) {
   switch (device) {
     case c10::DeviceType::CPU:
       return at::ScalarType::BFloat16;
     case c10::DeviceType::CUDA:
+    case c10::DeviceType::MPS:
       return at::ScalarType::Half;
     default:
       return at::ScalarType::Undefined;
   }
 }
 
-/// Whether libtorch's autocast on `device` can lower to `dtype`: half and bfloat16, on the CPU and
-/// on CUDA. `recommended` knows what is fast.
+/// Whether libtorch's autocast on `device` can lower to `dtype`: half and bfloat16, on the CPU,
+/// CUDA and MPS. `recommended` knows what is fast.
 constexpr bool autocast_accepts(c10::DeviceType device, at::ScalarType dtype) {
   const bool lower_precision = dtype == at::ScalarType::Half || dtype == at::ScalarType::BFloat16;
   return lower_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
@@ -70,8 +71,8 @@ class PolicyRef {
 ///
 /// Making one checks nothing; the guard that takes it validates it.
 struct AutocastSetting {
-  /// The CPU or CUDA. AutocastGuard and the like need it; `Autocast<torch::kCUDA>` has it in its
-  /// type.
+  /// The CPU, CUDA or MPS. AutocastGuard and the like need it; `Autocast<torch::kCUDA>` has it in
+  /// its type.
   std::optional<c10::DeviceType> device = std::nullopt;
 
   /// The dtype of the lowered ops: half or bfloat16. None: as with `torch.autocast`, the thread's
@@ -116,6 +117,7 @@ struct AutocastSetting {
 /// Returns the setting that this machine runs natively, and why (`.reason`):
 /// - CPU: bfloat16 with avx512_bf16 or amx_bf16, else autocast off.
 /// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else off.
+/// - MPS: float16 (with a GradScaler), libtorch's default; mezzo has not been run on one.
 ///
 /// The environment variable `MEZZO_AUTOCAST` changes nothing here, set or not:
 /// `autocast_from_env(device, recommended(device))` asks it first.

@@ -16,10 +16,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
 #include <mezzo/checkpoint/detail/part_of.h>
-
-#include <c10/core/Device.h>
 
 #include <cstdint>
 #include <filesystem>
@@ -62,6 +59,7 @@ class TrainingState {
   /// - an at::Generator, or an engine of the standard library (std::mt19937);
   /// - a std::vector<at::Tensor>; loading copies into the tensors' memory.
   /// Loading gives optimizers' states and single tensors new memory: capture CUDA graphs after it.
+  /// An undefined tensor is loaded to the CPU; all others stay on their devices.
   /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already taken
   template <class T>
   TrainingState& add(std::string name, T& object);
@@ -101,10 +99,6 @@ class TrainingState {
 struct SavedCheckpoint {
   std::filesystem::path file;  ///< with its folder
   std::uint64_t bytes = 0;     ///< size of the file
-  /// Whether the file survives a crash of the machine from now on. False if the file is in place
-  /// but the system refused to flush the folder, as some file systems always do. A
-  /// CheckpointManager warns of it once, and then keeps one file more.
-  bool durable = false;
 };
 
 /// A file that was loaded.
@@ -115,10 +109,6 @@ struct LoadedCheckpoint {
 
 /// Options for loading a checkpoint.
 struct LoadOptions {
-  /// The device of tensors that have no place yet: of an undefined tensor, and of an object's that
-  /// goes through archives; unset: the CPU. Parameters, buffers, defined tensors and the states of
-  /// optimizers stay on their devices, as in Python's `load_state_dict`.
-  std::optional<c10::Device> device = std::nullopt;
   /// Whether the file may hold objects that the state does not name, which are then ignored: for
   /// loading the model alone.
   bool subset = false;
@@ -131,7 +121,9 @@ struct CheckpointManagerOptions {
   /// file while a new one is written.
   std::int64_t keep = 2;
   /// Called with a message for each damaged file, and for each failure of the system after a file
-  /// was in place. By default the messages are libtorch warnings (TORCH_WARN).
+  /// was in place: an old file that cannot be removed, and, once, a folder that cannot be flushed,
+  /// so that the file may not survive a crash of the machine. By default the messages are libtorch
+  /// warnings (TORCH_WARN).
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 
@@ -149,8 +141,8 @@ struct CheckpointManagerOptions {
 ///
 /// A folder has one writer. The first `save` takes a lock, which the destructor or the end of the
 /// process releases, whether or not forked children live on. If the folder or its lock was removed,
-/// the next `save` makes them anew. A relative folder is found from the working directory
-/// at construction. With several processes let one save, or use DistributedCheckpointManager.
+/// the next `save` makes them anew. A relative folder is found from the working directory at
+/// construction. With several processes let one save, or use DistributedCheckpointManager.
 /// Reading takes no lock; any process may read. One thread at a time. Save at the end of an
 /// iteration, after `scaler.update()`.
 class CheckpointManager {
@@ -168,9 +160,8 @@ class CheckpointManager {
   SavedCheckpoint save(const TrainingState& state, std::int64_t step);
 
   /// Loads the newest intact file, and returns its path and step. Returns none if there are no
-  /// checkpoints, and says so once on std::cerr, so that a misspelt folder is noticed. Skips a file
-  /// that is damaged, cannot be opened or is not a checkpoint, with a warning that names it and the
-  /// reason.
+  /// checkpoints. Skips a file that is damaged, cannot be opened or is not a checkpoint, with a
+  /// warning that names it and the reason.
   ///
   /// Everything is checked before the first object changes. If an object itself then refuses its
   /// value (an `operator>>` or a callable of yours), the error names it; those before it are
@@ -193,11 +184,8 @@ class CheckpointManager {
 
  private:
   SavedCheckpoint write(const c10::IValue& document, std::int64_t step);
-  void hold_lock();
-  void prune(std::int64_t keep);
   void pass_over(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
-  void tell_empty();
 
   friend struct detail::CheckpointAccess;
   friend class DistributedCheckpointManager;
@@ -205,15 +193,14 @@ class CheckpointManager {
   std::filesystem::path folder_;
   CheckpointManagerOptions options_;
   detail::FolderLock lock_;
-  bool offers_locks_ = true;
+  bool told_no_locks_ = false;
   bool told_not_durable_ = false;
-  bool told_empty_ = false;  // that there was nothing to load
   std::set<std::filesystem::path> damaged_;
 };
 
 /// Saves to one file of your choice, which replaces an existing file atomically, as
-/// CheckpointManager does. Follows links, and keeps an existing file's mode. Takes no lock: one
-/// process at a time.
+/// CheckpointManager does. Follows links, and keeps an existing file's mode. Takes no lock: of
+/// several writers at a time, the last one's file stays.
 /// \throws c10::Error as CheckpointManager::save, and if the path is a folder, a pipe or a device
 SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                 std::int64_t step = 0);

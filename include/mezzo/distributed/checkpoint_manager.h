@@ -8,7 +8,6 @@
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/state_file.h>
 #include <mezzo/distributed/detail/ranks.h>
-#include <mezzo/optim/detail/averaged_parameters.h>
 
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue.h>
@@ -44,7 +43,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   if (step % 1000 == 0) checkpoints.save(state, step);     // on all ranks
 /// \endcode
 ///
-/// All ranks make the same calls, with states of the same names and kinds in the same order, and
+/// All ranks make the same calls, with states of the same names in the same order, and
 /// wait for one another. If one rank throws, all throw its message, which names the rank. The file
 /// is the one that a single process would write: objects that all ranks share are rank 0's, and a
 /// ShardedOptimizer is gathered. Objects that each rank has of its own (`add_per_rank`,
@@ -60,12 +59,12 @@ class DistributedCheckpointManager {
   DistributedCheckpointManager(std::filesystem::path folder,
                                c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options = {})
-      : folder_(detail::absolute_folder(folder)),
+      : folder_(std::filesystem::absolute(folder.empty() ? "." : folder)),
         group_(detail::checked(std::move(group), "DistributedCheckpointManager")),
         files_(folder_, std::move(options)) {}
 
   /// Does what CheckpointManager::save does. All ranks return when the file is in its place. The
-  /// ranks compare names, kinds, steps and the bits of all models' parameters before anything is
+  /// ranks compare names, steps and the bits of all models' parameters before anything is
   /// written. Rank 0 needs memory for the other ranks' own objects, and for what a ShardedOptimizer
   /// gathers.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps or
@@ -100,15 +99,14 @@ inline void DistributedCheckpointManager::check_states(const char* caller,
   std::ostringstream lines;
   lines << call << '\n';
   const std::string failure = detail::failure_of([&] {
+    detail::check_not_averaged();
     TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
                 "the state is empty; add what training goes on from, as in "
                 "state.add(\"model\", model)");
     for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
-      lines << name << ": " << part.kind << (is_per_rank ? " of each rank\n" : "\n");
+      lines << name << (is_per_rank ? " of each rank\n" : "\n");
       if (!part.parameters) continue;
       for (const auto& [parameter, tensor] : part.parameters()) {
-        TORCH_CHECK(!detail::averaged_parameters().hold(tensor), '"', name, "\": ", parameter,
-                    " holds an average, for an EmaScope is alive; let it end first");
         lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
         if (with_parameters) {
           const at::Tensor bytes = tensor.detach().cpu().contiguous();
@@ -165,13 +163,13 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
         detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
     std::ostringstream lines;
     lines.imbue(std::locale::classic());
-    lines << written.file.filename().string() << '\n' << written.bytes << ' ' << written.durable;
+    lines << written.file.filename().string() << '\n' << written.bytes;
     return lines.str();
   }));
   outcome.imbue(std::locale::classic());
   SavedCheckpoint result;
   std::string file;
-  std::getline(outcome, file) >> result.bytes >> result.durable;
+  std::getline(outcome, file) >> result.bytes;
   result.file = folder_ / file;
   return result;
 }
@@ -197,7 +195,7 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
     const std::string refusal = detail::failure_of([&] {
       try {
         checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
-                                     options.device, {group_->getRank(), group_->getSize()});
+                                     {group_->getRank(), group_->getSize()});
       } catch (const detail::UnusableCheckpoint& unusable) {
         damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
       }
@@ -217,7 +215,6 @@ inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest
   }
   TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
               " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");
-  if (group_->getRank() == 0) files_.tell_empty();
   return std::nullopt;
 }
 

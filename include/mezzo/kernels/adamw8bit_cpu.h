@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 // AdamW8bit's loop on the CPU. The floats of a block stay in the first-level cache.
@@ -37,7 +38,7 @@ struct Block8Loops {
       Codes::load(codes + i, code);
       Value value;
       widen_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, code, scales, value);
-      __builtin_memcpy(to + i, &value, sizeof(value));
+      std::memcpy(to + i, &value, sizeof(value));
     }
     return i;
   }
@@ -48,7 +49,7 @@ struct Block8Loops {
     Lanes::broadcast(inverse, inverses);
     for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
       Value value;
-      __builtin_memcpy(&value, from + i, sizeof(value));
+      std::memcpy(&value, from + i, sizeof(value));
       Bits code;
       narrow_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, value, inverses, code);
       Codes::store(code, codes + i);
@@ -62,12 +63,12 @@ struct Block8Loops {
     Bits largest{};
     for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
       Bits own;
-      __builtin_memcpy(&own, from + i, sizeof(own));
+      std::memcpy(&own, from + i, sizeof(own));
       own = own & 0x7FFFFFFFU;
       largest = own > largest ? own : largest;
     }
     uint32_t each[Lanes::kWidth];
-    __builtin_memcpy(each, &largest, sizeof(each));
+    std::memcpy(each, &largest, sizeof(each));
     for (const uint32_t one : each) bits = std::max(bits, one);
     return i;
   }

@@ -6,6 +6,7 @@
 #include <c10/macros/Macros.h>
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -105,7 +106,7 @@ struct VectorLanes {
 
   C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
     Memory memory;
-    __builtin_memcpy(&memory, from, sizeof(Memory));
+    std::memcpy(&memory, from, sizeof(Memory));
     if constexpr (sizeof(Stored) == 1) {
       widen_bytes(memory, bits);
     } else {
@@ -119,7 +120,7 @@ struct VectorLanes {
     } else {
       memory = bits;
     }
-    __builtin_memcpy(to, &memory, sizeof(Memory));
+    std::memcpy(to, &memory, sizeof(Memory));
   }
   C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) {
     for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = from;
@@ -159,7 +160,7 @@ struct VectorLanes {
 #if !defined(__clang__)
     if constexpr (kWidth == 8 || kWidth == 16) {  // one instruction
       Value eight_or_both;
-      __builtin_memcpy(&eight_or_both, table, sizeof(Value));
+      std::memcpy(&eight_or_both, table, sizeof(Value));
       value = __builtin_shuffle(eight_or_both, index);
       return;
     }
@@ -203,7 +204,7 @@ struct VectorLanes {
       Bits words;
       reinterpret_bits(bytes, words);
       words = __builtin_shuffle(words, Bits{0, 4, 0, 4, 0, 4, 0, 4});
-      __builtin_memcpy(&memory, &words, sizeof(memory));
+      std::memcpy(&memory, &words, sizeof(memory));
       return;
     }
 #endif

@@ -4,6 +4,7 @@
 #error "mezzo's CUDA kernels come with the target mezzo::cuda, which defines MEZZO_WITH_CUDA"
 #endif
 
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +18,7 @@
 // two static libraries of one program may both contain them. The declarations must not be weak: the
 // linker would then leave the definitions in their archive, and calls would go to null. All
 // functions run on the current stream of their tensors' device, and none waits.
-#define MEZZO_CUDA_LAUNCHER __attribute__((visibility("hidden")))
+#define MEZZO_CUDA_LAUNCHER MEZZO_HIDDEN
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -47,7 +48,7 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
 
 /// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
 /// float and two doubles on that device. Two launches for one dtype, and one more for every 300
-/// tensors beyond the first 300.
+/// stretches beyond the first 300; gradients next to each other in one buffer are one stretch.
 MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs);

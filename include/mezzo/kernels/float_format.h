@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #ifdef __CUDACC__
 #include <cuda_bf16.h>
@@ -28,7 +29,7 @@ namespace detail {
 template <class To, class From>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
   static_assert(sizeof(To) == sizeof(From));
-  __builtin_memcpy(&to, &from, sizeof(To));
+  std::memcpy(&to, &from, sizeof(To));
 }
 
 /// A dtype that is computed with in its stored form.
@@ -165,7 +166,7 @@ struct ScalarLanes {
     bits = *from;
 #else
     Stored stored;
-    __builtin_memcpy(&stored, from, sizeof(Stored));
+    std::memcpy(&stored, from, sizeof(Stored));
     bits = stored;
 #endif
   }
@@ -174,7 +175,7 @@ struct ScalarLanes {
 #ifdef __CUDA_ARCH__
     *to = stored;
 #else
-    __builtin_memcpy(to, &stored, sizeof(Stored));
+    std::memcpy(to, &stored, sizeof(Stored));
 #endif
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }

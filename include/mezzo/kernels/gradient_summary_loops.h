@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -63,9 +64,9 @@ struct SquareSums<VectorLanes<Element, kBytes>> {
                                       Doubles& high) {
     HalfOfFloats low_floats;
     HalfOfFloats high_floats;
-    __builtin_memcpy(&low_floats, &value, sizeof(HalfOfFloats));
-    __builtin_memcpy(&high_floats, reinterpret_cast<const char*>(&value) + sizeof(HalfOfFloats),
-                     sizeof(HalfOfFloats));
+    std::memcpy(&low_floats, &value, sizeof(HalfOfFloats));
+    std::memcpy(&high_floats, reinterpret_cast<const char*>(&value) + sizeof(HalfOfFloats),
+                sizeof(HalfOfFloats));
 #if defined(__x86_64__) && \
     !defined(__clang__)  // g++ 12 makes a dozen instructions of the plain form
     asm("vcvtps2pd {%1, %0|%0, %1}" : "=v"(low) : "vm"(low_floats));
@@ -87,7 +88,7 @@ C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
 #if defined(__GNUC__)
   asm("" : "+m"(copy));
 #endif
-  __builtin_memcpy(each, &copy, sizeof(copy));
+  std::memcpy(each, &copy, sizeof(copy));
 }
 
 /// Returns the largest of a vector's lanes.

@@ -103,9 +103,6 @@ struct OptimizerStepKernel {
   }
 };
 
-/// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
-using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
-
 /// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
 /// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
 /// Returns null for other dtypes.
@@ -154,7 +151,7 @@ struct ToFloatKernel {
       Lanes::load(source + i, bits);
       typename Lanes::Value value;
       Lanes::Format::widen(bits, value);
-      __builtin_memcpy(target + i, &value, sizeof(value));
+      std::memcpy(target + i, &value, sizeof(value));
     }
     for (; i < count; ++i) {
       typename Lanes::Format::Bits bits;

@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/scaled_clipping.h>
@@ -332,8 +332,7 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
-      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update(). To "
-      "load a checkpoint in the middle of an iteration, call scaler.forget_iteration() first");
+      "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
     archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
   }

@@ -138,7 +138,7 @@ TEST(OpLists, PrintAsATable) {
 }
 
 TEST(OpLists, AreRefusedForDevicesWithoutLists) {
-  EXPECT_THROW(mezzo::autocast_op_lists(torch::kMPS), c10::Error);
+  EXPECT_THROW(mezzo::autocast_op_lists(torch::kXPU), c10::Error);
 }
 
 TEST(Probe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {

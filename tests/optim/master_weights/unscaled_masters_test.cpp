@@ -1,7 +1,6 @@
 // GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
 // master_params(optimizer), and gone when the iteration is over.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -32,13 +31,15 @@ using test_support::OwnedOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
+constexpr mezzo::optim::WeightOptions kMasters{.weight_storage = WeightStorage::master};
+
 using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
 
 template <class Optimizer, class Options>
 MakeKeeper ours(Options options) {
-  options.weight_storage(WeightStorage::master);
   return [options](const Groups& groups) {
-    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options), /*with_masters=*/false);
+    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options, kMasters),
+                          /*with_masters=*/false);
   };
 }
 
@@ -106,30 +107,6 @@ TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
   }
 }
 
-TEST_P(UnscaledOfDtype, AreClippedInTheStepToo) {
-  int number = 0;
-  for (const MakeKeeper& make : keepers()) {
-    const StepOptions options{.max_norm = 0.5};
-    const Model one_pass =
-        trained(GetParam(), make, /*unscales=*/false,
-                [&](auto& scaler, auto& optimizer) { scaler.step(optimizer, options); });
-    const Model unscaled = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
-      scaler.unscale_(optimizer);
-      scaler.step(optimizer, options);
-    });
-    EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
-    const Model by_hand = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
-      scaler.unscale_(optimizer);
-      torch::nn::utils::clip_grad_norm_(master_params(optimizer), 0.5);
-      scaler.step(optimizer);
-    });
-    for (std::size_t i = 6; i < by_hand.parameters.size(); ++i) {
-      EXPECT_TRUE(torch::allclose(by_hand.parameters[i], one_pass.parameters[i], 1e-4, 1e-5)) << i;
-    }
-    ++number;
-  }
-}
-
 /// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
 class Unscaled : public testing::TestWithParam<bool> {
  protected:
@@ -138,8 +115,7 @@ class Unscaled : public testing::TestWithParam<bool> {
       const torch::optim::SGDOptions options(1.0);
       return {std::make_unique<torch::optim::SGD>(parameters, options), /*with_masters=*/true};
     }
-    const auto options = mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master);
-    return {std::make_unique<mezzo::optim::SGD>(parameters, options), /*with_masters=*/false};
+    return {std::make_unique<mezzo::optim::SGD>(parameters, 1.0, kMasters), /*with_masters=*/false};
   }
 
   void set_gradients(float value, double scale = kScale) {
@@ -197,36 +173,6 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   EXPECT_EQ(value(), -0x1p-36F);
 }
 
-TEST_P(Unscaled, WhatIsClippedIsWhatTheStepTakes) {
-  set_gradients(3);
-  y_.mutable_grad() = torch::zeros({2});
-  scaler_.unscale_(optimizer_);
-  const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer_), 1.0);
-  EXPECT_NEAR(norm, std::sqrt(18.0), 1e-6);
-  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
-  EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-6);
-  EXPECT_NEAR(value(), -std::sqrt(0.5), 1e-6);
-  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0) << "the model's are cleared";
-}
-
-TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
-  set_gradients(kInfinity);
-  scaler_.unscale_(optimizer_);
-  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
-  EXPECT_FALSE(result.ran());
-  EXPECT_EQ(value(), 0.0F);
-  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0);
-  scaler_.update();
-  EXPECT_EQ(scaler_.get_scale(), kScale / 2);
-}
-
-TEST_P(Unscaled, AreCheckedOnceMore) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  master().mutable_grad()[0] = kInfinity;  // broken by the user
-  EXPECT_FALSE(scaler_.step(optimizer_).ran());
-}
-
 TEST_P(Unscaled, AreSkippedForAnInfThatTheUserThenHid) {
   set_gradients(kInfinity);
   scaler_.unscale_(optimizer_);
@@ -255,25 +201,6 @@ TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
   EXPECT_EQ(value(), -6.0F) << "was not unscaled in this iteration";
 }
 
-TEST_P(Unscaled, AStepWithoutTheScalerTakesTheTrueGradients) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  optimizer_.step();
-  EXPECT_EQ(value(), -3.0F);
-}
-
-TEST_P(Unscaled, KeepTheOrderOfCalls) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
-              ThrowsMessage<c10::Error>(HasSubstr("unscale_() has already been called")));
-  EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
-  scaler_.step(optimizer_, nullptr);  // no closure, said aloud
-  EXPECT_EQ(value(), -3.0F);
-  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
-              ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
-}
-
 TEST_P(Unscaled, AreClearedWithTheModelsGradients) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
@@ -281,53 +208,6 @@ TEST_P(Unscaled, AreClearedWithTheModelsGradients) {
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), 0.0F);
   EXPECT_EQ(y_[0].item<float>(), 0.0F);
-}
-
-TEST_P(Unscaled, MissingGradientsStayMissing) {
-  set_gradients(3);
-  x_.mutable_grad() = torch::Tensor();
-  y_.mutable_grad() = torch::full({2}, 1024.0F);
-  scaler_.unscale_(optimizer_);
-  EXPECT_FALSE(master().grad().defined());
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), 0.0F);
-  EXPECT_EQ(y_[0].item<float>(), -1.0F);
-}
-
-TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
-  GradScaler disabled({.enabled = false});
-  for (const float max_norm : {1.0F, 2.0F}) {
-    const float before = value();
-    set_gradients(3, 1.0);
-    y_.mutable_grad() = torch::zeros({2});
-    disabled.unscale_(optimizer_);
-    torch::nn::utils::clip_grad_norm_(master_params(optimizer_), max_norm);
-    if (max_norm == 1.0F) {
-      disabled.step(optimizer_);
-    } else {
-      disabled.step(optimizer_, {.max_norm = 0.5});
-    }
-    EXPECT_NEAR(value() - before, (max_norm == 1.0F ? -1 : -0.5) * std::sqrt(0.5), 1e-6);
-    disabled.update();
-  }
-  set_gradients(3, 1.0);
-  disabled.unscale_(optimizer_);
-  disabled.update();
-  const float before = value();
-  set_gradients(5, 1.0);
-  disabled.step(optimizer_);
-  EXPECT_EQ(value() - before, -5.0F);
-}
-
-TEST_P(Unscaled, WhatIsWrittenToTheParameterBeforeTheStepCounts) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  {
-    const torch::NoGradGuard no_grad;
-    x_.fill_(10.0);
-  }
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), 7.0F);
 }
 
 TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
@@ -339,7 +219,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
     EXPECT_THAT([&] { explicitly ? scaler.unscale_(plain) : (void)scaler.step(plain); },
                 ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
   }
-  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master));
+  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0), kMasters);
   EXPECT_TRUE(scaler.step(kept).ran());
 }
 
@@ -347,8 +227,8 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
   const Model model(torch::kBFloat16, /*has_gaps=*/false);
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
-  mezzo::optim::SGD stochastic(
-      model.groups(), mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::stochastic));
+  mezzo::optim::SGD stochastic(model.groups(), mezzo::optim::SGDOptions(1.0),
+                               {.weight_storage = WeightStorage::stochastic});
   for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&theirs),
                                              static_cast<torch::optim::Optimizer*>(&plain),
                                              static_cast<torch::optim::Optimizer*>(&stochastic)}) {
@@ -383,8 +263,8 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
 // bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
 TEST(MasterParams, OfSplitMastersThereAreNone) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  mezzo::optim::SGD split(
-      {x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::split_master));
+  mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
+                          {.weight_storage = WeightStorage::split_master});
   EXPECT_THAT([&] { master_params(split); },
               ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
                                                   "scaler.step(optimizer, {.max_norm")));
@@ -398,12 +278,11 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
 
 TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
-  const auto options = mezzo::optim::AdamWOptions(1e-3).weight_storage(WeightStorage::master);
-  mezzo::optim::AdamW optimizer(model.groups(), options);
+  mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
   std::stringstream file;
   torch::save(optimizer, file);
-  mezzo::optim::AdamW other(model.groups(), options);
+  mezzo::optim::AdamW other(model.groups(), 1e-3, kMasters);
   torch::load(other, file);
   model.set_gradients(0, 1.0);
   other.step();
@@ -412,38 +291,6 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
 }
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
-
-/// A class that is no optimizer, steps one, and counts.
-struct Counting : mezzo::optim::OptimizerInterface {
-  explicit Counting(torch::optim::Optimizer& stepped) : inner(stepped) {}
-  torch::optim::Optimizer& optimizer() noexcept override { return inner; }
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    ++steps;
-    return inner.step(std::move(closure));
-  }
-  void save(torch::serialize::OutputArchive& archive) const override { inner.save(archive); }
-  void load(torch::serialize::InputArchive& archive) override { inner.load(archive); }
-  torch::optim::Optimizer& inner;
-  int steps = 0;
-};
-
-TEST(OptimizersOfTheUsers, TakeEachStepThemselves) {
-  const at::Tensor weight = torch::ones({4}).set_requires_grad(true);
-  torch::optim::SGD sgd({weight}, 1.0);
-  Counting mine(sgd);
-  const auto train = [&](GradScaler scaler) {
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine);
-    scaler.update();
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine, {.max_norm = 10.0});
-    scaler.update();
-  };
-  train(GradScaler());
-  EXPECT_EQ(mine.steps, 2);
-  train(GradScaler({.enabled = false}));
-  EXPECT_EQ(mine.steps, 4);
-}
 
 struct NoRate : torch::optim::OptimizerOptions {
   double get_lr() const override { return 1; }

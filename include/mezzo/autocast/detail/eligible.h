@@ -28,8 +28,8 @@ inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
   if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == at::kDouble) {
     return false;
   }
-  return device == c10::DeviceType::CPU ? tensor.is_cpu() || tensor.is_mkldnn()
-                                        : tensor.is_cuda() || tensor.is_xla();
+  if (device == c10::DeviceType::CUDA) return tensor.is_cuda() || tensor.is_xla();
+  return tensor.device().type() == device;
 }
 
 /// The device whose autocast, enabled in this thread, may cast this tensor, if there is one.

@@ -12,6 +12,7 @@
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -25,22 +26,24 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The device types whose lists can be read and edited, in the order of per-device arrays.
-inline constexpr std::array<c10::DeviceType, 2> kPolicyDevices = {c10::DeviceType::CPU,
-                                                                  c10::DeviceType::CUDA};
+inline constexpr std::array kPolicyDevices = {c10::DeviceType::CPU, c10::DeviceType::CUDA,
+                                              c10::DeviceType::MPS};
 
-inline constexpr bool is_policy_device(c10::DeviceType device) {
-  return device == c10::DeviceType::CPU || device == c10::DeviceType::CUDA;
+inline bool is_policy_device(c10::DeviceType device) {
+  return std::ranges::find(kPolicyDevices, device) != kPolicyDevices.end();
 }
 
 inline std::size_t policy_device_index(c10::DeviceType device) {
   TORCH_CHECK(is_policy_device(device), "device: mezzo knows no op lists for ", device,
-              "; use cpu or cuda");
-  return device == c10::DeviceType::CPU ? 0 : 1;
+              "; use cpu, cuda or mps");
+  return static_cast<std::size_t>(std::ranges::find(kPolicyDevices, device) -
+                                  kPolicyDevices.begin());
 }
 
 inline c10::DispatchKey autocast_key(c10::DeviceType device) {
-  return policy_device_index(device) == 0 ? c10::DispatchKey::AutocastCPU
-                                          : c10::DispatchKey::AutocastCUDA;
+  constexpr std::array kKeys = {c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA,
+                                c10::DispatchKey::AutocastMPS};
+  return kKeys[policy_device_index(device)];
 }
 
 /// An op as the OverrideRegistry knows it, for the life of the process.

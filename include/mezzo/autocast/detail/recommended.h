@@ -20,7 +20,7 @@ namespace detail {
 
 inline void check_has_autocast(c10::DeviceType device) {
   TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
-              "device: no autocast on ", device, "; use cpu or cuda");
+              "device: no autocast on ", device, "; use cpu, cuda or mps");
 }
 
 inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& why) {
@@ -69,6 +69,12 @@ inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
         .reason = "float16: " + name + " multiplies it natively, and bfloat16 not; scale the loss"};
   }
   return autocast_off(kCuda, name + " has no tensor cores");
+}
+
+inline AutocastSetting recommend_mps() {
+  return {.device = c10::DeviceType::MPS,
+          .dtype = at::ScalarType::Half,
+          .reason = "float16: libtorch's default on mps; scale the loss"};
 }
 
 inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
@@ -148,6 +154,7 @@ inline AutocastSetting parse_autocast(std::string_view value, c10::Device device
 
 inline AutocastSetting recommended(c10::Device device) {
   detail::check_has_autocast(device.type());
+  if (device.is_mps()) return detail::recommend_mps();
   return device.is_cpu() ? detail::recommend_cpu(detail::cpu_features())
                          : detail::recommend_cuda(detail::compute_capability(device));
 }
@@ -162,11 +169,12 @@ inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetti
 }
 
 inline AutocastSetting autocast_from_env(c10::Device device) {
-  const bool half = default_autocast_dtype(device.type()) == at::ScalarType::Half;
-  return autocast_from_env(device, {.device = device.type(),
-                                    .dtype = default_autocast_dtype(device.type()),
-                                    .reason = half ? "float16: the default on CUDA"
-                                                   : "bfloat16: the default on the CPU"});
+  const std::string reason = device.is_cpu()   ? "bfloat16: the default on the CPU"
+                             : device.is_mps() ? "float16: the default on MPS"
+                                               : "float16: the default on CUDA";
+  return autocast_from_env(
+      device,
+      {.device = device.type(), .dtype = default_autocast_dtype(device.type()), .reason = reason});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -60,7 +60,7 @@ inline RegionState checked_region(const AutocastSetting& setting, c10::DeviceTyp
 /// Validates `setting` for a guard that takes device and dtype from it.
 inline RegionState checked_region(const AutocastSetting& setting) {
   TORCH_CHECK(setting.device.has_value(),
-              "device: the AutocastSetting names none; give it torch::kCPU or torch::kCUDA");
+              "device: the AutocastSetting names none; give it torch::kCPU, kCUDA or kMPS");
   return checked_region(setting, *setting.device,
                         setting.dtype.value_or(at::autocast::get_autocast_dtype(*setting.device)));
 }

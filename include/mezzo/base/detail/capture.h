@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -10,10 +11,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-
-#if !defined(MEZZO_WITH_CUDA)
-#include <dlfcn.h>
-#endif
 
 #ifdef MEZZO_DEVICE_ON_HOST
 namespace host_device {
@@ -30,9 +27,8 @@ namespace detail {
 
 // Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
 namespace cuda {
-__attribute__((visibility("hidden"))) uint64_t capture_on(at::Device device);
-__attribute__((visibility("hidden"))) at::Tensor empty_pinned(at::IntArrayRef sizes,
-                                                              at::ScalarType dtype);
+MEZZO_HIDDEN uint64_t capture_on(at::Device device);
+MEZZO_HIDDEN at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype);
 }  // namespace cuda
 
 #else
@@ -40,15 +36,14 @@ __attribute__((visibility("hidden"))) at::Tensor empty_pinned(at::IntArrayRef si
 /// Returns the id of the capture that `stream` is part of, or 0. Asks the driver, since nothing of
 /// CUDA is linked without mezzo::cuda; libtorch has loaded the driver if a CUDA tensor exists.
 inline uint64_t capture_by_driver(void* stream) {
-  using Query = int (*)(void* stream, int* status, uint64_t* id);
-  static const auto query = [] {
-    void* const driver = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
-    void* const found = driver == nullptr ? nullptr : dlsym(driver, "cuStreamGetCaptureInfo");
-    TORCH_CHECK(
-        found != nullptr,
-        "mezzo cannot ask CUDA's driver whether a stream is being captured: libcuda.so.1 "
-        "has no cuStreamGetCaptureInfo; link the CMake target mezzo::cuda, or update the driver");
-    return reinterpret_cast<Query>(found);
+  using Query = int(void* stream, int* status, uint64_t* id);
+  static Query* const query = [] {
+    auto* const found = function_in<Query>(loaded_library(kCudaDriver), "cuStreamGetCaptureInfo");
+    TORCH_CHECK(found != nullptr,
+                "mezzo cannot ask CUDA's driver whether a stream is being captured: ", kCudaDriver,
+                " has no cuStreamGetCaptureInfo; link the CMake target mezzo::cuda, or update the "
+                "driver");
+    return found;
   }();
   int status = 0;
   uint64_t id = 0;

@@ -5,6 +5,7 @@
 #include <c10/macros/Macros.h>
 
 #include <cstdint>
+#include <cstring>
 
 // Tests of floats by their bits. Under -ffast-math a compiler folds `x != x` and std::isfinite(x)
 // to constants. g++ does not fold the integer tests; Clang does, as it tracks bits that come from a
@@ -18,25 +19,25 @@ namespace detail {
 
 C10_HOST_DEVICE inline bool nonfinite_bits(float value) {
   uint32_t bits = 0;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7F800000U) == 0x7F800000U;
 }
 
 C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
   uint64_t bits = 0;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
 }
 
 inline bool nan_bits(float value) {
   uint32_t bits = 0;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FFFFFFFU) > 0x7F800000U;
 }
 
 inline bool nan_bits(double value) {
   uint64_t bits = 0;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
@@ -53,7 +54,7 @@ Float max_or_nan(Float a, Float b) {
 
 inline bool is_positive_infinity(double value) {
   uint64_t bits = 0;
-  __builtin_memcpy(&bits, &value, sizeof(bits));
+  std::memcpy(&bits, &value, sizeof(bits));
   return bits == 0x7FF0000000000000U;
 }
 

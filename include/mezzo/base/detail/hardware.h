@@ -3,9 +3,8 @@
 /// may use on this CPU, and a GPU's compute capability.
 #pragma once
 
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
-
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <array>
@@ -161,18 +160,14 @@ struct ComputeCapability {
 /// driver's library directly, without CUDA's headers, since libtorch's host-side interface counts
 /// devices but does not describe them.
 inline std::optional<ComputeCapability> query_compute_capability(
-    int ordinal, const char* driver_library = "libcuda.so.1") {
+    int ordinal, const char* driver_library = kCudaDriver) {
   // Never closed: a CUDA driver does not expect to be unloaded.
-  void* driver = dlopen(driver_library, RTLD_LAZY | RTLD_LOCAL);
-  if (driver == nullptr) {
-    return std::nullopt;
-  }
+  void* const driver = load_library(driver_library);
   // cuInit, cuDeviceGet and cuDeviceGetAttribute as cuda.h declares them; CUresult, CUdevice and
   // the attribute enum are ints, and 0 is success.
-  const auto init = reinterpret_cast<int (*)(unsigned)>(dlsym(driver, "cuInit"));
-  const auto get = reinterpret_cast<int (*)(int*, int)>(dlsym(driver, "cuDeviceGet"));
-  const auto attribute =
-      reinterpret_cast<int (*)(int*, int, int)>(dlsym(driver, "cuDeviceGetAttribute"));
+  auto* const init = function_in<int(unsigned)>(driver, "cuInit");
+  auto* const get = function_in<int(int*, int)>(driver, "cuDeviceGet");
+  auto* const attribute = function_in<int(int*, int, int)>(driver, "cuDeviceGetAttribute");
   if (init == nullptr || get == nullptr || attribute == nullptr) {
     return std::nullopt;
   }

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/part_of.h>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -50,53 +50,25 @@ inline torch::jit::Module& module_in(torch::serialize::InputArchive& archive) {
   return archive.*private_member(ReadModule());
 }
 
-/// Returns `value` without the element types of its lists and dicts, which Python does not read.
+/// Returns `value` without the element types of its lists, which Python does not read.
 inline c10::IValue without_types(const c10::IValue& value) {
-  if (value.isList()) {
-    auto list = python_list();
-    for (const c10::IValue& element : value.toListRef()) list.push_back(without_types(element));
-    return list;
-  }
-  if (value.isGenericDict()) {
-    PythonDict dict = python_dict();
-    for (const auto& entry : value.toGenericDict()) {
-      dict.insert(entry.key(), without_types(entry.value()));
-    }
-    return dict;
-  }
-  return value;
+  TORCH_CHECK(!value.isGenericDict(),
+              "it writes a dict to its archive; let it write a nested archive");
+  if (!value.isList()) return value;
+  auto list = python_list();
+  for (const c10::IValue& element : value.toListRef()) list.push_back(without_types(element));
+  return list;
 }
 
-/// Returns `value` with the element types of `like`, the object's present value; of a list without
-/// such a value, the type of its elements, and of an empty one, tensors.
-inline c10::IValue with_type(const c10::IValue& value, const c10::TypePtr& like) {
-  if (like != nullptr) {
-    if (const auto optional = like->cast<c10::OptionalType>()) {
-      return value.isNone() ? value : with_type(value, optional->getElementType());
-    }
-    if (like->kind() == c10::TypeKind::FloatType && (value.isInt() || value.isTensor())) {
-      return value.isInt() ? static_cast<double>(value.toInt()) : value.toTensor().item<double>();
-    }
-  }
-  if (value.isList()) {
-    const auto& elements = value.toListRef();
-    const auto list_type = like == nullptr ? nullptr : like->cast<c10::ListType>();
-    const c10::TypePtr element = list_type          ? list_type->getElementType()
-                                 : elements.empty() ? c10::TypePtr(c10::TensorType::get())
-                                                    : elements.front().type();
-    c10::impl::GenericList list(element);
-    for (const c10::IValue& one : elements) list.push_back(with_type(one, element));
-    return list;
-  }
-  const auto dict_type = like == nullptr ? nullptr : like->cast<c10::DictType>();
-  if (value.isGenericDict() && dict_type) {
-    c10::impl::GenericDict dict(dict_type->getKeyType(), dict_type->getValueType());
-    for (const auto& entry : value.toGenericDict()) {
-      dict.insert(entry.key(), with_type(entry.value(), dict_type->getValueType()));
-    }
-    return dict;
-  }
-  return value;
+/// The inverse of `without_types`: the first element has the type, and an empty list is of tensors.
+inline c10::IValue with_types(const c10::IValue& value) {
+  if (!value.isList()) return value;
+  std::vector<c10::IValue> elements;
+  for (const c10::IValue& one : value.toListRef()) elements.push_back(with_types(one));
+  c10::impl::GenericList list(elements.empty() ? c10::TypePtr(c10::TensorType::get())
+                                               : elements.front().type());
+  for (const c10::IValue& one : elements) list.push_back(one);
+  return list;
 }
 
 /// Returns an archive's contents as a dict, with a dict for each nested archive.
@@ -108,32 +80,28 @@ inline c10::IValue dict_of(const torch::jit::Module& archive) {
   return dict;
 }
 
-/// Writes what `dict_of` returned. `like` is the object's present archive, or null.
-inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
-                         const torch::jit::Module* like) {
+/// Writes what `dict_of` returned.
+inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict) {
   for (const auto& entry : dict.toGenericDict()) {
     TORCH_CHECK(entry.key().isString(), "it has a key that is ", value_words(entry.key()));
     const std::string& key = entry.key().toStringRef();
     const c10::IValue& value = entry.value();
-    const c10::IValue own = like != nullptr && like->hasattr(key) ? like->attr(key) : c10::IValue();
-    if (value.isTensor() && !own.isDouble()) {
+    if (value.isTensor()) {
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
-    } else if (value.isGenericDict() && !own.isGenericDict()) {
-      const torch::jit::Module inner = own.isModule() ? own.toModule() : torch::jit::Module();
+    } else if (value.isGenericDict()) {
       torch::serialize::OutputArchive nested(archive.compilation_unit());
-      fill_archive(nested, value, own.isModule() ? &inner : nullptr);
+      fill_archive(nested, value);
       archive.write(key, nested);
     } else if (!value.isNone()) {
-      archive.write(key, with_type(value, own.isNone() ? nullptr : own.type()));
+      archive.write(key, with_types(value));
     }
   }
 }
 
 /// Returns the archive of `dict`, which shares its tensors.
-inline torch::serialize::InputArchive archive_of(const c10::IValue& dict,
-                                                 const torch::jit::Module* like) {
+inline torch::serialize::InputArchive archive_of(const c10::IValue& dict) {
   torch::serialize::OutputArchive filled;
-  fill_archive(filled, dict, like);
+  fill_archive(filled, dict);
   torch::serialize::InputArchive archive;
   module_in(archive) = module_in(filled);
   return archive;
@@ -227,8 +195,9 @@ inline c10::IValue archive_form(const c10::IValue& form) {
       if (option.key().toStringRef() == "params" || value.isNone()) continue;
       // Python takes `lr=1` and `momentum=0` as they are, and a tensor for the rate.
       const bool is_number = !is_of_mezzo && (value.isInt() || value.isTensor());
-      options.insert(option.key(),
-                     is_number ? with_type(value, c10::FloatType::get()) : c10::IValue(value));
+      options.insert(option.key(), !is_number      ? c10::IValue(value)
+                                   : value.isInt() ? static_cast<double>(value.toInt())
+                                                   : value.toTensor().item<double>());
     }
     group.insert("options", options);
     groups.insert(numbered("param_groups", static_cast<std::int64_t>(groups.size()) - 1), group);

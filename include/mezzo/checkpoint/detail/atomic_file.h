@@ -1,14 +1,10 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/system_file.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
-
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
@@ -18,69 +14,70 @@
 #include <string>
 #include <system_error>
 #include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string reason(int error) { return std::generic_category().message(error); }
-
-/// Owns a file descriptor, and closes it in the destructor.
-class OpenFile {
- public:
-  OpenFile() = default;
-  OpenFile(const std::filesystem::path& path, int flags)
-      : descriptor_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
-  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-  OpenFile& operator=(OpenFile&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    return *this;
-  }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile() {
-    if (is_open()) ::close(descriptor_);
-  }
-
-  bool is_open() const noexcept { return descriptor_ >= 0; }
-  int descriptor() const noexcept { return descriptor_; }
-  /// Closes the file. \returns 0 or the system's error
-  int close() noexcept { return ::close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno; }
-
- private:
-  int descriptor_ = -1;
-};
-
-/// Flushes a file or the names in a folder to the disk. \returns 0 or the system's error
-inline int flush(const OpenFile& file) {
-  while (::fsync(file.descriptor()) != 0) {
-    if (errno != EINTR) return errno;
-  }
-  return 0;
+inline bool is_over_quota(int error) {
+#ifdef EDQUOT
+  return error == EDQUOT;
+#else
+  return error < 0;  // no system's number
+#endif
 }
-inline int flush_folder(const std::filesystem::path& folder) {
-  const OpenFile file(folder, O_RDONLY | O_DIRECTORY);
-  return file.is_open() ? flush(file) : errno;
+
+/// Returns all names in `folder`; none if it does not exist.
+inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  if (error == std::errc::no_such_file_or_directory) return names;
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  TORCH_CHECK(!error, folder.string(), " cannot be listed: ", error.message());
+  return names;
+}
+
+/// Removes what killed writers left in `folder` of the files that `is_ours` picks by name: the
+/// temporaries ".NAME.3.tmp" that nobody has locked.
+template <class Pick>
+void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& is_ours) {
+  for (const std::filesystem::path file : names_in(folder)) {
+    const std::string name = file.stem().stem().string(), number = file.stem().extension().string();
+    const bool is_temporary = file.extension() == ".tmp" && name.starts_with('.') &&
+                              number.size() > 1 &&
+                              number.find_first_not_of("0123456789", 1) == std::string::npos;
+    if (!is_temporary || !is_ours(name.substr(1))) continue;
+    OpenFile left(folder / file, FileUse::write);
+    if (!left.is_open() || left.lock() != 0) continue;
+    if (remove_file(folder / file) != 0) {  // where an open file cannot be removed
+      left = OpenFile();
+      (void)remove_file(folder / file);
+    }
+  }
 }
 
 /// Writes a file atomically: to a temporary beside the target, which is flushed to the disk and
-/// then renamed. A failure before the rename throws and leaves the target unchanged.
+/// then renamed. A failure before the rename throws and leaves the target unchanged. Any number of
+/// threads and processes may write the same target; the last to end wins.
 class AtomicFile {
  public:
-  /// `temporary` is a name in the folder of `target` that nobody else writes to.
-  AtomicFile(std::filesystem::path temporary, std::filesystem::path target)
-      : temporary_(std::move(temporary)), target_(std::move(target)), file_(temporary_, kNewFile) {
-    if (!file_.is_open() && errno == EEXIST) {  // of a killed process that had this one's number
-      ::unlink(temporary_.c_str());
-      file_ = OpenFile(temporary_, kNewFile);
-    }
-    if (!file_.is_open()) fail("cannot be created", errno);
-    struct stat replaced {};
-    if (::stat(target_.c_str(), &replaced) == 0) {
-      (void)::fchmod(file_.descriptor(), replaced.st_mode & 07777);  // 0600 stays 0600
-    }
+  explicit AtomicFile(std::filesystem::path target) : target_(std::move(target)) {
+    int number = 0;
+    do {  // until the temporary is ours: others take names, and remove what nobody has locked
+      temporary_ = target_.parent_path() /
+                   ("." + target_.filename().string() + "." + std::to_string(number++) + ".tmp");
+      file_ = OpenFile(temporary_, FileUse::create);
+      if (!file_.is_open() && errno != EEXIST) fail("cannot be created", errno);
+    } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.is_at(temporary_));
+    file_.take_mode_of(target_);
   }
   ~AtomicFile() {
-    if (!is_committed_) ::unlink(temporary_.c_str());
+    if (!file_.is_open() || is_committed_) return;
+    file_ = OpenFile();
+    (void)remove_file(temporary_);
   }
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -90,7 +87,7 @@ class AtomicFile {
     crc_ = crc32c(data, size, crc_);
     const auto* bytes = static_cast<const char*>(data);
     while (size > 0) {
-      const ssize_t written = ::write(file_.descriptor(), bytes, size);
+      const std::ptrdiff_t written = file_.write(bytes, size);
       if (written < 0 && errno == EINTR) continue;
       if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
       bytes += written, size -= static_cast<std::size_t>(written);
@@ -106,20 +103,17 @@ class AtomicFile {
   /// Renames the temporary to the target. \returns 0, or the system's error if only the last step,
   /// flushing the folder, failed: the file is then in place, but may not survive a crash
   [[nodiscard]] int commit() {
-    if (const int error = flush(file_)) fail("cannot be brought to the disk", error);
-    if (const int error = file_.close()) fail("cannot be closed", error);
-    if (::rename(temporary_.c_str(), target_.c_str()) != 0) {
-      fail("cannot be put in its place", errno);
+    if (const int error = file_.flush()) fail("cannot be brought to the disk", error);
+    if (const int error = replace_file(temporary_, target_, file_)) {
+      fail("cannot be put in its place", error);
     }
     is_committed_ = true;
     return flush_folder(target_.parent_path());
   }
 
  private:
-  static constexpr int kNewFile = O_WRONLY | O_CREAT | O_EXCL;
-
   [[noreturn]] void fail(const char* what, int error) const {
-    const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+    const bool is_full = error == ENOSPC || error == EFBIG || is_over_quota(error);
     TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",
                 is_full ? "make room" : "see to the disk and the folder's permissions",
                 ". The checkpoints that were there before are untouched");

@@ -45,10 +45,11 @@ MEZZO_INLINE TrainingState& TrainingState::add_part(std::string name, detail::Ch
 
 MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
                                                   CheckpointManagerOptions options)
-    : folder_(detail::absolute_folder(folder)), options_(std::move(options)) {
+    : folder_(std::filesystem::absolute(folder.empty() ? "." : folder)),
+      options_(std::move(options)) {
   TORCH_CHECK(options_.keep >= 1, "CheckpointManager: keep is ", options_.keep,
               "; it should be at least 1, and 2 to have one to fall back to");
-  if (const pid_t holder = detail::FolderLock::holder(folder_); holder != 0) {
+  if (const std::int64_t holder = detail::FolderLock::holder(folder_); holder != 0) {
     warn(folder_.string() + " is being saved to by process " + std::to_string(holder) +
          ": a save from here will be refused until that one ends; loading is not");
   }
@@ -62,22 +63,6 @@ MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
   }
 }
 
-MEZZO_INLINE void CheckpointManager::hold_lock() {
-  using Outcome = detail::FolderLock::Outcome;
-  if (!offers_locks_) return;
-  const Outcome outcome = lock_.hold(folder_);
-  TORCH_CHECK(
-      outcome != Outcome::taken_by_another, folder_.string(),
-      " is being saved to by another process, or by another CheckpointManager of this one; give "
-      "each a folder of its own, or let one of them save");
-  offers_locks_ = outcome == Outcome::held;
-  if (!offers_locks_) {
-    warn(folder_.string() +
-         " lies on a file system without locks: see to it that one process "
-         "saves there, and remove what a kill leaves, .checkpoint-*.tmp, yourself");
-  }
-}
-
 MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
                                                      std::int64_t step) {
   const auto& parts = detail::CheckpointAccess::parts(state);
@@ -85,32 +70,38 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
   return write(detail::document_of(detail::values_of(parts), step), step);
 }
 
-/// Writes a checkpoint, and removes old ones; one fewer if the new one may not survive a crash.
+/// Writes a checkpoint, and removes old ones, not counting those known to be damaged.
 MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& document,
                                                       std::int64_t step) {
   const int folder_error = detail::make_folder(folder_);
-  hold_lock();
-  if (lock_.is_held()) detail::remove_stale_temporaries(folder_);
+  const int lock_error = lock_.hold(folder_);
+  TORCH_CHECK(
+      lock_error != EWOULDBLOCK, folder_.string(),
+      " is being saved to by another process, or by another CheckpointManager of this one; give "
+      "each a folder of its own, or let one of them save");
+  if (lock_error != 0 && !std::exchange(told_no_locks_, true)) {
+    warn(folder_.string() + " lies on a file system without locks (" + detail::reason(lock_error) +
+         "): see to it that one process saves there, and remove what a kill leaves, "
+         ".checkpoint-*.tmp, yourself");
+  }
+  detail::remove_stale_temporaries(folder_, [](const std::string& name) {
+    return detail::CheckpointName::of(name).has_value();
+  });
   const std::uint64_t sequence = detail::next_sequence(detail::checkpoints_in(folder_));
-  const std::filesystem::path target = detail::checkpoint_path(folder_, sequence, step);
-  const auto [bytes, durable] =
+  const std::filesystem::path target = folder_ / detail::CheckpointName{sequence, step}.text();
+  const std::uint64_t bytes =
       detail::write_file(target, document, folder_error, [this](const std::string& text) {
         if (!std::exchange(told_not_durable_, true)) warn(text);
       });
-  prune(options_.keep + (durable ? 0 : 1));
-  return {target, bytes, durable};
-}
-
-/// Removes files older than the `keep` newest ones, not counting files known to be damaged.
-MEZZO_INLINE void CheckpointManager::prune(std::int64_t keep) {
   std::int64_t kept = 0;
-  for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
-    if (kept < keep) {
-      if (damaged_.count(name.path) == 0) ++kept;
-    } else if (::unlink(name.path.c_str()) != 0 && errno != ENOENT) {
-      warn(name.path.string() + " cannot be removed: " + detail::reason(errno));
+  for (const std::filesystem::path& file : files()) {
+    if (kept < options_.keep) {
+      if (damaged_.count(file) == 0) ++kept;
+    } else if (const int error = detail::remove_file(file); error != 0 && error != ENOENT) {
+      warn(file.string() + " cannot be removed: " + detail::reason(error));
     }
   }
+  return {target, bytes};
 }
 
 MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
@@ -118,26 +109,25 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
   const auto& parts = detail::CheckpointAccess::parts(state);
   detail::check_can_be_loaded("CheckpointManager::load_newest", parts);
   std::string damages;
-  for (const detail::CheckpointName& name : detail::checkpoints_in(folder_)) {
+  for (const std::filesystem::path& file : files()) {
     detail::CheckedLoad checked;
     try {
-      checked = detail::check_file(name.path, parts, options.subset, options.device);
+      checked = detail::check_file(file, parts, options.subset);
     } catch (const detail::UnusableCheckpoint& failure) {
-      if (!detail::is_there(name.path)) return load_newest(state, options);  // as below
-      pass_over(name.path, failure.what());
-      damages += "\n  " + name.path.string() + " " + failure.what();
+      if (!detail::is_there(file)) return load_newest(state, options);  // as below
+      pass_over(file, failure.what());
+      damages += "\n  " + file.string() + " " + failure.what();
       continue;
     } catch (const c10::Error&) {
-      if (detail::is_there(name.path)) throw;
+      if (detail::is_there(file)) throw;
       return load_newest(state, options);  // the writer removed it: there is a newer one
     }
     detail::apply(checked);
-    for (const std::string& note : checked.notes) warn(name.path.string() + ": " + note);
+    for (const std::string& note : checked.notes) warn(file.string() + ": " + note);
     return LoadedCheckpoint{checked.file, checked.step};
   }
   TORCH_CHECK(damages.empty(), folder_.string(), " has no checkpoint that is whole:", damages,
               "\nMove them elsewhere to begin anew");
-  tell_empty();
   return std::nullopt;
 }
 
@@ -145,12 +135,6 @@ MEZZO_INLINE void CheckpointManager::pass_over(const std::filesystem::path& file
                                                const std::string& words) {
   damaged_.insert(file);
   warn(file.string() + " " + words + "; the checkpoint before it is tried");
-}
-
-MEZZO_INLINE void CheckpointManager::tell_empty() {
-  if (std::exchange(told_empty_, true)) return;
-  const char* const what = detail::is_there(folder_) ? " has no checkpoint" : " does not exist";
-  std::cerr << folder_.string() + what + ": nothing was loaded\n";
 }
 
 MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state, std::int64_t step,
@@ -163,12 +147,12 @@ MEZZO_INLINE LoadedCheckpoint CheckpointManager::load(const TrainingState& state
   });
   TORCH_CHECK(found != names.end(), folder_.string(), " has no checkpoint of step ", step,
               steps.empty() ? ", and no other" : "; load one of the steps " + steps);
-  return load_checkpoint(found->path, state, options);
+  return load_checkpoint(folder_ / found->text(), state, options);
 }
 
 MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::files() const {
   std::vector<std::filesystem::path> files;
-  for (const auto& name : detail::checkpoints_in(folder_)) files.push_back(name.path);
+  for (const auto& name : detail::checkpoints_in(folder_)) files.push_back(folder_ / name.text());
   return files;
 }
 
@@ -180,11 +164,12 @@ MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
   detail::check_can_be_saved("save_checkpoint", parts, step);
   const std::filesystem::path target = detail::replaceable_file(file);
   const int folder_error = detail::make_folder(target.parent_path());
-  detail::remove_stale_temporaries_of(target);
-  const auto [bytes, durable] =
-      detail::write_file(target, detail::document_of(detail::values_of(parts), step), folder_error,
-                         [](const std::string& text) { TORCH_WARN(text); });
-  return {file, bytes, durable};
+  detail::remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
+    return name == target.filename();
+  });
+  return {file,
+          detail::write_file(target, detail::document_of(detail::values_of(parts), step),
+                             folder_error, [](const std::string& text) { TORCH_WARN(text); })};
 }
 
 MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
@@ -194,7 +179,7 @@ MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
   detail::check_can_be_loaded("load_checkpoint", parts);
   detail::CheckedLoad checked;
   try {
-    checked = detail::check_file(file, parts, options.subset, options.device);
+    checked = detail::check_file(file, parts, options.subset);
   } catch (const detail::UnusableCheckpoint& failure) {
     TORCH_CHECK(false, file.string(), " ", failure.what(), "; ", failure.advice());
   }

@@ -2,12 +2,15 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 
+#include <ATen/core/Dict.h>
 #include <ATen/core/Generator.h>
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
@@ -15,6 +18,7 @@
 #include <cmath>
 #include <concepts>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <limits>
 #include <locale>
@@ -23,6 +27,7 @@
 #include <sstream>
 #include <string>
 #include <type_traits>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -31,10 +36,84 @@ class InputArchive;
 class OutputArchive;
 }  // namespace torch::serialize
 
-// Makes the part of an object by its type. What does not depend on the type is compiled with
-// checkpoint_impl.h.
+// The objects of a training state, and how each is made by its type. What does not depend on the
+// type is compiled with checkpoint_impl.h.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Returns the message of the exception that is being handled.
+inline std::string message_of_current_exception() {
+  try {
+    throw;
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  } catch (...) {
+    return "an exception of a type of its own";
+  }
+}
+
+/// Returns what Python calls the type of `value`, for errors.
+inline std::string value_words(const c10::IValue& value) {
+  if (value.isTensor()) return "a tensor";
+  if (value.isBool()) return "a bool";
+  if (value.isInt()) return "an integer";
+  if (value.isDouble()) return "a real number";
+  if (value.isString()) return "a string";
+  if (value.isGenericDict()) return "a dict";
+  if (value.isList()) return "a list";
+  return "a " + value.tagKind();
+}
+
+/// The names of the parameters of a state's modules: "model.0.weight". A parameter may have
+/// several.
+using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::vector<std::string>>;
+
+/// One object of a training state. A value is a number, a string, a tensor, or lists and dicts of
+/// them: what Python reads.
+struct CheckpointPart {
+  using Apply = std::function<void()>;
+
+  /// Returns the object's value, with the object's own tensors, not copies of them. May call
+  /// collectives (ShardedOptimizer).
+  std::function<c10::IValue(const ParameterNames& names)> save;
+  /// Checks a value, and returns a function that gives it to the object. Does not change the object
+  /// itself. The tensors of a value are views of the file.
+  std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
+  /// Returns the parameters of a module with their names; null for other objects.
+  std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters = nullptr;
+};
+
+struct NamedPart {
+  std::string name;
+  CheckpointPart part;
+  bool is_per_rank = false;  ///< each rank has its own
+};
+
+inline ParameterNames parameter_names(const std::vector<NamedPart>& parts) {
+  ParameterNames names;
+  for (const NamedPart& one : parts) {
+    if (!one.part.parameters) continue;
+    for (const auto& [name, parameter] : one.part.parameters()) {
+      names[parameter.unsafeGetTensorImpl()].push_back(one.name + "." + name);
+    }
+  }
+  return names;
+}
+
+using PythonDict = c10::impl::GenericDict;
+
+inline PythonDict python_dict() { return PythonDict(c10::AnyType::get(), c10::AnyType::get()); }
+inline c10::impl::GenericList python_list() { return c10::impl::GenericList(c10::AnyType::get()); }
+
+/// Returns the value under `key`, None where `dict` is no dict or has no such key.
+inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
+  if (!dict.isGenericDict()) return {};
+  const auto items = dict.toGenericDict();
+  const auto found = items.find(key);
+  return found == items.end() ? c10::IValue() : found->value();
+}
 
 // Defined in object_parts.h.
 CheckpointPart module_part(std::function<std::shared_ptr<torch::nn::Module>()> module);
@@ -85,37 +164,10 @@ inline void check_value(bool is_right, const c10::IValue& value, const char* wan
   TORCH_CHECK(is_right, "it is ", value_words(value), " in the file, and ", wanted, " here");
 }
 
-template <std::integral T>
-std::int64_t integer_to_save(T value) {
-  if constexpr (std::unsigned_integral<T> && sizeof(T) == sizeof(std::int64_t)) {
-    TORCH_CHECK(value <= static_cast<T>(std::numeric_limits<std::int64_t>::max()), "the integer ",
-                value, " is beyond std::int64_t; save it as a string, or in two parts");
-  }
-  return static_cast<std::int64_t>(value);
-}
-
-template <std::integral T>
-T integer_read(std::int64_t number) {
-  const T value = static_cast<T>(number);
-  const bool fits = static_cast<std::int64_t>(value) == number && (value < T{}) == (number < 0);
-  TORCH_CHECK(fits, "the file has the integer ", number,
-              ", which the variable's type cannot hold; load it into a std::int64_t");
-  return value;
-}
-
-/// Makes a part from `put`, which returns a value, and `read`, which checks one and returns what is
-/// then assigned to `object`.
-template <class T, class Put, class Read>
-CheckpointPart value_part(const char* kind, T& object, Put put, Read read) {
-  return {.kind = kind,
-          .save = [put](const ParameterNames&) { return c10::IValue(put()); },
-          .load =
-              [&object, read](const c10::IValue& value, const LoadContext&) {
-                return [&object, ready = std::make_shared<T>(read(value))] {
-                  object = std::move(*ready);
-                };
-              }};
-}
+/// Numbers and the like, which a file holds as they are.
+template <class T>
+concept IsValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
+    IsEngine<T> || IsVectorOfIntegers<T>::value;
 
 template <IsEngine T>
 std::string engine_text(const T& engine) {
@@ -125,16 +177,74 @@ std::string engine_text(const T& engine) {
   return stream.str();
 }
 
-template <IsEngine T>
-T engine_read(const c10::IValue& value) {
-  check_value(value.isString(), value, "an engine's text");
-  T engine;
-  std::istringstream stream(value.toStringRef());
-  stream.imbue(std::locale::classic());
-  stream >> engine;
-  TORCH_CHECK(stream && engine_text(engine) == value.toStringRef(),
-              "the file has the state of another engine; add one of the type that was saved");
-  return engine;
+template <std::integral To, std::integral From>
+constexpr bool fits(From number) {
+  const To to = static_cast<To>(number);
+  return static_cast<From>(to) == number && (to < To{}) == (number < From{});
+}
+
+template <IsValue T>
+c10::IValue value_of(const T& object) {
+  if constexpr (std::same_as<T, bool> || std::same_as<T, std::string>) {
+    return object;
+  } else if constexpr (std::integral<T>) {
+    TORCH_CHECK(fits<std::int64_t>(object), "the integer ", object,
+                " is beyond std::int64_t; save it as a string, or in two parts");
+    return static_cast<std::int64_t>(object);
+  } else if constexpr (std::floating_point<T>) {
+    static_assert(sizeof(T) <= sizeof(double));
+    return static_cast<double>(object);
+  } else if constexpr (IsEngine<T>) {
+    return engine_text(object);
+  } else {  // as a tensor, for it may be as long as a data set
+    std::vector<std::int64_t> all;
+    for (const auto value : object) all.push_back(value_of(value).toInt());
+    return at::tensor(all, at::kLong);
+  }
+}
+
+/// Returns the value of an object of type T. \throws c10::Error if it is another type's
+template <IsValue T>
+T value_read(const c10::IValue& value) {
+  if constexpr (std::same_as<T, bool>) {
+    check_value(value.isBool(), value, "a bool");
+    return value.toBool();
+  } else if constexpr (std::same_as<T, std::string>) {
+    check_value(value.isString(), value, "a string");
+    return value.toStringRef();
+  } else if constexpr (std::integral<T>) {
+    check_value(value.isInt(), value, "an integer");
+    TORCH_CHECK(fits<T>(value.toInt()), "the file has the integer ", value.toInt(),
+                ", which the variable's type cannot hold; load it into a std::int64_t");
+    return static_cast<T>(value.toInt());
+  } else if constexpr (std::floating_point<T>) {
+    check_value(value.isDouble() || value.isInt(), value, "a real number");
+    const double number = value.toScalar().toDouble();
+    TORCH_CHECK(nonfinite_bits(number) ||
+                    std::abs(number) <= static_cast<double>(std::numeric_limits<T>::max()),
+                "the file has the real number ", number,
+                ", which the variable's type cannot hold; load it into a double");
+    return static_cast<T>(number);
+  } else if constexpr (IsEngine<T>) {
+    check_value(value.isString(), value, "an engine's text");
+    T engine;
+    std::istringstream stream(value.toStringRef());
+    stream.imbue(std::locale::classic());
+    stream >> engine;
+    TORCH_CHECK(stream && engine_text(engine) == value.toStringRef(),
+                "the file has the state of another engine; add one of the type that was saved");
+    return engine;
+  } else {
+    check_value(value.isTensor() && value.toTensor().scalar_type() == at::kLong, value,
+                "a vector of integers");
+    const at::Tensor read = value.toTensor().contiguous();
+    const auto* const begin = read.const_data_ptr<std::int64_t>();
+    T all;
+    for (std::int64_t i = 0; i < read.numel(); ++i) {
+      all.push_back(value_read<typename T::value_type>(begin[i]));
+    }
+    return all;
+  }
 }
 
 template <class T>
@@ -150,68 +260,20 @@ CheckpointPart part_of(T& object) {
         [&object] { return held_module(static_cast<bool>(object) ? &*object : nullptr); });
   } else if constexpr (IsOptimizer<T>) {
     return optimizer_part(object);
-  } else if constexpr (std::same_as<T, std::string>) {
-    return value_part(
-        "string", object, [&object] { return object; },
-        [](const c10::IValue& value) {
-          check_value(value.isString(), value, "a string");
-          return value.toStringRef();
-        });
-  } else if constexpr (std::same_as<T, bool>) {
-    return value_part(
-        "bool", object, [&object] { return object; },
-        [](const c10::IValue& value) {
-          check_value(value.isBool(), value, "a bool");
-          return value.toBool();
-        });
-  } else if constexpr (std::integral<T>) {
-    return value_part(
-        "integer", object, [&object] { return integer_to_save(object); },
-        [](const c10::IValue& value) {
-          check_value(value.isInt(), value, "an integer");
-          return integer_read<T>(value.toInt());
-        });
-  } else if constexpr (std::floating_point<T>) {
-    static_assert(sizeof(T) <= sizeof(double));
-    return value_part(
-        "real number", object, [&object] { return static_cast<double>(object); },
-        [](const c10::IValue& value) {
-          check_value(value.isDouble() || value.isInt(), value, "a real number");
-          const double number = value.toScalar().toDouble();
-          TORCH_CHECK(nonfinite_bits(number) ||
-                          std::abs(number) <= static_cast<double>(std::numeric_limits<T>::max()),
-                      "the file has the real number ", number,
-                      ", which the variable's type cannot hold; load it into a double");
-          return static_cast<T>(number);
-        });
   } else if constexpr (std::derived_from<T, at::Tensor>) {
     return tensor_part(object);
   } else if constexpr (std::same_as<T, std::vector<at::Tensor>>) {
     return tensors_part(object);
-  } else if constexpr (IsVectorOfIntegers<T>::value) {
-    return value_part(
-        "vector of integers", object,  // as a tensor, for it may be as long as a data set
-        [&object] {
-          std::vector<std::int64_t> all;
-          for (const auto value : object) all.push_back(integer_to_save(value));
-          return at::tensor(all, at::kLong);
-        },
-        [](const c10::IValue& value) {
-          check_value(value.isTensor() && value.toTensor().scalar_type() == at::kLong, value,
-                      "a vector of integers");
-          const at::Tensor read = value.toTensor().contiguous();
-          const auto* const begin = read.const_data_ptr<std::int64_t>();
-          T all;
-          for (std::int64_t i = 0; i < read.numel(); ++i) {
-            all.push_back(integer_read<typename T::value_type>(begin[i]));
-          }
-          return all;
-        });
   } else if constexpr (std::same_as<T, at::Generator>) {
     return generator_part(object);
-  } else if constexpr (IsEngine<T>) {
-    return value_part(
-        "engine", object, [&object] { return engine_text(object); }, engine_read<T>);
+  } else if constexpr (IsValue<T>) {
+    return {.save = [&object](const ParameterNames&) { return value_of(object); },
+            .load =
+                [&object](const c10::IValue& value, const ParameterNames&) {
+                  return [&object, ready = std::make_shared<T>(value_read<T>(value))] {
+                    object = std::move(*ready);
+                  };
+                }};
   } else {
     static_assert(
         GoesThroughArchives<T>,
@@ -235,15 +297,14 @@ CheckpointPart part_of_callables(Save save, Load load) {
                 "return a number, string, tensor or vector of integers, and load take it");
   const auto value = std::make_shared<Value>();
   const CheckpointPart part = part_of(*value);
-  return {.kind = part.kind,
-          .save =
+  return {.save =
               [value, save, part](const ParameterNames& names) mutable {
                 *value = save();
                 return part.save(names);
               },
           .load =
-              [value, load, part](const c10::IValue& saved, const LoadContext& context) {
-                return [value, load, apply = part.load(saved, context)]() mutable {
+              [value, load, part](const c10::IValue& saved, const ParameterNames& names) {
+                return [value, load, apply = part.load(saved, names)]() mutable {
                   apply();
                   load(std::exchange(*value, Value()));
                 };

@@ -5,10 +5,10 @@
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
-#include <mezzo/checkpoint/detail/checkpoint_part.h>
+#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 
 #include <ATen/core/ivalue.h>
-#include <c10/core/Device.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,8 +36,16 @@ inline void check_can_be_saved(const char* caller, const std::vector<NamedPart>&
   TORCH_CHECK(step >= 0, caller, ": step is ", step, "; it should be at least 0");
 }
 
+/// Throws if parameters hold averages in place of their weights: see averaged_parameters.h.
+inline void check_not_averaged() {
+  TORCH_CHECK(averaged_parameters().empty(),
+              "a parameter holds an average, for an EmaScope is alive; let it end first (to export "
+              "the averages, torch::save the model)");
+}
+
 /// Returns the values of a state's objects by name, with their own tensors.
 inline PythonDict values_of(const std::vector<NamedPart>& parts) {
+  check_not_averaged();
   const ParameterNames names = parameter_names(parts);
   PythonDict values = python_dict();
   for (const NamedPart& one : parts) {
@@ -63,16 +70,12 @@ inline c10::IValue document_of(const PythonDict& values, std::int64_t step,
   return document;
 }
 
-struct WrittenFile {
-  std::uint64_t bytes;
-  bool durable;  ///< SavedCheckpoint::durable
-};
-
-/// Writes a file. `folder_error` is the system's from flushing the folder's own name, or 0.
-inline WrittenFile write_file(const std::filesystem::path& target, const c10::IValue& document,
-                              int folder_error,
-                              const std::function<void(const std::string&)>& warn) {
-  AtomicFile file(temporary_of(target), target);
+/// Writes a file, and returns its size. `folder_error` is the system's from flushing the folder's
+/// own name, or 0.
+inline std::uint64_t write_file(const std::filesystem::path& target, const c10::IValue& document,
+                                int folder_error,
+                                const std::function<void(const std::string&)>& warn) {
+  AtomicFile file(target);
   write_zip(file, document);
   const int file_error = file.commit();
   const int error = file_error != 0 ? file_error : folder_error;
@@ -82,7 +85,7 @@ inline WrittenFile write_file(const std::filesystem::path& target, const c10::IV
          "folder cannot be flushed to the disk: " +
          reason(error));
   }
-  return {file.total(), error == 0};
+  return file.total();
 }
 
 // --- Loading: everything is compared and checked before the first object changes ----------------
@@ -103,26 +106,17 @@ struct CheckedLoad {
 };
 
 inline void check_names(const std::string& file, const ReadCheckpoint& read,
-                        const std::vector<NamedPart>& parts, bool subset, RankOf who,
-                        std::vector<std::string>& notes) {
+                        const std::vector<NamedPart>& parts, bool subset) {
   std::string missing, extra;
   for (const NamedPart& one : parts) {
-    const bool is_optional = one.is_per_rank && who.ranks > 0;
-    if (read.values.contains(one.name) || is_optional) continue;
+    if (read.values.contains(one.name)) continue;
     missing += (missing.empty() ? " \"" : ", \"") + one.name + "\"";
   }
   for (const auto& entry : read.values) {
     const std::string& name = entry.key().toStringRef();
     const bool is_wanted = std::any_of(parts.begin(), parts.end(),
                                        [&name](const NamedPart& one) { return one.name == name; });
-    if (is_wanted || subset) continue;
-    if (who.ranks > 0 && !item(read.ranks, name).isNone()) {
-      notes.push_back('"' + name +
-                      "\" is left out: each rank has its own in the file, and the "
-                      "state does not name it");
-      continue;
-    }
-    extra += (extra.empty() ? " \"" : ", \"") + name + "\"";
+    if (!is_wanted && !subset) extra += (extra.empty() ? " \"" : ", \"") + name + "\"";
   }
   TORCH_CHECK(missing.empty() && extra.empty(), file, " is another training state's:",
               missing.empty() ? std::string() : " it lacks" + missing + ";",
@@ -135,47 +129,35 @@ inline void check_names(const std::string& file, const ReadCheckpoint& read,
 
 /// Checks one object. Returns the function that changes it; null to leave it as it is.
 inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoint& read,
-                                        const LoadContext& context, RankOf who,
+                                        const ParameterNames& names, RankOf who,
                                         std::vector<std::string>& notes) {
   const c10::IValue of_ranks = item(read.ranks, one.name);
   const auto ranks = static_cast<std::int64_t>(of_ranks.isNone() ? 1 : of_ranks.toListRef().size());
-  const std::string name = '"' + one.name + '"';
-  if (one.is_per_rank && who.ranks == ranks && read.values.contains(one.name)) {
-    const auto rank = static_cast<std::size_t>(who.rank);
-    return one.part.load(ranks > 1 ? of_ranks.toListRef()[rank] : read.values.at(one.name),
-                         context);
+  const std::string name = '"' + one.name + '"', had = std::to_string(ranks) + " ranks had";
+  if (one.is_per_rank && who.ranks > 0 && who.ranks != ranks) {
+    notes.push_back(name + " is left as it is: the file has what " + had + ", and here are " +
+                    std::to_string(who.ranks));
+    return nullptr;
   }
-  if (!one.is_per_rank || who.ranks == 0) {
-    if (ranks > 1) {
-      notes.push_back(name + " is rank 0's: the file has what " + std::to_string(ranks) +
-                      " ranks had");
-    }
-    return one.part.load(read.values.at(one.name), context);
+  if (one.is_per_rank && who.ranks > 1) {
+    return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
   }
-  const bool begins_anew = one.part.begin_anew != nullptr && read.values.contains(one.name);
-  notes.push_back(name +
-                  (begins_anew ? " is begun anew, from the file's, the step and the rank"
-                               : " is left as it is") +
-                  ": the file has what " + std::to_string(ranks) + " ranks had, and here are " +
-                  std::to_string(who.ranks));
-  if (!begins_anew) return nullptr;
-  return one.part.begin_anew(read.values.at(one.name), "step " + std::to_string(read.step) +
-                                                           ", rank " + std::to_string(who.rank) +
-                                                           " of " + std::to_string(who.ranks));
+  if (ranks > 1) notes.push_back(name + " is rank 0's: the file has what " + had);
+  return one.part.load(read.values.at(one.name), names);
 }
 
 /// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
 inline CheckedLoad check_file(const std::filesystem::path& path,
-                              const std::vector<NamedPart>& parts, bool subset,
-                              std::optional<c10::Device> device, RankOf who = {}) {
+                              const std::vector<NamedPart>& parts, bool subset, RankOf who = {}) {
+  check_not_averaged();
   const std::string file = path.string();
   const ReadCheckpoint read = read_checkpoint(path);
   CheckedLoad checked{.file = path, .step = read.step};
-  check_names(file, read, parts, subset, who, checked.notes);
-  const LoadContext context{parameter_names(parts), device};
+  check_names(file, read, parts, subset);
+  const ParameterNames names = parameter_names(parts);
   for (const NamedPart& one : parts) {
     try {
-      auto apply = check_part(one, read, context, who, checked.notes);
+      auto apply = check_part(one, read, names, who, checked.notes);
       if (apply) checked.pending.emplace_back(one.name, std::move(apply));
     } catch (...) {
       TORCH_CHECK(false, file, ": \"", one.name,

@@ -11,9 +11,8 @@
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
@@ -57,9 +56,9 @@ inline void check_model(const torch::nn::Module& model) {
     const at::ScalarType dtype = parameter.scalar_type();
     TORCH_CHECK(!at::isFloatingType(dtype) || dtype == at::kFloat, "Found param ", item.key(),
                 " of ", model.name(), " with type ", dtype_name(dtype), expected_float32(dtype));
-    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda(), "Found param ", item.key(), " of ",
-                model.name(), " on ", parameter.device(),
-                "; mixed precision is for models on cpu and cuda: move it there first");
+    TORCH_CHECK(parameter.is_cpu() || parameter.is_cuda() || parameter.is_mps(), "Found param ",
+                item.key(), " of ", model.name(), " on ", parameter.device(),
+                "; mixed precision is for models on cpu, cuda and mps: move it there first");
   }
   for (const auto& item : model.named_buffers()) {
     const at::ScalarType dtype = item.value().scalar_type();
@@ -146,7 +145,7 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
               " has stepped already, in float32, and the level casts the model; call "
               "mezzo::initialize before the first step, and load a saved state afterwards");
-  const bool is_mezzos = as_fused(optimizer) != nullptr;
+  const bool is_mezzos = AnyOptimizer(optimizer).mezzos() != nullptr;
   if (!wants_masters || is_mezzos) return;
   (void)MasterWeights(optimizer);  // refuses what it cannot step
   std::vector<at::Tensor> parameters;

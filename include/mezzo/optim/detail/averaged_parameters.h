@@ -20,6 +20,10 @@ class AveragedParameters {
     const std::lock_guard lock(mutex_);
     return parameters_.count(parameter.unsafeGetTensorImpl()) != 0;
   }
+  bool empty() const {
+    const std::lock_guard lock(mutex_);
+    return parameters_.empty();
+  }
   void add(const std::vector<at::Tensor>& parameters) {
     const std::lock_guard lock(mutex_);
     for (const at::Tensor& one : parameters) parameters_.insert(one.unsafeGetTensorImpl());

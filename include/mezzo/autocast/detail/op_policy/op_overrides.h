@@ -13,6 +13,7 @@
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -22,8 +23,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -159,16 +158,9 @@ class OverrideKernel final : public c10::OperatorKernel {
 };
 
 /// Hidden, so that each library that holds mezzo has its own.
-__attribute__((visibility("hidden"))) inline constexpr char kInThisLibrary = 0;
-
-/// Keeps the library that holds this code loaded after its last dlclose: the dispatcher calls the
-/// kernels for the life of the process. The program itself cannot be closed.
-__attribute__((visibility("hidden"))) inline void keep_loaded() {
-  Dl_info library;
-  if (dladdr(&kInThisLibrary, &library) != 0) {
-    dlopen(library.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
-  }
-}
+MEZZO_HIDDEN inline constexpr char kInThisLibrary = 0;
+/// Hidden for the same reason. The dispatcher calls the kernels for the life of the process.
+MEZZO_HIDDEN inline void keep_this_library_loaded() { keep_loaded(&kInThisLibrary); }
 
 class OverrideRegistry {
  public:

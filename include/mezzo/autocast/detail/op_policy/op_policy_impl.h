@@ -150,7 +150,7 @@ MEZZO_INLINE std::vector<OpEntry> OpPolicy::edits() const {
 
 MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy) {
   if (policy.empty()) return policy;
-  detail::keep_loaded();
+  detail::keep_this_library_loaded();
   for (const auto& edit : policy.edits_->by_op) detail::override_registry().install(*edit.first);
   return policy;
 }

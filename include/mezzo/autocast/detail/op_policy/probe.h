@@ -47,8 +47,8 @@ class OpaqueTensor final : public c10::TensorImpl {
  public:
   OpaqueTensor(c10::DeviceType device, at::ScalarType dtype)
       : TensorImpl(c10::DispatchKeySet(), c10::scalarTypeToTypeMeta(dtype),
-                   c10::Device(device, device == c10::DeviceType::CUDA ? c10::DeviceIndex{0}
-                                                                       : c10::DeviceIndex{-1})) {
+                   c10::Device(device, device == c10::DeviceType::CPU ? c10::DeviceIndex{-1}
+                                                                      : c10::DeviceIndex{0})) {
     set_custom_sizes_strides(SizesStridesPolicy::CustomSizes);
     set_storage_access_should_throw();
   }

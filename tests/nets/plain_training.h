@@ -1,8 +1,7 @@
 // What random programs of training steps are compared with: weights, gradients and optimizers as
-// plain loops over doubles, a loss scale as a number, and the program's text.
+// plain loops over doubles. program.h runs the programs.
 #pragma once
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -15,9 +14,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <random>
@@ -327,16 +324,20 @@ Options options_of(const Recipe& recipe) {
     options.weight_decay(recipe.kind == Kind::adamw || recipe.kind == Kind::lamb ? kDecay : 0);
   }
   if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
-  if constexpr (requires { options.weight_storage(recipe.storage); }) {
-    options.weight_storage(recipe.storage);
-  }
   return options;
 }
 
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const Recipe& recipe, const std::vector<Tensor>& parameters) {
   const auto make = [&]<class Optimizer, class Options>() {
-    return std::make_unique<Optimizer>(parameters, options_of<Options>(recipe));
+    const auto options = options_of<Options>(recipe);
+    const mezzo::optim::WeightOptions weights{.weight_storage = recipe.storage};
+    if constexpr (std::is_constructible_v<Optimizer, std::vector<Tensor>, Options,
+                                          mezzo::optim::WeightOptions>) {
+      return std::make_unique<Optimizer>(parameters, options, weights);
+    } else {
+      return std::make_unique<Optimizer>(parameters, options);
+    }
   };
   namespace theirs = torch::optim;
   namespace ours = mezzo::optim;
@@ -734,15 +735,5 @@ inline void compare_gradient(PlainWeight& plain, const Tensor& parameter, Report
   }
   plain.gradient->values = actual;
 }
-
-// --- Running many ------------------------------------------------------------------------------
-
-inline int64_t number_from_environment(const char* name, int64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoll(text);
-}
-
-/// How often each kind of thing happened, over all programs.
-using Counts = std::map<std::string, int64_t>;
 
 }  // namespace step_programs

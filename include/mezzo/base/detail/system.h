@@ -1,0 +1,119 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <cstdio>
+#include <optional>
+
+#if defined(_WIN32)
+#include <c10/util/win32-headers.h>
+
+#include <process.h>
+#include <psapi.h>
+#else
+#include <dlfcn.h>
+#include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#include <mach/mach.h>
+#endif
+
+// What is the system's: loaded libraries and their functions, and this process. On Linux, macOS and
+// Windows.
+
+/// \def MEZZO_HIDDEN
+/// Marks what each library has of its own. Windows exports nothing that is not marked.
+#if defined(__GNUC__)
+#define MEZZO_HIDDEN __attribute__((visibility("hidden")))
+#else
+#define MEZZO_HIDDEN
+#endif
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+#if defined(_WIN32)
+
+inline constexpr const char* kCudaDriver = "nvcuda.dll";
+
+/// Returns a library that the process has loaded; null if it has not.
+inline void* loaded_library(const char* name) { return GetModuleHandleA(name); }
+/// Returns a library, loaded for the life of the process; null if there is none.
+inline void* load_library(const char* name) { return LoadLibraryA(name); }
+
+/// Returns a function of a library; null if the library is, or lacks it.
+template <class Function>
+Function* function_in(void* library, const char* name) {
+  return library == nullptr
+             ? nullptr
+             : reinterpret_cast<Function*>(GetProcAddress(static_cast<HMODULE>(library), name));
+}
+
+/// Keeps the library that holds `address` loaded after its last unload.
+inline void keep_loaded(const void* address) {
+  HMODULE library = nullptr;
+  GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
+                     static_cast<const char*>(address), &library);
+}
+
+inline int process_id() noexcept { return _getpid(); }
+
+/// Returns the bytes of memory that the process holds; none where the system does not say.
+inline std::optional<double> resident_bytes() noexcept {
+  PROCESS_MEMORY_COUNTERS counters{};
+  if (!K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters))) return {};
+  return static_cast<double>(counters.WorkingSetSize);
+}
+
+#else
+
+inline constexpr const char* kCudaDriver = "libcuda.so.1";
+
+/// Returns a library that the process has loaded; null if it has not.
+inline void* loaded_library(const char* name) { return dlopen(name, RTLD_NOLOAD | RTLD_LAZY); }
+/// Returns a library, loaded for the life of the process; null if there is none.
+inline void* load_library(const char* name) { return dlopen(name, RTLD_LAZY | RTLD_LOCAL); }
+
+/// Returns a function of a library; null if the library is, or lacks it.
+template <class Function>
+Function* function_in(void* library, const char* name) {
+  return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
+}
+
+/// Keeps the library that holds `address` loaded after its last dlclose. The program itself cannot
+/// be closed.
+inline void keep_loaded(const void* address) {
+  Dl_info library;
+  if (dladdr(address, &library) != 0) {
+    dlopen(library.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+  }
+}
+
+inline int process_id() noexcept { return getpid(); }
+
+/// Returns the bytes of memory that the process holds; none where the system does not say.
+inline std::optional<double> resident_bytes() noexcept {
+#if defined(__APPLE__)
+  mach_task_basic_info_data_t info{};
+  mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
+  if (task_info(mach_task_self(), MACH_TASK_BASIC_INFO, reinterpret_cast<task_info_t>(&info),
+                &count) != KERN_SUCCESS) {
+    return {};
+  }
+  return static_cast<double>(info.resident_size);
+#else
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr) return {};
+  long all = 0;
+  long resident = 0;
+  const bool is_read = std::fscanf(file, "%ld %ld", &all, &resident) == 2;
+  std::fclose(file);
+  if (!is_read) return {};
+  return static_cast<double>(resident) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+#endif
+}
+
+#endif
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
