@@ -110,7 +110,8 @@ inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale 
     const at::Tensor& gradient = gradients[i];
     const at::Tensor values = detail::ordered_values(gradient).to(at::kDouble).mul(factor).to(wide);
     const at::Tensor is_bad = values.isfinite().logical_not();
-    const at::Tensor first = is_bad.nonzero()[0].cpu();  // of a sparse one the first is a row's
+    const at::Tensor first =
+        is_bad.nonzero()[0].cpu().contiguous();  // of a sparse one the first is a row's
     std::vector<std::int64_t> index(first.const_data_ptr<int64_t>(),
                                     first.const_data_ptr<int64_t>() + first.numel());
     if (gradient.is_sparse()) {
