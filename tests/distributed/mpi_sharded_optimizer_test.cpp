@@ -69,7 +69,7 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
   Model model(dtype), alone(dtype);
   ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
   Optimizer whole(groups_of(alone, options), options);
-  const auto scaling = mezzo::LossScaleOptions{.init_scale = 256., .allow_fp16_gradients = true};
+  const auto scaling = mezzo::LossScale{.init_scale = 256., .allow_fp16_gradients = true};
   mezzo::GradScaler scaler(scaling), scaler_alone(scaling);
   scaler.on_skip(nullptr);
   scaler_alone.on_skip(nullptr);

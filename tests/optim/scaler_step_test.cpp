@@ -21,14 +21,14 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 using mezzo::StepOptions;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-GradScaler quiet_scaler(const LossScaleOptions& options = {.init_scale = 1024}) {
+GradScaler quiet_scaler(const LossScale& options = {.init_scale = 1024}) {
   GradScaler scaler(options);
   scaler.on_skip(nullptr);
   return scaler;

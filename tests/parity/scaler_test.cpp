@@ -25,7 +25,7 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 using test_support::quiet_scaler;
 using torch::Tensor;
 using OptimizerPointer = std::unique_ptr<torch::optim::Optimizer>;
@@ -102,8 +102,8 @@ struct Iteration {
 using Iterate = std::function<void(Side&, const Iteration&)>;
 
 GradScaler torchs_scaler(bool enabled = true) {
-  GradScaler scaler(LossScaleOptions{
-      .init_scale = 128, .growth_factor = 2, .growth_interval = 1, .enabled = enabled});
+  GradScaler scaler(
+      LossScale{.init_scale = 128, .growth_factor = 2, .growth_interval = 1, .enabled = enabled});
   scaler.on_skip(nullptr);
   return scaler;
 }
@@ -510,10 +510,10 @@ TEST(TorchScale, ScalesNestedOutputs) {
 
 TEST(TorchStateDict, ReplacesEverySettingBeforeAndAfterTheFirstScale) {
   for (const bool lazy : {true, false}) {
-    const GradScaler source(LossScaleOptions{
-        .init_scale = 3, .growth_factor = 4, .backoff_factor = .5, .growth_interval = 2});
-    GradScaler target(LossScaleOptions{
-        .init_scale = 6, .growth_factor = 7, .backoff_factor = .8, .growth_interval = 1});
+    const GradScaler source(
+        LossScale{.init_scale = 3, .growth_factor = 4, .backoff_factor = .5, .growth_interval = 2});
+    GradScaler target(
+        LossScale{.init_scale = 6, .growth_factor = 7, .backoff_factor = .8, .growth_interval = 1});
     auto other = target.state_dict();
     other["_growth_tracker"] = 7;
     target.load_state_dict(other);

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <mezzo/base/loss_scale.h>
-#include <mezzo/base/matmul_precision.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
 
@@ -21,8 +20,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// A loss scale, given as 128.0, "128.0", "dynamic" or a LossScale.
 class LossScaleChoice {
  public:
-  /// Takes a rule as it is.
-  LossScaleChoice(const LossScale& rule) : rule_(rule) {}
+  /// Takes a rule as it is. \throws c10::Error as LossScale::checked does
+  LossScaleChoice(const LossScale& rule) : rule_(rule.checked()) {}
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
@@ -73,15 +72,14 @@ struct OptLevelOverrides {
 /// | loss_scale            | 1       | dynamic | dynamic | 1    |
 ///
 /// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1, since bfloat16 has
-/// float32's range. TF32 is O0 with float32 products in TF32, a setting of the process: hold a
-/// MatmulPrecisionGuard of `matmul_precision()` around the training; otherwise `initialize` warns.
+/// float32's range.
 ///
 /// All overrides of a level are checked together, so their order does not matter. A contradiction
 /// throws c10::Error, which names both sides and what to do:
 /// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights. O1 leaves
 ///   weights in float32, and its op lists run batch norms in float32. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
-/// - O0 or TF32 with a low-precision cast_model_type, a bf16 level with half, and master_weights
+/// - O0 with a low-precision cast_model_type, a bf16 level with half, and master_weights
 ///   for a model in float32. Apex accepts these silently.
 /// A dynamic loss scale for a model without half is accepted, as in Apex.
 class OptLevel {
@@ -100,10 +98,8 @@ class OptLevel {
   static OptLevel O2_bf16(const OptLevelOverrides& set = {}) { return parse("O2_bf16", set); }
   /// Weights of bfloat16, without masters.
   static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
-  /// float32, whose matrix products may run in TF32.
-  static OptLevel TF32(const OptLevelOverrides& set = {}) { return parse("TF32", set); }
 
-  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
+  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
   /// \throws c10::Error for any other name, in Apex's words
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
 
@@ -130,9 +126,6 @@ class OptLevel {
   /// Returns the dtypes of the level. `param` is the dtype of the weights in the optimizer: float32
   /// with master weights. `output` equals `compute` if outputs are not cast.
   Precision precision() const;
-
-  /// Returns options for a MatmulPrecisionGuard around the training; empty except at level TF32.
-  MatmulPrecisionOptions matmul_precision() const;
 
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
   /// overrides.
