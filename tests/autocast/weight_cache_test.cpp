@@ -165,4 +165,74 @@ TEST(AutocastWeightCache, NeverCarriesAStaleWeightIntoTheNextRegion) {
   EXPECT_EQ(product(), 16.0F);
 }
 
+/// A 2 by 2 linear layer.
+class GradModes : public testing::Test {
+ protected:
+  mezzo::AutocastGuard region() const {
+    return mezzo::AutocastGuard(torch::kCPU, torch::kBFloat16);
+  }
+  void expect_gradients() const {
+    EXPECT_TRUE(model_->weight.grad().defined());
+    EXPECT_TRUE(model_->bias.grad().defined());
+  }
+
+  mutable torch::nn::Linear model_{2, 2};
+  Tensor input_ = torch::randn({8, 2});
+};
+
+TEST_F(GradModes, GradientsComeBackAfterNoGradInsideARegion) {
+  Tensor loss;
+  {
+    const auto autocast = region();
+    {
+      const torch::NoGradGuard no_grad;
+      EXPECT_FALSE(model_(input_).requires_grad());
+    }
+    loss = model_(input_).mean();
+    {
+      const torch::NoGradGuard no_grad;
+      EXPECT_FALSE(model_(input_).requires_grad());
+    }
+    loss = loss + model_(input_).mean();
+    EXPECT_TRUE(loss.requires_grad());
+  }
+  loss.backward();
+  expect_gradients();
+}
+
+TEST_F(GradModes, InferenceModeMayBeInsideARegionAndAroundIt) {
+  Tensor loss;
+  {
+    const auto autocast = region();
+    {
+      const c10::InferenceMode inference;
+      const auto out = model_(input_);
+      EXPECT_FALSE(out.requires_grad());
+      EXPECT_EQ(out.scalar_type(), torch::kBFloat16);
+    }
+    loss = model_(input_).mean();
+    EXPECT_TRUE(loss.requires_grad());
+  }
+  loss.backward();
+  expect_gradients();
+  const c10::InferenceMode inference;
+  const auto autocast = region();
+  const auto out = model_(input_);
+  EXPECT_FALSE(out.requires_grad());
+  EXPECT_EQ(out.scalar_type(), torch::kBFloat16);
+}
+
+TEST_F(GradModes, AWeightThatIsCachedGoesThroughSeveralBackwardPasses) {
+  std::vector<Tensor> outs;
+  {
+    const auto autocast = region();
+    for (int i = 0; i < 3; ++i) outs.push_back(model_(input_));
+  }
+  for (const auto& out : outs) {
+    EXPECT_TRUE(out.requires_grad());
+    out.mean().backward({}, /*retain_graph=*/true);
+  }
+  expect_gradients();
+}
+
 }  // namespace

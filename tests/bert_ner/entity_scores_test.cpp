@@ -46,25 +46,6 @@ TEST(EntityScores, GivesTheNumbersThatSeqevalRecorded) {
   EXPECT_EQ(cases, 40);
 }
 
-TEST(EntityScores, CountsAnEntityOnlyIfTypeAndBothEndsAreRight) {
-  const TagSequences truth{{"B-LOC", "I-LOC", "O", "B-PER"}};
-  const auto score = entity_scores(truth, {{"B-LOC", "O", "O", "B-PER"}});
-  EXPECT_EQ(score.correct, 1);
-  EXPECT_EQ(score.predicted, 2);
-  EXPECT_EQ(score.support, 2);
-  EXPECT_DOUBLE_EQ(score.f1, 0.5);
-  EXPECT_EQ(entity_scores(truth, {{"B-PER", "I-PER", "O", "O"}}).correct, 0);
-}
-
-TEST(EntityScores, LetsAnInsideTagBeginAnEntity) {
-  EXPECT_EQ(entity_scores({{"B-LOC", "I-LOC"}}, {{"I-LOC", "I-LOC"}}).correct, 1);
-  EXPECT_EQ(entity_scores({{"B-LOC", "B-PER"}}, {{"I-LOC", "I-PER"}}).correct, 2);
-}
-
-TEST(EntityScores, LetsNoEntityGoOnFromOneSentenceToTheNext) {
-  EXPECT_EQ(entity_scores({{"B-LOC"}, {"I-LOC"}}, {{"B-LOC"}, {"I-LOC"}}).support, 2);
-}
-
 TEST(EntityScores, RefusesSequencesOfDifferentLength) {
   EXPECT_THROW(entity_scores({{"O"}}, {}), std::invalid_argument);
   EXPECT_THROW(entity_scores({{"O"}}, {{"O", "O"}}), std::invalid_argument);

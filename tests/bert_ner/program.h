@@ -44,10 +44,9 @@ struct Outcome {
 
 class ProgramRuns : public testing::Test {
  protected:
-  /// Starts the program, or whatever launches it; its output goes to files of the scratch folder.
+  /// Starts the program; its output goes to files of the scratch folder.
   pid_t start(Arguments arguments, rlim_t largest_file = RLIM_INFINITY) const {
     arguments.insert(arguments.begin(), BERT_NER_PROGRAM);
-    arguments.insert(arguments.begin(), launcher_.begin(), launcher_.end());
     setenv("OMP_NUM_THREADS", "1", 1);  // more cost more than they gain on so small a model
     std::vector<char*> pointers;
     for (auto& argument : arguments) pointers.push_back(argument.data());
@@ -58,7 +57,6 @@ class ProgramRuns : public testing::Test {
     constexpr mode_t kMode = 0600;
     dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDOUT_FILENO);
     dup2(open(err.c_str(), O_CREAT | O_TRUNC | O_WRONLY, kMode), STDERR_FILENO);
-    if (stdout_ != nullptr) dup2(open(stdout_, O_WRONLY), STDOUT_FILENO);
     const rlimit limit{largest_file, RLIM_INFINITY};
     setrlimit(RLIMIT_FSIZE, &limit);
     execv(pointers.front(), pointers.data());
@@ -87,8 +85,6 @@ class ProgramRuns : public testing::Test {
     return arguments;
   }
 
-  Arguments launcher_;            ///< before the program: mpirun and its flags
-  const char* stdout_ = nullptr;  ///< in place of the scratch folder's file
   test_support::Scratch scratch_;
   std::filesystem::path corpus_ = write_tiny_corpus(scratch_, "corpus.txt", 36);
 };

@@ -20,7 +20,6 @@
 #include <thread>
 
 #include "checkpoint.h"
-#include "dataset.h"
 #include "text.h"
 #include "tiny_bert.h"
 
@@ -33,7 +32,6 @@ using test::Outcome;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::MatchesRegex;
-using testing::Not;
 using testing::StartsWith;
 
 class Program : public test::ProgramRuns {
@@ -143,14 +141,6 @@ TEST_F(Program, LabelsTextWithWhatItSaved) {
             ".\tO\n\n");
 }
 
-TEST_F(Program, WritesPlainProgressLinesWhereThereIsNoTerminal) {
-  const auto outcome = run(training({"--precision", "amp", "--max-steps", "3"}));
-  EXPECT_EQ(outcome.status, 0);
-  EXPECT_THAT(outcome.err, AllOf(StartsWith("amp dynamic scale: autocast bfloat16"),
-                                 HasSubstr("\nepoch 1/8  step 3/3  loss "),
-                                 HasSubstr("scale 65536"), Not(HasSubstr("\r"))));
-}
-
 TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
   setenv("MEZZO_AUTOCAST", "off", 1);
   const auto off = run(training({"--precision", "amp", "--max-steps", "1"}));
@@ -185,82 +175,6 @@ TEST_F(Program, SaysWhichFileAndLineIsWrong) {
   refused("", {"bad.txt"});
   refused("alice\tB-person\n\n",
           {"--held-out 0.2 of 1 sentences"});  // one sentence cannot be split
-}
-
-TEST_F(Program, SaysWhichLabelTrainingNeverSaw) {
-  const auto unseen = scratch_.write("valid.txt", "alice\tB-person\n\nin\tO\nmay\tB-month\n\n");
-  expect_failure(run({"--model", test::tiny_bert_folder().string(), "--train", corpus_.string(),
-                      "--valid", unseen.string(), "--precision", "amp"}),
-                 1, {"valid.txt:4: the label B-month does not occur in", "corpus.txt", "B-place"});
-  expect_failure(run(training({"--precision", "amp", "--class-weights", "B-month=2"})), 1,
-                 {"--class-weights", "no label \"B-month\"", "B-place"});
-}
-
-TEST_F(Program, NotesALabelThatTheSplitKeptFromTraining) {
-  const auto corpus = scratch_.write(
-      "rare.txt", test_support::bytes_of(corpus_) + "may\tB-month\nday\tI-month\n\n");
-  const auto is_held_out = [&](uint64_t seed) {
-    const auto split = split_by_seed(read_conll(corpus), /*held_out=*/0.2, seed);
-    return split.valid.back().words.front() == "may";
-  };
-  uint64_t held_out = 0, learnt = 0;
-  while (!is_held_out(held_out)) ++held_out;
-  while (is_held_out(learnt)) ++learnt;
-  const auto note_with_seed = [&](uint64_t seed) {
-    const auto outcome =
-        run({"--model", test::tiny_bert_folder().string(), "--data", corpus.string(), "--precision",
-             "fp32", "--max-steps", "1", "--seed", std::to_string(seed)});
-    EXPECT_EQ(outcome.status, 0) << outcome.err;
-    return outcome.err;
-  };
-  EXPECT_THAT(note_with_seed(held_out),
-              HasSubstr("\nnote: no sentence to learn from has B-month\n"));
-  EXPECT_THAT(note_with_seed(learnt), Not(HasSubstr("note:")));
-}
-
-TEST_F(Program, RefusesBeforeItTrainsWhatItCouldNotWriteAfterwards) {
-  const auto json = (scratch_ / "nowhere" / "r.json").string();
-  for (const Arguments& flags :
-       {Arguments{"--json", json}, Arguments{"--precision", "amp", "--json", json},
-        Arguments{"--precision", "amp", "--save", corpus_.string()},
-        Arguments{"--precision", "amp", "--save", "/proc/nowhere"}}) {
-    const auto outcome = run(training(flags));
-    expect_failure(outcome, 1, {flags.back()});
-    EXPECT_THAT(outcome.err, Not(HasSubstr("epoch")));
-  }
-}
-
-TEST_F(Program, FailsWhenItsOutputIsLost) {
-  stdout_ = "/dev/full";
-  const auto outcome = run(training({"--precision", "amp", "--max-steps", "1", "--quiet"}));
-  expect_failure(outcome, 1, {"standard output: cannot be written"});
-}
-
-TEST_F(Program, TakesItsRowsAlongWhenItIsEnded) {
-  auto arguments = training({});
-  *(std::find(arguments.begin(), arguments.end(), "--epochs") + 1) = "100000";
-  const pid_t parent = start(arguments);
-  const auto list =
-      "/proc/" + std::to_string(parent) + "/task/" + std::to_string(parent) + "/children";
-  std::string child;
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
-  // It is another process only once its own lines appear.
-  while (test_support::bytes_of(scratch_ / "stderr").find("fp32: ") == std::string::npos &&
-         std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  std::ifstream(list) >> child;
-  ASSERT_NE(child, "");
-  kill(parent, SIGTERM);
-  waitpid(parent, nullptr, 0);
-  const auto is_alive = [&] {
-    const auto status = test_support::bytes_of("/proc/" + child + "/status");
-    return !status.empty() && status.find("State:\tZ") == std::string::npos;
-  };
-  while (is_alive() && std::chrono::steady_clock::now() < deadline) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(5));
-  }
-  EXPECT_FALSE(is_alive());
 }
 
 TEST_F(Program, SaysSoWhenTheDiskIsFullAndKeepsTheCheckpoint) {

@@ -6,9 +6,7 @@
 #include <torch/torch.h>
 
 #include <filesystem>
-#include <string_view>
 
-#include "../support/scratch.h"
 #include "bert.h"
 #include "model_files.h"
 #include "safetensors.h"
@@ -28,14 +26,6 @@ inline BertForTokenClassification load_tiny_bert(
   load_weights(model, folder, Head::from_file);
   model->eval();
   return model;
-}
-
-/// A copy of the tiny model's folder whose files a test may spoil.
-inline std::filesystem::path copy_tiny_bert(const test_support::Scratch& scratch,
-                                            std::string_view name = "model") {
-  const auto copy = scratch / name;
-  std::filesystem::copy(tiny_bert_folder(), copy, std::filesystem::copy_options::recursive);
-  return copy;
 }
 
 }  // namespace bert_ner::test

@@ -3,9 +3,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cmath>
-#include <limits>
 #include <memory>
 
 #include "tiny_bert.h"
@@ -13,8 +10,6 @@
 namespace bert_ner {
 namespace {
 
-using testing::Each;
-using testing::ElementsAre;
 using testing::Pointwise;
 
 /// A trainer of the tiny model on a handful of sentences.
@@ -109,21 +104,6 @@ TEST(Training, HoldsWhatEachPrecisionNeedsForAParameter) {
   EXPECT_EQ(bytes_of(Precision::amp_8bit, true), 16);  // matrices of fewer than 4,096 elements
 }
 
-TEST(Training, SkipsStepsThatOverflowAndLearnsOn) {
-  // Sixteen-bit floats end at 65504: this scale overflows until it has been halved often enough.
-  TinyTraining run(tiny_options(Precision::amp), {.device = torch::kCPU, .dtype = torch::kFloat16});
-  run.trainer->scaler = mezzo::GradScaler({.init_scale = std::ldexp(1.0, 24)});
-  run.trainer->scaler.on_skip(nullptr);
-  const auto losses = run.train();
-  const auto skipped = run.trainer->position.steps - run.trainer->schedule.applied_steps();
-  EXPECT_GT(skipped, 0);
-  EXPECT_LT(skipped, 20);
-  EXPECT_EQ(std::ranges::count_if(run.reports, [](auto& one) { return !one.result.ran(); }),
-            skipped);
-  EXPECT_EQ(run.reports.front().result.scale(), std::ldexp(1.0F, 24));
-  EXPECT_LT(losses.back(), losses.front() * 0.7);
-}
-
 TEST(Training, AccumulationIsTheStepOfTheWholeBatch) {
   // Equal numbers of words in all micro-batches make the mean of means the mean of all.
   auto options = tiny_options(Precision::fp32);
@@ -143,15 +123,6 @@ TEST(Training, AccumulationIsTheStepOfTheWholeBatch) {
     EXPECT_TRUE(torch::allclose(parameter.value(), expected[parameter.key()], 1e-3, 1e-4))
         << parameter.key();
   }
-}
-
-TEST(Training, TheLastStepOfAnEpochTakesTheBatchesThatAreLeft) {
-  auto options = tiny_options(Precision::fp32);
-  options.epochs = 2;
-  options.accumulate = 4;  // 6 batches: a group of 4 and one of 2
-  TinyTraining run(options);
-  EXPECT_EQ(run.train().size(), 4U);
-  EXPECT_EQ(run.trainer->position.epoch, 2);
 }
 
 TEST(Training, ClassWeightsChangeWhatCounts) {
@@ -175,50 +146,6 @@ TEST(Training, ClipsTheUnscaledGradients) {
   options.precision = Precision::amp;
   TinyTraining scaled(options);
   EXPECT_THAT(scaled.train(), Pointwise(testing::DoubleNear(1e-5), plain.train()));
-}
-
-TEST(Training, ClipsInEveryPrecision) {
-  for (const auto precision : {Precision::fp32, Precision::amp}) {
-    auto options = tiny_options(precision);
-    options.epochs = 1;
-    options.max_grad_norm = 1e-9;  // leaves gradients that are small beside AdamW's eps
-    options.weight_decay = 0;
-    TinyTraining run(options);
-    const auto before = run.trainer->model->classifier->weight.detach().clone();
-    run.train();
-    EXPECT_TRUE(torch::allclose(run.trainer->model->classifier->weight, before, 0, 4e-3))
-        << flag_of(precision);
-    EXPECT_GT(run.reports.front().result.grad_norm().value(), 0.1) << "of what is clipped";
-  }
-}
-
-TEST(Training, DecaysWeightsAloneAndBiasesNot) {
-  auto options = tiny_options(Precision::fp32);
-  options.weight_decay = 0.5;
-  TinyTraining run(options);
-  for (const auto& group : run.trainer->optimizer->param_groups()) {
-    const auto& adamw = static_cast<const mezzo::optim::AdamWOptions&>(group.options());
-    for (const auto& parameter : group.params()) {
-      EXPECT_EQ(adamw.weight_decay(), parameter.dim() > 1 ? 0.5 : 0.0);
-    }
-  }
-}
-
-TEST(Training, RatesRiseAndThenFallToZero) {
-  auto options = tiny_options(Precision::fp32);
-  options.learning_rate = 1.0;
-  options.epochs = 2;
-  options.warmup = 0.25;
-  TinyTraining run(options);
-  const auto rate = [&](int64_t applied_steps) {
-    run.trainer->schedule.set_applied_steps(applied_steps);
-    return run.trainer->schedule.lrs();
-  };
-  EXPECT_THAT(rate(0), ElementsAre(0.25, 0.25, 0.25));  // 12 steps, 3 of them a warm-up
-  EXPECT_THAT(rate(2), Each(0.75));
-  EXPECT_THAT(rate(3), Each(1));
-  EXPECT_THAT(rate(6), Each(testing::DoubleEq(2.0 / 3)));
-  EXPECT_THAT(rate(12), Each(0));
 }
 
 }  // namespace

@@ -1,15 +1,15 @@
 // Compares what training steps compute on a GPU that the host plays, and what they ask of it, with
-// tests/golden/host_device.txt. The columns:
+// tests/nets/golden_host_device.txt. The columns:
 //
-//   parameters ... applied            as in tests/golden/bits.txt
+//   parameters ... applied            as in tests/nets/golden_bits.txt
 //   launches, ops, copies_from_host,  what step 46, a clean one, asked of the device: launches of
 //   copies_to_host, events, waits     mezzo's kernels, ATen's ops, copies, recorded events, and
 //                                     waits of the host; from `scale` to the end of `update`
 //   all_launches, all_ops, all_waits  what all 50 steps asked
 //
-// To record anew, as for tests/golden/golden_test.cpp:
+// To record anew, as for tests/nets/golden_test.cpp:
 //
-//   MEZZO_RECORD_GOLDEN_HOST_DEVICE=tests/golden/host_device.txt
+//   MEZZO_RECORD_GOLDEN_HOST_DEVICE=tests/nets/golden_host_device.txt
 //     build/test/tests/cuda_on_host/mezzo_cuda_on_host --gtest_filter='GoldenBits.*'
 
 #include <gtest/gtest.h>
@@ -19,7 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "../golden/cases.h"
+#include "../nets/golden_cases.h"
 #include "host_gpu.h"
 
 namespace {
@@ -55,7 +55,7 @@ struct Meter {
   static constexpr int kCleanStep = 46;  ///< with a gradient for every parameter
 };
 
-Line measured_line(const Recipe& optimizer, Case of) {
+Line measured_line(const NamedOptimizer& optimizer, Case of) {
   host_gpu::begin(/*seed=*/1);
   const auto meter = std::make_shared<Meter>();
   of.device = host_gpu::device();
@@ -100,13 +100,13 @@ class DeviceCases {
  private:
   void add(const std::string& optimizer, const std::string& weights, Way way) {
     const bool is_libtorchs = optimizer.starts_with("torch_");
-    const Recipe& recipe = named(is_libtorchs ? libtorchs_ : mezzos_, optimizer);
+    const NamedOptimizer& recipe = named(is_libtorchs ? libtorchs_ : mezzos_, optimizer);
     const Case of{.weights = weights_named(weights), .way = way};
     all_.push_back({name_of(recipe, of), [recipe, of] { return measured_line(recipe, of); }});
   }
 
-  std::vector<Recipe> mezzos_ = mezzos();
-  std::vector<Recipe> libtorchs_ = libtorchs();
+  std::vector<NamedOptimizer> mezzos_ = mezzos();
+  std::vector<NamedOptimizer> libtorchs_ = libtorchs();
   std::vector<NamedCase> all_;
 };
 

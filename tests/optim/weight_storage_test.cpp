@@ -242,42 +242,6 @@ TEST(SplitWeights, TakeAMastersTiesOverThatRoundTheOtherWay) {
   EXPECT_FALSE(state.lower_half().defined());
 }
 
-TEST(MasterWeights, TakeOverWhatIsWrittenToTheParameterAndKeepTheRest) {
-  const auto parameter = torch::randn({1000}).to(torch::kBFloat16).requires_grad_();
-  AdamW optimizer({parameter}, AdamWOptions(1e-4).weight_storage(WeightStorage::master));
-  parameter.mutable_grad() = torch::randn({1000}).to(torch::kBFloat16);
-  optimizer.step();
-  const auto before = state_of<AdamWParamState>(optimizer, parameter).master().clone();
-  {
-    const torch::NoGradGuard no_grad;
-    parameter.slice(0, 0, 10).fill_(5);
-    const auto averaged_out = parameter.clone();  // swapped out for an evaluation, and in again
-    parameter.fill_(0);
-    parameter.copy_(averaged_out);
-  }
-  parameter.mutable_grad() = torch::zeros({1000}, torch::kBFloat16);
-  optimizer.param_groups()[0].options().set_lr(0);
-  optimizer.step();
-  const auto& after = state_of<AdamWParamState>(optimizer, parameter).master();
-  EXPECT_TRUE(torch::equal(after.slice(0, 0, 10), torch::full({10}, 5.0F)));
-  EXPECT_TRUE(torch::equal(after.slice(0, 10), before.slice(0, 10)));
-}
-
-TEST(SplitWeights, TakeOverWhatIsWrittenToTheParameter) {
-  const auto parameter = torch::randn({1000}).to(torch::kBFloat16).requires_grad_();
-  AdamW optimizer({parameter}, AdamWOptions(1e-4).weight_storage(WeightStorage::split_master));
-  parameter.mutable_grad() = torch::randn({1000}).to(torch::kBFloat16);
-  optimizer.step();
-  EXPECT_TRUE(state_of<AdamWParamState>(optimizer, parameter).lower_half().any().item<bool>());
-  {
-    const torch::NoGradGuard no_grad;
-    parameter.fill_(5);
-  }
-  optimizer.param_groups()[0].options().set_lr(0);
-  optimizer.step();
-  EXPECT_TRUE(torch::equal(parameter, torch::full({1000}, 5.0F).to(torch::kBFloat16)));
-}
-
 TEST(WeightStorage, MayBeChangedBetweenSteps) {
   const Models models;
   AdamW low(models.low, AdamWOptions(1e-3).weight_storage(WeightStorage::master));

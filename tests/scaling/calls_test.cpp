@@ -94,16 +94,6 @@ TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   EXPECT_EQ(x.item<float>(), 1);
 }
 
-TEST(GradScaler, LeavesTheGradientsOfATorchOptimizerUnscaledAndClipped) {
-  auto scaler = quiet_scaler({.init_scale = 4});
-  auto x = parameter({0, 0});
-  auto optimizer = sgd({x});
-  set_gradient(x, {12, 16});
-  EXPECT_EQ(scaler.step(optimizer, {.max_norm = 1}).grad_norm(), 5);
-  EXPECT_TRUE(torch::allclose(x.grad(), torch::tensor({0.6F, 0.8F})));
-  EXPECT_TRUE(torch::allclose(x.detach(), torch::tensor({-0.6F, -0.8F})));
-}
-
 TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   for (const bool unscales_after : {false, true}) {

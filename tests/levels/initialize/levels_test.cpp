@@ -150,58 +150,6 @@ TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
   }
 }
 
-TEST(Initialize, TrainsMastersAsAFloatModelWithTheseGradientsWould) {
-  for (const auto& make : optimizers()) {
-    torch::manual_seed(0);
-    torch::nn::Linear net(4, 3);
-    torch::nn::Linear reference(4, 3);
-    {
-      const torch::NoGradGuard no_grad;
-      for (auto& parameter : net->parameters()) parameter.copy_(parameter.to(torch::kBFloat16));
-      reference->weight.copy_(net->weight);
-      reference->bias.copy_(net->bias);
-    }
-    const auto optimizer = make(net->parameters());
-    const auto of_reference = make(reference->parameters());
-    auto amp =
-        mezzo::initialize(net, *optimizer, OptLevel::O2_bf16({.loss_scale = 1024.0}), kQuiet);
-    for (int step = 0; step < 5; ++step) {
-      optimizer->zero_grad();
-      const torch::Tensor loss = amp(net, torch::rand({2, 4})).pow(2).mean();
-      amp.scale_loss(loss, *optimizer);
-      const auto masters = amp.master_params(*optimizer);
-      reference->weight.mutable_grad() = masters[0].grad().clone();
-      reference->bias.mutable_grad() = masters[1].grad().clone();
-      amp.step(*optimizer);
-      of_reference->step();
-      EXPECT_TRUE(amp.master_params(*optimizer)[0].equal(reference->weight)) << step;
-      EXPECT_TRUE(net->bias.equal(reference->bias.to(torch::kBFloat16))) << step;
-    }
-  }
-}
-
-TEST(Initialize, LowersTheLossAtEveryLevel) {
-  for (const Expected& expected : expected_dtypes()) {
-    torch::manual_seed(1);
-    Net net;
-    mezzo::optim::AdamW optimizer(net->parameters(), 0.02);
-    auto amp =
-        mezzo::initialize(net, optimizer, expected.level.with({.loss_scale = 512.0}), kQuiet);
-    const torch::Tensor batch = images();
-    double first = 0;
-    double last = 0;
-    for (int step = 0; step < 10; ++step) {
-      optimizer.zero_grad();
-      const torch::Tensor loss = loss_of(amp, net, batch);
-      amp.scale_loss(loss, optimizer, {.delay_unscale = true});
-      amp.step(optimizer, {.max_norm = 1.0});
-      last = loss.item<double>();
-      if (step == 0) first = last;
-    }
-    EXPECT_LT(last, 0.95 * first) << expected.level.name();
-  }
-}
-
 TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
   struct Nested : torch::nn::Module {
     int& forward(std::vector<torch::Tensor> parts, std::map<int, torch::Tensor> more,
@@ -373,33 +321,6 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
             torch::kHalf);
   EXPECT_THAT([&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .policy = policy}); },
               ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
-}
-
-TEST(Initialize, LetsParamGroupsJoinLater) {  // Apex's test_add_param_group
-  for (const auto& make : optimizers()) {
-    for (const auto& level : {OptLevel::O0(), OptLevel::O1(), OptLevel::O2(), OptLevel::O3()}) {
-      torch::nn::Linear first(2, 2);
-      torch::nn::Linear second(2, 2);
-      const auto optimizer = make(first->parameters());
-      auto amp =
-          mezzo::initialize({first, second}, *optimizer, level.with({.loss_scale = 512.0}), kQuiet);
-      const auto train = [&] {
-        optimizer->zero_grad();
-        second->zero_grad();
-        amp.scale_loss(amp(second, amp(first, torch::rand({2, 2}))).sum(), *optimizer);
-        EXPECT_TRUE(amp.step(*optimizer).ran());
-      };
-      train();
-      const torch::Tensor before = second->weight.detach().clone();
-      optimizer->add_param_group(torch::optim::OptimizerParamGroup(second->parameters()));
-      train();
-      EXPECT_FALSE(before.equal(second->weight)) << level.name();
-      const bool has_masters = level.master_weights();
-      const auto trained = amp.master_params(*optimizer);
-      ASSERT_EQ(trained.size(), 4U);
-      EXPECT_EQ(trained[2].is_same(second->weight), !has_masters) << level.name();
-    }
-  }
 }
 
 std::string printed_by(const std::function<void()>& call) {

@@ -114,70 +114,6 @@ TEST(ScaleLoss, SkipsOptimizersOfTheLossThatOverflowedAndLowersItsScaleAlone) {
   }
 }
 
-// Unlike torch.amp, which asks each optimizer's own gradients.
-TEST(ScaleLoss, SkipsAllOptimizersOfALossThatOverflowedThoughItShowsInOneAlone) {
-  for (const auto& make : makers()) {
-    for (const bool in_first : {false, true}) {
-      Trio trio(scaled(OptLevel::O2_bf16()), make, 1);
-      trio.amp.scale_loss(trio.amp(trio.first, filled(in_first ? kInfinity : 0.25)) +
-                              trio.amp(trio.second, filled(in_first ? 0.25 : kInfinity)),
-                          {*trio.first_optimizer, *trio.second_optimizer});
-      EXPECT_EQ(trio.step(), (std::vector<bool>{false, false})) << in_first;
-      EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
-    }
-  }
-}
-
-TEST(ScaleLoss, SharesOneScaleAmongLossesOfOneId) {
-  for (const auto& make : makers()) {
-    for (const OptLevel& level : levels()) {
-      SCOPED_TRACE(level.name());
-      Trio trio(level, make, 1);
-      trio.iterate({0.25, 0.5, 0.125}, false);
-      EXPECT_EQ(trio.step(), (std::vector<bool>{true, true}));
-      EXPECT_EQ(weight_of(trio.first), 0.25F);
-      EXPECT_EQ(weight_of(trio.second), 0.375F);
-      trio.iterate({kInfinity, 0.5, 0.125}, false);
-      EXPECT_EQ(trio.step(), (std::vector<bool>{false, true}));
-      EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
-      EXPECT_EQ(weight_of(trio.first), 0.25F);
-    }
-  }
-}
-
-TEST(ScaleLoss, AddsUpMicroBatchesWithAndWithoutDelay) {
-  for (const auto& make : makers()) {
-    for (const OptLevel& level : levels()) {
-      for (const bool delays : {false, true}) {
-        Vector model;
-        const auto optimizer = make(model->parameters());
-        Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
-        for (const double factor : {0.5, 0.125}) {
-          amp.scale_loss(amp(model, filled(factor)), *optimizer, {.delay_unscale = delays});
-        }
-        amp.scale_loss(amp(model, filled(0.0625)), *optimizer);
-        EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<float>(), 0.6875F);
-        EXPECT_TRUE(amp.step(*optimizer).ran());
-        EXPECT_EQ(weight_of(model), 0.3125F) << level.name() << delays;
-      }
-    }
-  }
-}
-
-TEST(ScaleLoss, AddsUpInFloatAfterAccumulateInFloat) {
-  for (const OptLevel& level : {OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
-    Vector model;
-    mezzo::optim::SGD optimizer(model->parameters(), 1);
-    Amp amp = mezzo::initialize(model, optimizer, scaled(level), kQuiet);
-    mezzo::accumulate_in_float(model->parameters());
-    for (int i = 0; i < 1000; ++i) {
-      amp.scale_loss(amp(model, filled(1)), optimizer, {.delay_unscale = true});
-    }
-    EXPECT_TRUE(amp.step(optimizer).ran());
-    EXPECT_EQ(weight_of(model), -1000) << level.name() << ": 1 - 1000, rounded to bfloat16";
-  }
-}
-
 // A gradient is a view into a bucket, whose memory the next backward pass writes to.
 TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   Vector model;
@@ -193,30 +129,6 @@ TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
     EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
   }
   EXPECT_EQ(weight_of(model), 0.5F);
-}
-
-TEST(ScaleLoss, ClipsInOnePassWhatWasNotUnscaled) {
-  for (const auto& make : makers()) {
-    for (const OptLevel& level : levels()) {
-      Vector model;
-      const auto optimizer = make(model->parameters());
-      Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
-      amp.scale_loss(amp(model, filled(0.5)), *optimizer, {.delay_unscale = true});
-      const auto result = amp.step(*optimizer, {.max_norm = 0.5});
-      EXPECT_EQ(result.grad_norm(), 1.0) << level.name();
-      EXPECT_NEAR(weight_of(model), 0.75, 1e-2) << level.name();
-    }
-  }
-}
-
-TEST(ScaleLoss, LetsMastersGradientsBeClipped) {
-  Vector model;
-  torch::optim::SGD optimizer(model->parameters(), 1.0);
-  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
-  amp.scale_loss(amp(model, filled(0.5)), optimizer);
-  EXPECT_EQ(torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 0.5), 1.0);
-  amp.step(optimizer);
-  EXPECT_NEAR(weight_of(model), 0.75, 1e-3);
 }
 
 TEST(ScaleLoss, KeepsGradientsThatHalfWouldLose) {
@@ -271,49 +183,6 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
   EXPECT_EQ(amp.scaler(1).get_scale(), kScale);
 }
 
-// As Apex's update_scale, at the end of the context manager.
-TEST(ScaleLoss, MovesTheScaleWhenItEndsAndNotWhenItIsDelayed) {
-  Vector model;
-  torch::optim::SGD optimizer(model->parameters(), 1.0);
-  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
-  std::vector<float> told;
-  amp.scaler().on_skip([&](const mezzo::SkippedStep& skip) { told.push_back(skip.next_scale); });
-  amp.scale_loss(amp(model, filled(0.25)), optimizer, {.delay_unscale = true});
-  EXPECT_EQ(amp.scaler().get_scale(), kScale);
-  amp.scale_loss(amp(model, filled(kInfinity)), optimizer);
-  EXPECT_EQ(amp.scaler().get_scale(), kScale / 2);
-  EXPECT_THAT(told, testing::ElementsAre(kScale / 2));
-  EXPECT_FALSE(amp.step(optimizer).ran());
-  EXPECT_EQ(amp.scaler().get_scale(), kScale / 2);
-  EXPECT_EQ(told.size(), 1U);
-}
-
-TEST(ScaleLoss, MovesTheScaleThoughOneOfItsOptimizersIsSteppedEverySecondTime) {
-  for (const auto& make : makers()) {
-    Trio trio(scaled(OptLevel::O2_bf16()), make, 1);
-    const auto both = [&](double factor) {
-      trio.amp.scale_loss(
-          trio.amp(trio.first, filled(factor)) + trio.amp(trio.second, filled(factor)),
-          {*trio.first_optimizer, *trio.second_optimizer});
-    };
-    both(0.25);
-    EXPECT_TRUE(trio.amp.step(*trio.first_optimizer).ran());
-    trio.first_optimizer->zero_grad();
-    both(0.5);
-    EXPECT_EQ(trio.step(), (std::vector<bool>{true, true}));
-    EXPECT_EQ(weight_of(trio.second), 0.25F);
-
-    trio.first_optimizer->zero_grad();
-    trio.second_optimizer->zero_grad();
-    both(kInfinity);
-    EXPECT_FALSE(trio.amp.step(*trio.first_optimizer).ran());
-    trio.first_optimizer->zero_grad();
-    both(0.5);
-    EXPECT_EQ(trio.amp.scaler().get_scale(), kScale / 2);
-    EXPECT_EQ(trio.step(), (std::vector<bool>{true, false}));  // the second's sum holds the inf
-  }
-}
-
 TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
   for (const auto& make : makers()) {
     for (const OptLevel& level : levels()) {
@@ -326,42 +195,6 @@ TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
       EXPECT_EQ(weight_of(model), 1.0F);
     }
   }
-}
-
-TEST(ScaleLoss, ForgetsABatchThatIsGivenUp) {
-  for (const auto& make : makers()) {
-    for (const bool by_amp : {false, true}) {
-      Vector model;
-      const auto optimizer = make(model->parameters());
-      Amp amp = mezzo::initialize(model, *optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
-      amp.scale_loss(amp(model, filled(0.25)), *optimizer);
-      if (by_amp) {
-        amp.zero_grad(*optimizer);
-        EXPECT_FALSE(amp.master_params(*optimizer)[0].grad().defined());
-      } else {
-        optimizer->zero_grad();
-      }
-      amp.scale_loss(amp(model, filled(0.5)), *optimizer);
-      amp.step(*optimizer);
-      EXPECT_EQ(weight_of(model), 0.5F) << by_amp;
-    }
-  }
-}
-
-TEST(ScaleLoss, GoesOnAfterABackwardThatThrew) {
-  Vector model;
-  torch::optim::SGD optimizer(model->parameters(), 1.0);
-  Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O2()), {.verbosity = 0});
-  EXPECT_THROW(amp.scale_loss(amp(model, filled(0.25)), optimizer,
-                              [](const torch::Tensor& loss) {
-                                loss.backward();
-                                throw std::runtime_error("out of memory");
-                              }),
-               std::runtime_error);
-  amp.zero_grad(optimizer);
-  amp.scale_loss(amp(model, filled(0.5)), optimizer);
-  EXPECT_TRUE(amp.step(optimizer).ran());
-  EXPECT_EQ(weight_of(model), 0.5F);
 }
 
 // torch.amp's recipe: the gradient that the penalty is about is unscaled out of place.

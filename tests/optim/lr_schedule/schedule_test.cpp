@@ -58,7 +58,7 @@ std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedul
   return weights;
 }
 
-mezzo::GradScaler quiet_scaler() {
+mezzo::GradScaler scaler_of_four() {
   mezzo::GradScaler scaler(mezzo::LossScale::dynamic({.init_scale = 4}));
   scaler.on_skip(nullptr);
   return scaler;
@@ -92,7 +92,7 @@ TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
     const test_support::Warnings warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
-    mezzo::GradScaler scaler = quiet_scaler();
+    mezzo::GradScaler scaler = scaler_of_four();
     scaler.scale(parameter.mul(slope).sum()).backward();
     scaler.step(optimizer, {});
     scaler.update();
@@ -163,7 +163,7 @@ TEST(LrSchedule, SpendsNoRateOnOverflowsOfALibtorchOptimizer) {
   const torch::Tensor parameter = weight();
   torch::optim::SGD optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
-  mezzo::GradScaler scaler = quiet_scaler();
+  mezzo::GradScaler scaler = scaler_of_four();
   EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
 }
 
@@ -171,7 +171,7 @@ TEST(LrSchedule, MovesAFusedOptimizersRateByItsOwnCount) {
   const torch::Tensor parameter = weight();
   mezzo::optim::SGD optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
-  mezzo::GradScaler scaler = quiet_scaler();
+  mezzo::GradScaler scaler = scaler_of_four();
   EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
   EXPECT_EQ(lr_of(optimizer), 0.0);
   EXPECT_EQ(schedule.applied_steps(), 5);
@@ -186,7 +186,7 @@ TEST(LrSchedule, MovesAFusedOptimizersRateByItsOwnCount) {
 template <class Optimizer, class Stepper>
 std::vector<double> shown_lrs(Optimizer& optimizer, Stepper& stepper) {
   LinearSchedule schedule(stepper, {.warmup_steps = 2, .total_steps = 4});
-  mezzo::GradScaler scaler = quiet_scaler();
+  mezzo::GradScaler scaler = scaler_of_four();
   const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
   std::vector<double> lrs;
   for (const bool is_finite : {true, true, false, true, true, true}) {
@@ -361,7 +361,7 @@ TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLater) {
   const torch::Tensor late = weight();
   mezzo::optim::SGD optimizer({first}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
-  mezzo::GradScaler scaler = quiet_scaler();
+  mezzo::GradScaler scaler = scaler_of_four();
   train(first, optimizer, schedule, scaler, {true});
   optimizer.add_param_group({{late}, std::make_unique<mezzo::optim::SGDOptions>(8.0)});
   train(late, optimizer, schedule, scaler, {true});
@@ -466,7 +466,7 @@ std::vector<double> resume(bool load_before_attaching) {
   torch::Tensor parameter = weight();
   Before optimizer({parameter}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 8});
-  mezzo::GradScaler scaler = quiet_scaler();
+  mezzo::GradScaler scaler = scaler_of_four();
   train(parameter, optimizer, schedule, scaler, {true, false, true});
   const auto files = std::pair(saved(optimizer), saved(schedule));
 
@@ -497,7 +497,7 @@ TEST(LrScheduleFiles, GoFromMezzosOptimizersToLibtorchs) {
 TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
   const auto move = [](auto before, auto after) {
     LinearSchedule schedule(before, {.total_steps = 8});
-    mezzo::GradScaler scaler = quiet_scaler();
+    mezzo::GradScaler scaler = scaler_of_four();
     train(before.param_groups()[0].params()[0], before, schedule, scaler, {true, false, true});
     load(after, saved(before));
     LinearSchedule again(after, {.total_steps = 8});

@@ -59,28 +59,6 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
   }
 }
 
-TEST_P(StepOfDtype, ClipsAsAFloatModelIsClipped) {
-  const Model model(GetParam());
-  const Model floats = model.in_float();
-  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  torch::optim::SGD reference(floats.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
-  MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
-  for (int step = 0; step < 5; ++step) {
-    model.set_gradients(step);
-    floats.take_gradients(model);
-    const auto result = scaler.step(optimizer, {.max_norm = 0.5});
-    scaler.update();
-    const double norm = torch::nn::utils::clip_grad_norm_(floats.parameters, 0.5);
-    EXPECT_NEAR(result.grad_norm().value(), norm, 1e-5 * norm);
-    reference.step();
-  }
-  const Tensors masters = master_params(optimizer);
-  for (std::size_t i = 0; i < masters.size(); ++i) {
-    EXPECT_TRUE(torch::allclose(masters[i], floats.parameters[i], 1e-6, 1e-7)) << i;
-  }
-}
-
 TEST_P(StepOfDtype, LeavesGradientsAsTheyWereUnlessAskedToClearThem) {
   const Model model(GetParam());
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
@@ -116,23 +94,6 @@ TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
   }
 }
 
-TEST_P(StepOfDtype, AddsUpUpdatesThatTheParameterAloneWouldLose) {
-  const auto alone = torch::ones({2}, GetParam()).requires_grad_();
-  const auto with_master = alone.detach().clone().requires_grad_();
-  torch::optim::SGD plain({alone}, torch::optim::SGDOptions(1e-5));
-  torch::optim::SGD inner({with_master}, torch::optim::SGDOptions(1e-5));
-  MasterWeights optimizer(inner);
-  for (int step = 0; step < 1000; ++step) {
-    alone.mutable_grad() = torch::ones_like(alone);
-    with_master.mutable_grad() = torch::ones_like(alone);
-    plain.step();
-    optimizer.step();
-  }
-  EXPECT_EQ(alone[0].item<float>(), 1.0F);
-  EXPECT_NEAR(with_master[0].item<float>(), 0.99F, 0.002F);
-  EXPECT_NEAR(master_params(optimizer)[0][0].item<float>(), 0.99F, 1e-4F);
-}
-
 /// Steps `optimizer` once, then copies all there is.
 struct Everything {
   Tensors parameters, masters, moments;
@@ -160,26 +121,6 @@ struct Everything {
            left.states == right.states;
   }
 };
-
-TEST_P(StepOfDtype, ASkippedStepLeavesEveryBitAsItIs) {
-  const Model model(GetParam());
-  torch::optim::Adam inner(model.groups(), torch::optim::AdamOptions(0.1));
-  MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
-  for (int step = 0; step < 6; ++step) {
-    model.set_gradients(step, scaler.get_scale());
-    const bool overflows = step % 2 == 0;
-    const auto& bad = model.parameters[step == 2 ? 1 : 0].mutable_grad();
-    if (overflows) bad.view({-1})[5] = step == 4 ? std::nanf("") : kInfinity;
-    const Everything before(model, optimizer);
-    if (step >= 3) scaler.unscale_(optimizer);
-    const auto result = scaler.step(optimizer, {.max_norm = 1.0});
-    scaler.update();
-    EXPECT_EQ(result.ran(), !overflows);
-    EXPECT_EQ(before == Everything(model, optimizer), overflows) << "step " << step;
-  }
-  EXPECT_EQ(optimizer.applied_steps(), 3);
-}
 
 TEST(MasterWeightsStep, FindsAnOverflowThatOnlyUnscalingMakes) {
   const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
@@ -251,23 +192,6 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   EXPECT_TRUE(same_bits(followed, torch::where(is_kept, master, after)));
 }
 
-TEST(MasterWeightsStep, WhatIsWrittenToAParameterCountsAndTheRestKeepsItsMaster) {
-  const auto x = torch::ones({3}, torch::kBFloat16).requires_grad_();
-  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1e-4));
-  MasterWeights optimizer(inner);
-  x.mutable_grad() = torch::ones_like(x);
-  optimizer.step();
-  const auto master = master_params(optimizer)[0];
-  {
-    const torch::NoGradGuard no_grad;
-    x[1] = 5;
-  }
-  optimizer.step();
-  EXPECT_TRUE(master_params(optimizer)[0].is_same(master)) << "who holds it goes on holding it";
-  EXPECT_FLOAT_EQ(master[0].item<float>(), 0.9998F);
-  EXPECT_FLOAT_EQ(master[1].item<float>(), 4.9999F);
-}
-
 TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
   const auto parameter = torch::ones({2}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD sgd({parameter}, 0.5);
@@ -279,54 +203,6 @@ TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
     masters.step();
     EXPECT_TRUE(parameter.equal(torch::full({size}, 0.5, torch::kBFloat16)));
   }
-}
-
-TEST(MasterWeightsStep, UndefinedGradientsAreLeftOut) {
-  const Model model(torch::kHalf);
-  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).weight_decay(0.5));
-  MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
-  model.set_gradients(0);
-  for (const std::size_t i : {0, 1}) model.parameters[i].mutable_grad() = torch::Tensor();
-  const Tensors before = copies_of(model.parameters);
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  for (std::size_t i = 0; i < before.size(); ++i) {
-    const bool is_unchanged = same_bits(model.parameters[i], before[i]);
-    EXPECT_EQ(is_unchanged, i < 2 || before[i].numel() == 0) << i;
-  }
-  scaler.update();
-  model.parameters[0].mutable_grad() = torch::ones_like(model.parameters[0]);
-  scaler.unscale_(optimizer);
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_FALSE(same_bits(model.parameters[0], before[0]));
-}
-
-TEST(MasterWeightsStep, TakesGroupsAndRatesFromTheInnerOptimizer) {
-  const auto make = [] { return torch::zeros({2}, torch::kHalf).requires_grad_(); };
-  const Tensors all{make(), make(), make()};
-  torch::optim::SGD inner({all[0]}, torch::optim::SGDOptions(1.0));
-  MasterWeights optimizer(inner);
-  inner.add_param_group(torch::optim::OptimizerParamGroup({all[1]}));
-  GradScaler scaler = quiet_scaler();
-  inner.add_param_group(torch::optim::OptimizerParamGroup({all[2]}));
-  const auto step = [&] {
-    for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
-    scaler.step(optimizer, {.zero_grad = true});
-    scaler.update();
-  };
-  step();
-  EXPECT_EQ(inner.param_groups().size(), 3U);
-  for (const auto& x : all) EXPECT_EQ(x[0].item<float>(), -1.0F);
-  inner.param_groups()[0].options().set_lr(2.0);
-  inner.param_groups()[1].options().set_lr(3.0);
-  inner.param_groups()[2].options().set_lr(4.0);
-  step();
-  step();
-  EXPECT_EQ(all[0][0].item<float>(), -5.0F);
-  EXPECT_EQ(all[1][0].item<float>(), -7.0F);
-  EXPECT_EQ(all[2][0].item<float>(), -9.0F);
-  inner.zero_grad();
-  for (const auto& x : all) EXPECT_FALSE(x.grad().defined());
 }
 
 TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
@@ -467,60 +343,6 @@ TEST(MasterWeightsStep, ConvertsStateThatIsOf16Bits) {
   EXPECT_EQ(moments_of(inner).exp_avg().scalar_type(), torch::kFloat);
   EXPECT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kFloat);
   EXPECT_EQ(moments_of(inner).step(), 2);
-}
-
-TEST(MasterWeightsStep, TakesSparseGradients) {
-  for (const bool explicitly : {false, true}) {
-    const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
-    torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
-    MasterWeights optimizer(inner);
-    GradScaler scaler = quiet_scaler();
-    const auto set_gradient = [&](std::vector<float> values) {
-      x.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 3}}),
-                                                  torch::tensor(values).to(torch::kHalf), {4});
-    };
-    set_gradient({1024, 2048, 4096});
-    if (explicitly) scaler.unscale_(optimizer);
-    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());  // 3 at place 1, 4 at place 3
-    scaler.update();
-    EXPECT_TRUE(
-        torch::allclose(master_params(optimizer)[0], torch::tensor({0.0F, -0.6F, 0.0F, -0.8F})));
-    EXPECT_TRUE(same_bits(x, master_params(optimizer)[0].to(torch::kHalf)));
-    set_gradient({64000, 64000, 0});  // an inf once it is coalesced
-    if (explicitly) scaler.unscale_(optimizer);
-    EXPECT_FALSE(scaler.step(optimizer).ran());
-  }
-}
-
-TEST(MasterWeightsStep, ADisabledScalerClipsClearsAndSteps) {
-  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  torch::optim::SGD inner({x}, torch::optim::SGDOptions(1.0));
-  MasterWeights optimizer(inner);
-  GradScaler disabled({.enabled = false});
-  const auto set_gradient = [&] {
-    x.mutable_grad() = torch::tensor({3.0F, 4.0F}).to(torch::kBFloat16);
-  };
-  set_gradient();
-  const auto result = disabled.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
-  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
-  EXPECT_TRUE(torch::allclose(master_params(optimizer)[0], torch::tensor({-0.6F, -0.8F})));
-  EXPECT_EQ(x.grad().count_nonzero().item<int64_t>(), 0);
-  set_gradient();
-  disabled.step(optimizer);
-  EXPECT_TRUE(torch::allclose(master_params(optimizer)[0], torch::tensor({-3.6F, -4.8F})));
-}
-
-TEST(MasterWeightsStep, ADisabledScalerLeavesAloneWhatHasNoMaster) {
-  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  const auto y = torch::zeros({2}, torch::kComplexFloat).requires_grad_();
-  torch::optim::SGD inner({x, y}, torch::optim::SGDOptions(1.0));
-  MasterWeights optimizer(inner);
-  GradScaler disabled({.enabled = false});
-  x.mutable_grad() = torch::ones_like(x);
-  y.mutable_grad() = torch::ones_like(y);
-  disabled.unscale_(optimizer);
-  disabled.step(optimizer);
-  EXPECT_TRUE(torch::equal(y, -torch::ones_like(y)));
 }
 
 TEST(MasterWeightsStep, RefusesWhatItCannotStep) {

@@ -106,30 +106,6 @@ TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
   }
 }
 
-TEST_P(UnscaledOfDtype, AreClippedInTheStepToo) {
-  int number = 0;
-  for (const MakeKeeper& make : keepers()) {
-    const StepOptions options{.max_norm = 0.5};
-    const Model one_pass =
-        trained(GetParam(), make, /*unscales=*/false,
-                [&](auto& scaler, auto& optimizer) { scaler.step(optimizer, options); });
-    const Model unscaled = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
-      scaler.unscale_(optimizer);
-      scaler.step(optimizer, options);
-    });
-    EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
-    const Model by_hand = trained(GetParam(), make, true, [&](auto& scaler, auto& optimizer) {
-      scaler.unscale_(optimizer);
-      torch::nn::utils::clip_grad_norm_(master_params(optimizer), 0.5);
-      scaler.step(optimizer);
-    });
-    for (std::size_t i = 6; i < by_hand.parameters.size(); ++i) {
-      EXPECT_TRUE(torch::allclose(by_hand.parameters[i], one_pass.parameters[i], 1e-4, 1e-5)) << i;
-    }
-    ++number;
-  }
-}
-
 /// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
 class Unscaled : public testing::TestWithParam<bool> {
  protected:
@@ -197,36 +173,6 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   EXPECT_EQ(value(), -0x1p-36F);
 }
 
-TEST_P(Unscaled, WhatIsClippedIsWhatTheStepTakes) {
-  set_gradients(3);
-  y_.mutable_grad() = torch::zeros({2});
-  scaler_.unscale_(optimizer_);
-  const double norm = torch::nn::utils::clip_grad_norm_(master_params(optimizer_), 1.0);
-  EXPECT_NEAR(norm, std::sqrt(18.0), 1e-6);
-  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
-  EXPECT_NEAR(result.grad_norm().value(), 1.0, 1e-6);
-  EXPECT_NEAR(value(), -std::sqrt(0.5), 1e-6);
-  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0) << "the model's are cleared";
-}
-
-TEST_P(Unscaled, AnInfSkipsAndIsForgotten) {
-  set_gradients(kInfinity);
-  scaler_.unscale_(optimizer_);
-  const auto result = scaler_.step(optimizer_, {.zero_grad = true});
-  EXPECT_FALSE(result.ran());
-  EXPECT_EQ(value(), 0.0F);
-  EXPECT_EQ(x_.grad().count_nonzero().item<int64_t>(), 0);
-  scaler_.update();
-  EXPECT_EQ(scaler_.get_scale(), kScale / 2);
-}
-
-TEST_P(Unscaled, AreCheckedOnceMore) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  master().mutable_grad()[0] = kInfinity;  // broken by the user
-  EXPECT_FALSE(scaler_.step(optimizer_).ran());
-}
-
 TEST_P(Unscaled, AreSkippedForAnInfThatTheUserThenHid) {
   set_gradients(kInfinity);
   scaler_.unscale_(optimizer_);
@@ -255,25 +201,6 @@ TEST_P(Unscaled, ANewIterationNeverTakesAnOlderOnesGradients) {
   EXPECT_EQ(value(), -6.0F) << "was not unscaled in this iteration";
 }
 
-TEST_P(Unscaled, AStepWithoutTheScalerTakesTheTrueGradients) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  optimizer_.step();
-  EXPECT_EQ(value(), -3.0F);
-}
-
-TEST_P(Unscaled, KeepTheOrderOfCalls) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
-              ThrowsMessage<c10::Error>(HasSubstr("unscale_() has already been called")));
-  EXPECT_TRUE(same_bits(master().grad(), torch::full({2}, 3.0F)));
-  scaler_.step(optimizer_, nullptr);  // no closure, said aloud
-  EXPECT_EQ(value(), -3.0F);
-  EXPECT_THAT([&] { scaler_.unscale_(optimizer_); },
-              ThrowsMessage<c10::Error>(HasSubstr("unscale_() is being called after step().")));
-}
-
 TEST_P(Unscaled, AreClearedWithTheModelsGradients) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
@@ -281,53 +208,6 @@ TEST_P(Unscaled, AreClearedWithTheModelsGradients) {
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), 0.0F);
   EXPECT_EQ(y_[0].item<float>(), 0.0F);
-}
-
-TEST_P(Unscaled, MissingGradientsStayMissing) {
-  set_gradients(3);
-  x_.mutable_grad() = torch::Tensor();
-  y_.mutable_grad() = torch::full({2}, 1024.0F);
-  scaler_.unscale_(optimizer_);
-  EXPECT_FALSE(master().grad().defined());
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), 0.0F);
-  EXPECT_EQ(y_[0].item<float>(), -1.0F);
-}
-
-TEST_P(Unscaled, ADisabledScalerHandsGradientsToMastersToo) {
-  GradScaler disabled({.enabled = false});
-  for (const float max_norm : {1.0F, 2.0F}) {
-    const float before = value();
-    set_gradients(3, 1.0);
-    y_.mutable_grad() = torch::zeros({2});
-    disabled.unscale_(optimizer_);
-    torch::nn::utils::clip_grad_norm_(master_params(optimizer_), max_norm);
-    if (max_norm == 1.0F) {
-      disabled.step(optimizer_);
-    } else {
-      disabled.step(optimizer_, {.max_norm = 0.5});
-    }
-    EXPECT_NEAR(value() - before, (max_norm == 1.0F ? -1 : -0.5) * std::sqrt(0.5), 1e-6);
-    disabled.update();
-  }
-  set_gradients(3, 1.0);
-  disabled.unscale_(optimizer_);
-  disabled.update();
-  const float before = value();
-  set_gradients(5, 1.0);
-  disabled.step(optimizer_);
-  EXPECT_EQ(value() - before, -5.0F);
-}
-
-TEST_P(Unscaled, WhatIsWrittenToTheParameterBeforeTheStepCounts) {
-  set_gradients(3);
-  scaler_.unscale_(optimizer_);
-  {
-    const torch::NoGradGuard no_grad;
-    x_.fill_(10.0);
-  }
-  EXPECT_TRUE(scaler_.step(optimizer_).ran());
-  EXPECT_EQ(value(), 7.0F);
 }
 
 TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {

@@ -168,7 +168,7 @@ TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
   checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
   EXPECT_THAT(
       error_of([&] { checkpoints.load_newest(mezzo::TrainingState().add("model", loaded)); }),
-      HasSubstr("the file has \"list.3.bias\", and the module does not"));
+      HasSubstr("the file has \"list.3.bias\", which is not here"));
 }
 
 }  // namespace

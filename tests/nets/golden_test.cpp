@@ -1,7 +1,7 @@
 // Compares what training steps compute with a recording, to the bit.
 //
-// bits.txt has a line for each case: its name, which is optimizer/weights/way of stepping, and what
-// 50 steps of it compute. The columns:
+// golden_bits.txt has a line for each case: its name, which is optimizer/weights/way of stepping,
+// and what 50 steps of it compute. The columns:
 //
 //   parameters   hash of the parameters after every step
 //   state        hash of the moments, float masters and step counts after the last step
@@ -20,7 +20,7 @@
 //
 // A change that is meant to change bits records them anew, and says why in its commit:
 //
-//   MEZZO_RECORD_GOLDEN=tests/golden/bits.txt
+//   MEZZO_RECORD_GOLDEN=tests/nets/golden_bits.txt
 //     build/test/tests/mezzo_tests --gtest_filter='GoldenBits.*'
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@
 #include <string>
 #include <vector>
 
-#include "cases.h"
+#include "golden_cases.h"
 
 namespace {
 
@@ -46,7 +46,7 @@ class Cases {
   const std::vector<NamedCase>& all() const { return all_; }
 
  private:
-  void add(const Recipe& optimizer, const Case& of, const std::string& more = "") {
+  void add(const NamedOptimizer& optimizer, const Case& of, const std::string& more = "") {
     const std::string name = name_of(optimizer, of) + more;
     for (const NamedCase& one : all_) {
       if (one.name == name) return;
@@ -106,8 +106,8 @@ class Cases {
     add(named(libtorchs_, "masters_sgd"), written, "/written");
   }
 
-  std::vector<Recipe> mezzos_;
-  std::vector<Recipe> libtorchs_;
+  std::vector<NamedOptimizer> mezzos_;
+  std::vector<NamedOptimizer> libtorchs_;
   std::vector<NamedCase> all_;
 };
 

@@ -465,7 +465,7 @@ std::string hash_after_loading(const Case& of, const Make& make, Subject& saved,
   return hashes.parameters.text();
 }
 
-/// What `make(parameters)`, a Subject, computes: the columns of bits.txt.
+/// What `make(parameters)`, a Subject, computes: the columns of golden_bits.txt.
 template <class Make>
 Line line_of(const Case& of, const Make& make) {
   const std::vector<Tensor> parameters = make_parameters(of.weights, of.device);
@@ -504,12 +504,12 @@ std::function<Line(const Case&)> subject_of(double lr, const Finish& finish) {
   };
 }
 
-struct Recipe {
+struct NamedOptimizer {
   std::string name;
   std::function<Line(const Case&)> run;
 };
 
-inline std::vector<Recipe> mezzos() {
+inline std::vector<NamedOptimizer> mezzos() {
   using namespace mezzo::optim;
   const auto nothing = [](auto&) {};
   const auto amsgrad = [](AdamWOptions& options) { options.amsgrad(true); };
@@ -525,7 +525,7 @@ inline std::vector<Recipe> mezzos() {
 }
 
 /// Optimizers of libtorch, with numbers that make ATen's products exact (see golden_test.cpp).
-inline std::vector<Recipe> libtorchs() {
+inline std::vector<NamedOptimizer> libtorchs() {
   using torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState;
   const auto sgd = [](SGDOptions&) {};
   const auto momentum = [](SGDOptions& options) { options.momentum(0.5); };
@@ -534,15 +534,16 @@ inline std::vector<Recipe> libtorchs() {
           {"masters_sgd", subject_of<SGD, SGDOptions, SGDParamState, true>(0x1p-3, momentum)}};
 }
 
-inline const Recipe& named(const std::vector<Recipe>& recipes, const std::string& name) {
-  for (const Recipe& one : recipes) {
+inline const NamedOptimizer& named(const std::vector<NamedOptimizer>& recipes,
+                                   const std::string& name) {
+  for (const NamedOptimizer& one : recipes) {
     if (one.name == name) return one;
   }
   TORCH_CHECK(false, "no optimizer is named ", name);
 }
 
 /// optimizer/weights/way
-inline std::string name_of(const Recipe& optimizer, const Case& of) {
+inline std::string name_of(const NamedOptimizer& optimizer, const Case& of) {
   for (const auto& [way, name] : kWays) {
     if (way == of.way) return optimizer.name + '/' + of.weights.name + '/' + name;
   }

@@ -206,7 +206,7 @@ void expect_alike(const Training& ours, const Training& theirs) {
 
 using Probe = std::tuple<OptimizerPair, Change>;
 
-std::string name_of(const testing::TestParamInfo<Probe>& info) {
+std::string name_of_probe(const testing::TestParamInfo<Probe>& info) {
   return std::get<0>(info.param).name + std::get<1>(info.param).name;
 }
 
@@ -228,11 +228,11 @@ TEST_P(OptimizerProbes, GiveTorchsNumbers) {
 INSTANTIATE_TEST_SUITE_P(Changes, OptimizerProbes,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
-                         name_of);
+                         name_of_probe);
 INSTANTIATE_TEST_SUITE_P(Rearrangements, OptimizerProbes,
                          testing::Combine(testing::Values(kAdam, kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
-                         name_of);
+                         name_of_probe);
 
 constexpr double kScale = 1024;
 
@@ -270,7 +270,7 @@ TEST_P(ScaledOptimizerProbes, GiveTheNumbersOfNoScaler) {
 INSTANTIATE_TEST_SUITE_P(Changes, ScaledOptimizerProbes,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kChanges)),
-                         name_of);
+                         name_of_probe);
 
 class RearrangedOptimizerProbes : public testing::TestWithParam<Probe> {};
 
@@ -301,6 +301,6 @@ TEST_P(RearrangedOptimizerProbes, StepMastersToTheBitsOfAFloatModel) {
 INSTANTIATE_TEST_SUITE_P(Rearrangements, RearrangedOptimizerProbes,
                          testing::Combine(testing::Values(kAdamW, kSgd),
                                           testing::ValuesIn(kRearrangements)),
-                         name_of);
+                         name_of_probe);
 
 }  // namespace

@@ -1,5 +1,5 @@
 // What random programs of training steps are compared with: weights, gradients and optimizers as
-// plain loops over doubles, a loss scale as a number, and the program's text.
+// plain loops over doubles. program.h runs the programs.
 #pragma once
 
 #include <mezzo/optim/adam.h>
@@ -15,9 +15,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
-#include <map>
 #include <memory>
 #include <optional>
 #include <random>
@@ -734,15 +732,5 @@ inline void compare_gradient(PlainWeight& plain, const Tensor& parameter, Report
   }
   plain.gradient->values = actual;
 }
-
-// --- Running many ------------------------------------------------------------------------------
-
-inline int64_t number_from_environment(const char* name, int64_t otherwise) {
-  const char* const text = std::getenv(name);
-  return text == nullptr ? otherwise : std::atoll(text);
-}
-
-/// How often each kind of thing happened, over all programs.
-using Counts = std::map<std::string, int64_t>;
 
 }  // namespace step_programs

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "../support/scratch.h"
-#include "plain_training.h"
+#include "program.h"
 
 namespace {
 
@@ -124,9 +124,9 @@ struct PlainPasses {
   bool has_true_gradients() const { return awaits_step && !scaled_by; }
 };
 
-class AmpProgram {
+class AmpProgram : public Program {
  public:
-  AmpProgram(uint64_t seed, Counts& counts) : random_(seed + (uint64_t{1} << 40)), counts_(counts) {
+  AmpProgram(uint64_t seed, Counts& counts) : Program(seed + (uint64_t{1} << 40), counts) {
     is_enabled_ = !random_.one_in(8);
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
@@ -152,7 +152,7 @@ class AmpProgram {
     make_library();
   }
 
-  bool run() {
+  bool run() override {
     const int64_t calls = 12 + random_.below(30);
     for (int64_t i = 0; i < calls && !report_.failed(); ++i) {
       call();
@@ -160,8 +160,6 @@ class AmpProgram {
     }
     return !report_.failed();
   }
-
-  std::string text() const { return report_.text(); }
 
  private:
   static constexpr double kMaxScale = 512;  // so that sums of eight losses are finite in half
@@ -176,7 +174,6 @@ class AmpProgram {
     std::vector<Vector> plain_averages{};
     bool averages_masters = false;
     bool has_options_of_file = false;  ///< which the defaults do not have
-    const std::vector<Tensor>& parameters() const { return model->weights; }
   };
   struct Saved {
     std::string level{};
@@ -190,7 +187,20 @@ class AmpProgram {
     std::vector<PlainLoss> losses{};
   };
 
-  void count(const std::string& what) { ++counts_[what]; }
+  const std::vector<Tensor>& parameters(std::size_t i) const override {
+    return sides_[i].model->weights;
+  }
+  torch::optim::Optimizer& optimizer(std::size_t i) const override { return *sides_[i].optimizer; }
+  AnyOptimizer any(std::size_t i) override { return amp_->optimizer(optimizer(i)); }
+  void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
+    sides_[i].model->put(j, plain_[i].weights[j], parameter);
+  }
+  /// Whether the gradients of an optimizer are true ones, or none.
+  bool is_true(std::size_t i) const override { return !passes_[i].scaled_by; }
+  void forget_averages_and_files(std::size_t i) override {
+    saved_.reset();
+    sides_[i].averages.reset();
+  }
 
   OptLevel random_level() {
     const std::vector<OptLevel> levels{OptLevel::O0(),
@@ -249,7 +259,7 @@ class AmpProgram {
     for (std::size_t i = 0; i < plain_.size(); ++i) {
       Side& side = sides_.emplace_back();
       side.model = Weights(plain_[i]);
-      side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.parameters());
+      side.optimizer = make_optimizer(given_at_level(drawn_[i]), side.model->weights);
       side.options = side.optimizer->param_groups()[0].options().clone();
     }
     const mezzo::InitializeOptions options{
@@ -262,12 +272,12 @@ class AmpProgram {
                                      options));
     }
     for (std::size_t i = 0; i < sides_.size(); ++i) {
-      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(sides_[i].parameters());
+      if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float(parameters(i));
       for (const PlainWeight& one : plain_[i].weights) {
         if (one.is_late) add_parameter(i, one);
       }
       if (plain_[i].recipe.has_schedule) {
-        sides_[i].schedule.emplace(amp_->optimizer(*sides_[i].optimizer), kCurve);
+        sides_[i].schedule.emplace(amp_->optimizer(optimizer(i)), kCurve);
       }
     }
     for (std::size_t id = 0; id < losses_.size(); ++id) {
@@ -277,10 +287,10 @@ class AmpProgram {
     }
   }
 
-  void add_parameter(std::size_t i, const PlainWeight& weight) {
+  void add_parameter(std::size_t i, const PlainWeight& weight) override {
     Side& side = sides_[i];
     const Tensor parameter = make_late_parameter(weight);
-    side.model->put(side.parameters().size(), weight, parameter);
+    side.model->put(side.model->weights.size(), weight, parameter);
     if (drawn_[i].accumulates_in_float) mezzo::accumulate_in_float({parameter});
     if (!weight.begins_group) {
       return side.optimizer->param_groups()[0].params().push_back(parameter);
@@ -289,40 +299,7 @@ class AmpProgram {
                                                side.has_options_of_file || random_.one_in(2)));
   }
 
-  void expect(bool throws, const std::function<void()>& call) {
-    std::string error;
-    try {
-      call();
-    } catch (const std::exception& exception) {
-      error = exception.what();
-      error = error.substr(0, error.find('\n'));
-    }
-    if (throws) report_.line("    throws");
-    if (throws) count("throws");
-    if (throws && error.empty()) report_.fail("it does not throw");
-    if (!throws && !error.empty()) report_.fail("it throws: ", error);
-  }
-
-  /// Whether the gradients of an optimizer are true ones, or none.
-  bool is_true(std::size_t i) const { return !passes_[i].scaled_by; }
-
-  void compare() {
-    if (report_.failed()) return;
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
-        const std::string name =
-            "weight " + std::to_string(j) + " of optimizer " + std::to_string(i);
-        PlainWeight& weight = plain_[i].weights[j];
-        compare_weight(weight, sides_[i].parameters()[j], *sides_[i].optimizer, report_, name);
-        if (is_true(i)) compare_gradient(weight, sides_[i].parameters()[j], report_, name);
-      }
-      if (!plain_[i].counts()) continue;
-      const int64_t applied = amp_->optimizer(*sides_[i].optimizer).mezzos()->applied_steps();
-      if (applied != plain_[i].applied) {
-        report_.fail("applied_steps() of optimizer ", i, " is ", applied, "; right is ",
-                     plain_[i].applied);
-      }
-    }
+  void compare_scales() override {
     if (told_skips_ != skips_) report_.fail("on_skip is told of other skips");
     for (std::size_t loss = 0; loss < losses_.size(); ++loss) {
       const double scale = amp_->scaler(static_cast<int64_t>(loss)).get_scale();
@@ -370,7 +347,7 @@ class AmpProgram {
   // --- The calls -------------------------------------------------------------------------------
 
   void call() {
-    const auto i = static_cast<std::size_t>(random_.below(static_cast<int64_t>(plain_.size())));
+    const std::size_t i = random_side();
     switch (random_.below(36)) {
       case 0:
       case 1:
@@ -467,7 +444,7 @@ class AmpProgram {
     for (const std::size_t i : who) {
       PlainSide& side = plain_[i];
       ++sums_[i];
-      optimizers.push_back(sides_[i].optimizer.get());
+      optimizers.push_back(&optimizer(i));
       aside.push_back(plain_begin_pass(i, id));
       std::vector<std::optional<Vector>> factors(side.weights.size());
       for (std::size_t j = 0; j < side.weights.size(); ++j) {
@@ -561,32 +538,6 @@ class AmpProgram {
     weight.gradient->tolerance = is_rounded ? 0x1p-2 : more->tolerance > 0 ? 1e-2 : 0;
   }
 
-  void clip(std::size_t i) {
-    if (!is_true(i)) return;
-    PlainSide& side = plain_[i];
-    for (const PlainWeight& one : side.weights) {
-      if (one.is_sparse) return;  // libtorch's calls leave sparse gradients as they are
-    }
-    const double limit = random_.of<double>({0.5, 1, 2});
-    const bool at_masters = side.has_master_params() && random_.one_in(2);
-    const bool by_value = random_.one_in(3);
-    const std::string call = by_value ? "clip_grad_value_" : "clip_grad_norm_";
-    report_.line("torch's ", call, "(", at_masters ? "amp.master_params" : "parameters",
-                 " of optimizer ", i, ", ", limit, ")");
-    count(call);
-    const double norm = side.norm();
-    by_value ? side.clip_value(limit) : side.clip_norm(norm, limit);
-    expect(false, [&] {
-      const auto clipped =
-          at_masters ? amp_->master_params(*sides_[i].optimizer) : sides_[i].parameters();
-      if (by_value) return torch::nn::utils::clip_grad_value_(clipped, limit);
-      const double actual = torch::nn::utils::clip_grad_norm_(clipped, limit);
-      if (!is_near(actual, norm, norm / 50 + 1e-6)) {
-        report_.fail("the norm is ", actual, "; right is ", norm);
-      }
-    });
-  }
-
   void zero_grad(std::size_t i) {
     zero_grad(i, random_.of<std::string>({"amp", "model", "optimizer"}));
   }
@@ -602,84 +553,21 @@ class AmpProgram {
     must_clear_[i] = false;
     if (by == "amp") passes_[i] = {};
     expect(false, [&] {
-      if (by == "amp") return amp_->zero_grad(*sides_[i].optimizer, set_to_none);
+      if (by == "amp") return amp_->zero_grad(optimizer(i), set_to_none);
       if (by == "model") return sides_[i].model->zero_grad(set_to_none);
-      sides_[i].optimizer->zero_grad(set_to_none);
+      optimizer(i).zero_grad(set_to_none);
     });
-  }
-
-  std::size_t random_weight(const PlainSide& side) {
-    return static_cast<std::size_t>(random_.below(static_cast<int64_t>(side.weights.size())));
-  }
-
-  void drop_gradient(std::size_t i) {
-    const std::size_t j = random_weight(plain_[i]);
-    report_.line("parameter ", j, " of optimizer ", i, ".mutable_grad() = {}");
-    count("gradient dropped");
-    plain_[i].weights[j].gradient.reset();
-    sides_[i].parameters()[j].mutable_grad() = Tensor();
-  }
-
-  void look_at_masters(std::size_t i) {
-    PlainSide& side = plain_[i];
-    if (!side.has_master_params()) return;
-    report_.line("amp.master_params(optimizer ", i, ")");
-    count("master_params");
-    expect(false, [&] {
-      const auto masters = amp_->master_params(*sides_[i].optimizer);
-      for (std::size_t j = 0; j < masters.size(); ++j) {
-        PlainWeight& weight = side.weights[j];
-        if (!weight.has_master) continue;
-        compare_value(weight, values_of(masters[j]), report_, "master " + std::to_string(j));
-        weight.is_written = false;
-      }
-    });
-  }
-
-  void write_weight(std::size_t i) {
-    const std::size_t j = random_weight(plain_[i]);
-    PlainWeight& weight = plain_[i].weights[j];
-    write_plain_weight(weight, values_of(sides_[i].parameters()[j]), random_);
-    report_.line("parameter ", j, " of optimizer ", i, " is set to ", words(weight.value));
-    count("weight written");
-    const torch::NoGradGuard no_grad;
-    sides_[i].parameters()[j].copy_(tensor_of(weight.value, torch::kFloat, weight.shape));
   }
 
   // --- Other parameters, evaluation, averages, gradients that no step can take -------------------
 
-  /// A weight gives way to a new one, as the head of a model does for another task.
-  void replace_weight(std::size_t i) {
-    PlainSide& side = plain_[i];
-    const std::size_t j = random_weight(side);
-    PlainWeight& weight = side.weights[j];
-    const PlainWeight old =
-        std::exchange(weight, make_plain_successor(side.recipe, weight, random_));
-    report_.line("parameter ", j, " of optimizer ", i, " is replaced by a new one, ",
-                 words(weight.value));
-    count("weight replaced");
-    saved_.reset();
-    sides_[i].averages.reset();
-    Tensor& place = vacated_place_of(*sides_[i].optimizer, sides_[i].parameters()[j],
-                                     side.recipe.of_mezzo || old.has_master);
-    sides_[i].model->put(j, weight, place);
-    place = make_late_parameter(weight);
-    sides_[i].model->put(j, weight, place);
-  }
-
   void add_weight(std::size_t i) {
-    PlainSide& side = plain_[i];
+    const PlainSide& side = plain_[i];
     // Of a new group's first step with a schedule, libtorch's optimizers know no factor.
-    if (side.weights.size() > 4 || (side.recipe.has_schedule && !side.counts())) return;
+    if (side.recipe.has_schedule && !side.counts()) return;
     torch::ScalarType dtype = side.recipe.dtype;
     if (random_.one_in(3)) dtype = random_.one_in(2) ? torch::kFloat : torch::kDouble;
-    const PlainWeight& weight = add_plain_weight(side, dtype, random_);
-    report_.line("a new parameter of optimizer ", i, ", of ", c10::toString(dtype),
-                 weight.begins_group ? ", in a new group" : "");
-    count("weight added");
-    saved_.reset();
-    sides_[i].averages.reset();
-    expect(false, [&] { add_parameter(i, weight); });
+    Program::add_weight(i, dtype);
   }
 
   void freeze_or_thaw(std::size_t i) {
@@ -688,7 +576,7 @@ class AmpProgram {
     weight.is_frozen = !weight.is_frozen;
     report_.line("parameter ", j, " of optimizer ", i, weight.is_frozen ? " is frozen" : " thaws");
     count(weight.is_frozen ? "weight frozen" : "weight thawed");
-    sides_[i].parameters()[j].requires_grad_(!weight.is_frozen);
+    parameters(i)[j].requires_grad_(!weight.is_frozen);
   }
 
   void evaluate(std::size_t i) {
@@ -739,9 +627,9 @@ class AmpProgram {
     if (!side.averages) {
       mezzo::EmaOptions options{.decay = 0.5};
       if (side.averages_masters) {
-        options.masters = [this, i] { return amp_->master_params(*sides_[i].optimizer); };
+        options.masters = [this, i] { return amp_->master_params(optimizer(i)); };
       }
-      side.averages.emplace(side.parameters(), options);
+      side.averages.emplace(side.model->weights, options);
       side.plain_averages = averaged_values(i);
     } else {
       side.averages->update();
@@ -754,8 +642,8 @@ class AmpProgram {
 
   std::vector<Vector> averaged_values(std::size_t i) {
     std::vector<Vector> values;
-    for (const Tensor& one : sides_[i].averages_masters ? amp_->master_params(*sides_[i].optimizer)
-                                                        : sides_[i].parameters()) {
+    for (const Tensor& one :
+         sides_[i].averages_masters ? amp_->master_params(optimizer(i)) : parameters(i)) {
       values.push_back(values_of(one));
     }
     return values;
@@ -791,18 +679,12 @@ class AmpProgram {
            passes_[i].scaled_by == passes_[other].scaled_by;
   }
 
-  void move_gradients(std::size_t i) {
-    report_.line("gradients of optimizer ", i, " move into a bucket");
-    count("bucket");
-    put_gradients_in_bucket(sides_[i].parameters());
-  }
-
   /// Weights get other memory; those of 16 bits are float for a moment, as for a file for others.
   void move_weights(std::size_t i) {
     report_.line("weights of optimizer ", i, " move");
     count("weights moved");
-    for (std::size_t j = 0; j < sides_[i].parameters().size(); ++j) {
-      const Tensor& one = sides_[i].parameters()[j];
+    for (std::size_t j = 0; j < parameters(i).size(); ++j) {
+      const Tensor& one = parameters(i)[j];
       const torch::ScalarType dtype = one.scalar_type();
       one.set_data(is_16_bit(dtype) ? one.detach().to(torch::kFloat) : one.detach().clone());
       if (is_16_bit(dtype)) one.set_data(one.detach().to(dtype));
@@ -826,20 +708,11 @@ class AmpProgram {
         mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
   }
 
-  /// A gradient that no step can take changes nothing, and is given up afterwards.
   void meet_bad_gradient(std::size_t i) {
-    const PlainSide& side = plain_[i];
-    if (!side.recipe.of_mezzo && !is_enabled_) return;
+    if (!plain_[i].recipe.of_mezzo && !is_enabled_) return;
     if (shares_scale(i)) return;  // the other's may have lost it already
-    const std::size_t j = random_weight(side);
-    const Tensor& parameter = sides_[i].parameters()[j];
-    const bool has_shape = !side.recipe.of_mezzo || random_.one_in(2);
-    report_.line("amp.step(optimizer ", i, ") with a gradient of another ",
-                 has_shape ? "dtype" : "shape", " at parameter ", j);
-    count("bad gradient");
-    const Tensor own = std::exchange(parameter.mutable_grad(), bad_gradient(parameter, has_shape));
-    expect(true, [&] { (void)amp_->step(*sides_[i].optimizer, random_step_options()); });
-    parameter.mutable_grad() = own;
+    Program::meet_bad_gradient(i, "amp.step",
+                               [&] { (void)amp_->step(optimizer(i), random_step_options()); });
   }
 
   // --- Steps -----------------------------------------------------------------------------------
@@ -886,7 +759,7 @@ class AmpProgram {
       count("step that throws");
     }
     expect(throws, [&] {
-      const auto result = amp_->step(*sides_[i].optimizer, options);
+      const auto result = amp_->step(optimizer(i), options);
       report_.line(result.ran() ? "    ran" : "    skipped");
       if (result.ran() != ran || result.found_inf() == ran) {
         report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
@@ -936,7 +809,7 @@ class AmpProgram {
         torch::save(side.model, model);
         saved_->models.push_back(model.str());
         auto& weights = saved_->weights.emplace_back();
-        for (const Tensor& one : side.parameters()) weights.push_back(one.detach().clone());
+        for (const Tensor& one : side.model->weights) weights.push_back(one.detach().clone());
       }
       std::stringstream file;
       torch::save(*amp_, file);
@@ -987,8 +860,8 @@ class AmpProgram {
       for (std::size_t i = 0; i < sides_.size(); ++i) {
         load_model(i);
         std::stringstream file(saved_->optimizers[i]);
-        torch::load(amp_->optimizer(*sides_[i].optimizer), file);
-        sides_[i].options = sides_[i].optimizer->param_groups()[0].options().clone();
+        torch::load(amp_->optimizer(optimizer(i)), file);
+        sides_[i].options = optimizer(i).param_groups()[0].options().clone();
         sides_[i].has_options_of_file = true;
         if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
         std::stringstream schedule(saved_->schedules[i]);
@@ -1009,7 +882,7 @@ class AmpProgram {
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       const std::string number = std::to_string(i);
       state.add("model" + number, sides_[i].model);
-      state.add("optimizer" + number, amp_->optimizer(*sides_[i].optimizer));
+      state.add("optimizer" + number, amp_->optimizer(optimizer(i)));
       if (sides_[i].schedule) state.add("schedule" + number, *sides_[i].schedule);
     }
     state.add("amp", *amp_);
@@ -1027,7 +900,7 @@ class AmpProgram {
   bool has_saved_dtypes() const {
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       for (std::size_t j = 0; j < saved_->weights[i].size(); ++j) {
-        const torch::ScalarType own = sides_[i].parameters()[j].scalar_type();
+        const torch::ScalarType own = parameters(i)[j].scalar_type();
         if (own != saved_->weights[i][j].scalar_type()) return false;
       }
     }
@@ -1041,7 +914,7 @@ class AmpProgram {
     std::stringstream file(saved_->models[i]);
     if (!is_copied) return torch::load(sides_[i].model, file);
     const torch::NoGradGuard no_grad;
-    const std::vector<Tensor>& own = sides_[i].parameters();
+    const std::vector<Tensor>& own = parameters(i);
     for (std::size_t j = 0; j < own.size(); ++j) own[j].copy_(saved_->weights[i][j]);
   }
 
@@ -1063,7 +936,7 @@ class AmpProgram {
     report_.line("load of an optimizer of one parameter more, ", i);
     count("wrong file");
     std::vector<Tensor> parameters;
-    for (const Tensor& one : sides_[i].parameters()) parameters.push_back(torch::ones_like(one));
+    for (const Tensor& one : sides_[i].model->weights) parameters.push_back(torch::ones_like(one));
     parameters.push_back(torch::ones({2}));
     for (Tensor& one : parameters) one.mutable_grad() = torch::ones_like(one);
     const test_support::OwnedOptimizer other(make_optimizer(given_at_level(drawn_[i]), parameters),
@@ -1073,7 +946,7 @@ class AmpProgram {
       (void)other.any().step();
       torch::save(other.any(), file);
     });
-    expect(true, [&] { torch::load(amp_->optimizer(*sides_[i].optimizer), file); });
+    expect(true, [&] { torch::load(amp_->optimizer(optimizer(i)), file); });
   }
 
   /// What the options of a file make of those that were given at the present level. A file has none
@@ -1139,9 +1012,6 @@ class AmpProgram {
     side.recipe = recipe;
   }
 
-  Random random_;
-  Counts& counts_;
-  Report report_;
   bool is_enabled_ = true;
   bool is_dynamic_ = true;
   std::optional<mezzo::LossScale> loss_scale_;
@@ -1149,7 +1019,6 @@ class AmpProgram {
   int64_t interval_ = 2;
   bool likes_files_ = false;
   std::vector<Recipe> drawn_;  // of which a level makes what the optimizers get
-  std::vector<PlainSide> plain_;
   std::vector<PlainPasses> passes_;
   std::vector<PlainLoss> losses_;
   std::array<std::pair<double, int64_t>, 3> skips_{};  // the last one's scale, and how many
@@ -1162,77 +1031,25 @@ class AmpProgram {
   std::optional<mezzo::AutocastGuard> region_;
 };
 
-// MEZZO_STEP_PROGRAM_SEEDS says how many programs are run, MEZZO_STEP_PROGRAM_FIRST_SEED which is
-// the first.
 TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {
-  const int64_t first = number_from_environment("MEZZO_STEP_PROGRAM_FIRST_SEED", 0);
-  const int64_t seeds = number_from_environment("MEZZO_STEP_PROGRAM_SEEDS", 400);
-  Counts counts;
-  int64_t failures = 0;
-  for (int64_t seed = first; seed < first + seeds && failures < 3; ++seed) {
-    AmpProgram program(static_cast<uint64_t>(seed), counts);
-    if (program.run()) continue;
-    ADD_FAILURE() << "the program of seed " << seed << ":\n" << program.text();
-    ++failures;
-  }
-  if (seeds < 400 || failures > 0) return;
-  for (const char* const what : {"pass",
-                                 "delayed pass",
-                                 "pass that throws",
-                                 "scale that moves before a pass",
-                                 "inf",
-                                 "inf of one optimizer that another skips for",
-                                 "clip_grad_norm_",
-                                 "clip_grad_value_",
-                                 "optimizer.zero_grad after a pass",
-                                 "optimizer.zero_grad after a delayed pass",
-                                 "optimizer.zero_grad after a step",
-                                 "model.zero_grad after a pass",
-                                 "model.zero_grad after a delayed pass",
-                                 "model.zero_grad after a step",
-                                 "amp.zero_grad after a pass",
-                                 "amp.zero_grad after a delayed pass",
-                                 "gradient dropped",
-                                 "master_params",
-                                 "weight written",
-                                 "weight replaced",
-                                 "weight added",
-                                 "weight frozen",
-                                 "weight thawed",
-                                 "frozen weight",
-                                 "evaluation",
-                                 "averages",
-                                 "averages follow",
-                                 "averages that follow no skipped step",
-                                 "bad gradient",
-                                 "bucket",
-                                 "region",
-                                 "wrong file",
-                                 "weights moved",
-                                 "Amp moved",
-                                 "checkpoint",
-                                 "weights copied",
-                                 "model file loaded",
-                                 "throws",
-                                 "step",
-                                 "skipped step",
-                                 "step that throws",
-                                 "step of delayed passes",
-                                 "step from the master of a file",
-                                 "step at O0",
-                                 "step at O1",
-                                 "step at O1_bf16",
-                                 "step at O2",
-                                 "step at O2_bf16",
-                                 "step at O3",
-                                 "step at O3_bf16",
-                                 "step of a disabled Amp",
-                                 "save",
-                                 "load",
-                                 "load at another level",
-                                 "load into new objects"}) {
-    EXPECT_GE(counts[what], 1) << what << " happens in no program";
-  }
+  run_programs<AmpProgram>(
+      400,
+      "pass; delayed pass; pass that throws; scale that moves before a pass; inf; "
+      "inf of one optimizer that another skips for; libtorch's clip_grad_norm_; "
+      "libtorch's clip_grad_value_; optimizer.zero_grad after a pass; "
+      "optimizer.zero_grad after a delayed pass; optimizer.zero_grad after a step; "
+      "model.zero_grad after a pass; model.zero_grad after a delayed pass; "
+      "model.zero_grad after a step; amp.zero_grad after a pass; "
+      "amp.zero_grad after a delayed pass; gradient dropped; master_params; "
+      "weight written; weight replaced; weight added; weight frozen; weight thawed; "
+      "frozen weight; evaluation; averages; averages follow; "
+      "averages that follow no skipped step; bad gradient; bucket; region; wrong file; "
+      "weights moved; Amp moved; checkpoint; weights copied; model file loaded; throws; "
+      "step; skipped step; step that throws; step of delayed passes; "
+      "step from the master of a file; step at O0; step at O1; step at O1_bf16; "
+      "step at O2; step at O2_bf16; step at O3; step at O3_bf16; step of a disabled Amp; "
+      "save; load; load at another level; load into new objects",
+      1);
 }
 
 }  // namespace
