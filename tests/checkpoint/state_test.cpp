@@ -259,7 +259,8 @@ TEST(Checkpoint, AModuleKeepsItsMemory) {
 
 TEST(Checkpoint, ALoadInsideOneRegionOfAutocastReachesTheNextForward) {
   const Scratch scratch;
-  torch::nn::Conv2d saved(torch::nn::Conv2dOptions(2, 3, 3)), model(saved->options);
+  torch::nn::Conv2d saved(torch::nn::Conv2dOptions(2, 3, 3)),
+      model(torch::nn::Conv2dOptions(2, 3, 3));
   mezzo::save_checkpoint(scratch.path() / "a", TrainingState().add("model", saved));
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
   torch::Tensor before, inside;

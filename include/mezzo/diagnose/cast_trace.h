@@ -8,7 +8,7 @@
 
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/base/version.h>
 
@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <iomanip>
 #include <map>
+#include <memory>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -43,13 +44,6 @@ struct CastRecord {
   std::int64_t bytes = 0;  ///< read and written by the casts
 };
 
-namespace detail {
-
-/// The thing that the start of an op opened, for its end to close.
-enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
-
-}  // namespace detail
-
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops with an
 /// autocast kernel, libtorch's or a policy's, are noted wherever they occur, other ops only where
 /// the user called them, not inside another op; views are left out. libtorch's scopes,
@@ -57,14 +51,26 @@ enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
 ///
 /// Listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
 /// all otherwise. Create, read and destroy it in one thread.
-class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
+class CastTrace {
  public:
   /// Begins to listen.
   /// \throws c10::Error if the thread has a CastTrace already
-  CastTrace() : OpListener({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}) {
-    TORCH_CHECK(!is_nested(),
+  CastTrace() {
+    TORCH_CHECK(active() == nullptr,
                 "CastTrace: this thread has one already; let that one end before another is made");
+    active() = this;
+    callback_ = at::addThreadLocalCallback(
+        at::RecordFunctionCallback(&CastTrace::start, &CastTrace::end)
+            .needsInputs(true)
+            .needsOutputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}));
   }
+  ~CastTrace() {
+    at::removeCallback(callback_);
+    active() = nullptr;
+  }
+  CastTrace(const CastTrace&) = delete;
+  CastTrace& operator=(const CastTrace&) = delete;
 
   /// Returns the records so far, most bytes first, then most calls.
   std::vector<CastRecord> records() const {
@@ -84,8 +90,26 @@ class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
   }
 
  private:
-  friend OpListener;
-  using Opened = detail::OpenedByOp;
+  /// The thing that the start of an op opened, for its end to close.
+  enum class Opened : std::uint8_t { nothing, scope, call, cast };
+
+  struct Context final : at::ObserverContext {
+    explicit Context(Opened by_op) : opened(by_op) {}
+    Opened opened;
+  };
+
+  static CastTrace*& active() {
+    static thread_local CastTrace* trace = nullptr;
+    return trace;
+  }
+  static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
+    if (active() == nullptr) return nullptr;
+    return std::make_unique<Context>(active()->entered(function));
+  }
+  static void end(const at::RecordFunction& function, at::ObserverContext* context) {
+    if (active() == nullptr || context == nullptr) return;
+    active()->left(function, static_cast<Context*>(context)->opened);
+  }
 
   // A noted call that has not returned. An op with an autocast kernel calls itself with the cast
   // arguments: until then, every copy to another dtype is one of autocast's casts.
@@ -187,6 +211,7 @@ class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
   std::vector<std::string> scopes_;
   std::vector<OpenCall> open_;
   bool in_cast_ = false;
+  at::CallbackHandle callback_ = at::INVALID_CALLBACK_HANDLE;
 };
 
 /// Prints the records as a table with a total.

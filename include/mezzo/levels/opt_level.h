@@ -108,18 +108,29 @@ class OptLevel {
   [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
 
   /// Returns the name, such as "O1".
-  std::string_view name() const noexcept;
+  std::string_view name() const noexcept { return defaults_->name; }
 
   /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_type() const noexcept;
+  std::optional<at::ScalarType> cast_model_type() const noexcept {
+    return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
+  }
   /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_outputs() const noexcept;
+  std::optional<at::ScalarType> cast_model_outputs() const noexcept {
+    if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
+    return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
+  }
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute`.
-  bool uses_op_lists() const noexcept;
+  bool uses_op_lists() const noexcept {
+    return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
+  }
   /// Returns whether batch norms stay in float32.
-  bool keep_batchnorm_fp32() const noexcept;
+  bool keep_batchnorm_fp32() const noexcept {
+    return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
+  }
   /// Returns whether 16-bit weights have float32 masters.
-  bool master_weights() const noexcept;
+  bool master_weights() const noexcept {
+    return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
+  }
   /// Returns the loss scale; LossScale::none() for 1.
   const LossScale& loss_scale() const noexcept { return loss_scale_; }
 
@@ -135,7 +146,17 @@ class OptLevel {
   const OptLevelOverrides& overrides() const noexcept { return overrides_; }
 
  private:
-  struct Defaults;
+  /// A row of the table of levels.
+  struct Defaults {
+    std::string_view name;
+    std::string_view brief;
+    at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
+    std::optional<at::ScalarType> cast_model_type;
+    bool op_lists;
+    std::optional<bool> keep_batchnorm_fp32;
+    std::optional<bool> master_weights;
+    bool dynamic_scale;
+  };
 
   OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides);
 

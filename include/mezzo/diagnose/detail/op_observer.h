@@ -3,7 +3,7 @@
 /// passes, and tells each observer of a thread.
 #pragma once
 
-#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/names.h>
 

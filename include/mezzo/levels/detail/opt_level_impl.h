@@ -47,17 +47,6 @@ inline LossScaleChoice::LossScaleChoice(const char* text) : rule_(detail::loss_s
 inline LossScaleChoice::LossScaleChoice(const std::string& text)
     : rule_(detail::loss_scale_of(text)) {}
 
-struct OptLevel::Defaults {
-  std::string_view name;
-  std::string_view brief;
-  at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
-  std::optional<at::ScalarType> cast_model_type;
-  bool op_lists;
-  std::optional<bool> keep_batchnorm_fp32;
-  std::optional<bool> master_weights;
-  bool dynamic_scale;
-};
-
 inline const OptLevel::Defaults& OptLevel::defaults_of(std::string_view name) {
   constexpr auto kFloat = at::ScalarType::Float;
   constexpr auto kHalf = at::ScalarType::Half;
@@ -161,29 +150,6 @@ inline OptLevel OptLevel::with(const OptLevelOverrides& overrides) const {
   take(all.loss_scale, overrides.loss_scale);
   take(all.cast_model_outputs, overrides.cast_model_outputs);
   return {*defaults_, all};
-}
-
-inline std::string_view OptLevel::name() const noexcept { return defaults_->name; }
-
-inline std::optional<at::ScalarType> OptLevel::cast_model_type() const noexcept {
-  return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
-}
-
-inline std::optional<at::ScalarType> OptLevel::cast_model_outputs() const noexcept {
-  if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
-  return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
-}
-
-inline bool OptLevel::uses_op_lists() const noexcept {
-  return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
-}
-
-inline bool OptLevel::keep_batchnorm_fp32() const noexcept {
-  return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
-}
-
-inline bool OptLevel::master_weights() const noexcept {
-  return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
 }
 
 inline Precision OptLevel::precision() const {
