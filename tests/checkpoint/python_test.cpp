@@ -121,9 +121,8 @@ TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
   }
   const auto after = tensors(python_next("adamw_after"));
   for (std::size_t i = 0; i < after.size(); ++i) {
-    const torch::Tensor weight = model->parameters()[i];
-    EXPECT_TRUE(torch::allclose(weight.to(torch::kFloat), after[i], 1e-2, 1e-2)) << i;
-    EXPECT_TRUE(mezzo::master_params(optimizer)[i].to(torch::kBFloat16).equal(weight)) << i;
+    EXPECT_TRUE(torch::allclose(model->parameters()[i].to(torch::kFloat), after[i], 1e-2, 1e-2))
+        << i;
   }
 }
 
