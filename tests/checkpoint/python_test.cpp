@@ -106,8 +106,8 @@ TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
   mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", model),
                          {.subset = true});
   for (const torch::Tensor& one : model->parameters()) one.set_data(one.to(torch::kBFloat16));
-  mezzo::optim::AdamW optimizer(groups_of(model), mezzo::optim::AdamWOptions().weight_storage(
-                                                      mezzo::optim::WeightStorage::split_master));
+  mezzo::optim::AdamW optimizer(groups_of(model), torch::optim::AdamWOptions(),
+                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
   mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_optimizer", optimizer),
                          {.subset = true});
   const c10::IValue gradients = python_next("adamw_gradients");
