@@ -45,8 +45,7 @@ inline Tensors copies_of(const Tensors& tensors) {
 }
 
 /// A scaler that has seen a loss, and tells nobody of its skips.
-inline mezzo::GradScaler quiet_scaler(const mezzo::LossScaleOptions& options = {
-                                          .init_scale = kScale}) {
+inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_scale = kScale}) {
   mezzo::GradScaler scaler(options);
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));

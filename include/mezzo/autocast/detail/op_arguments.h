@@ -1,5 +1,5 @@
 /// \file
-/// The boxed arguments of ops, as at::RecordFunction carries them into a start callback.
+/// An op's boxed arguments, as the dispatcher and at::RecordFunction's start callbacks have them.
 #pragma once
 
 #include <mezzo/base/detail/private_member.h>

@@ -241,7 +241,7 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
                 "MasterWeights: the archive has the master ", tensor_words(master), " for ",
                 parameter_words(static_cast<std::size_t>(number), parameter),
                 "; it is another model's: load the file of this one");
-    masters.emplace_back(parameter, master);
+    masters.emplace_back(parameter, master.is_inference() ? master.clone() : master);
   }
   return masters;
 }

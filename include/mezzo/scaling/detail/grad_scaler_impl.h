@@ -129,8 +129,8 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 
 }  // namespace detail
 
-MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
-    : rule_(LossScale::of(options)),
+MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
+    : rule_(options.checked()),
       initial_state_(rule_.initial_state()),
       enabled_(options.enabled),
       allow_fp16_gradients_(options.allow_fp16_gradients),
@@ -363,9 +363,9 @@ MEZZO_INLINE void GradScaler::note_skip(const at::Tensor& found_inf) {
 MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!enabled_) return;
   require_scale("update");
-  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
-  detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
+  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  const double high = std::min<double>(rule_.max_scale, detail::kLargestFloat);
+  detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
   scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
@@ -379,8 +379,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               "one element that requires no grad, not one that is ",
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
-  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  scale_->write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
+  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
   finish_iteration();
 }
 
@@ -424,7 +424,7 @@ MEZZO_INLINE void GradScaler::tell_of_iterations() {
 }
 
 MEZZO_INLINE void GradScaler::tell_of_skip(float scale, float next_scale) {
-  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
+  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale;
   times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
   ++times_in_a_row_;
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
@@ -493,25 +493,25 @@ class StateReader {
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
 template <class Number>
-void GradScaler::change_rule(const char* name, Number LossScaleOptions::*option, Number value) {
-  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, name,
+void GradScaler::change_rule(const char* name, Number LossScale::*option, Number value) {
+  TORCH_CHECK(rule_.kind == LossScaleKind::dynamic, name,
               " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
               "with {.kind = LossScaleKind::dynamic}, the default");
-  LossScaleOptions options = rule_;
+  LossScale options = rule_;
   options.*option = value;
-  rule_ = LossScale::of(options);
+  rule_ = options.checked();
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  change_rule("growth_factor", &LossScaleOptions::growth_factor, growth_factor);
+  change_rule("growth_factor", &LossScale::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  change_rule("backoff_factor", &LossScaleOptions::backoff_factor, backoff_factor);
+  change_rule("backoff_factor", &LossScale::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  change_rule("growth_interval", &LossScaleOptions::growth_interval, growth_interval);
+  change_rule("growth_interval", &LossScale::growth_interval, growth_interval);
 }
 
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
@@ -522,15 +522,15 @@ MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!enabled_) return {};
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
-          {"growth_factor", rule_.growth_factor()},
-          {"backoff_factor", rule_.backoff_factor()},
-          {"growth_interval", static_cast<double>(rule_.growth_interval())},
+          {"growth_factor", rule_.growth_factor},
+          {"backoff_factor", rule_.backoff_factor},
+          {"growth_interval", static_cast<double>(rule_.growth_interval)},
           {"_growth_tracker", state.growth_tracker},
-          {"min_scale", rule_.min_scale()},
-          {"max_scale", rule_.max_scale()},
-          {"hysteresis", rule_.hysteresis()},
+          {"min_scale", rule_.min_scale},
+          {"max_scale", rule_.max_scale},
+          {"hysteresis", static_cast<double>(rule_.hysteresis)},
           {"_hysteresis_left", state.hysteresis_left},
-          {"_loss_scale_kind", static_cast<double>(rule_.kind())}};
+          {"_loss_scale_kind", static_cast<double>(rule_.kind)}};
 }
 
 MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
@@ -541,19 +541,19 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
               "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
               "a new scale");
   const detail::StateReader reader(state);
-  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
+  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule =
-      LossScale::of({.init_scale = reader.value("scale"),
-                     .growth_factor = reader.value("growth_factor"),
-                     .backoff_factor = reader.value("backoff_factor"),
-                     .growth_interval = reader.count("growth_interval"),
-                     .min_scale = reader.value("min_scale", rule_.min_scale()),
-                     .max_scale = reader.value("max_scale", rule_.max_scale()),
-                     .hysteresis = reader.count("hysteresis", rule_.hysteresis()),
-                     .kind = static_cast<LossScaleKind>(kind)});
+  const LossScale rule = LossScale{.init_scale = reader.value("scale"),
+                                   .growth_factor = reader.value("growth_factor"),
+                                   .backoff_factor = reader.value("backoff_factor"),
+                                   .growth_interval = reader.count("growth_interval"),
+                                   .min_scale = reader.value("min_scale", rule_.min_scale),
+                                   .max_scale = reader.value("max_scale", rule_.max_scale),
+                                   .hysteresis = reader.count("hysteresis", rule_.hysteresis),
+                                   .kind = static_cast<LossScaleKind>(kind)}
+                             .checked();
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
   next.hysteresis_left =
