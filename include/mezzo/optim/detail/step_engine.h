@@ -136,13 +136,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   };
   struct AtenCall;
 
-  /// Whether a step's gradients are zero by now.
-  enum class Cleared { not_asked, on_the_way, not_yet };
-  static Cleared cleared_by(bool is_asked, bool on_the_way) noexcept {
-    if (!is_asked) return Cleared::not_asked;
-    return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
-  }
-
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
@@ -157,7 +150,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
-  MEZZO_INLINE void finish(Rows rows, Cleared cleared, const Prepared& prepared);
+  /// The last walk: counts, bumps versions, and clears gradients, if they are to be and no kernel
+  /// has done so.
+  MEZZO_INLINE void finish(Rows rows, bool clears, bool are_cleared, const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                              const StepOptions& options);

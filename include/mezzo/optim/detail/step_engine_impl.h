@@ -357,13 +357,13 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: counts and bumps versions.
-MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
+MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
+                                     const Prepared& prepared) {
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    if (cleared == Cleared::not_yet) clear_gradient(row.gradient);
-    if (cleared == Cleared::on_the_way) bump_version(row.gradient);
+    if (clears && !are_cleared) clear_gradient(row.gradient);
+    if (are_cleared) bump_version(row.gradient);
     bump_version(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
@@ -437,7 +437,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                 .parameter = row.number};
   }
   run_step_cpu(prepared.tasks);
-  finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
+  finish(rows, options.zero_grad, clears_on_the_way, prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -510,7 +510,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf);
   }
-  finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
+  finish(rows, options.zero_grad, inputs.clear, prepared);
 }
 
 #endif
@@ -609,7 +609,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     throw;
   }
   write_back();
-  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
+  finish(rows, options.zero_grad, /*are_cleared=*/false, {});
 }
 
 /// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.
