@@ -5,9 +5,9 @@
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>

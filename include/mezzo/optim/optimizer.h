@@ -11,8 +11,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/verdict.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>

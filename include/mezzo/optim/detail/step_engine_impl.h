@@ -5,8 +5,8 @@
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
