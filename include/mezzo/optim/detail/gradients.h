@@ -97,10 +97,6 @@ inline StepPlan plan_of(AnyOptimizer optimizer) {
   return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
 }
 
-inline bool keeps_master(const optim::FusedOptimizer* fused, const StepPlan::Row& row) {
-  return fused != nullptr && fused->keeps_master(row.group, *row.parameter);
-}
-
 /// Returns the dense values of a row's gradient.
 inline at::Tensor values_of(const StepPlan& plan, const StepPlan::Row& row) {
   return plan.is_checked ? row.gradient : gradient_values(*row.parameter);

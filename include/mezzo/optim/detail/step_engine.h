@@ -76,8 +76,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
       weights_.weight_storage = optim::WeightStorage::master;
     }
   }
-  MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
 
   /// Writes what libtorch's optimizer of the same name writes, and under keys of their own the
   /// values that libtorch lacks. Split weights are written whole.

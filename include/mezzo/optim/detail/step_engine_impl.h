@@ -58,13 +58,7 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
   for (void* const address : gone) state_.erase(address);
 }
 
-MEZZO_INLINE bool StepEngine::keeps_master(std::size_t /*group*/,
-                                           const at::Tensor& parameter) const {
-  return storage_in(parameter) == optim::WeightStorage::master;
-}
-
-MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t /*group*/,
-                                                 const at::Tensor& parameter) {
+MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
   const WeightStorage storage = storage_in(parameter);
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
