@@ -19,7 +19,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>

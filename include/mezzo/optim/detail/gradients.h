@@ -15,9 +15,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 // The gradients of any optimizer, and how to read them.

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
-#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
@@ -11,8 +10,6 @@
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/UndefinedTensorImpl.h>

@@ -12,12 +12,10 @@
 #include <mezzo/optim/detail/step_engine.h>
 
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
 
-#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
