@@ -2,7 +2,7 @@
 
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/devices.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>

@@ -31,12 +31,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+inline bool has_master(const StepPlan::Row& row) {
+  return row.storage == optim::WeightStorage::master;
+}
+
 /// Throws for the first gradient that would be unscaled in float16, naming its parameter.
 [[noreturn]] inline void refuse_half_gradients(AnyOptimizer optimizer, const StepPlan& plan) {
   std::string which = "a parameter";
   for (const StepPlan::Row& row : plan.rows) {
-    const bool is_bare =
-        row.gradient.scalar_type() == at::kHalf && !keeps_master(optimizer.mezzos(), row);
+    const bool is_bare = row.gradient.scalar_type() == at::kHalf && !has_master(row);
     if (!is_bare) continue;
     which = OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter);
     break;
@@ -87,9 +90,9 @@ inline void clip_in_place(const StepPlan& plan, double coefficient) {
 }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
+inline void widen_for_masters(StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
-    if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
+    if (!is_low_precision(row.gradient) || !has_master(row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
     row.gradient = row.parameter->grad().to(at::kFloat);
     row.parameter->mutable_grad() = row.gradient;
@@ -99,7 +102,7 @@ inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
 /// Gives each master its weight's gradient, for callers that hold master_params(optimizer).
 inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) {
   for (const StepPlan::Row& row : plan.rows) {
-    if (keeps_master(fused, row)) (void)fused->master_param(row.group, *row.parameter);
+    if (has_master(row)) (void)fused->master_param(*row.parameter);
   }
 }
 
@@ -145,7 +148,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
     if (fused == nullptr) return;
     const c10::NoGradGuard no_grad;
     StepPlan plan = fused->plan();
-    detail::widen_for_masters(fused, plan);
+    detail::widen_for_masters(plan);
     detail::show_at_masters(fused, plan);
     return;
   }
@@ -172,7 +175,7 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
     detail::check_unscalable(values, detail::on_device(scale_->inverse(), values.front().device()));
   }
-  detail::widen_for_masters(fused, plan);
+  detail::widen_for_masters(plan);
   record.found_inf = at::Tensor();
   for (const auto& values : detail::values_by_device(plan)) {
     const at::Tensor inv_scale = detail::on_device(scale_->inverse(), values.front().device());
