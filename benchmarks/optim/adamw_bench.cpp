@@ -96,8 +96,8 @@ class Mezzo : public Peer {
  public:
   Mezzo(const optim_bench::Model& model, at::ScalarType dtype, WeightStorage weights)
       : Peer(model, dtype),
-        optimizer_(parameters_,
-                   mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay).weight_storage(weights)),
+        optimizer_(parameters_, mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay),
+                   {.weight_storage = weights}),
         scaler_({.init_scale = kScale}) {
     (void)scaler_.scale(at::zeros({}));
   }

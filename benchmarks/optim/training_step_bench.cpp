@@ -74,8 +74,8 @@ class Training {
     if (way.is_torchs) {
       torchs_ = std::make_unique<torch::optim::AdamW>(model_->parameters(), 1e-4);
     } else {
-      ours_ = std::make_unique<AdamW>(model_->parameters(),
-                                      AdamWOptions(1e-4).weight_storage(way.storage));
+      ours_ = std::make_unique<AdamW>(model_->parameters(), AdamWOptions(1e-4),
+                                      mezzo::optim::WeightOptions{.weight_storage = way.storage});
     }
   }
 

@@ -31,25 +31,22 @@ std::unique_ptr<torch::optim::Optimizer> make_optimizer(const BertForTokenClassi
     const bool is_embedding = item.key().find("_embeddings.") != std::string::npos;
     (item.value().dim() < 2 ? others : is_embedding ? embeddings : decayed).push_back(item.value());
   }
-  const auto groups = [&](const auto& adamw) {
-    std::vector<torch::optim::OptimizerParamGroup> all;
-    for (const auto* const parameters : {&embeddings, &decayed, &others}) {
-      auto own = std::make_unique<std::remove_cvref_t<decltype(adamw)>>(adamw);
-      own->weight_decay(parameters == &others ? 0 : options.weight_decay);
-      all.emplace_back(*parameters, std::move(own));
-    }
-    return all;
-  };
+  const torch::optim::AdamWOptions adamw(options.learning_rate);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto* const parameters : {&embeddings, &decayed, &others}) {
+    auto own = std::make_unique<torch::optim::AdamWOptions>(adamw);
+    own->weight_decay(parameters == &others ? 0 : options.weight_decay);
+    groups.emplace_back(*parameters, std::move(own));
+  }
   if (options.precision == Precision::amp_8bit) {
-    const torch::optim::AdamWOptions adamw(options.learning_rate);
     return std::make_unique<mezzo::optim::AdamW8bit>(
-        groups(adamw), adamw,
+        groups, adamw,
         mezzo::optim::AdamW8bitOptions{.float_moments = embeddings, .seed = options.seed});
   }
-  const auto adamw = mezzo::optim::AdamWOptions(options.learning_rate)
-                         .weight_storage(weight_storage_of(options.precision))
-                         .seed(options.seed);
-  return std::make_unique<mezzo::optim::AdamW>(groups(adamw), adamw);
+  return std::make_unique<mezzo::optim::AdamW>(
+      groups, adamw,
+      mezzo::optim::WeightOptions{.weight_storage = weight_storage_of(options.precision),
+                                  .seed = options.seed});
 }
 
 mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t epoch_steps) {

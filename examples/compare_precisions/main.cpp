@@ -135,8 +135,8 @@ struct Row {
 /// A step a batch with AdamW: losses, skipped steps and the median time.
 void train(const Setting& setting, const std::vector<Batch>& batches, Row& row) {
   Tagger model = model_in(setting);
-  mezzo::optim::AdamW optimizer(model->parameters(),
-                                mezzo::optim::AdamWOptions(1e-4).weight_storage(setting.storage));
+  mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-4),
+                                {.weight_storage = setting.storage});
   mezzo::GradScaler scaler(
       {.init_scale = setting.first_scale(), .enabled = setting.autocast == torch::kHalf});
   std::vector<double> times;

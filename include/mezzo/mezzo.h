@@ -14,16 +14,13 @@
 #include <mezzo/base/precision.h>              // IWYU pragma: export
 #include <mezzo/base/version.h>                // IWYU pragma: export
 #include <mezzo/base/weight_storage.h>         // IWYU pragma: export
-#include <mezzo/optim/adam.h>                  // IWYU pragma: export
 #include <mezzo/optim/adamw.h>                 // IWYU pragma: export
 #include <mezzo/optim/ema.h>                   // IWYU pragma: export
-#include <mezzo/optim/fused_optimizer.h>       // IWYU pragma: export
-#include <mezzo/optim/fused_options.h>         // IWYU pragma: export
 #include <mezzo/optim/lamb.h>                  // IWYU pragma: export
 #include <mezzo/optim/lion.h>                  // IWYU pragma: export
 #include <mezzo/optim/lr_schedule.h>           // IWYU pragma: export
 #include <mezzo/optim/master_weights.h>        // IWYU pragma: export
-#include <mezzo/optim/optimizer_interface.h>   // IWYU pragma: export
+#include <mezzo/optim/optimizer.h>             // IWYU pragma: export
 #include <mezzo/optim/sgd.h>                   // IWYU pragma: export
 #include <mezzo/optim/step_result.h>           // IWYU pragma: export
 #include <mezzo/scaling.h>                     // IWYU pragma: export

@@ -147,22 +147,53 @@ TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
   EXPECT_EQ(checkpoints.files().size(), 2U);
 }
 
-TEST(CheckpointManager, TheLockEndsWithItsProcess) {
+/// A pipe on which one process tells another that it may go on.
+class Signal {
+ public:
+  Signal() { EXPECT_EQ(::pipe(ends_.data()), 0); }
+  ~Signal() {
+    for (const int end : ends_) ::close(end);
+  }
+  Signal(const Signal&) = delete;
+  Signal& operator=(const Signal&) = delete;
+  void give() const { (void)!::write(ends_[1], "x", 1); }
+  void await() const {
+    char c = 0;
+    (void)!::read(ends_[0], &c, 1);
+  }
+
+ private:
+  std::array<int, 2> ends_{};
+};
+
+TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
   const Scratch scratch;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
+  const Signal saved, over;
   const pid_t trainer = fork();
   if (trainer == 0) {
-    CheckpointManager(scratch.path()).save(state, 1);
     CheckpointManager checkpoints(scratch.path());
-    checkpoints.save(state, 2);
-    kill(getpid(), SIGKILL);
+    checkpoints.save(state, 1);
+    if (fork() == 0) {  // a worker of its data loader, say
+      saved.give();
+      over.await();
+      _exit(0);
+    }
+    over.await();
+    _exit(0);
   }
+  saved.await();
+  std::vector<std::string> warnings;
+  const auto hearing = [&](const std::string& text) { warnings.push_back(text); };
+  CheckpointManager next(scratch.path(), {.on_warning = hearing});
+  EXPECT_THAT(warnings, testing::ElementsAre(
+                            HasSubstr("is being saved to by process " + std::to_string(trainer))));
+  EXPECT_THAT(error_of([&] { next.save(state, 2); }), HasSubstr("is being saved to by another"));
+  kill(trainer, SIGKILL);
   waitpid(trainer, nullptr, 0);
-  CheckpointManager next(scratch.path());
-  EXPECT_EQ(next.load_newest(state)->step, 2);
-  next.save(state, 3);
-  EXPECT_EQ(next.load_newest(state)->step, 3);
+  EXPECT_EQ(error_of([&] { next.save(state, 2); }), "no error");
+  over.give();
 }
 
 TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {

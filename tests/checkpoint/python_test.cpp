@@ -1,7 +1,6 @@
 // Files go to Python as they are, and come from it.
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>

@@ -28,8 +28,8 @@ using mezzo::optim::WeightStorage;
 using test_support::Scratch;
 
 mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
-  return mezzo::optim::AdamW(std::move(parameters),
-                             mezzo::optim::AdamWOptions(1e-2).weight_storage(storage).seed(7));
+  return mezzo::optim::AdamW(std::move(parameters), mezzo::optim::AdamWOptions(1e-2),
+                             {.weight_storage = storage, .seed = 7});
 }
 
 /// A run with dropout, a scaler that grows and skips, a schedule and averages.

@@ -358,9 +358,8 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
   torch::nn::Linear model(1, 1);
   model->to(torch::kBFloat16);
   torch::Tensor weight = model->weight;
-  mezzo::optim::AdamW optimizer(
-      model->parameters(),
-      mezzo::optim::AdamWOptions(1e-2).weight_storage(mezzo::optim::WeightStorage::split_master));
+  mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-2),
+                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
   const mezzo::Ema ema(model->parameters());
   TrainingState models, optimizers, tensors;
   models.add("x", model);

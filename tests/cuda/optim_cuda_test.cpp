@@ -1,7 +1,6 @@
 // The fused optimizers on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined,
 // through mezzo's, against the CPU's answers.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -85,13 +84,14 @@ double tolerance(torch::ScalarType dtype) {
 /// Ten steps on both machines, some skipped, clipped at norm 3, by a schedule, without one wait.
 template <class Optimizer, class Options>
 void expect_the_cpus_answers(const Options& options,
+                             const mezzo::optim::WeightOptions& weights = {},
                              const std::vector<torch::ScalarType>& dtypes = {
                                  torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf}) {
   const auto cpu = mixed_parameters(dtypes);
   std::vector<torch::Tensor> gpu;
   for (const auto& parameter : cpu) gpu.push_back(on_gpu(parameter));
-  Optimizer cpu_optimizer(cpu, options);
-  Optimizer gpu_optimizer(gpu, options);
+  Optimizer cpu_optimizer(cpu, options, weights);
+  Optimizer gpu_optimizer(gpu, options, weights);
   for (Optimizer* optimizer : {&cpu_optimizer, &gpu_optimizer}) {
     optimizer->set_lr_factors({1.0, 0.8, 0.5, 1.2});
   }
@@ -159,8 +159,8 @@ TEST_F(OptimCuda, AdamWGivesTheCpusAnswersWithoutASync) {
 TEST_F(OptimCuda, KeepsMastersAsTheCpuDoes) {
   using mezzo::optim::AdamWOptions;
   using mezzo::optim::WeightStorage;
-  expect_the_cpus_answers<mezzo::optim::AdamW>(
-      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::master));
+  expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3),
+                                               {.weight_storage = WeightStorage::master});
 }
 
 #ifdef MEZZO_WITH_CUDA
@@ -168,24 +168,24 @@ TEST_F(OptimCuda, KeepsMastersAsTheCpuDoes) {
 TEST_F(OptimCuda, SplitsMastersAsTheCpuDoes) {
   using mezzo::optim::AdamWOptions;
   using mezzo::optim::WeightStorage;
-  expect_the_cpus_answers<mezzo::optim::AdamW>(
-      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::split_master),
-      {torch::kFloat, torch::kBFloat16});
+  expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3),
+                                               {.weight_storage = WeightStorage::split_master},
+                                               {torch::kFloat, torch::kBFloat16});
 }
 
 // The same random bits: rounding differs only where the arithmetic's last bits do.
 TEST_F(OptimCuda, RoundsStochasticallyAsTheCpuDoes) {
   using mezzo::optim::AdamWOptions;
   using mezzo::optim::WeightStorage;
-  const auto options =
-      AdamWOptions(1e-2).eps(1e-3).weight_storage(WeightStorage::stochastic).seed(7);
-  expect_the_cpus_answers<mezzo::optim::AdamW>(options, {torch::kBFloat16});
+  const auto options = AdamWOptions(1e-2).eps(1e-3);
+  const mezzo::optim::WeightOptions weights{.weight_storage = WeightStorage::stochastic, .seed = 7};
+  expect_the_cpus_answers<mezzo::optim::AdamW>(options, weights, {torch::kBFloat16});
   const auto cpu = torch::randn({100000}).to(torch::kBFloat16);
   const auto gpu = cpu.to(torch::kCUDA);
   cpu.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
   gpu.mutable_grad() = cpu.grad().to(torch::kCUDA);
-  mezzo::optim::AdamW({cpu}, options).step();
-  mezzo::optim::AdamW({gpu}, options).step();
+  mezzo::optim::AdamW({cpu}, options, weights).step();
+  mezzo::optim::AdamW({gpu}, options, weights).step();
   EXPECT_LT(gpu.cpu().ne(cpu).sum().item<int64_t>(), 100);
 }
 

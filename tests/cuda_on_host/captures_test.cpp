@@ -50,23 +50,23 @@ std::vector<TrainingOptions> all_options() {
   all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true)});
   for (const WeightStorage storage :
        {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
-    all.push_back({.dtype = at::kBFloat16, .adamw = AdamWOptions(0.1).weight_storage(storage)});
+    all.push_back({.dtype = at::kBFloat16, .weights = {.weight_storage = storage}});
   }
   for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
                                       WeightStorage::split_master, WeightStorage::stochastic}) {
     all.push_back({.dtype = at::kBFloat16,
                    .gradient_dtype = at::kFloat,
-                   .adamw = AdamWOptions(0.1).weight_storage(storage)});
+                   .weights = {.weight_storage = storage}});
   }
   all.push_back({.dtype = at::kHalf, .gradient_dtype = at::kFloat});
   all.push_back({.unscales = true});
   all.push_back({.dtype = at::kBFloat16,
-                 .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::master),
+                 .weights = {.weight_storage = WeightStorage::master},
                  .unscales = true});
   for (const int64_t elements : {int64_t{50}, int64_t{4100}}) {
     all.push_back({.elements = elements,
                    .dtype = at::kBFloat16,
-                   .adamw = AdamWOptions(0.1).weight_storage(WeightStorage::stochastic)});
+                   .weights = {.weight_storage = WeightStorage::stochastic}});
   }
   return all;
 }
@@ -344,8 +344,7 @@ const std::vector<Asked> kAsked = {
     {"3 tensors, whose skips are told", {.tells = true}, 6, 40576},
     {"3 tensors, after unscale_", {.unscales = true}, 7, 43672},
     {"3 tensors of bfloat16 with masters",
-     {.dtype = at::kBFloat16,
-      .adamw = AdamWOptions(0.1).weight_storage(mezzo::optim::WeightStorage::master)},
+     {.dtype = at::kBFloat16, .weights = {.weight_storage = mezzo::optim::WeightStorage::master}},
      6,
      40576},
     {"301 tensors", kManyParameters, 8, 77120},

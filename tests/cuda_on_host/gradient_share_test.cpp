@@ -3,7 +3,7 @@
 
 #include <mezzo/kernels/cuda/gradient_summary.cuh>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/launch_table.h>
 
 #include <torch/torch.h>
 

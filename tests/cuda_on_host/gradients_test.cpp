@@ -6,6 +6,7 @@
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/update_scale.h>
+#include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/ATen.h>
 
@@ -14,6 +15,8 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "host_device.h"
@@ -52,6 +55,20 @@ std::vector<at::Tensor> mixed_gradients(double spread) {
     all.push_back(random({20, 8}).slice(1, 0, 8, 2));  // with gaps
     all.push_back(random({2, 3, 4, 5}).contiguous(at::MemoryFormat::ChannelsLast));
     all.push_back(random({7}).expand({3, 7}).clone());
+    // In one buffer, as in GradBuckets: next to each other in either direction, and with a gap.
+    const at::Tensor buffer = random({40000});
+    for (const auto& [begin, size] :
+         {std::pair{30000, 9999}, {13, 29987}, {0, 13}, {39999, 1}, {20000, 16}}) {
+      all.push_back(buffer.narrow(0, begin, size));
+    }
+  }
+  return all;
+}
+
+int64_t launches_of(const std::string& kernel) {
+  int64_t all = 0;
+  for (const auto& [name, count] : host_device::launches()) {
+    if (name.find(kernel) != std::string::npos) all += count;
   }
   return all;
 }
@@ -131,6 +148,34 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   for (std::size_t i = 0; i < before.size(); ++i) {
     EXPECT_THAT(gradients[i], SameBits(before[i])) << "a check only reads";
   }
+}
+
+// docs/cuda.md says so.
+TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
+  std::vector<at::Tensor> parameters(301);
+  for (at::Tensor& one : parameters) one = at::zeros({4, 16}).set_requires_grad(true);
+  mezzo::GradBuckets buckets(parameters);
+  std::vector<at::Tensor> gradients, apart;
+  for (const at::Tensor& one : parameters) {
+    one.mutable_grad() = at::randn({4, 16});
+    apart.push_back(one.grad().clone());
+  }
+  buckets.reattach_gradients();
+  for (const at::Tensor& one : parameters) gradients.push_back(one.grad());
+  const host_device::On on;
+  const auto expect_launches = [](const std::vector<at::Tensor>& of, int64_t reads,
+                                  int64_t unscales) {
+    const int64_t reads_before = launches_of("::summary_kernel");
+    const int64_t unscales_before = launches_of("unscale_kernel");
+    (void)mezzo::detail::summarize_gradients(of, scalar(0.5));
+    at::Tensor found = scalar(0);
+    mezzo::detail::unscale_and_check_(of, found, scalar(0.5));
+    EXPECT_EQ(launches_of("::summary_kernel") - reads_before, reads);
+    EXPECT_EQ(launches_of("unscale_kernel") - unscales_before, unscales);
+  };
+  expect_launches(apart, 2, 3);
+  expect_launches(gradients, 1, 1);
+  for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_TRUE(same_bits(gradients[i], apart[i]));
 }
 
 TEST_F(GradientsOnHost, UnscaleAndCheckOverDtypesTailsAndLayouts) {

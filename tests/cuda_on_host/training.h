@@ -21,6 +21,7 @@ struct TrainingOptions {
   at::ScalarType dtype = at::kFloat;
   std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
+  mezzo::optim::WeightOptions weights{};
   double max_norm = 5.0;
   bool unscales = false;  ///< calls unscale_ before the step
   bool tells = false;     ///< of skipped steps, to a callback
@@ -34,7 +35,7 @@ class Training {
       : input(at::ones({}, at::device(device))),
         options_(options),
         parameters_(parameters_on(device, options)),
-        optimizer_(parameters_, options.adamw),
+        optimizer_(parameters_, options.adamw, options.weights),
         scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
     if (options.tells) scaler_.on_skip([](const mezzo::SkippedStep&) {});

@@ -184,9 +184,9 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
   const torch::Tensor start = layer->weight.detach().clone();
   const auto unmoved = [&](mezzo::optim::WeightStorage storage, double gradient) {
     layer->weight.detach().copy_(start);
-    mezzo::optim::AdamW optimizer(
-        layer->parameters(),
-        mezzo::optim::AdamWOptions(1e-4).weight_decay(0).weight_storage(storage));
+    mezzo::optim::AdamW optimizer(layer->parameters(),
+                                  mezzo::optim::AdamWOptions(1e-4).weight_decay(0),
+                                  {.weight_storage = storage});
     for (int step = 0; step < 100; ++step) {
       layer->weight.mutable_grad() = torch::full_like(start, gradient);
       optimizer.step();

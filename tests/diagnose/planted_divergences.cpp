@@ -4,7 +4,6 @@
 #include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -129,11 +128,11 @@ Run sgd(const std::function<mezzo::optim::SGDOptions(bool cured)>& options, doub
 
 /// AdamW with these options, where the gradient of one parameter is 0, with a scaler or without.
 Run adamw(const std::function<mezzo::optim::AdamWOptions(bool cured)>& options, bool scales,
-          at::ScalarType dtype = torch::kFloat) {
+          at::ScalarType dtype = torch::kFloat, const mezzo::optim::WeightOptions& weights = {}) {
   return [=](bool cured) {
     PatientImpl model;
     model.to(dtype);
-    mezzo::optim::AdamW optimizer(model.parameters(), options(cured));
+    mezzo::optim::AdamW optimizer(model.parameters(), options(cured), weights);
     const auto loss = [&] {
       return (model.forward(batch_of_ones().to(dtype)) * torch::eye(8)[0]).square().mean();
     };
@@ -301,11 +300,8 @@ std::vector<PlantedFault> divergences() {
        "eps"},
       {"RateBeyondHalf",
        "weights of half with masters, and a rate of 1e5",
-       adamw(
-           [](bool cured) {
-             return AdamWOptions(cured ? 1e-3 : 1e5).weight_storage(WeightStorage::master);
-           },
-           true, torch::kHalf),
+       adamw([](bool cured) { return AdamWOptions(cured ? 1e-3 : 1e5); }, true, torch::kHalf,
+             {.weight_storage = WeightStorage::master}),
        {"holds inf or NaN", "what wrote it is not known"},
        "look at the learning rate, eps"},
       {"LogOfZeroInTheLoss",

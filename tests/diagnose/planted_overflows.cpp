@@ -42,8 +42,8 @@ std::string report_of_split_masters(bool /*cured*/) {
   PatientImpl model;
   model.to(torch::kBFloat16);
   plant_in_gradient(model.parameter("head.weight"), 10, kNan);
-  mezzo::optim::AdamW optimizer(model.parameters(), mezzo::optim::AdamWOptions(1e-2).weight_storage(
-                                                        mezzo::optim::WeightStorage::split_master));
+  mezzo::optim::AdamW optimizer(model.parameters(), mezzo::optim::AdamWOptions(1e-2),
+                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
   return report_of(model, optimizer, [&] {
     return model.forward(batch_of_ones().to(torch::kBFloat16)).to(torch::kFloat).sum();
   });

@@ -2,7 +2,6 @@
 //
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/levels/initialize.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -74,9 +73,9 @@ using Loop = std::function<void(Training&)>;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(AveragedNet& net)>;
 
 template <class Optimizer, class Options>
-MakeOptimizer made_of(Options options) {
-  return [options](AveragedNet& net) -> std::unique_ptr<torch::optim::Optimizer> {
-    return std::make_unique<Optimizer>(net->parameters(), options);
+MakeOptimizer made_of(Options options, auto... weights) {
+  return [options, weights...](AveragedNet& net) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<Optimizer>(net->parameters(), options, weights...);
   };
 }
 
@@ -363,12 +362,11 @@ TEST(GradientsAreAverages, ForAnOptimizerThatGaveAParameterToAnother) {
 
 TEST(GradientsAreAverages, OnTheirWayToMasterWeights) {
   const auto options = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
-  auto with_masters = options;
-  with_masters.weight_storage(mezzo::optim::WeightStorage::master);
+  const mezzo::optim::WeightOptions masters{.weight_storage = mezzo::optim::WeightStorage::master};
   for (const auto dtype : {at::kBFloat16, at::kHalf}) {
     for (const auto& step : {step_and_clip, unscale_clip_and_step}) {
       const Loop loop = scaled_loop(step, {.init_scale = 16});
-      expect_as_alone(made_of<mezzo::optim::SGD>(with_masters), loop, dtype);
+      expect_as_alone(made_of<mezzo::optim::SGD>(options, masters), loop, dtype);
       const MakeOptimizer inner = made_of<torch::optim::SGD>(torch::optim::SGDOptions(1e-2));
       const auto around = [](const Loop& of_masters) -> Loop {
         return [of_masters](Training& training) {

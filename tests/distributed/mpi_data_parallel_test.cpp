@@ -2,7 +2,6 @@
 //
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>

@@ -5,7 +5,6 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -35,7 +34,6 @@ using distributed_test::Ranks;
 using mezzo::DataParallel;
 using mezzo::ShardedOptimizer;
 using mezzo::StepOptions;
-using mezzo::optim::WeightStorage;
 using torch::nn::Linear;
 using torch::nn::Sequential;
 
@@ -129,10 +127,18 @@ at::Tensor weights_after(Sequential model) {
   return at::cat(all);
 }
 
+template <class Optimizer>
+void keep_masters_at_o2(const Case& of, Optimizer& optimizer) {
+  if constexpr (requires { optimizer.enable_master_weights(); }) {
+    if (of.level == Level::O2) optimizer.enable_master_weights();
+  }
+}
+
 template <class Optimizer, class Options>
 at::Tensor train_alone(const Case& of, const Options& options) {
   const Sequential model = make_model(of.level);
   Optimizer optimizer(model->parameters(), options);
+  keep_masters_at_o2(of, optimizer);
   train(model, optimizer, of, 0, 1, kNoGuard);
   return weights_after(model);
 }
@@ -144,6 +150,7 @@ at::Tensor train_together(const Ranks& world, const Case& of, const Options& opt
     if (of.is_sharded) {
       ShardedOptimizer<Optimizer> optimizer(model->parameters(), world, options,
                                             {.bucket_bytes = 2048});
+      keep_masters_at_o2(of, optimizer);
       train(model, optimizer, of, world->getRank(), world->getSize(),
             [&] { return optimizer.no_sync(); });
       return weights_after(model);
@@ -151,6 +158,7 @@ at::Tensor train_together(const Ranks& world, const Case& of, const Options& opt
   }
   DataParallel ddp(model, world, mezzo::DataParallelOptions{.bucket_bytes = 2048});
   Optimizer optimizer(model->parameters(), options);
+  keep_masters_at_o2(of, optimizer);
   train(model, optimizer, of, world->getRank(), world->getSize(), [&] { return ddp.no_sync(); });
   return weights_after(model);
 }
@@ -171,11 +179,8 @@ double tolerance(Level level) {
 }
 
 template <class Optimizer, class Options>
-void expect_same_numbers(const Case& of, Options options) {
+void expect_same_numbers(const Case& of, const Options& options) {
   const Ranks world = everyone();
-  if constexpr (requires { options.weight_storage(WeightStorage::master); }) {
-    if (of.level == Level::O2) options.weight_storage(WeightStorage::master);
-  }
   const at::Tensor wanted = train_alone<Optimizer>(of, options);
   const at::Tensor weights = train_together<Optimizer>(world, of, options);
 

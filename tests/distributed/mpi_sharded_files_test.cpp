@@ -30,6 +30,7 @@ using distributed_test::SomeRanks;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
+using mezzo::optim::WeightOptions;
 using mezzo::optim::WeightStorage;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::Model;
@@ -78,8 +79,8 @@ struct Saved {
 
 /// Training by an optimizer alone, saved after 3 steps of 5.
 template <class Optimizer, class Options>
-Saved train_alone(Model model, const Options& options) {
-  Optimizer optimizer(model->parameters(), options);
+Saved train_alone(Model model, const Options& options, const WeightOptions& weights) {
+  Optimizer optimizer(model->parameters(), options, weights);
   train(model, optimizer, 0, 3);
   Saved saved{archive_of(model), archive_of(optimizer)};
   train(model, optimizer, 3, 5);
@@ -94,13 +95,13 @@ void load_model(Model model, const std::string& text) {
 /// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
 /// weights.
 template <class Optimizer, class Options>
-Saved train_on_ranks(int size, const Options& options, Model wanted) {
+Saved train_on_ranks(int size, const Options& options, const WeightOptions& weights, Model wanted) {
   const SomeRanks group(size);
   Saved saved;
   if (group.has_this()) {
     Model model(wanted->out->bias.scalar_type());
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
-                                          kSmallBuckets);
+                                          kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
     saved = {archive_of(model), archive_of(optimizer)};
     train(model, optimizer, 3, 5);
@@ -121,21 +122,22 @@ void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model
 }
 
 template <class Optimizer, class Options>
-void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype) {
+void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
+                              const WeightOptions& weights = {}) {
   Model alone(dtype);
-  std::vector<Saved> files{train_alone<Optimizer>(alone, options)};
+  std::vector<Saved> files{train_alone<Optimizer>(alone, options, weights)};
   for (const int size : numbers_of_ranks())
-    files.push_back(train_on_ranks<Optimizer>(size, options, alone));
+    files.push_back(train_on_ranks<Optimizer>(size, options, weights, alone));
   for (const Saved& file : files) {
     Model unsharded(dtype);
-    Optimizer optimizer(unsharded->parameters(), options);
+    Optimizer optimizer(unsharded->parameters(), options, weights);
     expect_to_go_on(file, unsharded, optimizer, alone, "an optimizer alone");
     for (const int size : numbers_of_ranks()) {
       const SomeRanks group(size);
       if (!group.has_this()) continue;
       Model model(dtype);
       ShardedOptimizer<Optimizer> sharded(model->parameters(), group.ranks(), options,
-                                          kSmallBuckets);
+                                          kSmallBuckets, weights);
       train(model, sharded, 0, 1);  // all of which the file replaces
       expect_to_go_on(file, model, sharded, alone, "one of " + std::to_string(size) + " ranks");
     }
@@ -149,10 +151,10 @@ TEST(ShardedFiles, AnyNumberOfRanksGoesOnToTheBit) {
 TEST(ShardedFiles, MastersGoAlong) {
   using mezzo::optim::SGD;
   using mezzo::optim::SGDOptions;
-  const auto master = AdamWOptions(0.01).weight_storage(WeightStorage::master);
-  expect_to_go_on_anywhere<AdamW>(master, at::kBFloat16);
-  const auto split = SGDOptions(0.01).momentum(0.9).weight_storage(WeightStorage::split_master);
-  expect_to_go_on_anywhere<SGD>(split, at::kBFloat16);
+  expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
+                                  {.weight_storage = WeightStorage::master});
+  expect_to_go_on_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
+                                {.weight_storage = WeightStorage::split_master});
 }
 
 /// Null where the optimizer has no state of the parameter.
@@ -183,16 +185,18 @@ void expect_same_state(mezzo::optim::AdamWParamState& got, mezzo::optim::AdamWPa
 TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   const SomeRanks group(numbers_of_ranks().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    const auto options = AdamWOptions(0.01).weight_storage(WeightStorage::master);
+    const AdamWOptions options(0.01);
+    const WeightOptions masters{.weight_storage = WeightStorage::master};
     Model alone(dtype), other(dtype);
     std::string archive;
     if (group.has_this()) {
       Model model(dtype);
-      ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
+      ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
+                                      masters);
       train(model, sharded, 0, 3);
       archive = archive_of(sharded);
     }
-    AdamW whole(alone->parameters(), options);
+    AdamW whole(alone->parameters(), options, masters);
     train(alone, whole, 0, 3);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
     load_archive(loaded, from_rank_0(archive));

@@ -1,7 +1,6 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -64,11 +63,13 @@ void give_averages(Model from, Model to) {
 /// Steps side by side with the same averages, with a scale, whose second step is skipped, with
 /// rates that move, and once without the scaler.
 template <class Optimizer, class Options>
-void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what) {
+void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
+                            const mezzo::optim::WeightOptions& weights = {}) {
   Ranks ranks = everyone();
   Model model(dtype), alone(dtype);
-  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
-  Optimizer whole(groups_of(alone, options), options);
+  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets,
+                                      weights);
+  Optimizer whole(groups_of(alone, options), options, weights);
   const auto scaling = mezzo::LossScaleOptions{.init_scale = 256., .allow_fp16_gradients = true};
   mezzo::GradScaler scaler(scaling), scaler_alone(scaling);
   scaler.on_skip(nullptr);
@@ -116,13 +117,13 @@ TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
 
 TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
-  const auto stored = [](WeightStorage storage) {
-    return AdamWOptions(0.01).weight_storage(storage);
+  const auto expect_with = [](WeightStorage storage, at::ScalarType dtype, const char* what) {
+    expect_the_bits_of_one<AdamW>(AdamWOptions(0.01), dtype, what, {.weight_storage = storage});
   };
-  expect_the_bits_of_one<AdamW>(stored(WeightStorage::master), at::kBFloat16, "master, bfloat16");
-  expect_the_bits_of_one<AdamW>(stored(WeightStorage::master), at::kHalf, "master, half");
-  expect_the_bits_of_one<AdamW>(stored(WeightStorage::split_master), at::kBFloat16, "split");
-  expect_the_bits_of_one<AdamW>(stored(WeightStorage::plain), at::kBFloat16, "plain, bfloat16");
+  expect_with(WeightStorage::master, at::kBFloat16, "master, bfloat16");
+  expect_with(WeightStorage::master, at::kHalf, "master, half");
+  expect_with(WeightStorage::split_master, at::kBFloat16, "split");
+  expect_with(WeightStorage::plain, at::kBFloat16, "plain, bfloat16");
 }
 
 /// libtorch's clipping, and unscaling where the gradients lie, work as with any optimizer.
@@ -130,10 +131,11 @@ TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
   const Ranks ranks = everyone();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     Model model(dtype), alone(dtype);
-    const auto options = mezzo::optim::AdamWOptions(0.01).weight_storage(WeightStorage::master);
+    const mezzo::optim::AdamWOptions options(0.01);
+    const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
     ShardedOptimizer<mezzo::optim::AdamW> sharded(model->parameters(), ranks, options,
-                                                  kSmallBuckets);
-    mezzo::optim::AdamW whole(alone->parameters(), options);
+                                                  kSmallBuckets, masters);
+    mezzo::optim::AdamW whole(alone->parameters(), options, masters);
     mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
     for (const auto& batch : batches(4)) {
       sharded.zero_grad();
@@ -161,9 +163,10 @@ TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
     Model model(at::kBFloat16), alone(at::kBFloat16);
-    const auto options = AdamWOptions(0.01).weight_storage(storage);
-    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets);
-    AdamW whole(alone->parameters(), options);
+    const AdamWOptions options(0.01);
+    const WeightOptions weights{.weight_storage = storage};
+    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets, weights);
+    AdamW whole(alone->parameters(), options, weights);
     int number = 0;
     for (const auto& batch : batches(5)) {
       sharded.zero_grad();

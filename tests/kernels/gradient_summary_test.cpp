@@ -258,6 +258,27 @@ TEST(GradientSummary, FindsAProductThatOverflowsThoughItsFactorsAreFinite) {
   expect_summary({torch::full({3}, std::numeric_limits<float>::max())}, std::nextafter(1.0F, 2.0F));
 }
 
+TEST(GradientSummary, OfNeighboursInOneBufferIsThatOfOneGradient) {
+  const torch::Tensor buffer = torch::randn({100000});
+  const auto part = [&](int64_t begin, int64_t end) { return buffer.slice(0, begin, end); };
+  const torch::Tensor inv_scale = torch::full({}, 0.5F);
+  const auto expect_one = [&](const std::vector<torch::Tensor>& parts) {
+    const auto whole = mezzo::detail::summarize_gradients({buffer}, inv_scale);
+    const auto joined = mezzo::detail::summarize_gradients(parts, inv_scale);
+    EXPECT_TRUE(torch::equal(joined.sum_of_squares, whole.sum_of_squares));
+    EXPECT_TRUE(torch::equal(joined.max_abs, whole.max_abs));
+    EXPECT_TRUE(torch::equal(joined.found_inf, whole.found_inf));
+  };
+  expect_one({part(0, 7), part(7, 50000), part(50000, 100000)});
+  expect_one({part(50000, 100000), part(7, 50000), part(0, 7)});
+  buffer[77777] = std::numeric_limits<float>::infinity();
+  expect_one({part(50000, 100000), part(7, 50000), part(0, 7)});
+  // What lies between neighbours is not theirs.
+  EXPECT_EQ(mezzo::detail::summarize_gradients({part(0, 77777), part(77778, 100000)}, inv_scale)
+                .found_inf.item<float>(),
+            0.0F);
+}
+
 TEST(GradientSummary, OfNothingIsZero) {
   for (const std::vector<torch::Tensor>& nothing :
        {std::vector<torch::Tensor>{}, {torch::empty({0})}}) {

@@ -1,7 +1,7 @@
 // The CPU loops against plain references: every dtype, every instruction set that this machine has,
 // odd tails, misaligned starts, values at the edges of the formats.
 
-#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/work_chunks.h>
 

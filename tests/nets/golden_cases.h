@@ -1,7 +1,6 @@
 // The training steps whose bits golden_test.cpp and tests/cuda_on_host/golden_test.cpp compare.
 #pragma once
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
@@ -273,7 +272,7 @@ class Subject {
   /// `lr` is the first group's; `finish` sets what is the optimizer's own.
   template <class Finish>
   Subject(const std::vector<Tensor>& parameters, const Case& of, double lr, const Finish& finish)
-      : parameters_(parameters), inner_(groups(parameters, of, lr, finish), Options(lr)) {
+      : parameters_(parameters), inner_(make(groups(parameters, lr, finish), of, lr)) {
     if constexpr (kMasters) masters_.emplace(inner_);
     if constexpr (requires { stepped().set_lr_factors({}); }) {
       if (of.way == Way::table) stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
@@ -291,15 +290,6 @@ class Subject {
   void halve_rate(std::size_t group) {
     auto& options = inner_.param_groups().at(group).options();
     options.set_lr(options.get_lr() / 2);
-  }
-
-  /// In place of split masters, which are no tensors.
-  void keep_whole_masters() {
-    if constexpr (requires(Options options) { options.weight_storage(WeightStorage::master); }) {
-      for (auto& group : inner_.param_groups()) {
-        static_cast<Options&>(group.options()).weight_storage(WeightStorage::master);
-      }
-    }
   }
 
   std::string applied() {
@@ -328,16 +318,21 @@ class Subject {
   }
 
  private:
+  static Optimizer make(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                        [[maybe_unused]] const Case& of, double lr) {
+    if constexpr (requires(Optimizer of_mezzo) { of_mezzo.weight_options(); }) {
+      return Optimizer(groups, Options(lr), {.weight_storage = of.weights.storage, .seed = 11});
+    } else {
+      return Optimizer(groups, Options(lr));
+    }
+  }
   template <class Finish>
   static std::vector<torch::optim::OptimizerParamGroup> groups(
-      const std::vector<Tensor>& parameters, const Case& of, double lr, const Finish& finish) {
+      const std::vector<Tensor>& parameters, double lr, const Finish& finish) {
     std::vector<torch::optim::OptimizerParamGroup> groups;
     for (std::size_t group = 0; group != 2; ++group) {
       Options options(group == 0 ? lr : lr / 4);
       options.weight_decay(group == 0 ? 0x1p-5 : 0x1p-8);
-      if constexpr (requires { options.weight_storage(of.weights.storage); }) {
-        options.weight_storage(of.weights.storage).seed(11 + group);
-      }
       finish(options);
       groups.emplace_back(group_of(parameters, group), std::make_unique<Options>(options));
     }
@@ -456,7 +451,6 @@ std::string hash_after_loading(const Case& of, const Make& make, Subject& saved,
   mezzo::GradScaler scaler = make_scaler(of);
   torch::load(subject->stepped(), file);
   if (of.way != Way::disabled) torch::load(scaler, scaler_file);
-  if (of.weights.storage == WeightStorage::split_master) subject->keep_whole_masters();
   Hashes hashes;
   for (int step = kSteps; step != kSteps + kStepsAfterLoading; ++step) {
     take_step(parameters, scaler, subject->stepped(), of, step, hashes);

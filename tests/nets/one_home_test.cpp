@@ -63,8 +63,8 @@ struct Keeper {
 std::vector<Keeper> keepers() {
   const auto mezzos = [](WeightStorage storage) {
     return [storage](const std::vector<torch::Tensor>& parameters) {
-      const auto options = mezzo::optim::SGDOptions(1).weight_storage(storage);
-      return OwnedOptimizer(std::make_unique<mezzo::optim::SGD>(parameters, options), false);
+      const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+      return OwnedOptimizer(std::make_unique<mezzo::optim::SGD>(parameters, 1.0, weights), false);
     };
   };
   const auto torchs = [](bool with_masters) {
@@ -139,9 +139,8 @@ TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
 TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {
   for (const bool gives_a_batch_up : {false, true}) {
     const torch::Tensor parameter = weight();
-    mezzo::optim::AdamW adamw(
-        {parameter},
-        mezzo::optim::AdamWOptions(0.1).weight_decay(0).weight_storage(WeightStorage::master));
+    mezzo::optim::AdamW adamw({parameter}, mezzo::optim::AdamWOptions(0.1).weight_decay(0),
+                              {.weight_storage = WeightStorage::master});
     GradScaler scaler = quiet_scaler(false);
     for (int i = 0; i < 10; ++i) {
       adamw.zero_grad();
@@ -428,7 +427,7 @@ TEST(OneHomeOfGradients, AFloatModelTakesTheWholeWeightsOfAnOptimizersFile) {
   for (const WeightStorage storage : {WeightStorage::split_master, WeightStorage::master}) {
     const torch::Tensor low = torch::linspace(1, 2, 9).to(torch::kBFloat16).requires_grad_();
     const torch::Tensor whole = low.detach().to(torch::kFloat).requires_grad_();
-    AdamW of_low({low}, AdamWOptions(1e-4).weight_storage(storage));
+    AdamW of_low({low}, AdamWOptions(1e-4), {.weight_storage = storage});
     AdamW of_whole({whole}, AdamWOptions(1e-4));
     const auto step = [](AdamW& optimizer, const torch::Tensor& parameter, double gradient) {
       parameter.mutable_grad() = torch::full_like(parameter.detach(), gradient);

@@ -2,7 +2,6 @@
 // plain loops over doubles. program.h runs the programs.
 #pragma once
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -325,16 +324,20 @@ Options options_of(const Recipe& recipe) {
     options.weight_decay(recipe.kind == Kind::adamw || recipe.kind == Kind::lamb ? kDecay : 0);
   }
   if constexpr (requires { options.eps(kEps); }) options.eps(kEps);
-  if constexpr (requires { options.weight_storage(recipe.storage); }) {
-    options.weight_storage(recipe.storage);
-  }
   return options;
 }
 
 inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const Recipe& recipe, const std::vector<Tensor>& parameters) {
   const auto make = [&]<class Optimizer, class Options>() {
-    return std::make_unique<Optimizer>(parameters, options_of<Options>(recipe));
+    const auto options = options_of<Options>(recipe);
+    const mezzo::optim::WeightOptions weights{.weight_storage = recipe.storage};
+    if constexpr (std::is_constructible_v<Optimizer, std::vector<Tensor>, Options,
+                                          mezzo::optim::WeightOptions>) {
+      return std::make_unique<Optimizer>(parameters, options, weights);
+    } else {
+      return std::make_unique<Optimizer>(parameters, options);
+    }
   };
   namespace theirs = torch::optim;
   namespace ours = mezzo::optim;

@@ -1,4 +1,4 @@
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>

@@ -1,7 +1,6 @@
 // The way of devices that mezzo has no kernel for, walked on the CPU: ATen's fused optimizers give
 // what mezzo's kernels give, skips and counts included.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>

@@ -1,6 +1,5 @@
 // What users do to an optimizer between two steps, to mezzo's and to libtorch's of the same name.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>

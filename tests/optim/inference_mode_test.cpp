@@ -1,6 +1,5 @@
 // Steps under c10::InferenceMode, and of gradients that were made under it.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
@@ -56,7 +55,7 @@ class StepUnderInference : public testing::Test {
   static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
     const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
     const auto parameter = torch::linspace(1, 2, kWeights).to(dtype).requires_grad_();
-    Optimizer optimizer({parameter}, Case::options().weight_storage(storage));
+    Optimizer optimizer({parameter}, Case::options(), {.weight_storage = storage});
     std::vector<torch::Tensor> weights;
     for (const bool mode : modes) {
       parameter.mutable_grad() = slope_like(parameter);
@@ -189,8 +188,8 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
 
 TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
   const auto parameter = torch::ones({kWeights}, torch::kBFloat16).requires_grad_();
-  mezzo::optim::SGD optimizer({parameter},
-                              mezzo::optim::SGDOptions(0.5).weight_storage(WeightStorage::master));
+  mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0.5),
+                              {.weight_storage = WeightStorage::master});
   mezzo::GradScaler scaler({.init_scale = 4.F});
   scaler.scale(parameter.sum()).backward();
   {

@@ -1,7 +1,6 @@
 // What `.grad` holds after GradScaler::step(optimizer, options) is the same for every optimizer of
 // mezzo's rules and every MasterWeights: what it held before, or zero on request.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -38,9 +37,10 @@ class ThroughAten : public Fused {
 };
 
 template <class Own, class Options>
-Make make(Options options) {
-  return [options](const std::vector<torch::Tensor>& parameters) {
-    return OwnedOptimizer(std::make_unique<Own>(parameters, options), /*with_masters=*/false);
+Make make(Options options, mezzo::optim::WeightOptions weights = {}) {
+  return [options, weights](const std::vector<torch::Tensor>& parameters) {
+    return OwnedOptimizer(std::make_unique<Own>(parameters, options, weights),
+                          /*with_masters=*/false);
   };
 }
 
@@ -63,7 +63,8 @@ std::vector<LeftGradientsCase> all_optimizers() {
       {"Adam", make<Adam>(AdamOptions(0.1))},
       {"SGD", make<SGD>(SGDOptions(0.1).momentum(0.9))},
       {"Lion", make<Lion>(LionOptions(0.1))},
-      {"AdamWWithMasters", make<AdamW>(AdamWOptions(0.1).weight_storage(master)), torch::kHalf},
+      {"AdamWWithMasters", make<AdamW>(AdamWOptions(0.1), {.weight_storage = master}),
+       torch::kHalf},
       {"AtenAdamW", make<ThroughAten<AdamW>>(AdamWOptions(0.1))},
       {"AtenSGD", make<ThroughAten<SGD>>(SGDOptions(0.1))},
       {"MasterWeights", masters, torch::kHalf},

@@ -66,10 +66,12 @@ struct StepPath {
 std::ostream& operator<<(std::ostream& stream, const StepPath& path) { return stream << path.name; }
 
 template <class Optimizer, class Options>
-StepPath plain(std::string name, Options options, torch::ScalarType dtype = torch::kFloat) {
-  return {std::move(name), dtype, [options](const std::vector<Tensor>& parameters) {
-            return Stepper{.optimizer = std::make_shared<Optimizer>(parameters, options)};
-          }};
+StepPath plain(std::string name, Options options, torch::ScalarType dtype = torch::kFloat,
+               auto... weights) {
+  return {
+      std::move(name), dtype, [options, weights...](const std::vector<Tensor>& parameters) {
+        return Stepper{.optimizer = std::make_shared<Optimizer>(parameters, options, weights...)};
+      }};
 }
 
 template <class Optimizer, class Options>
@@ -82,10 +84,12 @@ StepPath with_masters(std::string name, Options options) {
 }
 
 template <class Optimizer, class Options>
-StepPath over_buckets(std::string name, Options options, torch::ScalarType dtype = torch::kFloat) {
-  return {std::move(name), dtype, [options](const std::vector<Tensor>& parameters) {
-            return Stepper{.buckets = std::make_shared<GradBuckets>(parameters),
-                           .optimizer = std::make_shared<Optimizer>(parameters, options)};
+StepPath over_buckets(std::string name, Options options, torch::ScalarType dtype = torch::kFloat,
+                      auto... weights) {
+  return {std::move(name), dtype, [options, weights...](const std::vector<Tensor>& parameters) {
+            return Stepper{
+                .buckets = std::make_shared<GradBuckets>(parameters),
+                .optimizer = std::make_shared<Optimizer>(parameters, options, weights...)};
           }};
 }
 
@@ -100,18 +104,16 @@ const StepPath kPaths[] = {
     plain<mo::LAMB>("Lamb", mo::LAMBOptions(0.5)),
     plain<mo::Lion>("Lion", mo::LionOptions(0.5)),
     plain<mo::AdamW>("AdamWOfBfloat16", mo::AdamWOptions(0.5), torch::kBFloat16),
-    plain<mo::AdamW>("AdamWWithMasters",
-                     mo::AdamWOptions(0.5).weight_storage(WeightStorage::master), torch::kBFloat16),
-    plain<mo::AdamW>("AdamWWithSplitMasters",
-                     mo::AdamWOptions(0.5).weight_storage(WeightStorage::split_master),
-                     torch::kBFloat16),
+    plain<mo::AdamW>("AdamWWithMasters", mo::AdamWOptions(0.5), torch::kBFloat16,
+                     mo::WeightOptions{WeightStorage::master}),
+    plain<mo::AdamW>("AdamWWithSplitMasters", mo::AdamWOptions(0.5), torch::kBFloat16,
+                     mo::WeightOptions{WeightStorage::split_master}),
     with_masters<to::AdamW>("MastersOfTorchAdamW", to::AdamWOptions(0.5)),
     with_masters<to::SGD>("MastersOfTorchSgd", to::SGDOptions(0.5).momentum(0.9)),
     over_buckets<to::AdamW>("TorchAdamWOverBuckets", to::AdamWOptions(0.5)),
     over_buckets<mo::AdamW>("AdamWOverBuckets", mo::AdamWOptions(0.5)),
-    over_buckets<mo::AdamW>("AdamWWithMastersOverBuckets",
-                            mo::AdamWOptions(0.5).weight_storage(WeightStorage::master),
-                            torch::kBFloat16),
+    over_buckets<mo::AdamW>("AdamWWithMastersOverBuckets", mo::AdamWOptions(0.5), torch::kBFloat16,
+                            mo::WeightOptions{WeightStorage::master}),
 };
 
 constexpr double kLossScale = 1024;

@@ -1,11 +1,10 @@
 // What every optimizer checks of the parameters and groups that it is given, and how it is passed
 // on.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>

@@ -2,7 +2,6 @@
 // AdamW (memory, groups, threads, errors) is tested there.
 
 #include <mezzo/kernels/sgd_element.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 

@@ -87,8 +87,8 @@ TEST(StepPlan, WritesNothingWhereItIsRefused) {
 TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
   const auto half = with_gradient({1}, torch::kHalf);
   EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_bare_half);
-  const auto masters = SGDOptions(1.0).weight_storage(WeightStorage::master);
-  EXPECT_FALSE(SGD({half}, masters).plan().has_bare_half);
+  SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
+  EXPECT_FALSE(with_master.plan().has_bare_half);
 }
 
 TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
@@ -97,8 +97,8 @@ TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
     const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
     const auto narrow = with_gradient({1.5, -2}, torch::kBFloat16);
     wide.mutable_grad() = wide.grad().to(torch::kFloat);
-    AdamW left({wide}, AdamWOptions(0.1).weight_storage(storage));
-    AdamW right({narrow}, AdamWOptions(0.1).weight_storage(storage));
+    AdamW left({wide}, AdamWOptions(0.1), {.weight_storage = storage});
+    AdamW right({narrow}, AdamWOptions(0.1), {.weight_storage = storage});
     for (int i = 0; i < 3; ++i) {
       left.step();
       right.step();
@@ -110,7 +110,7 @@ TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
 TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
   const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
   const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
-  SGD optimizer({p, q}, SGDOptions(1.0).weight_storage(WeightStorage::master));
+  SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
   (p.sum() + q.sum()).backward();
   optimizer.step();
   optimizer.zero_grad();

@@ -4,7 +4,6 @@
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/weight_formats.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 
@@ -180,8 +179,8 @@ torch::Tensor trained(int number_of_threads, uint64_t seed) {
   const Threads threads(number_of_threads);
   torch::manual_seed(1);
   const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
-  AdamW optimizer({parameter},
-                  AdamWOptions(1e-4).weight_storage(WeightStorage::stochastic).seed(seed));
+  AdamW optimizer({parameter}, AdamWOptions(1e-4),
+                  {.weight_storage = WeightStorage::stochastic, .seed = seed});
   for (int step = 0; step < 3; ++step) {
     parameter.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
     optimizer.step();
@@ -197,8 +196,8 @@ TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
 /// Of 1.5, whose neighbour is 2^-7 below, steps by an eighth of that.
 TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
-  mezzo::optim::SGD optimizer(
-      {parameter}, mezzo::optim::SGDOptions(0x1p-10).weight_storage(WeightStorage::stochastic));
+  mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
+                              {.weight_storage = WeightStorage::stochastic});
   parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
   for (int step = 0; step < 32; ++step) optimizer.step();
   const auto moved = (1.5F - parameter.detach().to(torch::kFloat)) * 128;  // binomial: 32, 1/8
@@ -210,8 +209,8 @@ TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
 TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
-  mezzo::optim::SGD optimizer(
-      {parameter}, mezzo::optim::SGDOptions(0x1p-8).weight_storage(WeightStorage::stochastic));
+  mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-8),
+                              {.weight_storage = WeightStorage::stochastic});
   parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
   optimizer.step();
   const auto first = parameter.detach().clone();
@@ -233,7 +232,7 @@ double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
   const auto inputs = torch::randn({256, 64});
   const auto targets = inputs.mm(torch::randn({64, 16}));
   const auto weight = (torch::randn({64, 16}) * 0.1).to(dtype).requires_grad_();
-  AdamW optimizer({weight}, AdamWOptions(2e-3).weight_decay(0).weight_storage(storage));
+  AdamW optimizer({weight}, AdamWOptions(2e-3).weight_decay(0), {.weight_storage = storage});
   for (int step = 0; step < 1000; ++step) {
     const auto error = inputs.mm(weight.to(torch::kFloat)) - targets;
     optimizer.zero_grad();

@@ -42,8 +42,8 @@ struct Keeper {
 std::vector<Keeper> keepers() {
   const auto mezzos = [](WeightStorage storage) {
     return [storage](const std::vector<Tensor>& parameters) {
-      const auto options = SGDOptions(1).weight_storage(storage);
-      return OwnedOptimizer(std::make_unique<SGD>(parameters, options), false);
+      const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+      return OwnedOptimizer(std::make_unique<SGD>(parameters, 1.0, weights), false);
     };
   };
   const auto masters = [](const std::vector<Tensor>& parameters) {

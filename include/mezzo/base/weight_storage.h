@@ -33,5 +33,18 @@ enum class WeightStorage : std::uint8_t {
   stochastic,
 };
 
+/// What mezzo's optimizers take beside libtorch's options, for all of their groups:
+///
+///     mezzo::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(2e-5),
+///                                   {.weight_storage = WeightStorage::stochastic, .seed = 7});
+struct WeightOptions {
+  /// How weights of 16 bits are kept.
+  WeightStorage weight_storage = WeightStorage::plain;
+  /// Seed of the random bits of WeightStorage::stochastic.
+  std::uint64_t seed = 0;
+  /// Compares both.
+  bool operator==(const WeightOptions&) const = default;
+};
+
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

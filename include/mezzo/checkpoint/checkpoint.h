@@ -140,14 +140,14 @@ struct CheckpointManagerOptions {
 /// the one that was saved last, whatever its step.
 ///
 /// A folder has one writer. The first `save` takes a lock, which the destructor or the end of the
-/// process releases (and of children that it forked). If the folder or its lock was removed, the
-/// next `save` makes them anew. A relative folder is found from the working directory at
+/// process releases, whether or not forked children live on. If the folder or its lock was removed,
+/// the next `save` makes them anew. A relative folder is found from the working directory at
 /// construction. With several processes let one save, or use DistributedCheckpointManager.
 /// Reading takes no lock; any process may read. One thread at a time. Save at the end of an
 /// iteration, after `scaler.update()`.
 class CheckpointManager {
  public:
-  /// Writes nothing; `save` creates the folder.
+  /// Writes nothing; `save` creates the folder. Warns if another process is saving to it.
   /// \throws c10::Error unless keep is at least 1
   explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
 

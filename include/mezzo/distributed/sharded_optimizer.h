@@ -320,15 +320,17 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
   ///   options differ
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
-                   const GradAllReduceOptions& options = {})
-      : OptimizerType(groups, defaults),
+                   const GradAllReduceOptions& options = {},
+                   const optim::WeightOptions& weights = {})
+      : OptimizerType(groups, defaults, weights),
         defaults_(defaults),
         shards_(this->param_groups_, std::move(group), options) {}
   /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
-                   const Options& defaults, const GradAllReduceOptions& options = {})
+                   const Options& defaults, const GradAllReduceOptions& options = {},
+                   const optim::WeightOptions& weights = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
-                         std::move(group), defaults, options) {}
+                         std::move(group), defaults, options, weights) {}
 
   /// Returns a row for each parameter that has a gradient, whoever owns it.
   StepPlan plan() override {
@@ -385,7 +387,7 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
  private:
   auto maker() const {
     return [this](std::vector<torch::optim::OptimizerParamGroup> groups) {
-      return std::make_unique<OptimizerType>(std::move(groups), defaults_);
+      return std::make_unique<OptimizerType>(std::move(groups), defaults_, this->weights_);
     };
   }
 

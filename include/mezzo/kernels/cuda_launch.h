@@ -48,7 +48,7 @@ MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradi
 
 /// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
 /// float and two doubles on that device. Two launches for one dtype, and one more for every 300
-/// tensors beyond the first 300.
+/// stretches beyond the first 300; gradients next to each other in one buffer are one stretch.
 MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
                                     const at::Tensor& inv_scale, const at::Tensor& found_inf,
                                     const at::Tensor& sum_of_squares, const at::Tensor& max_abs);

@@ -6,6 +6,7 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
+#include <c10/core/ScalarType.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -99,6 +100,44 @@ inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tenso
   return lists;
 }
 
+/// Elements of one dtype, one after the other, which a loop or a kernel walks as one row.
+struct Stretch {
+  void* data;
+  int64_t count;
+  at::ScalarType dtype;
+
+  /// Returns the address of element `i`.
+  void* at(int64_t i) const {
+    return static_cast<char*>(data) + i * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+};
+
+/// The memory of gradients, in their order. Gradients that lie next to each other in one buffer, in
+/// either direction, are one stretch: those in GradBuckets are a few long ones.
+class Stretches {
+ public:
+  /// Adds a dense tensor whose elements begin at `data`.
+  void add(const at::Tensor& tensor, void* data) {
+    if (tensor.numel() == 0) return;
+    const Stretch own{data, tensor.numel(), tensor.scalar_type()};
+    const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
+    const bool may_join = !all_.empty() && storage == storage_ && all_.back().dtype == own.dtype;
+    storage_ = storage;
+    if (may_join && own.data == all_.back().at(all_.back().count)) {
+      all_.back().count += own.count;
+    } else if (may_join && own.at(own.count) == all_.back().data) {
+      all_.back() = {own.data, own.count + all_.back().count, own.dtype};
+    } else {
+      all_.push_back(own);
+    }
+  }
+  const std::vector<Stretch>& all() const noexcept { return all_; }
+
+ private:
+  std::vector<Stretch> all_;
+  const c10::StorageImpl* storage_ = nullptr;  // of the last tensor
+};
+
 /// Gradients as memory that a kernel can walk. Copies tensors with gaps, without memory, or with a
 /// negation bit.
 class DenseGradients {
@@ -111,10 +150,15 @@ class DenseGradients {
     }
   }
 
-  const std::vector<at::Tensor>& tensors() const noexcept { return tensors_; }
+  /// Returns the memory, for a kernel that writes it.
+  std::vector<Stretch> stretches() const {
+    Stretches stretches;
+    for (const at::Tensor& tensor : tensors_) stretches.add(tensor, tensor.mutable_data_ptr());
+    return stretches.all();
+  }
 
-  /// Call this after a kernel has written to `tensors`. Bumps versions, since autograd does not see
-  /// raw writes, and writes copies back to their gradients.
+  /// Call this after a kernel has written to the memory. Bumps versions, since autograd does not
+  /// see raw writes, and writes copies back to their gradients.
   void written() const {
     for (const at::Tensor& tensor : tensors_) bump_version(tensor);
     for (const auto& [gradient, copy] : copies_) {

@@ -80,8 +80,9 @@ inline Verdict summarize_with_aten(std::vector<at::Tensor> gradients, const at::
 ///   const Verdict verdict = read.finish();
 ///
 /// Gradients are float, double, bfloat16 or half, of any strides, offsets and sizes, and must stay
-/// alive until `finish`. Squares are summed in double, in an order that depends on the sizes alone,
-/// not on threads or (on the CPU) the instruction set. CUDA's kernels add up to 32 squares of
+/// alive until `finish`. Squares are summed in double, in an order that depends on the sizes, and
+/// on which gradients lie next to each other in one buffer, not on threads or (on the CPU) the
+/// instruction set. CUDA's kernels add up to 32 squares of
 /// floats and halves in float first, with a relative error of at most 2e-6. A double gradient above
 /// 1e154 has a square beyond double: the sum is inf, and found_inf 0.
 class GradientRead {
@@ -97,10 +98,7 @@ class GradientRead {
     }
     if (!is_on_cpu_) return;
     const at::Tensor& dense = is_dense ? gradient : tensors_.back();
-    chunks_.add(stretches_.size(), dense.numel());
-    stretches_.push_back({static_cast<const char*>(dense.const_data_ptr()),
-                          static_cast<int64_t>(dense.element_size()),
-                          summary_loop(dense.scalar_type(), best_isa())});
+    stretches_.add(dense, const_cast<void*>(dense.const_data_ptr()));
   }
 
   /// Returns the summary of all added gradients times inv_scale.
@@ -118,13 +116,6 @@ class GradientRead {
   }
 
  private:
-  /// One gradient's memory.
-  struct Stretch {
-    const char* data;
-    int64_t element_size;
-    SummaryLoop loop;
-  };
-
   Verdict new_verdict() const {
     const auto options = at::TensorOptions().device(inv_scale_.device());
     const auto wide = options.dtype(at::kDouble);
@@ -134,10 +125,14 @@ class GradientRead {
 
   /// Merges the partial results of chunks in the order of the chunks.
   Verdict finish_on_cpu() const {
-    std::vector<GradientPartial> of_chunk(chunks_.size());
-    chunks_.for_each([&](std::size_t i, const WorkChunks::Chunk& chunk) {
-      const Stretch& stretch = stretches_[chunk.item];
-      stretch.loop(stretch.data + chunk.begin * stretch.element_size, chunk.count, of_chunk[i]);
+    const std::vector<Stretch>& stretches = stretches_.all();
+    WorkChunks chunks(kSummaryChunk);
+    for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
+    std::vector<GradientPartial> of_chunk(chunks.size());
+    chunks.for_each([&](std::size_t i, const WorkChunks::Chunk& chunk) {
+      const Stretch& stretch = stretches[chunk.item];
+      const SummaryLoop loop = summary_loop(stretch.dtype, best_isa());
+      loop(stretch.at(chunk.begin), chunk.count, of_chunk[i]);
     });
     GradientPartial total;
     for (const GradientPartial& partial : of_chunk) total.merge(partial);
@@ -152,8 +147,7 @@ class GradientRead {
   at::Tensor inv_scale_;
   bool is_on_cpu_;
   std::vector<at::Tensor> tensors_;  // on the CPU the copies alone
-  std::vector<Stretch> stretches_;
-  WorkChunks chunks_{kSummaryChunk};
+  Stretches stretches_;              // on the CPU
 };
 
 inline void check_summary_arguments(const std::vector<at::Tensor>& gradients,

@@ -103,9 +103,6 @@ struct OptimizerStepKernel {
   }
 };
 
-/// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
-using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
-
 /// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
 /// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
 /// Returns null for other dtypes.

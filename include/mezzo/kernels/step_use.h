@@ -60,6 +60,9 @@ struct StepUse {
   uint64_t parameter = 0;  ///< its number in the optimizer
 };
 
+/// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
+using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
+
 /// Returns the factor that clip_grad_norm_ applies to gradients with this sum of squares. A NaN
 /// gives NaN, as in clip_grad_norm_.
 C10_HOST_DEVICE inline double clip_coefficient(double sum_of_squares, double max_norm) {

@@ -89,34 +89,6 @@ inline UnscaleLoop unscale_loop(at::ScalarType dtype, CpuIsa isa) {
 MEZZO_COMPILED_UNSCALES(extern)
 #endif
 
-/// A stretch of memory that the loops walk.
-struct UnscaleSpan {
-  char* data;
-  int64_t count;
-  int64_t element_size;
-  UnscaleLoop loop;
-  char* result = nullptr;  ///< destination of products that are not written in place
-};
-
-inline UnscaleSpan unscale_span(const at::Tensor& tensor, void* data) {
-  return {static_cast<char*>(data), tensor.numel(), static_cast<int64_t>(tensor.element_size()),
-          unscale_loop(tensor.scalar_type(), best_isa())};
-}
-
-/// Runs `work` over all stretches on several threads. Returns whether any call returned true.
-template <class Work>
-bool any_span(const std::vector<UnscaleSpan>& spans, const Work& work) {
-  WorkChunks chunks(kThreadGrain);
-  for (std::size_t i = 0; i < spans.size(); ++i) chunks.add(i, spans[i].count);
-  return chunks.any([&](const WorkChunks::Chunk& chunk) {
-    UnscaleSpan part = spans[chunk.item];
-    part.data += chunk.begin * part.element_size;
-    if (part.result != nullptr) part.result += chunk.begin * part.element_size;
-    part.count = chunk.count;
-    return work(part);
-  });
-}
-
 /// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it
 /// otherwise. Only reads. All on one device.
 inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
@@ -129,12 +101,13 @@ inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_i
 /// product is inf or NaN.
 inline bool unscale_cpu_(const std::vector<at::Tensor>& gradients, float inv_scale) {
   const DenseGradients dense(gradients);
-  std::vector<UnscaleSpan> spans;
-  for (const at::Tensor& tensor : dense.tensors()) {
-    spans.push_back(unscale_span(tensor, tensor.mutable_data_ptr()));
-  }
-  const bool found = any_span(spans, [&](const UnscaleSpan& span) {
-    return span.loop(span.data, span.data, span.count, inv_scale);
+  const std::vector<Stretch> stretches = dense.stretches();
+  WorkChunks chunks(kThreadGrain);
+  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
+  const bool found = chunks.any([&](const WorkChunks::Chunk& chunk) {
+    const Stretch& stretch = stretches[chunk.item];
+    void* const data = stretch.at(chunk.begin);
+    return unscale_loop(stretch.dtype, best_isa())(data, data, chunk.count, inv_scale);
   });
   dense.written();
   return found;

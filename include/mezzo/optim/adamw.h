@@ -1,25 +1,94 @@
 /// \file
-/// AdamW in one pass over memory: `torch::optim::AdamW` together with the rest of a mixed-precision
-/// step (unscale, clip, skip, zero the gradients).
+/// AdamW and Adam in one pass over memory: `torch::optim::AdamW` and `torch::optim::Adam` together
+/// with the rest of a mixed-precision step (unscale, clip, skip, zero the gradients).
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/adam_traits.h>
-#include <mezzo/optim/detail/libtorch_options.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/adam_element.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/optimizer.h>
 
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_fused_adam.h>
+#include <ATen/ops/_fused_adamw.h>
+#include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
+#include <array>
+#include <optional>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// The state that Adam and AdamW keep of a parameter. `Base` is libtorch's.
+template <class Own, class Base>
+class AdamState : public ParamState<Own, Base> {
+ public:
+  static constexpr std::array kMoments{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
+  using ParamState<Own, Base>::ParamState;
+
+  at::Tensor& moment(int k) noexcept override {
+    return k == 0 ? Base::exp_avg() : k == 1 ? Base::exp_avg_sq() : Base::max_exp_avg_sq();
+  }
+};
+
+/// What Adam, and with kIsDecoupled AdamW, says of itself.
+template <class Options, class State, bool kIsDecoupled>
+struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<true>> {
+  static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
+  static constexpr const char* kOptions =
+      kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
+
+  static void read(const Options& options, GroupNumbers& numbers) {
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
+    const auto [beta1, beta2] = options.betas();
+    numbers.lr = options.lr();
+    numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),
+                                      /*is_decoupled=*/kIsDecoupled};
+    numbers.is_variant = options.amsgrad();
+  }
+
+  static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
+                        const AtenVerdict& verdict) {
+    const auto own = numbers.constants.as<AdamConstants>();
+    const auto call = [&](auto step, auto lr) {
+      const auto& [means, squares, largest] = lists.moments;
+      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
+           own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
+           verdict.grad_scale, verdict.found_inf);
+    };
+    if (verdict.lr_factor) {
+      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * numbers.lr);
+    } else {
+      call(kIsDecoupled ? fused_adamw_ : fused_adam_, numbers.lr);
+    }
+  }
+
+ private:
+  template <class Lr>
+  using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
+                            at::TensorList, at::TensorList, Lr, double, double, double, double,
+                            bool, bool, const std::optional<at::Tensor>&,
+                            const std::optional<at::Tensor>&);
+  static constexpr AtenStep<double> fused_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep<double> fused_adamw_ = &at::_fused_adamw_;
+  static constexpr AtenStep<const at::Tensor&> scheduled_adam_ = &at::_fused_adam_;
+  static constexpr AtenStep<const at::Tensor&> scheduled_adamw_ = &at::_fused_adamw_;
+};
+
+}  // namespace detail
+
 namespace optim {
 
-/// `torch::optim::AdamWOptions`, with its names, defaults and keys in an archive, and the options
-/// that FusedOptions adds. Setters return AdamWOptions, and can be chained in any order.
+/// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
 ///
 /// - `lr` (1e-3): at least 0.
 /// - `betas` (0.9, 0.999): shares of the running means of gradients and of their squares that a
@@ -29,9 +98,9 @@ namespace optim {
 /// - `weight_decay` (1e-2): each step shrinks parameters by lr * weight_decay, whatever the
 ///   gradient.
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
-struct AdamWOptions : public detail::AdamOptionsOn<AdamWOptions, torch::optim::AdamWOptions> {
-  using AdamOptionsOn::AdamOptionsOn;
-};
+using AdamWOptions = torch::optim::AdamWOptions;
+/// The same of Adam, whose `weight_decay` (0) adds weight_decay * parameter to the gradient.
+using AdamOptions = torch::optim::AdamOptions;
 
 /// AdamW's state of a parameter: `torch::optim::AdamWParamState`, with the tensors `exp_avg()`,
 /// `exp_avg_sq()` and, with amsgrad, `max_exp_avg_sq()`, of the parameter's shape and dtype, and
@@ -48,11 +117,16 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
   using AdamState::AdamState;
 };
 
+/// Adam's state of a parameter; see AdamWParamState.
+struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {
+  using AdamState::AdamState;
+};
+
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the results of
 /// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments.
 ///
 /// \code
-///   mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(2e-5));
+///   mezzo::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(2e-5));
 ///   scaler.scale(loss).backward();
 ///   scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});  // or optimizer.step()
 ///   scaler.update();
@@ -83,9 +157,21 @@ class AdamW : public detail::OptimizerShell<
  public:
   /// Takes param groups or parameters, and options, which have defaults:
   ///
-  ///     AdamW(const std::vector<torch::optim::OptimizerParamGroup>& groups, const AdamWOptions&)
-  ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&)
+  ///     AdamW(groups, const AdamWOptions&, const WeightOptions&)
+  ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&, const WeightOptions&)
   ///
+  /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
+  ///   if there is no parameter, a parameter is given twice, or two share memory
+  using OptimizerShell::OptimizerShell;
+};
+
+/// Adam (Kingma and Ba, 2015), with the results of `torch::optim::Adam` within rounding, in one
+/// pass over gradient, parameter and moments. The comment of AdamW on dtypes,
+/// layouts, groups, files, devices and threads holds here too.
+class Adam : public detail::OptimizerShell<
+                 detail::AdamTraits<AdamOptions, AdamParamState, /*kIsDecoupled=*/false>> {
+ public:
+  /// Takes what AdamW's constructors take, with AdamOptions.
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
   using OptimizerShell::OptimizerShell;

@@ -30,13 +30,7 @@ struct AdamW8bitOptions {
 
 /// AdamW8bit's state of a parameter. Moments are codes, in bytes, with a float scale for each block
 /// of 256 elements; or floats, with undefined scales.
-struct AdamW8bitParamState : public torch::optim::OptimizerParamState {
-  /// How many steps were taken.
-  TORCH_ARG(int64_t, step) = 0;
-  /// The running mean of gradients, of the parameter's shape.
-  TORCH_ARG(at::Tensor, exp_avg);
-  /// The running mean of squared gradients.
-  TORCH_ARG(at::Tensor, exp_avg_sq);
+struct AdamW8bitParamState : public torch::optim::AdamWParamState {
   /// The scales of exp_avg: each is its block's largest magnitude.
   TORCH_ARG(at::Tensor, exp_avg_scales);
   /// The scales of exp_avg_sq.

@@ -16,7 +16,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
@@ -44,20 +43,17 @@ namespace detail {
   EXTERN template class OptimizerShell<LionTraits<optim::LionOptions, optim::LionParamState>>; \
   EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 
-// Options and states, in the namespace above: their files, comparisons and copies.
-#define MEZZO_COMPILED_MEMBERS_OF(EXTERN, Name, OptionsBase, StateBase)         \
-  EXTERN template class optim::FusedOptions<optim::Name##Options, OptionsBase>; \
-  EXTERN template class detail::ParamState<optim::Name##ParamState, StateBase>;
+// States, in the namespace above: their files, comparisons and copies.
+#define MEZZO_COMPILED_STATE_OF(EXTERN, Name, Base) \
+  EXTERN template class detail::ParamState<optim::Name##ParamState, Base>;
 
-#define MEZZO_COMPILED_ADAM_MEMBERS(EXTERN)                                                        \
-  MEZZO_COMPILED_MEMBERS_OF(EXTERN, Adam, torch::optim::AdamOptions, torch::optim::AdamParamState) \
-  MEZZO_COMPILED_MEMBERS_OF(EXTERN, AdamW, torch::optim::AdamWOptions,                             \
-                            torch::optim::AdamWParamState)
+#define MEZZO_COMPILED_ADAM_STATES(EXTERN)                            \
+  MEZZO_COMPILED_STATE_OF(EXTERN, Adam, torch::optim::AdamParamState) \
+  MEZZO_COMPILED_STATE_OF(EXTERN, AdamW, torch::optim::AdamWParamState)
 
-#define MEZZO_COMPILED_LION_AND_SGD_MEMBERS(EXTERN)                                               \
-  MEZZO_COMPILED_MEMBERS_OF(EXTERN, Lion, torch::optim::OptimizerOptions, detail::CountedState<>) \
-  MEZZO_COMPILED_MEMBERS_OF(EXTERN, SGD, torch::optim::SGDOptions,                                \
-                            detail::CountedState<torch::optim::SGDParamState>)
+#define MEZZO_COMPILED_LION_AND_SGD_STATES(EXTERN)              \
+  MEZZO_COMPILED_STATE_OF(EXTERN, Lion, detail::CountedState<>) \
+  MEZZO_COMPILED_STATE_OF(EXTERN, SGD, detail::CountedState<torch::optim::SGDParamState>)
 /// \endcond
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
@@ -68,8 +64,8 @@ MEZZO_COMPILED_LION_AND_SGD(extern)
 }  // namespace detail
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
-MEZZO_COMPILED_ADAM_MEMBERS(extern)
-MEZZO_COMPILED_LION_AND_SGD_MEMBERS(extern)
+MEZZO_COMPILED_ADAM_STATES(extern)
+MEZZO_COMPILED_LION_AND_SGD_STATES(extern)
 #endif
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -122,6 +122,7 @@ class Ema {
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
+  void begin();
   std::vector<at::Tensor> weights() const;
   void move(const at::Tensor& found_inf);
   void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
@@ -205,29 +206,19 @@ inline std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
   return first;
 }
 
-/// Returns `options` with undefined masters appended for the buffers.
-inline EmaOptions with_buffers(EmaOptions options, std::size_t buffers) {
-  if (options.masters && buffers > 0) {
-    options.masters = [masters = std::move(options.masters), buffers] {
-      return joined(masters(), std::vector<at::Tensor>(buffers));
-    };
-  }
-  options.buffers = false;
-  return options;
-}
-
 }  // namespace detail
 
 inline Ema::Ema(const torch::nn::Module& model, EmaOptions options)
-    : Ema(options.buffers ? detail::joined(model.parameters(), detail::buffers_of(model, true))
-                          : model.parameters(),
-          detail::with_buffers(options,
-                               options.buffers ? detail::buffers_of(model, true).size() : 0)) {
-  averaged_buffers_ = options.buffers ? detail::buffers_of(model, true).size() : 0;
-  copied_buffers_ = detail::buffers_of(model, false);
-  if (!options.buffers) {
-    copied_buffers_ = detail::joined(detail::buffers_of(model, true), copied_buffers_);
+    : parameters_(model.parameters()), options_(std::move(options)) {
+  const std::vector<at::Tensor> floating = detail::buffers_of(model, true);
+  if (options_.buffers) {
+    parameters_ = detail::joined(parameters_, floating);
+    averaged_buffers_ = floating.size();
+  } else {
+    copied_buffers_ = floating;
   }
+  copied_buffers_ = detail::joined(copied_buffers_, detail::buffers_of(model, false));
+  begin();
 }
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
@@ -235,6 +226,11 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
   TORCH_CHECK(!options_.buffers,
               "Ema: options.buffers is for an Ema of a model; make it with Ema(*model, options), "
               "or append the buffers to the parameters");
+  begin();
+}
+
+/// Makes the averages.
+inline void Ema::begin() {
   TORCH_CHECK(detail::is_at_least(options_.decay, 0) && options_.decay < 1, "Ema: decay is ",
               options_.decay, "; it should be at least 0 and less than 1");
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -261,9 +257,11 @@ inline std::vector<at::Tensor> Ema::weights() const {
   }
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
-  TORCH_CHECK(weights.size() == parameters_.size(), "Ema: options.masters returned ",
-              weights.size(), " tensors; it should return ", parameters_.size(),
+  const std::size_t with_masters = parameters_.size() - averaged_buffers_;
+  TORCH_CHECK(weights.size() == with_masters, "Ema: options.masters returned ", weights.size(),
+              " tensors; it should return ", with_masters,
               ", one for each parameter, undefined where there is no master");
+  weights.resize(parameters_.size());
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (!weights[i].defined()) weights[i] = parameters_[i];
     // master_params shows the parameter's gradient at its master, which must not outlive this call.

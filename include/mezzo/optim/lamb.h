@@ -8,11 +8,10 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
+#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
-#include <cstdint>
-#include <memory>
 #include <tuple>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -20,7 +19,7 @@ namespace optim {
 
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-struct LAMBOptions : public torch::optim::OptimizerOptions {
+struct LAMBOptions : public torch::optim::OptimizerCloneableOptions<LAMBOptions> {
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
@@ -43,8 +42,6 @@ struct LAMBOptions : public torch::optim::OptimizerOptions {
   TORCH_ARG(bool, always_adapt) = false;
 
  public:
-  /// Returns a copy.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> clone() const override;
   /// Reads the options of a file.
   MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes the options.
@@ -63,23 +60,8 @@ struct LAMBOptions : public torch::optim::OptimizerOptions {
   }
 };
 
-/// LAMB's state of a parameter.
-struct LAMBParamState : public torch::optim::OptimizerParamState {
-  /// How many steps were taken.
-  TORCH_ARG(int64_t, step) = 0;
-  /// The running mean of gradients, of the parameter's shape and dtype.
-  TORCH_ARG(at::Tensor, exp_avg);
-  /// The running mean of squared gradients.
-  TORCH_ARG(at::Tensor, exp_avg_sq);
-
- public:
-  /// Returns a copy that shares the tensors.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  /// Reads the state of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the state.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-};
+/// LAMB's state of a parameter: its `step`, and the running means `exp_avg` and `exp_avg_sq`.
+using LAMBParamState = torch::optim::AdamWParamState;
 
 /// LAMB (You et al., "Large batch optimization for deep learning: training BERT in 76 minutes",
 /// 2020), as Apex's FusedLAMB has it. With AdamW's moments m and v, corrected for early steps, a

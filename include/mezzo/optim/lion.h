@@ -4,27 +4,26 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/lion_element.h>
-#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/fused_options.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
 
+#include <array>
 #include <concepts>
 #include <tuple>
-#include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Lion's options, with the paper's names and defaults.
-struct LionOptions : public FusedOptions<LionOptions> {
+struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
 
@@ -40,11 +39,27 @@ struct LionOptions : public FusedOptions<LionOptions> {
   /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0;
 
-  friend struct detail::MemberTable;
-  /// The members, as files and comparisons list them.
-  static auto members(auto& own) {
-    return std::tuple{detail::member("lr", own.lr()), detail::member("betas", own.betas()),
-                      detail::member("weight_decay", own.weight_decay())};
+ public:
+  /// Reads the options of a file.
+  void serialize(torch::serialize::InputArchive& archive) override {
+    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
+    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
+    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
+  }
+  /// Writes the options.
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
+  }
+  /// Returns the learning rate, as libtorch's schedulers read it.
+  double get_lr() const override { return lr_; }
+  /// Sets the learning rate, as libtorch's schedulers do.
+  void set_lr(const double lr) override { lr_ = lr; }
+  /// Compares every option.
+  friend bool operator==(const LionOptions& left, const LionOptions& right) {
+    return std::tie(left.lr_, left.betas_, left.weight_decay_) ==
+           std::tie(right.lr_, right.betas_, right.weight_decay_);
   }
 };
 
@@ -55,29 +70,30 @@ struct LionParamState : public detail::ParamState<LionParamState, detail::Counte
   TORCH_ARG(at::Tensor, exp_avg);
 
  public:
+  /// The keys of the moments in files.
+  static constexpr std::array kMoments{"exp_avg"};
   /// Returns exp_avg.
   at::Tensor& moment(int /*k*/) noexcept override { return exp_avg_; }
-
-  friend struct detail::MemberTable;
-  /// The members, as files and comparisons list them.
-  static auto members(auto& own) { return std::tuple{detail::member("exp_avg", own.exp_avg())}; }
 };
 
 }  // namespace optim
 
 namespace detail {
 
-/// Lion's part of OptimizerTraits.
-template <class Options, class State>
-struct LionTraits : OptimizerTraits<LionTraits<Options, State>, Options, State, LionRule> {
+/// Lion's rule.
+template <class OptionsT, class State>
+struct LionTraits : OptimizerTraits<OptionsT, State, LionRule> {
   static constexpr const char* kName = "Lion";
+  static constexpr const char* kOptions = "mezzo::optim::LionOptions";
+  static constexpr bool kIsLibtorchs = false;
 
-  static void read(const Options& options, GroupNumbers& numbers) {
+  static void read(const OptionsT& options, GroupNumbers& numbers) {
     check_numbers(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},
                   options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = LionConstants{beta1, beta2, options.weight_decay()};
+    numbers.missing_in_aten = "ATen has no kernel of this optimizer";
   }
 };
 
@@ -93,7 +109,7 @@ namespace optim {
 /// too.
 class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionParamState>> {
  public:
-  /// Takes param groups or parameters, and LionOptions, as AdamW's constructors do.
+  /// Takes what AdamW's constructors take, with LionOptions.
   /// \throws c10::Error unless lr and weight_decay are at least 0 and the betas in [0, 1), or if
   ///   there is no parameter, a parameter is given twice, or two share memory
   using OptimizerShell::OptimizerShell;

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
 
 #include <torch/optim/optimizer.h>

@@ -6,13 +6,12 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
 
 #include <cstddef>
-#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -94,11 +93,6 @@ class MasterWeights : public optim::FusedOptimizer {
     at::Tensor parameter{};
     detail::KeptWeights weights{};
   };
-  /// A parameter of a step and its master, which is null if the parameter itself is trained.
-  struct Trained {
-    at::Tensor parameter;
-    detail::KeptWeights* weights;
-  };
 
   static constexpr const char* kName = "MasterWeights";
   detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
@@ -106,10 +100,9 @@ class MasterWeights : public optim::FusedOptimizer {
   void meet_parameters();
   detail::KeptWeights& settled(const at::Tensor& parameter);
   void step_inner(const StepPlan& plan, double factor);
-  void finish(const std::vector<Trained>& all);
 
   torch::optim::Optimizer* inner_;
-  std::unordered_map<const c10::TensorImpl*, std::unique_ptr<Kept>> masters_;
+  std::unordered_map<const c10::TensorImpl*, Kept> masters_;
   std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
 };
 

@@ -9,10 +9,10 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
+#include <torch/optim/sgd.h>
 
 #include <concepts>
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <tuple>
 
@@ -20,7 +20,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// The options of Python's torch.optim.Muon, with its names and defaults.
-struct MuonOptions : public torch::optim::OptimizerOptions {
+struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
 
@@ -47,8 +47,6 @@ struct MuonOptions : public torch::optim::OptimizerOptions {
   TORCH_ARG(std::string, adjust_lr_fn) = "original";
 
  public:
-  /// Returns a copy.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> clone() const override;
   /// Reads the options of a file.
   MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
   /// Writes the options.
@@ -59,19 +57,8 @@ struct MuonOptions : public torch::optim::OptimizerOptions {
   void set_lr(const double lr) override { lr_ = lr; }
 };
 
-/// Muon's state of a parameter.
-struct MuonParamState : public torch::optim::OptimizerParamState {
-  /// The running mean of gradients, of their shape and dtype.
-  TORCH_ARG(at::Tensor, momentum_buffer);
-
- public:
-  /// Returns a copy that shares the tensor.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
-  /// Reads the state of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the state.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-};
+/// Muon's state of a parameter: `momentum_buffer`, the running mean of gradients.
+using MuonParamState = torch::optim::SGDParamState;
 
 /// Muon (Jordan, "Muon: an optimizer for hidden layers in neural networks", 2024) as Python's
 /// torch.optim.Muon has it. A matrix moves along its momentum, made nearly orthogonal by a few

@@ -4,29 +4,24 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/sgd_element.h>
-#include <mezzo/optim/detail/libtorch_options.h>
-#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/fused_optimizer.h>
-#include <mezzo/optim/fused_options.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/ops/_fused_sgd.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
 
+#include <array>
 #include <concepts>
-#include <tuple>
-#include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// `torch::optim::SGDOptions`, with its names, defaults and keys in an archive, and the options
-/// that FusedOptions adds. Setters return SGDOptions, and can be chained in any order.
+/// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
 ///
 /// - `lr`: at least 0.
 /// - `momentum` (0): share of the running sum of gradients that a step keeps; at least 0.
@@ -35,9 +30,7 @@ namespace optim {
 /// - `weight_decay` (0): adds weight_decay * parameter to the gradient.
 /// - `nesterov` (false): steps along the gradient as it would be after the momentum's step
 ///   (Sutskever et al., 2013).
-struct SGDOptions : public detail::SgdOptionsOn<SGDOptions, torch::optim::SGDOptions> {
-  using SgdOptionsOn::SgdOptionsOn;
-};
+using SGDOptions = torch::optim::SGDOptions;
 
 /// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
 /// parameter's shape and dtype. Without momentum there is a state only where weight_storage needs
@@ -50,6 +43,8 @@ struct SGDParamState
     : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
   /// libtorch's class of this state.
   using LibtorchState = torch::optim::SGDParamState;
+  /// The keys of the moments in files.
+  static constexpr std::array kMoments{"momentum_buffer"};
 
   SGDParamState() = default;
   /// Takes libtorch's buffer over. A state with a buffer counts as one step.
@@ -63,11 +58,7 @@ struct SGDParamState
   at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }
 
  private:
-  friend struct detail::MemberTable;
   friend ParamState;
-  static auto members(auto& own) {
-    return std::tuple{detail::member("momentum_buffer", own.momentum_buffer())};
-  }
   /// libtorch's state has no count, and a buffer from the first step on: whether there was a step
   /// is all that matters.
   int64_t step_without_count() const { return momentum_buffer().defined() ? 1 : 0; }
@@ -77,13 +68,14 @@ struct SGDParamState
 
 namespace detail {
 
-/// SGD's part of OptimizerTraits.
-template <class Options, class State>
-struct SgdTraits
-    : OptimizerTraits<SgdTraits<Options, State>, Options, State, SgdRule<false>, SgdRule<true>> {
+/// SGD's rule.
+template <class OptionsT, class State>
+struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true>> {
   static constexpr const char* kName = "SGD";
+  static constexpr const char* kOptions = "mezzo::optim::SGDOptions";
+  static constexpr bool kLibtorchCounts = false;
 
-  static void read(const LibtorchsOr<Options>& options, GroupNumbers& numbers) {
+  static void read(const OptionsT& options, GroupNumbers& numbers) {
     check_numbers(kName, {{"lr", options.lr()},
                           {"momentum", options.momentum()},
                           {"weight_decay", options.weight_decay()}});
@@ -98,20 +90,11 @@ struct SgdTraits
     numbers.is_variant = options.momentum() != 0;
     // Without dampening a buffer of zeros becomes the first gradient by itself.
     numbers.begins_as_gradient = options.momentum() != 0 && options.dampening() != 0;
-  }
-
-  static constexpr bool kAtenHasIt = true;
-  static constexpr bool kLibtorchCounts = false;
-
-  /// Refuses dampening: ATen's kernel is given a buffer of zeros at the first step, which equals
-  /// libtorch's only without dampening. Told of a first step, it would not see that the device
-  /// skipped that step.
-  static void check_for_aten(const GroupNumbers& numbers) {
-    const auto own = numbers.constants.as<SgdConstants>();
-    TORCH_CHECK(own.dampening == 0 || own.momentum == 0, "SGD: dampening is ", own.dampening,
-                ", and the parameters are on a device where mezzo has no kernel, and ATen's "
-                "dampens the first "
-                "step too; link the CMake target mezzo::cuda, or set dampening(0)");
+    // ATen's kernel is given a buffer of zeros at the first step. Told of a first step, it would
+    // not see that the device skipped that step.
+    if (numbers.begins_as_gradient) {
+      numbers.missing_in_aten = "ATen's kernel dampens the first step too, if dampening is not 0";
+    }
   }
 
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
@@ -143,8 +126,7 @@ namespace optim {
 /// optimizer counts from 0 until an LrSchedule's file or `set_applied_steps` gives the number.
 class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParamState>> {
  public:
-  /// Takes param groups or parameters, as AdamW's constructors do, and SGDOptions, which have no
-  /// default.
+  /// Takes what AdamW's constructors take, with SGDOptions, which have no default.
   /// \throws c10::Error unless lr, momentum and weight_decay are at least 0, and, for nesterov,
   ///   momentum is positive and dampening 0; or if there is no parameter, a parameter is given
   ///   twice, or two share memory

@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/scaled_clipping.h>

@@ -303,7 +303,7 @@ void step(mezzo::optim::AdamW& optimizer, torch::Tensor& parameter) {
 
 mezzo::optim::AdamW make(const torch::Tensor& parameter, WeightStorage storage) {
   return mezzo::optim::AdamW(std::vector<torch::Tensor>{parameter},
-                             mezzo::optim::AdamWOptions(1e-2).weight_storage(storage));
+                             mezzo::optim::AdamWOptions(1e-2), {.weight_storage = storage});
 }
 
 mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
@@ -444,8 +444,8 @@ TEST(EmaScope, GivesWeightsBackToWhoTrainedInside) {
 // master_params shows the gradients of parameters at their masters.
 TEST(Ema, OfMastersKeepsNoGradientAlive) {
   const torch::Tensor parameter = torch::ones({4}, torch::kBFloat16).requires_grad_();
-  mezzo::optim::AdamW optimizer(
-      {parameter}, mezzo::optim::AdamWOptions(1e-2).weight_storage(WeightStorage::master));
+  mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2),
+                                {.weight_storage = WeightStorage::master});
   Ema ema({parameter}, {.masters = [&] { return mezzo::master_params(optimizer); }});
   parameter.sum().backward();
   optimizer.step();

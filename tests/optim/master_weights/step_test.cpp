@@ -352,7 +352,7 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
               ThrowsMessage<c10::Error>(HasSubstr("LBFGS calls its closure several times")));
   mezzo::optim::SGD ours({x}, mezzo::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(ours); },
-              ThrowsMessage<c10::Error>(HasSubstr("weight_storage(WeightStorage::master)")));
+              ThrowsMessage<c10::Error>(HasSubstr("{.weight_storage = WeightStorage::master}")));
   torch::optim::SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()},
                                 torch::optim::SGDOptions(0.1));
   EXPECT_THAT([&] { MasterWeights optimizer(overlapping); },

@@ -1,7 +1,6 @@
 // GradScaler::unscale_ where an optimizer keeps masters: true gradients in float, to be clipped at
 // master_params(optimizer), and gone when the iteration is over.
 
-#include <mezzo/optim/adam.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
@@ -32,13 +31,15 @@ using test_support::OwnedOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
+constexpr mezzo::optim::WeightOptions kMasters{.weight_storage = WeightStorage::master};
+
 using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
 
 template <class Optimizer, class Options>
 MakeKeeper ours(Options options) {
-  options.weight_storage(WeightStorage::master);
   return [options](const Groups& groups) {
-    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options), /*with_masters=*/false);
+    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options, kMasters),
+                          /*with_masters=*/false);
   };
 }
 
@@ -114,8 +115,7 @@ class Unscaled : public testing::TestWithParam<bool> {
       const torch::optim::SGDOptions options(1.0);
       return {std::make_unique<torch::optim::SGD>(parameters, options), /*with_masters=*/true};
     }
-    const auto options = mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master);
-    return {std::make_unique<mezzo::optim::SGD>(parameters, options), /*with_masters=*/false};
+    return {std::make_unique<mezzo::optim::SGD>(parameters, 1.0, kMasters), /*with_masters=*/false};
   }
 
   void set_gradients(float value, double scale = kScale) {
@@ -219,7 +219,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
     EXPECT_THAT([&] { explicitly ? scaler.unscale_(plain) : (void)scaler.step(plain); },
                 ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
   }
-  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::master));
+  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0), kMasters);
   EXPECT_TRUE(scaler.step(kept).ran());
 }
 
@@ -227,8 +227,8 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
   const Model model(torch::kBFloat16, /*has_gaps=*/false);
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
-  mezzo::optim::SGD stochastic(
-      model.groups(), mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::stochastic));
+  mezzo::optim::SGD stochastic(model.groups(), mezzo::optim::SGDOptions(1.0),
+                               {.weight_storage = WeightStorage::stochastic});
   for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&theirs),
                                              static_cast<torch::optim::Optimizer*>(&plain),
                                              static_cast<torch::optim::Optimizer*>(&stochastic)}) {
@@ -263,8 +263,8 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
 // bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
 TEST(MasterParams, OfSplitMastersThereAreNone) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
-  mezzo::optim::SGD split(
-      {x}, mezzo::optim::SGDOptions(1.0).weight_storage(WeightStorage::split_master));
+  mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
+                          {.weight_storage = WeightStorage::split_master});
   EXPECT_THAT([&] { master_params(split); },
               ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
                                                   "scaler.step(optimizer, {.max_norm")));
@@ -278,12 +278,11 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
 
 TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
-  const auto options = mezzo::optim::AdamWOptions(1e-3).weight_storage(WeightStorage::master);
-  mezzo::optim::AdamW optimizer(model.groups(), options);
+  mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
   std::stringstream file;
   torch::save(optimizer, file);
-  mezzo::optim::AdamW other(model.groups(), options);
+  mezzo::optim::AdamW other(model.groups(), 1e-3, kMasters);
   torch::load(other, file);
   model.set_gradients(0, 1.0);
   other.step();
@@ -292,38 +291,6 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
 }
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
-
-/// A class that is no optimizer, steps one, and counts.
-struct Counting : mezzo::optim::OptimizerInterface {
-  explicit Counting(torch::optim::Optimizer& stepped) : inner(stepped) {}
-  torch::optim::Optimizer& optimizer() noexcept override { return inner; }
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    ++steps;
-    return inner.step(std::move(closure));
-  }
-  void save(torch::serialize::OutputArchive& archive) const override { inner.save(archive); }
-  void load(torch::serialize::InputArchive& archive) override { inner.load(archive); }
-  torch::optim::Optimizer& inner;
-  int steps = 0;
-};
-
-TEST(OptimizersOfTheUsers, TakeEachStepThemselves) {
-  const at::Tensor weight = torch::ones({4}).set_requires_grad(true);
-  torch::optim::SGD sgd({weight}, 1.0);
-  Counting mine(sgd);
-  const auto train = [&](GradScaler scaler) {
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine);
-    scaler.update();
-    scaler.scale(weight.sum()).backward();
-    scaler.step(mine, {.max_norm = 10.0});
-    scaler.update();
-  };
-  train(GradScaler());
-  EXPECT_EQ(mine.steps, 2);
-  train(GradScaler({.enabled = false}));
-  EXPECT_EQ(mine.steps, 4);
-}
 
 struct NoRate : torch::optim::OptimizerOptions {
   double get_lr() const override { return 1; }

@@ -2,13 +2,20 @@
 
 #include <mezzo/base/version.h>
 
+#include <cstdio>
+#include <optional>
+
 #if defined(_WIN32)
 #include <c10/util/win32-headers.h>
 
 #include <process.h>
+#include <psapi.h>
 #else
 #include <dlfcn.h>
 #include <unistd.h>
+#endif
+#if defined(__APPLE__)
+#include <mach/mach.h>
 #endif
 
 // What is the system's: loaded libraries and their functions, and this process. On Linux, macOS and
@@ -51,6 +58,13 @@ inline void keep_loaded(const void* address) {
 
 inline int process_id() noexcept { return _getpid(); }
 
+/// Returns the bytes of memory that the process holds; none where the system does not say.
+inline std::optional<double> resident_bytes() noexcept {
+  PROCESS_MEMORY_COUNTERS counters{};
+  if (!K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters))) return {};
+  return static_cast<double>(counters.WorkingSetSize);
+}
+
 #else
 
 inline constexpr const char* kCudaDriver = "libcuda.so.1";
@@ -76,6 +90,28 @@ inline void keep_loaded(const void* address) {
 }
 
 inline int process_id() noexcept { return getpid(); }
+
+/// Returns the bytes of memory that the process holds; none where the system does not say.
+inline std::optional<double> resident_bytes() noexcept {
+#if defined(__APPLE__)
+  mach_task_basic_info_data_t info{};
+  mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;
+  if (task_info(mach_task_self(), MACH_TASK_BASIC_INFO, reinterpret_cast<task_info_t>(&info),
+                &count) != KERN_SUCCESS) {
+    return {};
+  }
+  return static_cast<double>(info.resident_size);
+#else
+  std::FILE* const file = std::fopen("/proc/self/statm", "r");
+  if (file == nullptr) return {};
+  long all = 0;
+  long resident = 0;
+  const bool is_read = std::fscanf(file, "%ld %ld", &all, &resident) == 2;
+  std::fclose(file);
+  if (!is_read) return {};
+  return static_cast<double>(resident) * static_cast<double>(::sysconf(_SC_PAGESIZE));
+#endif
+}
 
 #endif
 

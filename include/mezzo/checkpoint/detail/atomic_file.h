@@ -1,15 +1,10 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/system_file.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
-
-#include <fcntl.h>
-#include <sys/file.h>
-#include <sys/stat.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstddef>
@@ -24,52 +19,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string reason(int error) { return std::generic_category().message(error); }
-
-/// Owns a file descriptor, and closes it in the destructor.
-class OpenFile {
- public:
-  OpenFile() = default;
-  OpenFile(const std::filesystem::path& path, int flags)
-      : descriptor_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
-  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-  OpenFile& operator=(OpenFile&& other) noexcept {
-    std::swap(descriptor_, other.descriptor_);
-    return *this;
-  }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile() {
-    if (is_open()) ::close(descriptor_);
-  }
-
-  bool is_open() const noexcept { return descriptor_ >= 0; }
-  int descriptor() const noexcept { return descriptor_; }
-  /// Locks the file, for as long as this process or a child that it forked has it open.
-  /// \returns 0, EWOULDBLOCK if somebody else has the lock, or another error of the system
-  int lock() const noexcept { return ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno; }
-  /// Whether the file has this path.
-  bool is_at(const std::filesystem::path& path) const {
-    struct stat own {
-    }, there{};
-    return ::fstat(descriptor_, &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
-           own.st_dev == there.st_dev && own.st_ino == there.st_ino;
-  }
-
- private:
-  int descriptor_ = -1;
-};
-
-/// Flushes a file or the names in a folder to the disk. \returns 0 or the system's error
-inline int flush(const OpenFile& file) {
-  while (::fsync(file.descriptor()) != 0) {
-    if (errno != EINTR) return errno;
-  }
-  return 0;
-}
-inline int flush_folder(const std::filesystem::path& folder) {
-  const OpenFile file(folder, O_RDONLY | O_DIRECTORY);
-  return file.is_open() ? flush(file) : errno;
+inline bool is_over_quota(int error) {
+#ifdef EDQUOT
+  return error == EDQUOT;
+#else
+  return error < 0;  // no system's number
+#endif
 }
 
 /// Returns all names in `folder`; none if it does not exist.
@@ -95,8 +50,12 @@ void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& i
                               number.size() > 1 &&
                               number.find_first_not_of("0123456789", 1) == std::string::npos;
     if (!is_temporary || !is_ours(name.substr(1))) continue;
-    const OpenFile left(folder / file, O_RDWR);
-    if (left.is_open() && left.lock() == 0) ::unlink((folder / file).c_str());
+    OpenFile left(folder / file, FileUse::write);
+    if (!left.is_open() || left.lock() != 0) continue;
+    if (remove_file(folder / file) != 0) {  // where an open file cannot be removed
+      left = OpenFile();
+      (void)remove_file(folder / file);
+    }
   }
 }
 
@@ -110,16 +69,15 @@ class AtomicFile {
     do {  // until the temporary is ours: others take names, and remove what nobody has locked
       temporary_ = target_.parent_path() /
                    ("." + target_.filename().string() + "." + std::to_string(number++) + ".tmp");
-      file_ = OpenFile(temporary_, O_WRONLY | O_CREAT | O_EXCL);
+      file_ = OpenFile(temporary_, FileUse::create);
       if (!file_.is_open() && errno != EEXIST) fail("cannot be created", errno);
     } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.is_at(temporary_));
-    struct stat replaced {};
-    if (::stat(target_.c_str(), &replaced) == 0) {
-      (void)::fchmod(file_.descriptor(), replaced.st_mode & 07777);  // 0600 stays 0600
-    }
+    file_.take_mode_of(target_);
   }
   ~AtomicFile() {
-    if (file_.is_open() && !is_committed_) ::unlink(temporary_.c_str());
+    if (!file_.is_open() || is_committed_) return;
+    file_ = OpenFile();
+    (void)remove_file(temporary_);
   }
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
@@ -129,7 +87,7 @@ class AtomicFile {
     crc_ = crc32c(data, size, crc_);
     const auto* bytes = static_cast<const char*>(data);
     while (size > 0) {
-      const ssize_t written = ::write(file_.descriptor(), bytes, size);
+      const std::ptrdiff_t written = file_.write(bytes, size);
       if (written < 0 && errno == EINTR) continue;
       if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
       bytes += written, size -= static_cast<std::size_t>(written);
@@ -145,9 +103,9 @@ class AtomicFile {
   /// Renames the temporary to the target. \returns 0, or the system's error if only the last step,
   /// flushing the folder, failed: the file is then in place, but may not survive a crash
   [[nodiscard]] int commit() {
-    if (const int error = flush(file_)) fail("cannot be brought to the disk", error);
-    if (::rename(temporary_.c_str(), target_.c_str()) != 0) {
-      fail("cannot be put in its place", errno);
+    if (const int error = file_.flush()) fail("cannot be brought to the disk", error);
+    if (const int error = replace_file(temporary_, target_, file_)) {
+      fail("cannot be put in its place", error);
     }
     is_committed_ = true;
     return flush_folder(target_.parent_path());
@@ -155,7 +113,7 @@ class AtomicFile {
 
  private:
   [[noreturn]] void fail(const char* what, int error) const {
-    const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
+    const bool is_full = error == ENOSPC || error == EFBIG || is_over_quota(error);
     TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",
                 is_full ? "make room" : "see to the disk and the folder's permissions",
                 ". The checkpoints that were there before are untouched");

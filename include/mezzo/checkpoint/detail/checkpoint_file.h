@@ -16,11 +16,6 @@
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/csrc/jit/serialization/unpickler.h>
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
@@ -151,21 +146,20 @@ inline void write_zip(AtomicFile& file, const c10::IValue& document) {
 class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
  public:
   /// Checks the CRC of a file that has one.
-  explicit MappedFile(const std::filesystem::path& path)
-      : file_(path, O_RDONLY | O_NONBLOCK) {  // pipes do not wait
+  explicit MappedFile(const std::filesystem::path& path) : file_(path, FileUse::read) {
     if (!file_.is_open()) throw_unopened(reason(errno));
-    struct stat status {};
-    if (::fstat(file_.descriptor(), &status) != 0) throw_unopened(reason(errno));
-    if (!S_ISREG(status.st_mode)) throw_unopened("it is not a regular file");
-    size_ = static_cast<std::size_t>(status.st_size);
+    std::error_code error;
+    const bool is_regular = std::filesystem::is_regular_file(path, error);
+    if (!is_regular) throw_unopened(error ? error.message() : "it is not a regular file");
+    size_ = static_cast<std::size_t>(std::filesystem::file_size(path, error));
+    if (error) throw_unopened(error.message());
     check_comment();
     if (size_ == 0) throw_damaged("it has 0 bytes");
-    memory_ = static_cast<char*>(::mmap(nullptr, size_, PROT_READ | PROT_WRITE,
-                                        MAP_PRIVATE | MAP_NORESERVE, file_.descriptor(), 0));
-    if (memory_ == MAP_FAILED) throw_unopened(reason(errno));
+    memory_ = map_privately(file_, size_);
+    if (memory_ == nullptr) throw_unopened(reason(errno));
   }
   ~MappedFile() override {
-    if (memory_ != MAP_FAILED) ::munmap(memory_, size_);
+    if (memory_ != nullptr) unmap(memory_, size_);
   }
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
@@ -187,7 +181,7 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
   void read_all(std::uint64_t offset, void* to, std::size_t count) const {
     auto* bytes = static_cast<char*>(to);
     while (count > 0) {
-      const ssize_t got = ::pread(file_.descriptor(), bytes, count, static_cast<off_t>(offset));
+      const std::ptrdiff_t got = file_.read(bytes, count, offset);
       if (got < 0 && errno == EINTR) continue;
       if (got < 0) throw_damaged("it cannot be read: " + reason(errno));
       if (got == 0) throw_damaged("it became shorter while it was read");
@@ -243,7 +237,7 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
   OpenFile file_;
   std::size_t size_ = 0;
   std::string format_;
-  char* memory_ = static_cast<char*>(MAP_FAILED);
+  char* memory_ = nullptr;
 };
 
 /// Rewrites a pickle of Python's for libtorch's Unpickler, which knows no OrderedDict with items

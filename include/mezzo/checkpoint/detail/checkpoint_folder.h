@@ -1,13 +1,11 @@
 #pragma once
 
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 
+#include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
-
-#include <fcntl.h>
-#include <sys/types.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -16,6 +14,9 @@
 #include <cstdio>
 #include <filesystem>
 #include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <system_error>
@@ -102,28 +103,86 @@ inline bool is_there(const std::filesystem::path& path) {
          std::filesystem::file_type::not_found;
 }
 
+/// The folders of checkpoints that this process has locked: its locks do not tell two owners in
+/// one process apart, and opening and closing a lock's file would end the lock. Exported, so that
+/// shared libraries agree on it.
+struct LockedFolders {
+  struct Owner {
+    int process = 0;
+    const OpenFile* file = nullptr;
+  };
+  std::mutex mutex{};
+  std::map<std::filesystem::path, Owner> owners{};  // a forked child finds its parent's entries
+
+  /// Returns the file of the lock that this process has; null if it has none, or it was removed.
+  const OpenFile* file_of(const std::filesystem::path& folder) const {
+    const auto found = owners.find(folder);
+    const bool is_own = found != owners.end() && found->second.process == process_id() &&
+                        found->second.file->is_at(folder / ".lock");
+    return is_own ? found->second.file : nullptr;
+  }
+};
+C10_EXPORT inline LockedFolders& locked_folders() {
+  static LockedFolders& folders = *new LockedFolders;
+  return folders;
+}
+
 /// The lock of a folder of checkpoints, its file ".lock". It ends with the object or its process,
-/// and a forked child does not have it; a child that outlives the process keeps others out.
+/// whose forked children do not have it.
 class FolderLock {
  public:
+  FolderLock() = default;
+  FolderLock(FolderLock&&) noexcept = default;
+  FolderLock& operator=(FolderLock&&) = delete;
+  ~FolderLock() {
+    const std::lock_guard guard(locked_folders().mutex);
+    release();
+  }
+
   /// Takes the lock, unless this object has it. Call it before each save: in the meantime the
   /// folder or its lock may have been removed, or the process may be a forked child.
   /// \returns as OpenFile::lock
-  int hold(const std::filesystem::path& folder) {
-    const auto path = folder / ".lock";
-    if (std::exchange(process_, ::getpid()) != ::getpid()) file_ = OpenFile();
-    while (!file_.is_at(path)) {
-      OpenFile file(path, O_RDWR | O_CREAT);
-      TORCH_CHECK(file.is_open(), path.string(), " cannot be opened: ", reason(errno));
-      if (const int error = file.lock()) return error;
-      file_ = std::move(file);
+  int hold(const std::filesystem::path& existing_folder) {
+    const auto folder = std::filesystem::canonical(existing_folder);
+    LockedFolders& locked = locked_folders();
+    const std::lock_guard guard(locked.mutex);
+    if (const OpenFile* const own = locked.file_of(folder)) {
+      return own == file_.get() ? 0 : EWOULDBLOCK;
     }
+    release();
+    do {  // until what is locked is there: others may remove it
+      OpenFile file(folder / ".lock", FileUse::lock);
+      TORCH_CHECK(file.is_open(), (folder / ".lock").string(),
+                  " cannot be opened: ", reason(errno));
+      if (const int error = file.lock_for_process()) return error;
+      file_ = std::make_unique<OpenFile>(std::move(file));
+    } while (!file_->is_at(folder / ".lock"));
+    locked.owners[folder] = {process_id(), file_.get()};
+    folder_ = folder;
     return 0;
   }
 
+  /// Returns the process that has the lock of `folder`; 0 if it is this one, none, or not known.
+  static std::int64_t holder(const std::filesystem::path& folder) {
+    std::error_code error;
+    const auto own = std::filesystem::canonical(folder, error);
+    const std::lock_guard guard(locked_folders().mutex);
+    if (error || locked_folders().file_of(own) != nullptr) return 0;
+    return OpenFile(own / ".lock", FileUse::read).process_with_lock();
+  }
+
  private:
-  OpenFile file_;
-  pid_t process_ = 0;
+  void release() {
+    auto& owners = locked_folders().owners;
+    const auto own = owners.find(folder_);
+    if (file_ != nullptr && own != owners.end() && own->second.file == file_.get()) {
+      owners.erase(own);
+    }
+    file_ = nullptr;
+  }
+
+  std::unique_ptr<OpenFile> file_;
+  std::filesystem::path folder_;
 };
 
 }  // namespace detail

@@ -49,6 +49,10 @@ MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
       options_(std::move(options)) {
   TORCH_CHECK(options_.keep >= 1, "CheckpointManager: keep is ", options_.keep,
               "; it should be at least 1, and 2 to have one to fall back to");
+  if (const std::int64_t holder = detail::FolderLock::holder(folder_); holder != 0) {
+    warn(folder_.string() + " is being saved to by process " + std::to_string(holder) +
+         ": a save from here will be refused until that one ends; loading is not");
+  }
 }
 
 MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
@@ -73,8 +77,8 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
   const int lock_error = lock_.hold(folder_);
   TORCH_CHECK(
       lock_error != EWOULDBLOCK, folder_.string(),
-      " is being saved to by another process, by a child that a killed one forked, or by another "
-      "CheckpointManager of this one; give each a folder of its own, or let one of them save");
+      " is being saved to by another process, or by another CheckpointManager of this one; give "
+      "each a folder of its own, or let one of them save");
   if (lock_error != 0 && !std::exchange(told_no_locks_, true)) {
     warn(folder_.string() + " lies on a file system without locks (" + detail::reason(lock_error) +
          "): see to it that one process saves there, and remove what a kill leaves, "
@@ -93,8 +97,8 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
   for (const std::filesystem::path& file : files()) {
     if (kept < options_.keep) {
       if (damaged_.count(file) == 0) ++kept;
-    } else if (::unlink(file.c_str()) != 0 && errno != ENOENT) {
-      warn(file.string() + " cannot be removed: " + detail::reason(errno));
+    } else if (const int error = detail::remove_file(file); error != 0 && error != ENOENT) {
+      warn(file.string() + " cannot be removed: " + detail::reason(error));
     }
   }
   return {target, bytes};

@@ -7,8 +7,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
-#include <mezzo/optim/fused_options.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/detail/step_engine.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -181,7 +181,7 @@ inline std::string class_in_files(const std::string& demangled) {
 inline std::string class_in_files(const AnyOptimizer& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
   const std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
-  const optim::OptimizerInterface* const mezzos = optimizer.mezzos();
+  const optim::FusedOptimizer* const mezzos = optimizer.mezzos();
   if (mezzos == nullptr || dynamic_cast<const torch::optim::Optimizer*>(mezzos) != nullptr) {
     return name;
   }
@@ -196,11 +196,12 @@ inline std::vector<std::string> storages_in_files(const torch::optim::Optimizer&
     const bool is_low =
         std::any_of(group.params().begin(), group.params().end(),
                     [](const at::Tensor& one) { return one.defined() && is_low_precision(one); });
-    const HoldsExtraOptions* const options = is_low ? extra_options(optimizer, group) : nullptr;
+    const auto* const mezzos = dynamic_cast<const StepEngine*>(&optimizer);
     constexpr std::array<const char*, 4> kNames{"plain", "master", "split_master", "stochastic"};
     storages.emplace_back(
-        options == nullptr ? ""
-                           : kNames.at(static_cast<std::size_t>(options->extras().weight_storage)));
+        mezzos == nullptr || !is_low
+            ? ""
+            : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage)));
   }
   return storages;
 }

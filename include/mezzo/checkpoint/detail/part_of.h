@@ -2,7 +2,7 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/Generator.h>

@@ -6,7 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/launch_table.h>
 
 #include <cstdint>
 

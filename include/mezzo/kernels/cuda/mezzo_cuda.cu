@@ -35,9 +35,14 @@ namespace detail::cuda {
 
 static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
 
-/// Launches a kernel over the tensors of `Element`'s dtype, as many at a time as a table holds.
 template <class Element>
-static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* inv_scale,
+static bool is_of(const Stretch& stretch) {
+  return stretch.dtype == c10::CppTypeToScalarType<Element>::value;
+}
+
+/// Launches a kernel over the stretches of `Element`'s dtype, as many at a time as a table holds.
+template <class Element>
+static void unscale_dtype(const std::vector<Stretch>& stretches, const float* inv_scale,
                           float* found_inf, Stream stream) {
   GradientTable table(kElementsPerBlock<Element>);
   const auto launch = [&] {
@@ -45,23 +50,17 @@ static void unscale_dtype(const std::vector<at::Tensor>& tensors, const float* i
                                           found_inf);
     table.clear();
   };
-  for (const at::Tensor& tensor : tensors) {
-    const bool is_ours = tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
-    if (!is_ours || tensor.numel() == 0) continue;
+  for (const Stretch& stretch : stretches) {
+    if (!is_of<Element>(stretch)) continue;
     if (table.full()) launch();
-    table.push_back({tensor.mutable_data_ptr(), tensor.numel()});
+    table.push_back({stretch.data, stretch.count});
   }
   if (!table.empty()) launch();
 }
 
+/// Launches the summary of the stretches of `Element`'s dtype, as many at a time as a table holds.
 template <class Element>
-static bool is_of(const at::Tensor& tensor) {
-  return tensor.scalar_type() == c10::CppTypeToScalarType<Element>::value;
-}
-
-/// Launches the summary of the tensors of `Element`'s dtype, as many at a time as a table holds.
-template <class Element>
-static void summarize_dtype(const std::vector<at::Tensor>& tensors,
+static void summarize_dtype(const std::vector<Stretch>& stretches,
                             const std::vector<int64_t>& first_partials, GradientPartial* partials,
                             Stream stream) {
   SummaryTable table(kSummaryBlock<Element>);
@@ -69,19 +68,19 @@ static void summarize_dtype(const std::vector<at::Tensor>& tensors,
     launch<summary_kernel<Element>>(table.blocks(), kSummaryThreads, stream, table, partials);
     table.clear();
   };
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!is_of<Element>(tensors[i]) || tensors[i].numel() == 0) continue;
+  for (std::size_t i = 0; i < stretches.size(); ++i) {
+    if (!is_of<Element>(stretches[i])) continue;
     if (table.full()) launch_table();
-    table.push_back({tensors[i].const_data_ptr(), tensors[i].numel(), first_partials[i]});
+    table.push_back({stretches[i].data, stretches[i].count, first_partials[i]});
   }
   if (!table.empty()) launch_table();
 }
 
-/// Returns the index of each tensor's first partial result and, as the last entry, their number.
-static std::vector<int64_t> partial_offsets(const std::vector<at::Tensor>& tensors) {
+/// Returns the index of each stretch's first partial result and, as the last entry, their number.
+static std::vector<int64_t> partial_offsets(const std::vector<Stretch>& stretches) {
   std::vector<int64_t> offsets{0};
-  for (const at::Tensor& tensor : tensors) {
-    const int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+  for (const Stretch& stretch : stretches) {
+    const int64_t bytes = stretch.count * static_cast<int64_t>(c10::elementSize(stretch.dtype));
     offsets.push_back(offsets.back() + SummaryTable::blocks_of(bytes, kSummaryBlock<char>));
   }
   return offsets;
@@ -95,10 +94,11 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
   const Stream stream = current_stream();
   const auto* const factor = inv_scale.const_data_ptr<float>();
   auto* const found = found_inf.mutable_data_ptr<float>();
-  unscale_dtype<float>(dense.tensors(), factor, found, stream);
-  unscale_dtype<c10::BFloat16>(dense.tensors(), factor, found, stream);
-  unscale_dtype<c10::Half>(dense.tensors(), factor, found, stream);
-  unscale_dtype<double>(dense.tensors(), factor, found, stream);
+  const std::vector<Stretch> stretches = dense.stretches();
+  unscale_dtype<float>(stretches, factor, found, stream);
+  unscale_dtype<c10::BFloat16>(stretches, factor, found, stream);
+  unscale_dtype<c10::Half>(stretches, factor, found, stream);
+  unscale_dtype<double>(stretches, factor, found, stream);
   dense.written();
 }
 
@@ -107,16 +107,21 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
                                       const at::Tensor& sum_of_squares, const at::Tensor& max_abs) {
   const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
-  const std::vector<int64_t> offsets = partial_offsets(gradients);
+  Stretches memory;
+  for (const at::Tensor& gradient : gradients) {
+    memory.add(gradient, const_cast<void*>(gradient.const_data_ptr()));
+  }
+  const std::vector<Stretch>& stretches = memory.all();
+  const std::vector<int64_t> offsets = partial_offsets(stretches);
   const int64_t count = offsets.back();
   const at::Tensor memory_of_partials =
       at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
                 inv_scale.options().dtype(at::kByte));
   auto* const partials = static_cast<GradientPartial*>(memory_of_partials.mutable_data_ptr());
-  summarize_dtype<float>(gradients, offsets, partials, stream);
-  summarize_dtype<c10::BFloat16>(gradients, offsets, partials, stream);
-  summarize_dtype<c10::Half>(gradients, offsets, partials, stream);
-  summarize_dtype<double>(gradients, offsets, partials, stream);
+  summarize_dtype<float>(stretches, offsets, partials, stream);
+  summarize_dtype<c10::BFloat16>(stretches, offsets, partials, stream);
+  summarize_dtype<c10::Half>(stretches, offsets, partials, stream);
+  summarize_dtype<double>(stretches, offsets, partials, stream);
   launch<finish_summary_kernel<kFinishThreads>>(
       1, kFinishThreads, stream, static_cast<const GradientPartial*>(partials), count,
       inv_scale.const_data_ptr<float>(),

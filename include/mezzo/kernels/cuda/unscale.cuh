@@ -8,7 +8,7 @@
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/float_format.h>
 #include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_table.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/update_scale.h>
 
 #include <cstdint>

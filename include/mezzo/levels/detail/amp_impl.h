@@ -212,7 +212,7 @@ inline GradScaler& Amp::scaler(int64_t loss_id) { return passes_.scaler(checked_
 inline Amp::Given::Given(torch::optim::Optimizer& given, bool wants_masters)
     : optimizer(&given),
       stepper(given),
-      keeps_own_masters(wants_masters && detail::as_fused(given) != nullptr) {
+      keeps_own_masters(wants_masters && stepper.mezzos() != nullptr) {
   if (!wants_masters || keeps_own_masters) return;
   masters = std::make_unique<MasterWeights>(given);
   stepper = AnyOptimizer(*masters);
@@ -222,7 +222,7 @@ inline Amp::Given::Given(torch::optim::Optimizer& given, bool wants_masters)
 inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {
   Given* found = nullptr;
   for (Given& one : given_) {
-    if (one.keeps_own_masters) detail::as_fused(one.stepper)->enable_master_weights();
+    if (one.keeps_own_masters) one.stepper.mezzos()->enable_master_weights();
     if (one.optimizer == &optimizer) found = &one;
   }
   TORCH_CHECK(found != nullptr,

@@ -11,9 +11,8 @@
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/optim/fused_optimizer.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
@@ -146,7 +145,7 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
               " has stepped already, in float32, and the level casts the model; call "
               "mezzo::initialize before the first step, and load a saved state afterwards");
-  const bool is_mezzos = as_fused(optimizer) != nullptr;
+  const bool is_mezzos = AnyOptimizer(optimizer).mezzos() != nullptr;
   if (!wants_masters || is_mezzos) return;
   (void)MasterWeights(optimizer);  // refuses what it cannot step
   std::vector<at::Tensor> parameters;

@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/optimizer_interface.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/set_aside.h>
 #include <mezzo/scaling/grad_scaler.h>

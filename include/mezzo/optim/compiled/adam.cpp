@@ -7,6 +7,6 @@ MEZZO_COMPILED_ADAM()
 
 }  // namespace detail
 
-MEZZO_COMPILED_ADAM_MEMBERS()
+MEZZO_COMPILED_ADAM_STATES()
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -20,16 +20,12 @@ MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> AdamW8bitParamSt
   return std::make_unique<AdamW8bitParamState>(*this);
 }
 MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
+  AdamWParamState::serialize(archive);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_scales);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_scales);
 }
 MEZZO_INLINE void AdamW8bitParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
+  AdamWParamState::serialize(archive);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_scales);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_scales);
 }
@@ -38,14 +34,11 @@ MEZZO_INLINE AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParam
                                   const torch::optim::AdamWOptions& defaults,
                                   const AdamW8bitOptions& options)
     : OrdinaryOptimizer(groups, defaults), seed_(options.seed) {
+  const std::vector<at::Tensor> all = words().parameters();
   for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
     const at::Tensor& named = options.float_moments[i];
-    const auto has_named = [&named](const torch::optim::OptimizerParamGroup& group) {
-      const auto& own = group.params();
-      return std::any_of(own.begin(), own.end(), [&](const auto& it) { return it.is_same(named); });
-    };
-    TORCH_CHECK(std::any_of(param_groups_.begin(), param_groups_.end(), has_named),
-                "AdamW8bit: float_moments[", i,
+    const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
+    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_named), "AdamW8bit: float_moments[", i,
                 "] is no parameter of this optimizer; name tensors of its groups, such as "
                 "embedding->weight");
     float_moments_.insert(named.unsafeGetTensorImpl());

@@ -5,7 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
@@ -23,11 +23,6 @@
 // The gradients of any optimizer, and how to read them.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Returns `optimizer` as a FusedOptimizer; null for any other, such as those of torch::optim.
-inline optim::FusedOptimizer* as_fused(AnyOptimizer optimizer) {
-  return dynamic_cast<optim::FusedOptimizer*>(optimizer.mezzos());
-}
 
 /// Calls `visit(group number, parameter)` for all parameters of `optimizer`, in order.
 template <class Visit>
@@ -98,7 +93,7 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
 
 /// Returns the plan of a step of any optimizer.
 inline StepPlan plan_of(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
 }
 
@@ -159,11 +154,7 @@ inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tenso
 
 inline at::Tensor optim::FusedOptimizer::step_with(
     const torch::optim::Optimizer::LossClosure& closure) {
-  at::Tensor loss;
-  if (closure) {
-    const c10::AutoGradMode enable_grad(true);
-    loss = closure();
-  }
+  at::Tensor loss = detail::loss_of(closure);
   apply(plan());
   return loss;
 }

@@ -24,9 +24,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> LAMBOptions::clone() const {
-  return std::make_unique<LAMBOptions>(*this);
-}
 MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
@@ -42,20 +39,6 @@ MEZZO_INLINE void LAMBOptions::serialize(torch::serialize::OutputArchive& archiv
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(bias_correction);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(always_adapt);
-}
-
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> LAMBParamState::clone() const {
-  return std::make_unique<LAMBParamState>(*this);
-}
-MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(int64_t, step);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg);
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq);
-}
-MEZZO_INLINE void LAMBParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(step);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg);
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq);
 }
 
 MEZZO_INLINE void LAMB::check_options(const LAMBOptions& options) {

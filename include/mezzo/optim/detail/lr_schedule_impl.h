@@ -51,7 +51,7 @@ double warmed_up(const char* name, const Curve& curve, int64_t applied_steps, co
   return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
 }
 
-/// A curve as the table that OptimizerInterface::set_lr_factors takes.
+/// A curve as the table that FusedOptimizer::set_lr_factors takes.
 template <LrCurve Curve>
 std::vector<double> lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
@@ -97,7 +97,7 @@ LrSchedule<Curve>::LrSchedule(AnyOptimizer optimizer, Curve curve)
 
 template <LrCurve Curve>
 void LrSchedule<Curve>::step(const StepResult& result) {
-  const optim::OptimizerInterface* const counting = optimizer_.mezzos();
+  const optim::FusedOptimizer* const counting = optimizer_.mezzos();
   if (counting == nullptr) {
     if (result.ran()) ++known_steps_;
   } else if (!counting->counts_on_host()) {
@@ -154,7 +154,7 @@ void LrSchedule<Curve>::set_applied_steps(int64_t applied_steps) {
 /// Sets the groups' options to the rates of the next step, as far as the host knows it.
 template <LrCurve Curve>
 void LrSchedule<Curve>::show_lrs() {
-  if (optim::OptimizerInterface* const counting = optimizer_.mezzos()) {
+  if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
     if (counting->counts_on_host()) {
       known_steps_ = counting->applied_steps();
       pending_.clear();
@@ -177,7 +177,7 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
                 "; it is damaged: load an earlier file");
   }
-  if (optim::OptimizerInterface* const counting = optimizer_.mezzos()) {
+  if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
     TORCH_CHECK(!counting->knows_applied_steps() || applied_steps == counting->applied_steps(),
                 "The archive of a schedule has ", applied_steps,
                 " applied steps, and this optimizer has ", counting->applied_steps(),

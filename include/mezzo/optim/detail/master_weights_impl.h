@@ -6,9 +6,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/param_slot.h>
-#include <mezzo/optim/detail/trained_once.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +24,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
-#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -204,6 +201,13 @@ struct MasterLayout {
 
 inline std::string master_key(int64_t number) { return "masters/" + std::to_string(number); }
 
+inline std::vector<int64_t> read_numbers(torch::serialize::InputArchive& archive, const char* key) {
+  c10::IValue value;
+  TORCH_CHECK(archive.try_read(key, value), "MasterWeights: the archive lacks \"", key,
+              "\"; it is damaged: load an earlier one");
+  return value.toIntVector();
+}
+
 /// Throws unless the file is one of MasterWeights that fits.
 inline void check_file(torch::serialize::InputArchive& archive, const MasterLayout& layout) {
   c10::IValue format;
@@ -215,12 +219,12 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
   TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
               "MasterWeights: the archive has a format that this version of mezzo does not know; "
               "read it with the version that wrote it, or, if it is damaged, load an earlier one");
-  const auto group_sizes = read_key<std::vector<int64_t>>(archive, "group_sizes");
+  const auto group_sizes = read_numbers(archive, "group_sizes");
   TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
               c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
               c10::IntArrayRef(layout.group_sizes),
               "; make the groups that were there when it was saved");
-  const auto low_precision = read_key<std::vector<int64_t>>(archive, "low_precision");
+  const auto low_precision = read_numbers(archive, "low_precision");
   TORCH_CHECK(low_precision == layout.low_precision, "MasterWeights: the archive was saved with ",
               low_precision.size(), " parameters of float16 or bfloat16, and this optimizer has ",
               layout.low_precision.size(), ", or others; cast the model as it was then");
@@ -266,9 +270,9 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
               "MasterWeights: torch::optim::LBFGS calls its closure several times in a step, each "
               "time with other weights, of which the model would have to know; train the model in "
               "float, or use an optimizer that takes a step from one gradient");
-  TORCH_CHECK(detail::as_fused(optimizer) == nullptr,
-              "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: set "
-              "weight_storage(WeightStorage::master) in its options instead");
+  TORCH_CHECK(AnyOptimizer(optimizer).mezzos() == nullptr,
+              "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: give "
+              "its constructor {.weight_storage = WeightStorage::master} instead");
   meet_parameters();
 }
 
@@ -288,10 +292,9 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
 /// Returns the master, in agreement with the parameter as it is now; made if there is none.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
   const detail::NoGraphGuard no_graph;
-  auto& kept = masters_[parameter.unsafeGetTensorImpl()];
-  if (kept == nullptr) kept = std::make_unique<Kept>();
-  kept->parameter = parameter;
-  detail::KeptWeights& weights = kept->weights;
+  Kept& kept = masters_[parameter.unsafeGetTensorImpl()];
+  kept.parameter = parameter;
+  detail::KeptWeights& weights = kept.weights;
   const bool is_resized = weights.master.defined() && weights.master.sizes() != parameter.sizes();
   if (is_resized) weights.master = at::Tensor();  // all of the parameter was written
   detail::settle_master(parameter, weights);
@@ -319,9 +322,9 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
     if (found != masters_.end()) left.insert(std::move(*found));
   }
   for (const auto& [address, kept] : masters_) {
-    const bool is_gone =
-        kept != nullptr && kept->parameter.use_count() == 1;  // its address is free
-    if (is_gone) inner_->state().erase(kept->parameter.unsafeGetTensorImpl());
+    const bool is_gone = kept.parameter.defined() && kept.parameter.use_count() == 1;
+    if (is_gone)
+      inner_->state().erase(kept.parameter.unsafeGetTensorImpl());  // its address is free
   }
   masters_ = std::move(left);
 }
@@ -346,49 +349,42 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
     step_inner(plan, *factor);
     applied_count().set(applied_steps() + 1);
   }
-  for (auto& [parameter, kept] : masters_) kept->weights.end_step();
+  for (auto& [parameter, kept] : masters_) kept.weights.end_step();
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
+/// Steps the inner optimizer with masters in the places of parameters of 16 bits, and rounds them
+/// to these.
 MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor) {
-  std::vector<Trained> all;
-  for (const StepPlan::Row& row : plan.rows) {
-    const bool has_master = detail::is_low_precision(*row.parameter);
-    all.push_back({*row.parameter, has_master ? &settled(*row.parameter) : nullptr});
-  }
+  std::vector<std::pair<at::Tensor, at::Tensor>> masters;  // and their parameters, first
+  const auto round = [&masters] {
+    for (const auto& [parameter, master] : masters) parameter.detach().copy_(master);
+    detail::drop_weight_casts();
+  };
   {
-    detail::ParameterSwap parameter_swap(*inner_);
-    std::vector<std::pair<at::Tensor, at::Tensor>> with_master;
-    for (std::size_t i = 0; i < all.size(); ++i) {
-      const auto& [parameter, weights] = all[i];
-      const at::Tensor& trained = weights != nullptr ? weights->master : parameter;
-      parameter_swap.lend_gradient(trained, detail::multiplied(plan.rows[i].gradient, factor));
-      if (weights != nullptr) with_master.emplace_back(parameter, weights->master);
+    detail::ParameterSwap swap(*inner_);
+    for (const StepPlan::Row& row : plan.rows) {
+      at::Tensor trained = *row.parameter;
+      if (detail::is_low_precision(trained)) {
+        trained = settled(*row.parameter).master;
+        masters.emplace_back(*row.parameter, trained);
+      }
+      swap.lend_gradient(trained, detail::multiplied(row.gradient, factor));
     }
-    parameter_swap.put_in(with_master);
-    if (has_schedule()) parameter_swap.lend_lrs(lrs());
+    swap.put_in(masters);
+    if (has_schedule()) swap.lend_lrs(lrs());
     try {
       inner_->step();
     } catch (...) {
-      finish(all);  // as without masters, what was trained before it threw is trained
+      round();  // as without masters, what was trained before it threw is trained
       throw;
     }
   }
-  finish(all);
-}
-
-/// Rounds the masters to their parameters, to nearest.
-MEZZO_INLINE void MasterWeights::finish(const std::vector<Trained>& all) {
-  const c10::NoGradGuard no_grad;
-  for (const auto& [parameter, weights] : all) {
-    if (weights == nullptr) continue;
-    parameter.detach().copy_(weights->master);
-  }
-  detail::drop_weight_casts();
+  round();
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   std::vector<at::Tensor> all;
   detail::for_each_parameter(
       optimizer.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
@@ -410,7 +406,7 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
     const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
     const auto kept = masters_.find(parameter.unsafeGetTensorImpl());
     if (kept == masters_.end()) continue;
-    archive.write(detail::master_key(number), kept->second->weights.master.detach(),
+    archive.write(detail::master_key(number), kept->second.weights.master.detach(),
                   /*is_buffer=*/true);
   }
   torch::serialize::OutputArchive inner(archive.compilation_unit());
@@ -431,9 +427,7 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   detail::load_whole(inner, *inner_);
   masters_.clear();
   for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter
-    auto& kept = masters_[parameter.unsafeGetTensorImpl()] = std::make_unique<Kept>();
-    kept->parameter = parameter;
-    kept->weights.master = std::move(master);
+    masters_[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
   }
   load_progress(progress);
 }

@@ -16,9 +16,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerOptions> MuonOptions::clone() const {
-  return std::make_unique<MuonOptions>(*this);
-}
 MEZZO_INLINE void MuonOptions::serialize(torch::serialize::InputArchive& archive) {
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
   _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
@@ -38,16 +35,6 @@ MEZZO_INLINE void MuonOptions::serialize(torch::serialize::OutputArchive& archiv
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(ns_steps);
   _TORCH_OPTIM_SERIALIZE_TORCH_ARG(adjust_lr_fn);
-}
-
-MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> MuonParamState::clone() const {
-  return std::make_unique<MuonParamState>(*this);
-}
-MEZZO_INLINE void MuonParamState::serialize(torch::serialize::InputArchive& archive) {
-  _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, momentum_buffer);
-}
-MEZZO_INLINE void MuonParamState::serialize(torch::serialize::OutputArchive& archive) const {
-  _TORCH_OPTIM_SERIALIZE_TORCH_ARG(momentum_buffer);
 }
 
 MEZZO_INLINE void Muon::check_options(const MuonOptions& options) {

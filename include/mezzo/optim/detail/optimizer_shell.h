@@ -1,10 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/member_table.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_engine.h>
-#include <mezzo/optim/detail/update_rule.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -16,217 +15,32 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <memory>
-#include <optional>
-#include <tuple>
-#include <type_traits>
-#include <typeinfo>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- Options of param groups -------------------------------------------------------------------
-//
-// A group may hold plain options of libtorch's class. A step reads options where they are and never
-// replaces them, for the user may hold a reference.
-
-/// The class of which every group's options are: libtorch's where it has one, otherwise mezzo's.
-template <class Options>
-using LibtorchsOr =
-    std::conditional_t<std::constructible_from<Options, const typename Options::LibtorchOptions&>,
-                       typename Options::LibtorchOptions, Options>;
-
-/// Returns libtorch's options as mezzo's, with the values that libtorch's lack from `defaults`.
-template <class Options>
-std::optional<Options> widened(const torch::optim::OptimizerOptions& options,
-                               const torch::optim::OptimizerOptions& defaults) {
-  using Plain = typename Options::LibtorchOptions;
-  if constexpr (std::constructible_from<Options, const Plain&>) {
-    if (const auto* const plain = dynamic_cast<const Plain*>(&options)) {
-      Options own(*plain);
-      own.keep_unread(static_cast<const Options&>(defaults));
-      return own;
-    }
-  }
-  return std::nullopt;
-}
-
-/// Returns the options of group number `group` as mezzo's.
-/// \throws c10::Error if they are another optimizer's
-template <class Options>
-Options group_options(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                      std::size_t group, const torch::optim::OptimizerOptions& defaults,
-                      const char* optimizer) {
-  const torch::optim::OptimizerOptions& options = groups[group].options();
-  if (const auto* const own = dynamic_cast<const Options*>(&options)) return *own;
-  const std::optional<Options> own = widened<Options>(options, defaults);
-  check_are_options(own.has_value(), group, optimizer);
-  return *own;
-}
-
-/// Gives `group`, just added from `given`, back the options that libtorch has replaced.
-///
-/// From 2.12 on `add_param_group` copies the optimizer's defaults, and merges into the copy those
-/// members known to libtorch that differ from the constructor's values. The options that mezzo
-/// adds, and options that libtorch has no class for, would be the defaults'. libtorch's own members
-/// stay as libtorch leaves them, so that a group inherits the same values as in `torch::optim`.
-template <class Options>
-void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                        const torch::optim::OptimizerParamGroup& given) {
-  if (!given.has_options()) return;
-  using Plain = typename Options::LibtorchOptions;
-  constexpr bool kIsLibtorchs = std::constructible_from<Options, const Plain&>;
-  std::unique_ptr<torch::optim::OptimizerOptions> options = given.options().clone();
-  if constexpr (kIsLibtorchs) {
-    auto* const own = dynamic_cast<Options*>(options.get());
-    if (own == nullptr && dynamic_cast<Plain*>(options.get()) != nullptr) return;
-    if (own != nullptr) static_cast<Plain&>(*own) = dynamic_cast<Plain&>(group.options());
-  }
-  group.set_options(std::move(options));
-}
-
-/// Gives `group` the options of a file: in place, unless libtorch's options lack some of them.
-template <class Options>
-void set_group_options(torch::optim::OptimizerParamGroup& group, const Options& loaded,
-                       const torch::optim::OptimizerOptions& defaults) {
-  if (auto* const own = dynamic_cast<Options*>(&group.options())) {
-    *own = loaded;
-    return;
-  }
-  if (loaded.adds_the_same(static_cast<const Options&>(defaults))) {
-    using Plain = typename Options::LibtorchOptions;
-    dynamic_cast<Plain&>(group.options()) = loaded;
-  } else {
-    group.set_options(loaded.clone());
-  }
-}
-
-// --- Traits of an optimizer --------------------------------------------------------------------
-
 /// The common part of an optimizer's traits. `Own` derives from it and adds
-///   kName;
+///   kName, kOptions;
 ///   read(options, numbers), which checks options and takes the rule's numbers of a group;
-///   kAtenHasIt, and if so check_for_aten(numbers) and aten_step(numbers, lists, verdict).
-/// Options and State are classes that libtorch's serialization takes.
-template <class Own, class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
+///   aten_step(numbers, lists, verdict), unless read sets numbers.missing_in_aten.
+/// Options are of libtorch's class where it has one; `kIsLibtorchs` says so.
+template <class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
 struct OptimizerTraits {
   using Options = OptionsT;
   using State = StateT;
   using Rule = RuleT;
   using VariantRule = VariantRuleT;
-  using Constants = typename Rule::Constants;
-  /// The class of options that `read` takes: libtorch's, where it has one.
-  using Numbers = LibtorchsOr<Options>;
 
-  static constexpr bool kAtenHasIt = false;
+  static constexpr bool kIsLibtorchs = true;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
-
-  static StepLoop loop(bool is_variant, optim::WeightStorage storage, at::ScalarType kept,
-                       CpuIsa isa) {
-    return is_variant ? step_loop<VariantRule>(storage, kept, isa)
-                      : step_loop<Rule>(storage, kept, isa);
-  }
 };
 
-/// \throws c10::Error naming the option that is out of range
-template <class Traits>
-void check_options(const typename Traits::Options& options) {
-  GroupNumbers unread;
-  Traits::read(options, unread);
-}
-
-/// Makes an optimizer's UpdateRule of its traits.
-template <class Traits>
-struct RuleOf {
-  using Options = typename Traits::Options;
-  using State = typename Traits::State;
-  using Constants = typename Traits::Constants;
-
-  static GroupNumbers read_group(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                                 std::size_t group,
-                                 const torch::optim::OptimizerOptions& defaults) {
-    const torch::optim::OptimizerOptions& options = groups[group].options();
-    const auto* const libtorchs = dynamic_cast<const typename Traits::Numbers*>(&options);
-    const auto* const own = dynamic_cast<const Options*>(&options);
-    check_are_options(libtorchs != nullptr, group, Traits::kName);
-    GroupNumbers numbers;
-    numbers.extras = (own != nullptr ? *own : static_cast<const Options&>(defaults)).extras();
-    Traits::read(*libtorchs, numbers);
-    numbers.moments = static_cast<int>(numbers.is_variant ? Traits::VariantRule::kMoments
-                                                          : Traits::Rule::kMoments);
-    return numbers;
-  }
-
-  static void keep_masters(torch::optim::OptimizerOptions& options) {
-    auto* const own = dynamic_cast<Options*>(&options);  // libtorch's own follow the defaults
-    if (own != nullptr && own->weight_storage() == optim::WeightStorage::plain) {
-      own->weight_storage(optim::WeightStorage::master);
-    }
-  }
-
-  static StepNumbers coefficients(const StepNumbers& constants, double lr, int64_t step) {
-    return constants.as<Constants>().at(lr, step);
-  }
-
-  static std::unique_ptr<torch::optim::OptimizerParamState> make_state() {
-    return std::make_unique<State>();
-  }
-
-  static ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) {
-    using Plain = typename State::LibtorchState;
-    if (auto* const own = dynamic_cast<State*>(state.get())) return own;
-    if constexpr (std::constructible_from<State, const Plain&>) {
-      if (const auto* const plain = dynamic_cast<const Plain*>(state.get())) {
-        auto own = std::make_unique<State>(*plain);
-        State* const taken = own.get();
-        state = std::move(own);
-        return taken;
-      }
-    }
-    return nullptr;
-  }
-
-  static constexpr UpdateRule make() {
-    UpdateRule rule{};
-    rule.name = Traits::kName;
-    rule.read_group = &read_group;
-    rule.keep_masters = &keep_masters;
-    rule.coefficients = &coefficients;
-    rule.loop = &Traits::loop;
-    rule.make_state = &make_state;
-    rule.slot_in = &slot_in;
-    if constexpr (Traits::kAtenHasIt) {
-      rule.check_aten = &Traits::check_for_aten;
-      rule.aten_step = &Traits::aten_step;
-    }
-    rule.cuda_rule = Traits::Rule::kCudaRule;
-    return rule;
-  }
-
-  static constexpr UpdateRule kRule = make();
-};
-
-// --- The shell ---------------------------------------------------------------------------------
-
-/// What `{.lr = 1e-3}` would be: a deleted constructor takes it, whose line the compiler prints.
-struct OptionsAreSetByCalls {
-  double lr = 0;
-  std::tuple<double, double> betas{};
-  double eps = 0;
-  double momentum = 0;
-  double dampening = 0;
-  double weight_decay = 0;
-  bool nesterov = false;
-  bool amsgrad = false;
-  optim::WeightStorage weight_storage{};
-};
-
-/// The parts of an optimizer that libtorch's users see: constructors, options and files. StepEngine
-/// takes the steps.
+/// The parts of an optimizer that libtorch's users see, constructors, options and files, and its
+/// rule as StepEngine calls it.
 template <class Traits>
 class OptimizerShell : public StepEngine {
  public:
@@ -236,34 +50,31 @@ class OptimizerShell : public StepEngine {
   // Derived classes inherit the constructors: constructors of their own, being no templates, would
   // instantiate this class in every unit that sees them.
   explicit OptimizerShell(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                          const Options& defaults = {})
-      : StepEngine(groups, std::make_unique<Options>(defaults), RuleOf<Traits>::kRule) {
-    check_options<Traits>(defaults);
+                          const Options& defaults = {}, const optim::WeightOptions& weights = {})
+      : StepEngine(groups, std::make_unique<Options>(defaults), weights, Traits::kName,
+                   Traits::Rule::kCudaRule) {
+    (void)numbers_of(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      keep_given_options<Options>(param_groups_[group], groups[group]);
+      keep_given_options(param_groups_[group], groups[group]);
       (void)group_numbers(group);
     }
     meet_parameters();
   }
 
-  explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {})
-      : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults) {
+  explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {},
+                          const optim::WeightOptions& weights = {})
+      : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults,
+                       weights) {
     check_has_parameters(!param_groups_.front().params().empty(), Traits::kName);
   }
 
-  /// Refuses `{.lr = 1e-3}`: options are set as libtorch's are, AdamWOptions(1e-3).eps(1e-7).
-  template <class = void>                  // a template, so that {1e-3} and {} still mean Options
-  OptimizerShell(std::vector<at::Tensor>,  // set options by calls: AdamWOptions(1e-3).eps(1e-7)
-                 const OptionsAreSetByCalls&) = delete;
-
-  /// Adds a group with all of its options. libtorch's own function, called through
-  /// `torch::optim::Optimizer&`, takes the options that mezzo adds from the defaults, from 2.12 on.
+  /// Adds a group.
   /// \throws c10::Error, and has not added the group, if its options are out of range or those of
   ///   another optimizer
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
-    keep_given_options<Options>(param_groups_.back(), group);
+    keep_given_options(param_groups_.back(), group);
     try {
       (void)group_numbers(param_groups_.size() - 1);
     } catch (const c10::Error&) {
@@ -274,49 +85,83 @@ class OptimizerShell : public StepEngine {
 
   /// Reads all of a file or nothing. States that the file lacks are dropped.
   /// \throws c10::Error for any other file
-  void load(torch::serialize::InputArchive& archive) override {
-    std::vector<std::vector<at::Tensor>> parameters;
-    for (const auto& group : param_groups_) parameters.push_back(group.params());
-    load_file(archive, parameters, [](FiledOptimizer&) {});
-  }
+  void load(torch::serialize::InputArchive& archive) override;
 
  protected:
-  /// Loads a file that has states of `parameters`, a list for each group. `take(read)` makes of the
-  /// groups and states in the file those of this optimizer; it is called before anything changes,
-  /// and may throw.
-  void load_file(torch::serialize::InputArchive& archive,
-                 const std::vector<std::vector<at::Tensor>>& parameters,
-                 const std::function<void(FiledOptimizer& read)>& take);
+  GroupNumbers group_numbers(std::size_t group) const override {
+    return numbers_of(
+        options_as<Options>(param_groups_[group], group, Traits::kName, Traits::kOptions));
+  }
+  StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const override {
+    return numbers.constants.as<typename Traits::Rule::Constants>().at(numbers.lr, step);
+  }
+  ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const override {
+    if (state == nullptr) state = std::make_unique<State>();
+    using Plain = typename State::LibtorchState;
+    if constexpr (std::constructible_from<State, const Plain&>) {
+      const auto* const plain = dynamic_cast<const Plain*>(state.get());
+      const bool is_plain = plain != nullptr && dynamic_cast<State*>(state.get()) == nullptr;
+      if (is_plain) state = std::make_unique<State>(*plain);
+    }
+    return dynamic_cast<State*>(state.get());
+  }
+  void aten_step([[maybe_unused]] const GroupNumbers& numbers,
+                 [[maybe_unused]] const AtenLists& lists,
+                 [[maybe_unused]] const AtenVerdict& verdict) const override {
+    if constexpr (requires { Traits::aten_step(numbers, lists, verdict); }) {
+      Traits::aten_step(numbers, lists, verdict);
+    }
+  }
 
  private:
-  static std::optional<int64_t> highest_count(const Optimizer& read);
-  Options options_of(std::size_t group) const {
-    return group_options<Options>(param_groups_, group, *defaults_, Traits::kName);
+  /// Gives `group`, just added from `given`, back the options that libtorch has replaced: from 2.12
+  /// on it replaces options of a class that it does not know, or that is another optimizer's, by
+  /// the defaults.
+  static void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                                 const torch::optim::OptimizerParamGroup& given) {
+    if (!given.has_options()) return;
+    const bool is_known =
+        Traits::kIsLibtorchs && dynamic_cast<const Options*>(&given.options()) != nullptr;
+    if (!is_known) group.set_options(given.options().clone());
+  }
+
+  static GroupNumbers numbers_of(const Options& options) {
+    GroupNumbers numbers;
+    Traits::read(options, numbers);
+    using Rule = typename Traits::Rule;
+    using Variant = typename Traits::VariantRule;
+    numbers.moments = static_cast<int>(numbers.is_variant ? Variant::kMoments : Rule::kMoments);
+    numbers.loop = numbers.is_variant ? &step_loop<Variant> : &step_loop<Rule>;
+    return numbers;
   }
 };
 
 template <class Traits>
-void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
-                                       const std::vector<std::vector<at::Tensor>>& parameters,
-                                       const std::function<void(FiledOptimizer& read)>& take) {
+void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   c10::IValue version;
   TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
               ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
               "what torch::save(optimizer, path) wrote");
   const NoGraphGuard no_graph;
+  const auto options_of = [](torch::optim::Optimizer& of, std::size_t group) -> Options& {
+    return static_cast<Options&>(of.param_groups()[group].options());
+  };
   FiledOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    read.param_groups().emplace_back(parameters[group],
-                                     std::make_unique<Options>(options_of(group)));
+    (void)group_numbers(group);  // of this class, or it throws
+    read.param_groups().push_back(param_groups_[group]);
   }
-  torch::optim::serialize<State, Options>(archive, read);
-  const auto read_options = [&read](std::size_t group) -> Options& {
-    return static_cast<Options&>(read.param_groups()[group].options());
-  };
+  try {
+    torch::optim::serialize<State, Options>(archive, read);
+  } catch (const c10::Error& error) {
+    TORCH_CHECK(false, Traits::kName,
+                ": the archive is that of an optimizer of another class or with other groups, or "
+                "it is damaged; load the file of an optimizer that was made as this one (",
+                error.what_without_backtrace(), ")");
+  }
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    read_options(group).keep_unread(options_of(group));
-    check_options<Traits>(read_options(group));
-    for (const at::Tensor& parameter : parameters[group]) {
+    (void)numbers_of(options_of(read, group));
+    for (const at::Tensor& parameter : read.param_groups()[group].params()) {
       const auto found = read.state().find(parameter.unsafeGetTensorImpl());
       if (found == read.state().end()) continue;
       auto& state = static_cast<State&>(*found->second);
@@ -325,11 +170,17 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
     }
   }
   Progress progress = read_progress(archive, param_groups_.size());
-  if (!progress.applied_steps) progress.applied_steps = highest_count(read);
-  take(read);
+  if (Traits::kLibtorchCounts && !progress.applied_steps) {
+    progress.applied_steps = 0;  // the highest count of any parameter
+    for (const auto& [parameter, state] : read.state()) {
+      const int64_t own = static_cast<State&>(*state).step();
+      progress.applied_steps = std::max(*progress.applied_steps, own);
+    }
+  }
+  weights_ = filed_weights(archive);
   state_ = std::move(read.state());
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    set_group_options(param_groups_[group], read_options(group), *defaults_);
+    options_of(*this, group) = options_of(read, group);  // where they are: users hold references
     for (const at::Tensor& parameter : param_groups_[group].params()) (void)find_slot(parameter);
   }
   load_progress(progress);
@@ -338,17 +189,6 @@ void OptimizerShell<Traits>::load_file(torch::serialize::InputArchive& archive,
                " holds no number of steps; load the schedule's own file, or call "
                "set_applied_steps(n)");
   }
-}
-
-/// Returns the largest count of any parameter; none where libtorch's states have no count.
-template <class Traits>
-std::optional<int64_t> OptimizerShell<Traits>::highest_count(const Optimizer& read) {
-  if constexpr (!Traits::kLibtorchCounts) return std::nullopt;
-  int64_t highest = 0;
-  for (const auto& [parameter, state] : read.state()) {
-    highest = std::max(highest, static_cast<const State&>(*state).step());
-  }
-  return highest;
 }
 
 }  // namespace detail

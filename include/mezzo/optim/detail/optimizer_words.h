@@ -3,8 +3,10 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
@@ -14,6 +16,7 @@
 #include <ostream>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -38,10 +41,25 @@ struct OptimizerWords {
     return c10::str("a parameter (", tensor_words(parameter), ")");
   }
 
+  /// Returns the parameters of all groups.
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> all;
+    for (const auto& group : groups) {
+      all.insert(all.end(), group.params().begin(), group.params().end());
+    }
+    return all;
+  }
+
   friend std::ostream& operator<<(std::ostream& stream, const OptimizerWords& words) {
     return stream << words.name;
   }
 };
+
+/// Returns the loss that `closure` computes with autograd on; undefined without a closure.
+inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
+  const c10::AutoGradMode with_grad(true);
+  return closure ? closure() : at::Tensor();
+}
 
 // What every optimizer checks of its groups.
 
@@ -53,10 +71,15 @@ inline void check_has_parameters(bool has_parameters, const char* optimizer) {
               "model that has registered its layers with register_module");
 }
 
-inline void check_are_options(bool are_options, std::size_t group, const char* optimizer) {
-  TORCH_CHECK(are_options, optimizer, ": the options of parameter group ", group,
-              " are not mezzo::optim::", optimizer,
-              "Options; give OptimizerParamGroup a std::make_unique of those");
+/// Returns the options of a group, of the class that is named `wanted`.
+/// \throws c10::Error if they are another optimizer's
+template <class Options>
+const Options& options_as(const torch::optim::OptimizerParamGroup& group, std::size_t number,
+                          const char* optimizer, const char* wanted) {
+  const auto* const own = dynamic_cast<const Options*>(&group.options());
+  TORCH_CHECK(own != nullptr, optimizer, ": the options of parameter group ", number, " are not ",
+              wanted, "; give OptimizerParamGroup a std::make_unique of those");
+  return *own;
 }
 
 /// \throws c10::Error for a number below 0, or betas outside of [0, 1); a NaN is neither
@@ -70,6 +93,36 @@ inline void check_numbers(const char* optimizer,
   const auto [beta1, beta2] = betas;
   TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
+
+/// Names two tensors of `dense` that share memory, for a message.
+inline std::string overlap_words(const std::vector<at::Tensor>& dense,
+                                 const OptimizerWords& optimizer) {
+  for (std::size_t i = 0; i < dense.size(); ++i) {
+    for (std::size_t other = 0; other < i; ++other) {
+      if (!may_overlap({dense[i], dense[other]})) continue;
+      return c10::str(optimizer.parameter(dense[other]), " and ", optimizer.parameter(dense[i]));
+    }
+  }
+  return "two parameters";
+}
+
+/// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
+///   the same memory at once, or two masters would be rounded into it
+inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  std::vector<at::Tensor> dense;
+  for (const at::Tensor& parameter : all) {
+    TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
+                optimizer.parameter(parameter),
+                " is given twice, as model->parameters() gives a weight that two modules share; "
+                "give it once");
+    const bool is_dense = parameter.layout() == at::kStrided;
+    if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
+  }
+  TORCH_CHECK(!may_overlap(dense), optimizer, ": ", overlap_words(dense, optimizer),
+              " share memory, which a step would change twice; give the tensor once that both are "
+              "views of, or clone() one of them");
 }
 
 }  // namespace detail

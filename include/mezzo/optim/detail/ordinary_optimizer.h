@@ -2,7 +2,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -57,11 +56,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
       if (group.has_options()) param_groups_.back().set_options(group.options().clone());
       check_group(param_groups_.size() - 1);
       for (const at::Tensor& parameter : group.params()) Own::check_parameter(parameter, words());
-      std::vector<at::Tensor> all;
-      for (const auto& own : param_groups_) {
-        all.insert(all.end(), own.params().begin(), own.params().end());
-      }
-      refuse_duplicates(all, words());
+      refuse_duplicates(words().parameters(), words());
     } catch (...) {
       param_groups_.pop_back();
       throw;
@@ -72,11 +67,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   /// \throws c10::Error for a gradient that it cannot take or an option out of range, before
   ///   anything is written
   at::Tensor step(LossClosure closure = nullptr) override {
-    at::Tensor loss;
-    if (closure) {
-      const at::AutoGradMode with_grad(true);
-      loss = closure();
-    }
+    at::Tensor loss = loss_of(closure);
     const c10::NoGradGuard no_grad;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
@@ -117,11 +108,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   Own& own() { return static_cast<Own&>(*this); }
 
   void check_group(std::size_t group) const {
-    const auto* const options = dynamic_cast<const Options*>(&param_groups_[group].options());
-    TORCH_CHECK(options != nullptr, Own::kName, ": the options of parameter group ", group,
-                " are not ", Own::kOptions,
-                "; give OptimizerParamGroup a std::make_unique of those");
-    Own::check_options(*options);
+    Own::check_options(options_as<Options>(param_groups_[group], group, Own::kName, Own::kOptions));
   }
 };
 

@@ -7,7 +7,6 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/optim/detail/member_table.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_count.h>
 
@@ -23,13 +22,13 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <array>
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
-#include <tuple>
 #include <utility>
+#include <vector>
 
 // ParamSlot: the state of one parameter from step to step, namely its weights in more bits than the
 // model has, its moments and its count of steps.
@@ -48,8 +47,6 @@ struct KeptWeights {
   /// The version of a master that a caller has been given, after mezzo's last write to it: with
   /// another version the caller has written it.
   std::optional<int64_t> shown_version{};
-  /// The master is from a file, which may be of split weights: these round ties away from zero.
-  bool ties_may_differ = false;
 
   /// Prepares the master to be given to a caller, with the parameter's gradient as its own until
   /// the next step.
@@ -154,19 +151,13 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
   const at::Tensor before = kept.master;
   if (!before.defined()) {
     check_is_warm(parameter.device(), "a float master");
-    kept.master = trained_value(parameter, kept);
-    if (kept.lower_half.defined()) parameter.detach().copy_(kept.master);  // ties may differ
-    kept.lower_half = at::Tensor();
+    kept.master = parameter.detach().to(at::kFloat);
   } else if (kept.shown_version && *kept.shown_version != before._version()) {
     parameter.detach().copy_(before);
     kept.shown_version = before._version();
   }
   kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
   if (!kept.master.is_same(before)) kept.shown_version.reset();
-  if (std::exchange(kept.ties_may_differ, false)) {
-    const at::Tensor own = parameter.detach();
-    own.copy_(at::where(is_rounded_from(kept.master, own), kept.master.to(own.scalar_type()), own));
-  }
 }
 
 /// Makes the parameter's value the master at elements where the parameter does not have the bits
@@ -261,6 +252,7 @@ inline std::unique_ptr<torch::optim::OptimizerParamState> filed_state(
   auto* const slot = dynamic_cast<ParamSlot*>(filed.get());
   const bool is_split = slot != nullptr && slot->lower_half.defined() && !slot->master.defined();
   if (is_split) slot->master = trained_value(weights, *slot);
+  if (slot != nullptr) slot->lower_half = at::Tensor();
   return filed;
 }
 
@@ -271,7 +263,8 @@ class CountedState : public Base {
 };
 
 /// A slot as a state class of libtorch's kind. `Base` is libtorch's class, where there is one, with
-/// the moments and the host's count of steps. `Own` adds `moment(k)`.
+/// the moments and the host's count of steps. `Own` adds `moment(k)`, and `kMoments`, the moments'
+/// keys in a file.
 template <class Own, class Base>
 class ParamState : public Base, public ParamSlot {
  public:
@@ -286,7 +279,7 @@ class ParamState : public Base, public ParamSlot {
   /// graphs go on from it.
   Own& step(int64_t step) {
     count().overwrite(step);
-    return static_cast<Own&>(*this);
+    return own();
   }
 
   /// Returns the float tensor that the parameter is rounded from, with WeightStorage::master.
@@ -304,8 +297,13 @@ class ParamState : public Base, public ParamSlot {
 
   /// Waits for devices that count steps.
   friend bool operator==(const ParamState& left, const ParamState& right) {
-    return left.step() == right.step() && tensors(left.own()) == tensors(right.own()) &&
-           is_same(left.KeptWeights::lower_half, right.KeptWeights::lower_half);
+    const auto is_same = [](const auto& one, const auto& other) {
+      const at::Tensor &a = *one.second, &b = *other.second;
+      return a.defined() == b.defined() && (!a.defined() || a.equal(b));
+    };
+    const auto lefts = left.tensors(), rights = right.tensors();
+    return left.step() == right.step() &&
+           std::equal(lefts.begin(), lefts.end(), rights.begin(), is_same);
   }
 
   /// Returns a copy of the whole state; libtorch's clone would copy only its own part.
@@ -314,21 +312,29 @@ class ParamState : public Base, public ParamSlot {
   }
 
   void serialize(torch::serialize::InputArchive& archive) override {
-    std::apply(
-        [&](const auto&... tensor) {
-          (read_tensor_if_there(archive, tensor.key, tensor.value), ...);
-        },
-        tensors(own()));
+    for (const auto& [key, tensor] : tensors()) {
+      c10::IValue value;
+      *tensor = archive.try_read(key, value) ? value.toTensor() : at::Tensor();
+    }
     c10::IValue count;
     step(archive.try_read("step", count) ? count.toInt() : own().step_without_count());
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", c10::IValue(step()));
-    std::apply(
-        [&](const auto&... tensor) {
-          (write_tensor_if_defined(archive, tensor.key, tensor.value), ...);
-        },
-        tensors(own()));
+    for (const auto& [key, tensor] : tensors()) {
+      if (tensor->defined()) archive.write(key, c10::IValue(*tensor));
+    }
+  }
+
+  /// Returns all tensors with their keys in files, which hold no lower half.
+  std::vector<std::pair<const char*, at::Tensor*>> tensors() const {
+    auto& self = const_cast<ParamState&>(*this);
+    std::vector<std::pair<const char*, at::Tensor*>> all{{"master", &self.master()},
+                                                         {"lower_half", &self.lower_half()}};
+    for (int k = 0; k < static_cast<int>(Own::kMoments.size()); ++k) {
+      all.emplace_back(Own::kMoments[static_cast<std::size_t>(k)], &self.moment(k));
+    }
+    return all;
   }
 
  protected:
@@ -343,12 +349,6 @@ class ParamState : public Base, public ParamSlot {
  private:
   Own& own() { return static_cast<Own&>(*this); }
   const Own& own() const { return static_cast<const Own&>(*this); }
-
-  /// Lists the tensors that a file holds: the moments and the master.
-  template <class Self>
-  static auto tensors(Self& self) {
-    return std::tuple_cat(MemberTable::of(self), std::tuple{member("master", self.master())});
-  }
 
   DeviceCount device_count_;
 };

@@ -1,18 +1,22 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/trained_once.h>
-#include <mezzo/optim/detail/update_rule.h>
-#include <mezzo/optim/fused_optimizer.h>
+#include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -27,14 +31,31 @@ class FiledOptimizer final : public torch::optim::Optimizer {
   at::Tensor step(LossClosure /*closure*/) override { return {}; }
 };
 
+/// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
+/// list belongs to parameter i.
+struct AtenLists {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;  ///< of the parameters' dtype
+  std::array<std::vector<at::Tensor>, 3> moments;
+  std::vector<at::Tensor> counts;  ///< floats, of this step already
+};
+
+/// A verdict as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
+/// a schedule, the factor of the lr, in float, the only dtype that CUDA's kernels take.
+struct AtenVerdict {
+  std::optional<at::Tensor> grad_scale;
+  std::optional<at::Tensor> found_inf;
+  std::optional<at::Tensor> lr_factor;
+};
+
 /// Takes the steps of mezzo's optimizers, whatever their rule:
 ///
 ///   plan    one walk over the parameters: who has a gradient, all checks, slots
 ///   read    one read of the gradients (FusedOptimizer::read)
 ///   apply   unscale, clip and update in one pass over the memory
 ///
-/// The engine knows an optimizer by its UpdateRule alone. OptimizerShell (optimizer_shell.h) adds
-/// the parts that libtorch's users see: constructors, options and files.
+/// OptimizerShell (optimizer_shell.h) adds the rule, as four virtual functions, and the parts that
+/// libtorch's users see: constructors, options and files.
 class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
@@ -48,7 +69,13 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
                                     const StepOptions& options = {});
 
-  MEZZO_INLINE void enable_master_weights() override;
+  /// Returns how the weights of all groups are kept.
+  const optim::WeightOptions& weight_options() const noexcept { return weights_; }
+  void enable_master_weights() override {
+    if (weights_.weight_storage == optim::WeightStorage::plain) {
+      weights_.weight_storage = optim::WeightStorage::master;
+    }
+  }
   MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
   MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
 
@@ -59,13 +86,22 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  protected:
   MEZZO_INLINE StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                          const UpdateRule& rule);
+                          const optim::WeightOptions& weights, const char* name, CudaRule rule);
 
-  OptimizerWords words() const noexcept { return {rule_->name, param_groups_}; }
+  // The rule. There are four, one a header in mezzo/optim/.
+
   /// Reads and checks the options of a group.
-  GroupNumbers group_numbers(std::size_t group) const {
-    return rule_->read_group(param_groups_, group, *defaults_);
-  }
+  virtual GroupNumbers group_numbers(std::size_t group) const = 0;
+  /// Returns the numbers of a group's step number `step`, counted from 1.
+  virtual StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const = 0;
+  /// Returns a state as a slot: a new one in place of null, and one of libtorch's taken over; null
+  /// where the state is another optimizer's.
+  virtual ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const = 0;
+  /// Steps through ATen's fused kernel, if numbers.missing_in_aten is null.
+  virtual void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
+                         const AtenVerdict& verdict) const = 0;
+
+  OptimizerWords words() const noexcept { return {name_, param_groups_}; }
   /// Drops the states of parameters that are gone. Called when there are more or fewer than
   /// before, or fewer than states.
   /// \throws c10::Error if a weight would be trained twice
@@ -76,9 +112,14 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
                             std::uint64_t number);
-  /// Writes `filed` under libtorch's keys, and the progress under mezzo's.
+  /// Writes `filed` under libtorch's keys, and what libtorch lacks under mezzo's.
   MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
                                const FiledOptimizer& filed) const;
+  /// Returns how a file's weights are kept; as here, where the file does not say.
+  MEZZO_INLINE optim::WeightOptions filed_weights(torch::serialize::InputArchive& archive) const;
+
+  optim::WeightOptions weights_;
+  const char* name_;
 
  private:
   using Row = StepPlan::Row;
@@ -107,8 +148,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
                                        const at::Tensor& parameter);
-  MEZZO_INLINE optim::WeightStorage storage_in(std::size_t group,
-                                               const at::Tensor& parameter) const;
+  optim::WeightStorage storage_in(const at::Tensor& parameter) const {
+    return storage_of(parameter, weights_.weight_storage, words());
+  }
+  MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
   MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers);
@@ -142,7 +185,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
                                const AtenVerdict& verdict);
 
-  const UpdateRule* rule_;
+  CudaRule rule_;
   std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
 };
 

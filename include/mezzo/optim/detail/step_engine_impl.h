@@ -20,6 +20,7 @@
 #include <algorithm>
 #include <limits>
 #include <optional>
+#include <string>
 
 #ifdef MEZZO_WITH_CUDA
 #include <mezzo/kernels/cuda_launch.h>
@@ -41,14 +42,12 @@ inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& op
 
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                    const UpdateRule& rule)
-    : Optimizer(groups, std::move(defaults)), rule_(&rule) {}
+                                    const optim::WeightOptions& weights, const char* name,
+                                    CudaRule rule)
+    : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), rule_(rule) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
-  std::vector<at::Tensor> all;
-  for (const auto& group : param_groups_) {
-    all.insert(all.end(), group.params().begin(), group.params().end());
-  }
+  const std::vector<at::Tensor> all = words().parameters();
   refuse_duplicates(all, words());
   parameters_ = all.size();
   std::vector<void*> gone;
@@ -59,27 +58,16 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
   for (void* const address : gone) state_.erase(address);
 }
 
-MEZZO_INLINE void StepEngine::enable_master_weights() {
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    (void)group_numbers(group);  // of this kind, or it throws
-  }
-  rule_->keep_masters(*defaults_);
-  for (auto& group : param_groups_) rule_->keep_masters(group.options());
+MEZZO_INLINE bool StepEngine::keeps_master(std::size_t /*group*/,
+                                           const at::Tensor& parameter) const {
+  return storage_in(parameter) == optim::WeightStorage::master;
 }
 
-MEZZO_INLINE optim::WeightStorage StepEngine::storage_in(std::size_t group,
-                                                         const at::Tensor& parameter) const {
-  return storage_of(parameter, group_numbers(group).extras.weight_storage, words());
-}
-
-MEZZO_INLINE bool StepEngine::keeps_master(std::size_t group, const at::Tensor& parameter) const {
-  return storage_in(group, parameter) == optim::WeightStorage::master;
-}
-
-MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t group, const at::Tensor& parameter) {
+MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t /*group*/,
+                                                 const at::Tensor& parameter) {
   using optim::WeightStorage;
-  const WeightStorage storage = storage_in(group, parameter);
-  TORCH_CHECK(storage != WeightStorage::split_master, rule_->name,
+  const WeightStorage storage = storage_in(parameter);
+  TORCH_CHECK(storage != WeightStorage::split_master, name_,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
   if (storage != WeightStorage::master) return parameter;
@@ -117,21 +105,16 @@ MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weig
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
-  auto& state = state_[parameter.unsafeGetTensorImpl()];
-  if (!state) state = rule_->make_state();
-  return checked_slot(state, parameter);
+  return checked_slot(state_[parameter.unsafeGetTensorImpl()], parameter);
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
     std::unique_ptr<torch::optim::OptimizerParamState>& state, const at::Tensor& parameter) {
-  ParamSlot* const slot = rule_->slot_in(state);
+  ParamSlot* const slot = slot_in(state);
   TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
-              " is not a mezzo::optim::", rule_->name,
+              " is not a mezzo::optim::", name_,
               "ParamState; copy states only between optimizers of the same class");
-  if (!slot->owner) {
-    slot->owner.emplace(parameter.getIntrusivePtr());
-    slot->ties_may_differ = slot->master.defined();
-  }
+  if (!slot->owner) slot->owner.emplace(parameter.getIntrusivePtr());
   return *slot;
 }
 
@@ -181,15 +164,11 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
          (is_low_precision(parameter) && gradient == at::kFloat);
 }
 
-/// Warns once where options ask for a storage of bfloat16 and no weight has 16 bits.
-inline void warn_of_unused_storage(const StepPlan& plan, const OptimizerWords& optimizer,
-                                   const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  const auto wants = [](const GroupNumbers& group) {
-    return group.extras.weight_storage == optim::WeightStorage::split_master ||
-           group.extras.weight_storage == optim::WeightStorage::stochastic;
-  };
-  if (std::none_of(plan.groups.begin(), plan.groups.end(), wants) || plan.rows.empty()) return;
-  for (const auto& group : groups) {
+/// Warns once where the storage is for bfloat16 and no weight has 16 bits.
+inline void warn_of_unused_storage(optim::WeightStorage storage, const OptimizerWords& optimizer) {
+  if (storage != optim::WeightStorage::split_master && storage != optim::WeightStorage::stochastic)
+    return;
+  for (const auto& group : optimizer.groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (is_low_precision(parameter)) return;
     }
@@ -213,14 +192,14 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
   }
   if (number != parameters_ || state_.size() > number) meet_parameters();
   if (plan.has_devices) group_by_device(plan);
-  warn_of_unused_storage(plan, words(), param_groups_);
+  if (!plan.rows.empty()) warn_of_unused_storage(weights_.weight_storage, words());
   return plan;
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_of(parameter, numbers.extras.weight_storage, words());
+  const auto storage = storage_in(parameter);
   const bool has_master = storage == optim::WeightStorage::master;
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
@@ -229,8 +208,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   check_gradient(parameter, gradient, words());
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  const StepLoop loop =
-      rule_->loop(numbers.is_variant, storage, has_master ? at::kFloat : own, best_isa());
+  const StepLoop loop = numbers.loop(storage, has_master ? at::kFloat : own, best_isa());
   TORCH_CHECK(loop != nullptr && (own == given || takes_gradient(own, given)), words(), ": ",
               words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
@@ -255,17 +233,15 @@ MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verd
 }
 
 /// Throws, before anything is written or counted, for a step that ATen's kernels cannot take.
-inline void check_for_aten(const StepPlan::Row& row, const GroupNumbers& numbers,
-                           const UpdateRule& rule, const OptimizerWords& words) {
-  TORCH_CHECK(rule.check_aten != nullptr, rule.name, ": ", words.parameter(*row.parameter),
-              " has gradients, and ATen has no kernel of this optimizer; link the CMake target "
-              "mezzo::cuda, or keep the parameters on the CPU");
+MEZZO_INLINE void StepEngine::check_for_aten(const Row& row, const GroupNumbers& numbers) const {
+  TORCH_CHECK(numbers.missing_in_aten == nullptr, name_, ": ", words().parameter(*row.parameter),
+              " has gradients on a device where mezzo has no kernel, and ", numbers.missing_in_aten,
+              "; link the CMake target mezzo::cuda, or keep the parameters on the CPU");
   TORCH_CHECK(
       row.storage == optim::WeightStorage::plain || row.storage == optim::WeightStorage::master,
-      rule.name, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
+      name_, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
       "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-      words.parameter(*row.parameter), " has none; use WeightStorage::master there");
-  rule.check_aten(numbers);
+      words().parameter(*row.parameter), " has none; use WeightStorage::master there");
 }
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
@@ -276,7 +252,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   for (const Row& row : plan.rows) {  // before any device has stepped
     if (!plan.has_devices) break;
     if (has_own_kernels(row.parameter->device())) continue;
-    check_for_aten(row, plan.groups[row.group], *rule_, words());
+    check_for_aten(row, plan.groups[row.group]);
   }
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
     const at::Device device = begin->parameter->device();
@@ -450,13 +426,13 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     if (row.group == last_group && count == last_count) {
       task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
     } else {
-      task.coefficients = rule_->coefficients(numbers.constants, numbers.lr, count);
+      task.coefficients = coefficients(numbers, count);
     }
     last_group = row.group;
     last_count = count;
     task.use = {.factor = *factor,
                 .copies_half = copies_half(row),
-                .seed = numbers.extras.seed,
+                .seed = weights_.seed,
                 .step = static_cast<uint64_t>(count),
                 .parameter = row.number};
   }
@@ -507,7 +483,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   Prepared prepared;
   std::vector<StepGroup<StepNumbers>> step_groups;
   for (const GroupNumbers& group : groups) {
-    step_groups.push_back({group.constants, group.lr, group.extras.seed});
+    step_groups.push_back({group.constants, group.lr, weights_.seed});
   }
   std::vector<StepRow> step_rows;
   std::vector<StepCount> counts;
@@ -529,7 +505,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
-  cuda::step_(device, rule_->cuda_rule, step_rows, step_groups, inputs);
+  cuda::step_(device, rule_, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf);
@@ -589,7 +565,7 @@ MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
   for (AtenCall& call : calls) {
     const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
     if (call.counted) call.lists.counts.assign(next, next + size);
-    rule_->aten_step(*call.numbers, call.lists, verdict);
+    aten_step(*call.numbers, call.lists, verdict);
     bump_versions(call.lists);
     if (call.counted) next += size;
   }
@@ -602,7 +578,7 @@ MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
 /// that these are copied first.
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
-  for (const Row& row : rows) check_for_aten(row, groups[row.group], *rule_, words());
+  for (const Row& row : rows) check_for_aten(row, groups[row.group]);
   for (Row& row : rows) open_slot(row, groups[row.group]);
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
@@ -669,7 +645,7 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
   const c10::NoGradGuard no_grad;
   FiledOptimizer filed;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    (void)group_numbers(group);  // of this kind, or it throws
+    (void)group_numbers(group);  // of this class, or it throws
     filed.param_groups().push_back(param_groups_[group]);
     for (const at::Tensor& parameter : param_groups_[group].params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
@@ -681,12 +657,55 @@ MEZZO_INLINE void StepEngine::save(torch::serialize::OutputArchive& archive) con
   write_file(archive, filed);
 }
 
-/// Serialises as the base classes, since a group's options or a state may be plain libtorch's.
+/// Serialises as the base classes, since a state may be libtorch's.
 MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archive,
                                          const FiledOptimizer& filed) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, filed);
   save_progress(archive);
+  if (weights_ == optim::WeightOptions()) return;
+  archive.write("storage", c10::IValue(static_cast<int64_t>(weights_.weight_storage)));
+  archive.write("seed", c10::IValue(static_cast<int64_t>(weights_.seed)));
+}
+
+/// Reads the storage and the seed beside the state, or, as versions before 0.3 wrote them, among
+/// the options of each group.
+MEZZO_INLINE optim::WeightOptions StepEngine::filed_weights(
+    torch::serialize::InputArchive& archive) const {
+  using optim::WeightStorage;
+  std::optional<optim::WeightOptions> filed;
+  const auto read = [&](torch::serialize::InputArchive& from, const char* key) {
+    c10::IValue storage, seed;
+    if (!from.try_read(key, storage)) return;
+    const int64_t number = storage.toInt();
+    TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
+                "The archive of an optimizer has the weight_storage ", number,
+                ", which this version of mezzo does not know; read it with the version that wrote "
+                "it");
+    from.read("seed", seed);
+    optim::WeightOptions own{static_cast<WeightStorage>(number),
+                             static_cast<std::uint64_t>(seed.toInt())};
+    // Plain weights need no state of their own, and can go on in any storage.
+    if (own.weight_storage == WeightStorage::plain) own.weight_storage = weights_.weight_storage;
+    TORCH_CHECK(!filed || *filed == own,
+                "The archive of an optimizer has param groups of different weight_storage or "
+                "seeds, and an optimizer has one for all; read it with mezzo 0.2, or begin anew");
+    filed = own;
+  };
+  read(archive, "storage");
+  torch::serialize::InputArchive groups, group, options;
+  archive.read("param_groups", groups);
+  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
+    groups.read("param_groups/" + std::to_string(i), group);
+    group.read("options", options);
+    read(options, "weight_storage");
+    c10::IValue moments;
+    TORCH_CHECK(!options.try_read("moment_storage", moments) || moments.toInt() == 0,
+                "The archive of an optimizer has moments of 8 bits, or of float beside 16-bit "
+                "weights, which this version of mezzo does not keep; read it with mezzo 0.2, or "
+                "begin anew");
+  }
+  return filed.value_or(weights_);
 }
 
 }  // namespace detail

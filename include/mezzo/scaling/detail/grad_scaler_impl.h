@@ -36,7 +36,7 @@ namespace detail {
   std::string which = "a parameter";
   for (const StepPlan::Row& row : plan.rows) {
     const bool is_bare =
-        row.gradient.scalar_type() == at::kHalf && !keeps_master(as_fused(optimizer), row);
+        row.gradient.scalar_type() == at::kHalf && !keeps_master(optimizer.mezzos(), row);
     if (!is_bare) continue;
     which = OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter);
     break;
@@ -44,8 +44,9 @@ namespace detail {
   TORCH_CHECK(false, "Attempting to unscale FP16 gradients. In C++: the gradient of ", which,
               " is float16, in which it underflows without the loss scale; keep the weights in "
               "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
-              "with mezzo::MasterWeights or weight_storage(WeightStorage::master) in the "
-              "optimizer's options (GradScaler({.allow_fp16_gradients = true}) unscales in "
+              "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
+              "{.weight_storage = WeightStorage::master} (GradScaler({.allow_fp16_gradients = "
+              "true}) unscales in "
               "float16 all the same)");
 }
 
@@ -139,7 +140,7 @@ MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
 // --- Unscaling ---------------------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   if (!enabled_) {
     if (fused == nullptr) return;
     const c10::NoGradGuard no_grad;
@@ -164,7 +165,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
 /// Unscales in place, after the gradients of weights with masters have become float.
 MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   Record& record = record_of(optimizer);
   StepPlan plan = detail::plan_of(optimizer);
   if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
@@ -191,7 +192,7 @@ MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptio
               "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
   if (!enabled_) return step_without_scale(optimizer, options);
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   return fused != nullptr ? step_fused(*fused, options) : step_on_host(optimizer, options);
 }
 
@@ -295,7 +296,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
 /// Steps for a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
 MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
                                                        const StepOptions& options) {
-  optim::FusedOptimizer* const fused = detail::as_fused(optimizer);
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
