@@ -103,14 +103,14 @@ int64_t elements_of(const std::vector<at::Tensor>& gradients) {
 }
 
 void expect_same(const Verdict& device, const Verdict& cpu, int64_t count) {
-  EXPECT_TRUE(same_bits(device.found_inf, cpu.found_inf));
-  EXPECT_TRUE(same_bits(device.max_abs, cpu.max_abs));
+  EXPECT_THAT(device.found_inf, SameBits(cpu.found_inf));
+  EXPECT_THAT(device.max_abs, SameBits(cpu.max_abs));
   const double sum = device.sum_of_squares.item<double>();
   const double expected = cpu.sum_of_squares.item<double>();
   if (std::isfinite(expected)) {
     EXPECT_LE(std::abs(sum - expected), sum_bound(count) * expected);
   } else {
-    EXPECT_TRUE(same_bits(device.sum_of_squares, cpu.sum_of_squares));
+    EXPECT_THAT(device.sum_of_squares, SameBits(cpu.sum_of_squares));
   }
 }
 
@@ -133,7 +133,7 @@ void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_sca
   }
   EXPECT_TRUE(at::equal(found, expected_found));
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_TRUE(same_bits(actual[i], expected[i])) << i << " times " << inv_scale;
+    EXPECT_THAT(actual[i], SameBits(expected[i])) << i << " times " << inv_scale;
   }
 }
 
@@ -146,7 +146,7 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   mezzo::detail::check_(gradients, found);
   EXPECT_TRUE(at::equal(found, expected));
   for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(same_bits(gradients[i], before[i])) << "a check only reads";
+    EXPECT_THAT(gradients[i], SameBits(before[i])) << "a check only reads";
   }
 }
 
@@ -276,8 +276,8 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
       mezzo::detail::update_scale_(story.rule, cpu, scalar(found));
       const host_device::On on;
       mezzo::detail::update_scale_(story.rule, device, scalar(found));
-      EXPECT_TRUE(same_bits(device.scale, cpu.scale));
-      EXPECT_TRUE(same_bits(device.inverse, cpu.inverse));
+      EXPECT_THAT(device.scale, SameBits(cpu.scale));
+      EXPECT_THAT(device.inverse, SameBits(cpu.inverse));
       EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
       EXPECT_TRUE(at::equal(device.hysteresis_left, cpu.hysteresis_left));
     }
@@ -296,8 +296,8 @@ TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   for (uint64_t seed = 0; seed < 100; ++seed) {
     host_device::set_schedule({seed, seed % 4 == 0 ? 4 : 1});
     const Verdict again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
-    EXPECT_TRUE(same_bits(again.max_abs, first.max_abs));
-    EXPECT_TRUE(same_bits(again.sum_of_squares, first.sum_of_squares));
+    EXPECT_THAT(again.max_abs, SameBits(first.max_abs));
+    EXPECT_THAT(again.sum_of_squares, SameBits(first.sum_of_squares));
     at::Tensor found = scalar(0);
     mezzo::detail::unscale_and_check_(copies_of(gradients), found, scalar(0.25));
     EXPECT_EQ(found.item<float>(), 1.0F);

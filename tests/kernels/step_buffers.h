@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "../support/isa_name.h"
+#include "../support/same_bits.h"
 
 /// The dtypes of a parameter and its gradient.
 struct DtypePair {
@@ -103,24 +104,6 @@ inline mezzo::detail::StepTask task_of(const mezzo::detail::StepLoop& loop, cons
           clears,
           coefficients,
           use};
-}
-
-/// The same bits, but for the payload of NaN, which is the machine's affair.
-inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
-  const auto is_nan = left.isnan();
-  if (!torch::equal(is_nan, right.isnan())) return false;
-  const auto a = left.masked_fill(is_nan, 0).contiguous();
-  const auto b = right.masked_fill(is_nan, 0).contiguous();
-  return a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
-}
-
-inline bool same_bits(const StepBuffers& left, const StepBuffers& right) {
-  const auto a = left.in_order();
-  const auto b = right.in_order();
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    if (!same_bits(a[i], b[i])) return false;
-  }
-  return true;
 }
 
 /// Copies of buffers at `offset` bytes, the next ones a byte further each, with marks around them.

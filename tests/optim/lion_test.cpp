@@ -23,6 +23,7 @@ using mezzo::detail::LionConstants;
 using mezzo::detail::LionRule;
 using mezzo::optim::Lion;
 using mezzo::optim::LionOptions;
+using test_support::SameBits;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -63,8 +64,8 @@ class LionLoop : public testing::TestWithParam<CpuIsa> {
                                                          dtypes.parameter, GetParam());
     mezzo::detail::run_step_cpu(
         {task_of(loop, dtypes, buffers.span(), coefficients, {.factor = 0.3})});
-    EXPECT_TRUE(same_bits(buffers.parameter, parameter.to(dtypes.parameter))) << name_of(dtypes);
-    EXPECT_TRUE(same_bits(buffers.moments[0], mean.to(dtypes.parameter))) << name_of(dtypes);
+    EXPECT_THAT(buffers.parameter, SameBits(parameter.to(dtypes.parameter))) << name_of(dtypes);
+    EXPECT_THAT(buffers.moments[0], SameBits(mean.to(dtypes.parameter))) << name_of(dtypes);
   }
 };
 

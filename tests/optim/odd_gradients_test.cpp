@@ -26,6 +26,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/same_bits.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -35,6 +36,8 @@ using mezzo::GradBuckets;
 using mezzo::GradScaler;
 using mezzo::optim::WeightStorage;
 using test_support::error_of;
+using test_support::same_bits;
+using test_support::SameBits;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -224,12 +227,6 @@ std::string bytes_of(const AnyOptimizer& optimizer) {
   return stream.str();
 }
 
-bool same_bits(const Tensor& a, const Tensor& b) {
-  if (a.defined() != b.defined()) return false;
-  return !a.defined() || (a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
-                          torch::allclose(a, b, 0, 0, /*equal_nan=*/true));
-}
-
 /// Three parameters, of which the one in the middle gets the odd gradients.
 struct Trained {
   explicit Trained(const StepPath& path) : dtype(path.dtype) {
@@ -271,7 +268,7 @@ struct Trained {
 };
 
 void expect_same_weights(const std::vector<Tensor>& now, const std::vector<Tensor>& then) {
-  for (std::size_t i = 0; i < now.size(); ++i) EXPECT_TRUE(same_bits(now[i], then[i])) << i;
+  for (std::size_t i = 0; i < now.size(); ++i) EXPECT_THAT(now[i], SameBits(then[i])) << i;
 }
 
 /// One way to step.
@@ -473,9 +470,9 @@ TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
       if (call.name == "StepThatClipsAndClears") all.parameters[1].mutable_grad().zero_();
       call.step(all);
       call.step(some);
-      EXPECT_TRUE(same_bits(some.weights()[1], untouched));
-      EXPECT_TRUE(same_bits(some.weights()[0], all.weights()[0]));
-      EXPECT_TRUE(same_bits(some.weights()[2], all.weights()[2]));
+      EXPECT_THAT(some.weights()[1], SameBits(untouched));
+      EXPECT_THAT(some.weights()[0], SameBits(all.weights()[0]));
+      EXPECT_THAT(some.weights()[2], SameBits(all.weights()[2]));
     }
   }
 }

@@ -79,24 +79,6 @@ TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
   EXPECT_TRUE(optimizer_.state().empty());
 }
 
-TEST_F(OneFusedStep, ClearsGradientsWhenAskedAfterASkipToo) {
-  set_gradient({3, 4});
-  const auto gradient = x_.grad();
-  scaler_.step(optimizer_, {.zero_grad = true});
-  scaler_.update();
-  EXPECT_TRUE(torch::equal(gradient, torch::zeros({2})));
-  EXPECT_TRUE(x_.grad().is_same(gradient));
-  x_.mutable_grad() = torch::full({2}, kInfinity);
-  EXPECT_FALSE(scaler_.step(optimizer_, {.zero_grad = true}).ran());
-  EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
-}
-
-TEST_F(OneFusedStep, LeavesGradientsScaledUnlessAskedToClearThem) {
-  set_gradient({3, 4});
-  scaler_.step(optimizer_, {.max_norm = 1.0});
-  EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({3072.0F, 4096.0F})));
-}
-
 // A thread that cleared one before another thread read it would lose half of the step.
 TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
   const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
@@ -145,27 +127,6 @@ TEST_F(OneFusedStep, RefusesClosuresAndNormsThatAreNotPositive) {
   EXPECT_TRUE(scaler_.step(optimizer_, options).ran());
 }
 
-TEST_F(OneFusedStep, ADisabledScalerClipsClearsAndSteps) {
-  GradScaler disabled({.enabled = false});
-  const auto y = torch::zeros({2}).requires_grad_();
-  y.mutable_grad() = torch::tensor({3.0F, 4.0F});
-  x_.mutable_grad() = torch::tensor({3.0F, 4.0F});
-  torch::optim::AdamW theirs({y}, torch::optim::AdamWOptions(0.1).eps(1.0).weight_decay(0));
-  AdamW ours({x_}, AdamWOptions(0.1).eps(1.0).weight_decay(0));
-  const auto our_result = disabled.step(ours, {.max_norm = 1.0, .zero_grad = true});
-  const auto their_result = disabled.step(theirs, {.max_norm = 1.0, .zero_grad = true});
-  for (const auto& result : {our_result, their_result}) {
-    EXPECT_TRUE(result.ran());
-    EXPECT_EQ(result.scale(), 1.0F);
-    EXPECT_EQ(result.grad_norm(), 5.0);
-    EXPECT_EQ(result.grad_max_abs(), 4.0);
-  }
-  EXPECT_TRUE(torch::allclose(x_, y));
-  EXPECT_NEAR(x_[0].item<double>(), -0.1 * 0.6 / 1.6, 1e-6);
-  EXPECT_TRUE(torch::equal(x_.grad(), torch::zeros({2})));
-  EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({2})));
-}
-
 TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
   GradScaler disabled({.enabled = false});
   x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
@@ -185,33 +146,6 @@ TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
   EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
 }
 
-TEST(ScalerStepWithOptions, ClipsClearsAndTellsWithAnyOptimizer) {
-  const auto x = torch::zeros({2}).requires_grad_();
-  torch::optim::SGD sgd({x}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler();
-  x.mutable_grad() = torch::tensor({3.0F, 4.0F}) * 1024;
-  const auto result = scaler.step(sgd, {.max_norm = 1.0, .zero_grad = true});
-  EXPECT_TRUE(result.ran());
-  EXPECT_NEAR(result.grad_norm().value(), 5.0, 1e-6);
-  EXPECT_TRUE(torch::allclose(x, torch::tensor({-0.6F, -0.8F})));
-  EXPECT_TRUE(torch::equal(x.grad(), torch::zeros({2})));
-  scaler.update();
-  x.mutable_grad() = torch::tensor({3.0F, kInfinity});
-  EXPECT_FALSE(scaler.step(sgd, {.zero_grad = true}).ran());
-  EXPECT_TRUE(torch::equal(x.grad(), torch::zeros({2})));
-  EXPECT_TRUE(torch::allclose(x, torch::tensor({-0.6F, -0.8F})));
-}
-
-TEST(ScalerStepWithOptions, ClipsSparseGradientsToo) {
-  const auto x = torch::zeros({4}).requires_grad_();
-  torch::optim::SGD sgd({x}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler();
-  const auto values = torch::tensor({1024.0F, 2048.0F, 4096.0F});
-  x.mutable_grad() = torch::sparse_coo_tensor(torch::tensor({{1, 1, 3}}), values, {4});
-  EXPECT_TRUE(scaler.step(sgd, {.max_norm = 1.0}).ran());  // 3 at place 1, 4 at place 3
-  EXPECT_TRUE(torch::allclose(x, torch::tensor({0.0F, -0.6F, 0.0F, -0.8F})));
-}
-
 /// A gradient of double that is scaled by 4, for an optimizer whose step subtracts gradients.
 torch::Tensor double_parameter() {
   const auto x = torch::zeros({3}, torch::kDouble).requires_grad_();
@@ -229,24 +163,6 @@ TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
   const double coefficient = 1.0 / (13.0 + 1e-6);
   EXPECT_NEAR(ours[2].item<double>(), -12.0 * coefficient, 1e-15);
   EXPECT_NEAR(theirs[2].item<double>(), -12.0 * coefficient, 1e-15);
-}
-
-TEST(ScalerStepWithOptions, SkipsThoughTheGradientsHaveGoneSinceTheInfWasFound) {
-  const auto x = torch::ones({1}).requires_grad_();
-  mezzo::optim::SGD optimizer({x}, mezzo::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler({.init_scale = 4});
-  x.mutable_grad() = torch::full({1}, 4.0F);
-  scaler.step(optimizer, {});
-  scaler.update();
-  EXPECT_EQ(x.item<float>(), 0.0F);
-  x.mutable_grad()[0] = kInfinity;
-  scaler.unscale_(optimizer);
-  optimizer.zero_grad();
-  EXPECT_FALSE(scaler.step(optimizer, {}).ran());
-  scaler.update();
-  EXPECT_EQ(x.item<float>(), 0.0F);
-  EXPECT_EQ(optimizer.applied_steps(), 1);
-  EXPECT_EQ(scaler.get_scale(), 2.0);
 }
 
 }  // namespace

@@ -22,6 +22,7 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::SgdCoefficients;
 using mezzo::detail::SgdConstants;
 using mezzo::detail::SgdRule;
+using test_support::SameBits;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -186,8 +187,8 @@ class SgdLoop : public testing::TestWithParam<CpuIsa> {
         mezzo::optim::WeightStorage::plain, dtypes.parameter, GetParam());
     mezzo::detail::run_step_cpu(
         {task_of(loop, dtypes, buffers.span(), coefficients, {.factor = 0.3})});
-    EXPECT_TRUE(same_bits(buffers.parameter, parameter.to(dtypes.parameter))) << name_of(dtypes);
-    EXPECT_TRUE(same_bits(buffers.moments[0], buffer.to(dtypes.parameter))) << name_of(dtypes);
+    EXPECT_THAT(buffers.parameter, SameBits(parameter.to(dtypes.parameter))) << name_of(dtypes);
+    EXPECT_THAT(buffers.moments[0], SameBits(buffer.to(dtypes.parameter))) << name_of(dtypes);
   }
 
   template <bool kHasMomentum>

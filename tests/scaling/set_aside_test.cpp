@@ -22,29 +22,6 @@ Tensor sparse(double value, torch::ScalarType dtype = torch::kFloat) {
                                   {3});
 }
 
-TEST(SetAside, LeavesParametersWithoutGradientsMeanwhile) {
-  const auto a = leaf(), b = leaf();
-  a.mutable_grad() = torch::full({3}, 2.0F);
-  const SetAside before({a, b});
-  EXPECT_FALSE(a.grad().defined());
-  EXPECT_EQ(before.parameters().size(), 2U);
-  EXPECT_TRUE(torch::equal(before.aside()[0], torch::full({3}, 2.0F)));
-  EXPECT_FALSE(before.aside()[1].defined());
-}
-
-TEST(SetAside, PutsBackTheSameTensorsAndNothingWhereNothingWas) {
-  const auto a = leaf(), b = leaf();
-  const auto gradient = torch::full({3}, 2.0F);
-  a.mutable_grad() = gradient;
-  {
-    const SetAside before({a, b});
-    (a * 7 + b).sum().backward();
-  }
-  EXPECT_TRUE(a.grad().is_same(gradient));
-  EXPECT_TRUE(torch::equal(gradient, torch::full({3}, 2.0F)));
-  EXPECT_FALSE(b.grad().defined());
-}
-
 TEST(SetAside, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   const auto a = leaf();
   const auto flat = torch::zeros({8});
@@ -58,35 +35,6 @@ TEST(SetAside, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   }
   EXPECT_TRUE(a.grad().is_same(place));
   EXPECT_TRUE(torch::equal(place, torch::full({3}, 2.0F)));
-}
-
-TEST(SetAside, AddsBackInThePlaceOfTheNewGradient) {
-  const auto a = leaf(), b = leaf(), c = leaf();
-  const auto flat = torch::zeros({8});
-  const auto place = flat.narrow(0, 2, 3);
-  place.fill_(2);
-  a.mutable_grad() = place;
-  b.mutable_grad() = torch::full({3}, 5.0F);
-  SetAside before({a, b, c});
-  place.fill_(7);
-  a.mutable_grad() = place;
-  c.mutable_grad() = torch::full({3}, 1.0F);
-  before.add_back();
-  EXPECT_TRUE(a.grad().is_same(place));
-  EXPECT_TRUE(torch::equal(place, torch::full({3}, 9.0F)));
-  EXPECT_TRUE(torch::equal(b.grad(), torch::full({3}, 5.0F)));
-  EXPECT_TRUE(torch::equal(c.grad(), torch::full({3}, 1.0F)));
-}
-
-TEST(SetAside, KeepsWhatCameSinceWhereItIsDropped) {
-  const auto a = leaf();
-  a.mutable_grad() = torch::full({3}, 2.0F);
-  {
-    SetAside before({a});
-    a.mutable_grad() = torch::full({3}, 7.0F);
-    before.drop();
-  }
-  EXPECT_TRUE(torch::equal(a.grad(), torch::full({3}, 7.0F)));
 }
 
 TEST(SetAside, TheSumIsAFloatWhereOneOfTheTwoIs) {
@@ -121,28 +69,6 @@ TEST(SetAside, AddsSparseToDenseAndDenseToSparse) {
   before.add_back();
   EXPECT_TRUE(a.grad().is_sparse());
   EXPECT_TRUE(torch::equal(a.grad().to_dense(), torch::tensor({0.0F, 5.0F, 0.0F})));
-}
-
-TEST(SetAside, PutsBackAllIfOneCannotBeAdded) {
-  const auto a = leaf(), b = leaf();
-  a.mutable_grad() = torch::full({3}, 2.0F);
-  b.mutable_grad() = torch::full({3}, 5.0F);
-  {
-    SetAside before({a, b});
-    a.mutable_grad() = torch::full({3}, 1.0F);
-    b.mutable_grad() = torch::ones({2});
-    EXPECT_THROW(before.add_back(), c10::Error);
-  }
-  EXPECT_TRUE(torch::equal(a.grad(), torch::full({3}, 2.0F)));
-  EXPECT_TRUE(torch::equal(b.grad(), torch::full({3}, 5.0F)));
-}
-
-TEST(SetAside, TakesAParameterThatIsGivenTwiceOnce) {
-  const auto a = leaf();
-  const auto gradient = torch::full({3}, 2.0F);
-  a.mutable_grad() = gradient;
-  { const SetAside before({a, a}); }
-  EXPECT_TRUE(a.grad().is_same(gradient));
 }
 
 }  // namespace

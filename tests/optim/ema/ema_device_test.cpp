@@ -8,16 +8,19 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 #include <limits>
 #include <memory>
 #include <sstream>
 #include <vector>
 
+#include "../../support/same_bits.h"
+
 namespace {
 
 using mezzo::Ema;
 using mezzo::StepResult;
+using test_support::copies_of;
+using test_support::SameBits;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
@@ -57,18 +60,6 @@ std::vector<torch::Tensor> every_kind() {
           torch::rand({})};
 }
 
-std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> copies;
-  for (const torch::Tensor& tensor : tensors) copies.push_back(tensor.clone());
-  return copies;
-}
-
-bool same_bits(const torch::Tensor& one, const torch::Tensor& other) {
-  const torch::Tensor left = one.contiguous(), right = other.contiguous();
-  return left.nbytes() == right.nbytes() &&
-         std::memcmp(left.const_data_ptr(), right.const_data_ptr(), left.nbytes()) == 0;
-}
-
 TEST(StepResultOnTheHost, HasNoFlagOnADevice) {
   EXPECT_FALSE(StepResult({.ran = true}).found_inf_on_device().defined());
   EXPECT_FALSE(StepResult({.ran = false}).found_inf_on_device().defined());
@@ -97,7 +88,7 @@ TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
   for (const torch::Tensor& average : ema.averages()) torch::Tensor(average).zero_();
   ema.update(step_with(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    EXPECT_TRUE(same_bits(parameters[i], before[i])) << i;
+    EXPECT_THAT(parameters[i], SameBits(before[i])) << i;
     EXPECT_TRUE(torch::allclose(ema.averages()[i], before[i].to(ema.averages()[i].dtype()) / 2))
         << i;
   }
@@ -117,7 +108,7 @@ TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
     }
   }
   for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_TRUE(same_bits(ema.averages()[i], before[i])) << i;
+    EXPECT_THAT(ema.averages()[i], SameBits(before[i])) << i;
   }
   EXPECT_EQ(ema.updates(), 0);
 }

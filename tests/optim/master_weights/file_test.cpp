@@ -68,8 +68,8 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
     }
     EXPECT_EQ(optimizer.applied_steps(), 5);
     train(resumed, optimizer, 5, 10);
-    EXPECT_TRUE(same_bits(resumed.parameters, whole.parameters));
-    EXPECT_TRUE(same_bits(master_params(optimizer), master_params(uninterrupted)));
+    EXPECT_THAT(resumed.parameters, SameBits(whole.parameters));
+    EXPECT_THAT(master_params(optimizer), SameBits(master_params(uninterrupted)));
     EXPECT_EQ(optimizer.applied_steps(), 10);
   }
 }
@@ -88,7 +88,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   torch::optim::SGD other(half.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights loaded(other);
   load(loaded, saved(optimizer));
-  EXPECT_TRUE(same_bits(master_params(loaded), masters));
+  EXPECT_THAT(master_params(loaded), SameBits(masters));
 }
 
 TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
@@ -103,7 +103,7 @@ TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
     const auto key = model.parameters[0].unsafeGetTensorImpl();
     return static_cast<torch::optim::SGDParamState&>(*sgd.state().at(key)).momentum_buffer();
   };
-  EXPECT_TRUE(same_bits(momentum(other), momentum(inner)));
+  EXPECT_THAT(momentum(other), SameBits(momentum(inner)));
 }
 
 /// What `call` throws; the optimizer goes on as if nothing had been.
@@ -120,7 +120,7 @@ class RefusedFile : public testing::Test {
     } catch (const c10::Error& caught) {
       error = caught.what_without_backtrace();
     }
-    EXPECT_TRUE(same_bits(master_params(optimizer_), masters));
+    EXPECT_THAT(master_params(optimizer_), SameBits(masters));
     EXPECT_EQ(optimizer_.applied_steps(), 7);
     EXPECT_EQ(inner_.param_groups()[1].options().get_lr(), 0.1);
     EXPECT_EQ(inner_.state().size(), model_.parameters.size());

@@ -6,43 +6,25 @@
 #include <torch/optim.h>
 #include <torch/types.h>
 
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "../../support/same_bits.h"
 #include "../../support/special_values.h"
 
 namespace master_weights_test {
+
+using test_support::copies_of;
+using test_support::same_bits;
+using test_support::SameBits;
 
 inline constexpr double kScale = 1024;
 
 using Tensors = std::vector<torch::Tensor>;
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
-
-/// Same dtype, shape and bits: 0 is not -0 here, and a NaN is itself.
-inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
-  if (left.scalar_type() != right.scalar_type() || left.sizes() != right.sizes()) return false;
-  const auto a = left.detach().contiguous();
-  const auto b = right.detach().contiguous();
-  return a.numel() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0;
-}
-
-inline bool same_bits(const Tensors& left, const Tensors& right) {
-  if (left.size() != right.size()) return false;
-  for (std::size_t i = 0; i < left.size(); ++i) {
-    if (!same_bits(left[i], right[i])) return false;
-  }
-  return true;
-}
-
-inline Tensors copies_of(const Tensors& tensors) {
-  Tensors copies;
-  for (const auto& tensor : tensors) copies.push_back(tensor.detach().clone());
-  return copies;
-}
 
 /// A scaler that has seen a loss, and tells nobody of its skips.
 inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_scale = kScale}) {

@@ -34,7 +34,7 @@ void expect_rounded(const Model& model, const Tensors& masters) {
   for (std::size_t i = 0; i < masters.size(); ++i) {
     EXPECT_EQ(masters[i].scalar_type(), torch::kFloat);
     const auto& parameter = model.parameters[i];
-    EXPECT_TRUE(same_bits(parameter, masters[i].to(parameter.scalar_type()))) << i;
+    EXPECT_THAT(parameter, SameBits(masters[i].to(parameter.scalar_type()))) << i;
   }
 }
 
@@ -53,7 +53,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
       scaler.update();
       reference->step();
     }
-    EXPECT_TRUE(same_bits(master_params(optimizer), floats.parameters));
+    EXPECT_THAT(master_params(optimizer), SameBits(floats.parameters));
     expect_rounded(model, master_params(optimizer));
     EXPECT_EQ(optimizer.applied_steps(), 8);
   }
@@ -69,7 +69,7 @@ TEST_P(StepOfDtype, LeavesGradientsAsTheyWereUnlessAskedToClearThem) {
   const Tensors before = copies_of(gradients);
   scaler.step(optimizer, {.max_norm = 1.0});
   scaler.update();
-  EXPECT_TRUE(same_bits(model.gradients(), before));
+  EXPECT_THAT(model.gradients(), SameBits(before));
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     EXPECT_TRUE(model.gradients()[i].is_same(gradients[i])) << i;
   }
@@ -189,7 +189,7 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   EXPECT_FALSE(same_bits(master.to(torch::kBFloat16), model.parameters[0]));
   const auto followed = master_params(optimizer)[0];
   const auto is_kept = master.to(torch::kBFloat16).eq(model.parameters[0]);
-  EXPECT_TRUE(same_bits(followed, torch::where(is_kept, master, after)));
+  EXPECT_THAT(followed, SameBits(torch::where(is_kept, master, after)));
 }
 
 TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {

@@ -75,7 +75,7 @@ Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, co
     step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (unscales) continue;
-      EXPECT_TRUE(same_bits(model.gradients()[i], before[i])) << i;
+      EXPECT_THAT(model.gradients()[i], SameBits(before[i])) << i;
     }
     scaler.update();
   }
@@ -100,7 +100,7 @@ TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer);
     });
-    EXPECT_TRUE(same_bits(one_pass.parameters, unscaled.parameters)) << "optimizer " << number;
+    EXPECT_THAT(one_pass.parameters, SameBits(unscaled.parameters)) << "optimizer " << number;
     const Model fresh(GetParam(), /*has_gaps=*/false);
     EXPECT_FALSE(same_bits(fresh.parameters[0], unscaled.parameters[0])) << number;
     ++number;
@@ -139,14 +139,14 @@ INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one)
 TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
-  EXPECT_TRUE(same_bits(x_.grad(), torch::full({2}, 3.0F)));
+  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F)));
   EXPECT_TRUE(master().grad().is_same(x_.grad()));
-  EXPECT_TRUE(same_bits(y_.grad(), torch::full({2}, 3.0F)));
+  EXPECT_THAT(y_.grad(), SameBits(torch::full({2}, 3.0F)));
   EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
-  EXPECT_TRUE(same_bits(x_.grad(), torch::full({2}, 3.0F))) << "a step writes no gradient";
+  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F))) << "a step writes no gradient";
 }
 
 TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
@@ -247,7 +247,7 @@ TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
     AnyOptimizer optimizer = keeper.any();
     const Tensors before = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
-      EXPECT_TRUE(same_bits(before[i], model.parameters[i].to(torch::kFloat))) << i;
+      EXPECT_THAT(before[i], SameBits(model.parameters[i].to(torch::kFloat))) << i;
     }
     GradScaler scaler = quiet_scaler();
     for (int step = 0; step < 3; ++step) {
@@ -287,7 +287,7 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   model.set_gradients(0, 1.0);
   other.step();
   const Tensors masters = master_params(other);
-  EXPECT_TRUE(same_bits(model.parameters[0], masters[0].to(torch::kHalf)));
+  EXPECT_THAT(model.parameters[0], SameBits(masters[0].to(torch::kHalf)));
 }
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
