@@ -217,6 +217,7 @@ class Run {
   int64_t saved_at_ = -1, scored_at_ = -1;          ///< steps
   std::optional<mezzo::RunReport> page_;            ///< if it was asked for
   std::optional<mezzo::OverflowReport> overflows_;  ///< of the page
+  std::string overflow_lines_;
   std::optional<Progress> progress_;
   std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
   Score score_;                                ///< the last one
@@ -279,9 +280,10 @@ RunResult Run::execute() {
                   describe(inputs_.precision) + ")");
     telemetry_->write_to(std::ref(*page_));
     overflows_.emplace(*trainer_.model,
-                       mezzo::OverflowReportOptions{
-                           .stream = nullptr,
-                           .callback = [&](const mezzo::Overflow& found) { page_->add(found); }});
+                       mezzo::OverflowReportOptions{.stream = nullptr,
+                                                    .callback = [&](const mezzo::Overflow& found) {
+                                                      overflow_lines_ += found.cause() + "\n";
+                                                    }});
   }
   stop_at_signals();
   train();
@@ -343,13 +345,14 @@ void Run::save_page(const RunResult& result, const std::string& ended) {
     report.score("precision", result.precision);
     report.score("recall", result.recall);
   }
-  report.fact("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
-  report.fact("ended", ended);
+  report.option("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
+  report.option("ended", ended);
   const nlohmann::json training = options().training;
   for (const auto& [name, value] : training.items()) report.option(name, value.dump());
   report.option("model", options().model);
   report.option("device", options().device);
   report.option("threads", std::to_string(at::get_num_threads()));
+  if (!overflow_lines_.empty()) report.add("Overflows", overflow_lines_);
   report.save(options().report);
 }
 

@@ -12,7 +12,6 @@
 namespace {
 
 using mezzo::AutocastSetting;
-using mezzo::detail::capped;
 using mezzo::detail::ComputeCapability;
 using mezzo::detail::CpuFeatures;
 using mezzo::detail::CpuidRegisters;
@@ -41,17 +40,15 @@ CpuidRegisters everything() {
           .xcr0 = 0xE6 | 0x60000};
 }
 
-CpuFeatures avx512_without_bf16() { return {.known = true, .avx512 = true}; }
-
-CpuFeatures zen4() { return {.known = true, .avx512 = true, .avx512_bf16 = true}; }
+CpuFeatures zen4() { return {.known = true, .avx512_bf16 = true}; }
 
 TEST(CpuFeatures, AreReadFromTheirBits) {
   const CpuFeatures cpu = decode(everything());
-  EXPECT_TRUE(cpu.known && cpu.avx512 && cpu.avx512_bf16 && cpu.avx512_fp16);
+  EXPECT_TRUE(cpu.known && cpu.avx512_bf16 && cpu.avx512_fp16);
   EXPECT_TRUE(cpu.amx_bf16 && cpu.amx_fp16);
   const CpuFeatures none = decode({});
   EXPECT_TRUE(none.known);
-  EXPECT_FALSE(none.avx512 || none.bf16() || none.fp16());
+  EXPECT_FALSE(none.bf16() || none.fp16());
 }
 
 TEST(CpuFeatures, NeedTheirOwnBit) {
@@ -87,37 +84,13 @@ TEST(CpuFeatures, NeedAnOperatingSystemThatSavesTheirRegisters) {
 
 TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
   std::ifstream file("/proc/cpuinfo");
-  if (!mezzo::detail::read_cpu_features().known || !file) {
+  if (!mezzo::detail::cpu_features().known || !file) {
     GTEST_SKIP() << "no x86-64, or no /proc/cpuinfo";
   }
   const std::string text{std::istreambuf_iterator<char>(file), {}};
-  EXPECT_EQ(mezzo::detail::read_cpu_features().avx512_bf16,
+  EXPECT_EQ(mezzo::detail::cpu_features().avx512_bf16,
             text.find(" avx512_bf16") != std::string::npos);
-  EXPECT_EQ(mezzo::detail::read_cpu_features().amx_bf16,
-            text.find(" amx_bf16") != std::string::npos);
-}
-
-TEST(CpuFeatures, ShrinkUnderOnednnsCap) {
-  const CpuFeatures all = decode(everything());
-  const auto under = [&all](const char* isa) { return capped(all, "ONEDNN_MAX_CPU_ISA", isa); };
-  EXPECT_FALSE(under("AVX2").avx512);
-  EXPECT_FALSE(under("avx2_vnni_2").avx512_bf16);
-  EXPECT_TRUE(under("AVX512_CORE").avx512);
-  EXPECT_FALSE(under("AVX512_CORE").bf16());
-  EXPECT_TRUE(under("AVX512_CORE_BF16").avx512_bf16);
-  EXPECT_FALSE(under("AVX512_CORE_BF16").amx_bf16 || under("AVX512_CORE_BF16").fp16());
-  EXPECT_TRUE(under("AVX512_CORE_FP16").avx512_fp16);
-  EXPECT_TRUE(under("AVX512_CORE_AMX").amx_bf16);
-  EXPECT_FALSE(under("AVX512_CORE_AMX").amx_fp16);
-  EXPECT_TRUE(under("AVX512_CORE_AMX_FP16").amx_fp16);
-  EXPECT_TRUE(under("ALL").amx_fp16);
-  EXPECT_TRUE(under("no such thing").amx_fp16) << "oneDNN ignores what it does not know";
-}
-
-TEST(CpuFeatures, NameTheCapOnlyWhereItHidesSomething) {
-  EXPECT_EQ(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX2").capped_by, "ONEDNN_MAX_CPU_ISA=AVX2");
-  EXPECT_EQ(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16").capped_by, "");
-  EXPECT_EQ(capped(avx512_without_bf16(), "ONEDNN_MAX_CPU_ISA", "AVX2").capped_by, "");
+  EXPECT_EQ(mezzo::detail::cpu_features().amx_bf16, text.find(" amx_bf16") != std::string::npos);
 }
 
 TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
@@ -130,22 +103,12 @@ TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
 }
 
 TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
-  const AutocastSetting avx512 = recommend_cpu(avx512_without_bf16());
-  EXPECT_FALSE(avx512.enabled);
-  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, *avx512.dtype)) << "a guard must take it";
-  EXPECT_EQ(avx512.reason,
+  const AutocastSetting emulated = recommend_cpu({.known = true});
+  EXPECT_FALSE(emulated.enabled);
+  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, *emulated.dtype)) << "a guard must take it";
+  EXPECT_EQ(emulated.reason,
             "float32 (autocast off): this CPU has no bfloat16 instructions, and emulated bfloat16 "
             "is slower than float32");
-  EXPECT_EQ(recommend_cpu({.known = true}).reason, avx512.reason);
-}
-
-TEST(Recommended, BlamesTheEnvironmentWhereThatHidesTheInstructions) {
-  const AutocastSetting setting =
-      recommend_cpu(capped(zen4(), "ONEDNN_MAX_CPU_ISA", "AVX512_CORE"));
-  EXPECT_FALSE(setting.enabled);
-  EXPECT_EQ(setting.reason,
-            "float32 (autocast off): ONEDNN_MAX_CPU_ISA=AVX512_CORE keeps libtorch from bfloat16 "
-            "instructions, and emulated bfloat16 is slower than float32");
 }
 
 TEST(Recommended, LeavesAutocastOffOnACpuThatItCannotRead) {

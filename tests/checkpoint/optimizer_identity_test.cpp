@@ -140,7 +140,7 @@ TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
     return error_between(making(saved), making(loaded), dtype);
   };
   EXPECT_THAT(error(WeightStorage::split_master, WeightStorage::stochastic, torch::kBFloat16),
-              HasSubstr("the weight storage of group 0 is split_master in the file, and stochastic "
+              HasSubstr("the weight storage is split_master in the file, and stochastic "
                         "here"));
   EXPECT_THAT(error(WeightStorage::master, WeightStorage::split_master, torch::kBFloat16),
               HasSubstr("is master in the file"));

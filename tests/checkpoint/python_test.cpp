@@ -101,6 +101,30 @@ TEST(CheckpointFromPython, AdamWGoesOn) {
   expect_to_go_on<torch::optim::AdamW>("adamw", torch::optim::AdamWOptions());
 }
 
+TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
+  auto model = python_model();
+  mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", model),
+                         {.subset = true});
+  for (const torch::Tensor& one : model->parameters()) one.set_data(one.to(torch::kBFloat16));
+  mezzo::optim::AdamW optimizer(groups_of(model), torch::optim::AdamWOptions(),
+                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
+  mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_optimizer", optimizer),
+                         {.subset = true});
+  const c10::IValue gradients = python_next("adamw_gradients");
+  for (const c10::IValue& step : gradients.toListRef()) {
+    const auto of_step = tensors(step);
+    for (std::size_t i = 0; i < of_step.size(); ++i) {
+      model->parameters()[i].mutable_grad() = of_step[i].to(torch::kBFloat16);
+    }
+    optimizer.step();
+  }
+  const auto after = tensors(python_next("adamw_after"));
+  for (std::size_t i = 0; i < after.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(model->parameters()[i].to(torch::kFloat), after[i], 1e-2, 1e-2))
+        << i;
+  }
+}
+
 TEST(CheckpointFromPython, AdamGoesOn) {
   expect_to_go_on<mezzo::optim::Adam>("adam", mezzo::optim::AdamOptions());
   expect_to_go_on<torch::optim::Adam>("adam", torch::optim::AdamOptions());

@@ -1,5 +1,6 @@
 // Which objects a checkpoint takes and gives back, and which it refuses by name.
 
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
@@ -254,6 +255,24 @@ TEST(Checkpoint, AModuleKeepsItsMemory) {
   mezzo::load_checkpoint(scratch.path() / "a", state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
   EXPECT_EQ(model->weight.const_data_ptr(), memory) << "captured CUDA graphs read it";
+}
+
+TEST(Checkpoint, ALoadInsideOneRegionOfAutocastReachesTheNextForward) {
+  const Scratch scratch;
+  torch::nn::Conv2d saved(torch::nn::Conv2dOptions(2, 3, 3)),
+      model(torch::nn::Conv2dOptions(2, 3, 3));
+  mezzo::save_checkpoint(scratch.path() / "a", TrainingState().add("model", saved));
+  const torch::Tensor x = torch::rand({1, 2, 5, 5});
+  torch::Tensor before, inside;
+  {
+    const mezzo::Autocast<torch::kCPU> region;
+    before = model->forward(x);
+    mezzo::load_checkpoint(scratch.path() / "a", TrainingState().add("model", model));
+    inside = model->forward(x);
+  }
+  EXPECT_FALSE(torch::equal(before, inside));
+  const mezzo::Autocast<torch::kCPU> fresh;
+  EXPECT_TRUE(torch::equal(inside, saved->forward(x)));
 }
 
 TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {

@@ -28,7 +28,7 @@ namespace {
 
 using cuda_test::ForbidSync;
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 
 class OptimCuda : public testing::Test {
  protected:
@@ -96,7 +96,7 @@ void expect_the_cpus_answers(const Options& options,
     optimizer->set_lr_factors({1.0, 0.8, 0.5, 1.2});
   }
   const auto scaler_options =
-      LossScaleOptions{.init_scale = 16, .growth_interval = 3, .allow_fp16_gradients = true};
+      LossScale{.init_scale = 16, .growth_interval = 3, .allow_fp16_gradients = true};
   GradScaler cpu_scaler(scaler_options);
   GradScaler gpu_scaler(scaler_options);
   cpu_scaler.on_skip(nullptr);

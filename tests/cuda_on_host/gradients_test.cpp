@@ -268,7 +268,7 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
     const auto begin = [&] {
       return mezzo::detail::ScaleTensors{
           at::full({}, story.scale, at::kFloat), at::full({}, 1 / story.scale, at::kFloat),
-          at::zeros({}, at::kInt), at::full({}, story.rule.hysteresis(), at::kInt)};
+          at::zeros({}, at::kInt), at::full({}, story.rule.hysteresis, at::kInt)};
     };
     const auto cpu = begin();
     const auto device = begin();

@@ -45,7 +45,7 @@ void set_schedule(const Schedule& schedule);
 /// Whether tensors of the CPU are the device's. False at first.
 void set_is_on(bool is_on);
 
-/// Whether mezzo's kernels run on `device` (mezzo/kernels/which_kernels.h asks): the CPU where it
+/// Whether mezzo's kernels run on `device` (mezzo/kernels/devices.h asks): the CPU where it
 /// is the device, and the GPUs that host_gpu.h has.
 bool serves(c10::Device device);
 

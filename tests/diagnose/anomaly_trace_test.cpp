@@ -12,6 +12,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <future>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -253,6 +254,30 @@ TEST(AnomalyTrace, WatchesABackwardPassOnAThreadOfADevice) {
   EXPECT_TRUE(trace.saw_backward());
   ASSERT_FALSE(trace.anomalies().empty()) << trace;
   EXPECT_EQ(trace.anomalies()[0].frame.node, "SqrtBackward0");
+}
+
+TEST(AnomalyTrace, MayEndWhileAnotherThreadRunsABackwardPassOverItsGraph) {
+  auto model = traced_model();
+  auto trace = std::make_unique<AnomalyTrace>(*model);
+  const torch::Tensor hidden = model->forward(torch::ones({3, 4}));
+  std::promise<void> begun, ended;
+  hidden.register_hook([&](const torch::Tensor& gradient) {
+    begun.set_value();
+    ended.get_future().wait();
+    return gradient * 2;  // an op that nobody hears any more
+  });
+  const torch::Tensor loss = hidden.square().sum();
+  const at::ThreadLocalState state;
+  std::thread other([&] {
+    const at::ThreadLocalStateGuard guard(state);
+    loss.backward();
+  });
+  begun.get_future().wait();
+  EXPECT_TRUE(trace->saw_backward());
+  trace.reset();
+  ended.set_value();
+  other.join();
+  EXPECT_TRUE(model->parameters()[0].grad().defined());
 }
 
 TEST(AnomalyTrace, LeavesNumbersGradientsAndTheGeneratorAlone) {

@@ -81,24 +81,8 @@ TEST(DivergenceWatch, HearsAScaleAtItsFloorAndALossThatIsNotFinite) {
   of_loss(step_record(3, kInfiniteLoss));
   ASSERT_EQ(heard.size(), 2);
   EXPECT_THAT(heard[1].message(), AllOf(HasSubstr("computed from finite weights"),
-                                        HasSubstr("why is not known: look at this batch")));
-}
-
-/// Neither a loss that jumps nor weights that outgrow a small start prove that a rate is too high.
-TEST(DivergenceWatch, TellsOfWeightsThatGrewAndWhatToTryAndClaimsNoCause) {
-  const Patient patient;
-  std::vector<Finding> heard;
-  DivergenceWatch watch(patient, told_to(heard));
-  watch(step_record(1, 1.0));
-  multiply(patient, 20);
-  watch(step_record(2, 40.0));
-  watch(step_record(3, kInfiniteLoss, /*skipped=*/true));
-  ASSERT_EQ(heard.size(), 1);
-  EXPECT_THAT(heard[0].reason, AllOf(HasSubstr("since the start the norm of all weights went from"),
-                                     HasSubstr("the loss, while it was finite, from 1 to 40")));
-  EXPECT_THAT(heard[0].remedy,
-              testing::StartsWith("why is not known: if the updates are too large, "
-                                  "divide the learning rate by 10"));
+                                        HasSubstr("why is not known: look at this batch"),
+                                        HasSubstr("divide the learning rate by 10")));
 }
 
 TEST(DivergenceWatch, NamesTheFirstBadWeight) {

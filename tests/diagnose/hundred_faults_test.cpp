@@ -68,9 +68,9 @@ TEST(HundredFaults, AreNamedOrNotKnownAndWhatIsSaidCures) {
   }
   std::cout << faults << " faults: " << counts[0] << " right, " << counts[1] << " not known, "
             << counts[2] << " wrong; " << remedies << " remedies followed\n";
-  // "Not known" is no wrong answer, but fewer right ones are a loss: change these with a reason.
-  EXPECT_EQ(faults, 94);
-  EXPECT_EQ(counts[0], 32);
+  // "Not known" is no wrong answer, but a fault less, or a right answer less, is a loss.
+  EXPECT_GE(faults, 94);
+  EXPECT_GE(counts[0], 32);
   EXPECT_EQ(counts[2], 0);
 }
 

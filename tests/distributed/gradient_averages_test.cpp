@@ -30,7 +30,7 @@ using distributed_test::alike_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 
 /// `tail` is used only where that is asked for.
 struct AveragedNetImpl : torch::nn::Module {
@@ -125,7 +125,7 @@ void expect_as_alone(const MakeOptimizer& make, const Loop& loop,
 
 /// The loop of torch.amp with `step`, four times.
 Loop scaled_loop(const std::function<void(Training&, GradScaler&)>& step,
-                 const LossScaleOptions& options = {.init_scale = 1024}) {
+                 const LossScale& options = {.init_scale = 1024}) {
   return [=](Training& training) {
     GradScaler scaler(options);
     for (int64_t i = 0; i < 4; ++i) {
@@ -148,7 +148,7 @@ void unscale_clip_and_step(Training& training, GradScaler& scaler) {
   scaler.step(optimizer);
 }
 
-const LossScaleOptions kDisabled{.enabled = false};
+const LossScale kDisabled{.enabled = false};
 
 TEST(GradientsAreAverages, ForMezzosOptimizers) {
   expect_as_alone(adamw(), scaled_loop(step_and_clip));
@@ -309,16 +309,16 @@ TEST(GradientsAreAverages, ForLibtorchsOptimizersThroughTheScaler) {
                               [](Training& training, GradScaler& scaler) {
                                 scaler.step(*training.optimizer, mezzo::StepOptions{});
                               },
-                              LossScaleOptions{.enabled = enabled}));
+                              LossScale{.enabled = enabled}));
     expect_as_alone(make, scaled_loop([](Training& training,
                                          GradScaler& scaler) { scaler.step(*training.optimizer); },
-                                      LossScaleOptions{.enabled = enabled}));
+                                      LossScale{.enabled = enabled}));
     expect_as_alone(make, scaled_loop(
                               [](Training& training, GradScaler& scaler) {
                                 auto& own = static_cast<torch::optim::SGD&>(*training.optimizer);
                                 scaler.step(own, nullptr);
                               },
-                              LossScaleOptions{.enabled = enabled}));
+                              LossScale{.enabled = enabled}));
   }
 }
 
@@ -340,7 +340,7 @@ TEST(GradientsAreAverages, ForTwoOptimizersAlike) {
                                  training.note(scaler.step(*training.optimizer, {.max_norm = 0.5}));
                                  training.note(scaler.step(other, {.max_norm = 0.5}));
                                },
-                               LossScaleOptions{.init_scale = 1024, .enabled = enabled}));
+                               LossScale{.init_scale = 1024, .enabled = enabled}));
   }
 }
 

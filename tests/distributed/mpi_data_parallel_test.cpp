@@ -11,7 +11,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <string>
 #include <vector>
@@ -77,6 +79,42 @@ TEST(MpiDataParallel, RanksWithPartsOfABatchFollowOneWithAllOfItWithEveryOptimiz
       made_of<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-2).eps(1e-3)),
   };
   for (const MakeOptimizer& optimizer : optimizers) expect_that_of_one_process(optimizer, world);
+}
+
+at::Tensor waves(int64_t count, double factor) {
+  return torch::sin(torch::arange(count, at::kDouble) * factor).to(at::kFloat);
+}
+
+// recorded/data_parallel.py has trained the same under Python's class, on 1, 2 and 4 processes.
+TEST(MpiDataParallel, EndsWithTheWeightsOfPythonsDistributedDataParallel) {
+  const Ranks world = everyone();
+  std::ifstream file(MEZZO_DISTRIBUTED_TEST_DATA "/data_parallel.pt", std::ios::binary);
+  const std::vector<char> bytes(std::istreambuf_iterator<char>(file), {});
+  const auto recorded = torch::pickle_load(bytes).toGenericDict();
+  const std::string size = std::to_string(world->getSize());
+  if (!recorded.contains(size)) GTEST_SKIP() << "recorded for 1, 2 and 4 ranks";
+  torch::nn::Sequential model(torch::nn::Linear(6, 12), torch::nn::Tanh(),
+                              torch::nn::Linear(12, 2));
+  int number = 0;
+  for (const at::Tensor& parameter : model->parameters()) {
+    const at::NoGradGuard no_grad;
+    parameter.copy_((waves(parameter.numel(), 0.7 * ++number) * 0.4).view_as(parameter));
+  }
+  DataParallel ddp(model, world);
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (int step = 1; step <= 20; ++step) {
+    const at::Tensor x = waves(24 * 6, 0.1 * step).view({24, 6});
+    optimizer.zero_grad();
+    const at::Tensor own = x.chunk(world->getSize())[static_cast<std::size_t>(world->getRank())];
+    (ddp(own) - 0.5).square().mean().backward();
+    optimizer.step();
+  }
+  std::vector<at::Tensor> weights;
+  for (const at::Tensor& parameter : model->parameters()) {
+    weights.push_back(parameter.detach().flatten());
+  }
+  const at::Tensor apart = (at::cat(weights) - recorded.at(size).toTensor()).abs().max();
+  EXPECT_LE(apart.item<double>(), 1e-6);
 }
 
 // Each half of the ranks trains a model of its own on the same batches: as many ranks fewer would.

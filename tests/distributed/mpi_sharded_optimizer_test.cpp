@@ -70,7 +70,7 @@ void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const 
   ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets,
                                       weights);
   Optimizer whole(groups_of(alone, options), options, weights);
-  const auto scaling = mezzo::LossScaleOptions{.init_scale = 256., .allow_fp16_gradients = true};
+  const auto scaling = mezzo::LossScale{.init_scale = 256., .allow_fp16_gradients = true};
   mezzo::GradScaler scaler(scaling), scaler_alone(scaling);
   scaler.on_skip(nullptr);
   scaler_alone.on_skip(nullptr);

@@ -116,7 +116,7 @@ struct Course {
   int64_t micro_batches = 1;
   at::ScalarType dtype = at::kFloat;
   bool is_autocast = false;
-  mezzo::LossScaleOptions scaler{.init_scale = 1024, .growth_interval = 3};
+  mezzo::LossScale scaler{.init_scale = 1024, .growth_interval = 3};
   StepWith step = [](auto& scaling, auto& stepped) {
     return scaling.step(stepped, {.max_norm = 0.5});
   };

@@ -69,8 +69,8 @@ def seeds():
                    b"fp32_append_dtype aten::norm.Scalar\n", b"deny aten::bmn\n"],
         "scaler_state": [bytes([way, 3, 0, 1, 140, 3, 2, 9, 5, 1, 120]) + bytes(range(40)) for way in range(8)],
         "words": [b"\0params=float32,compute=bfloat16,output=float32", b"\0p=f32,c=bf16,o=f32", b"\0half", b"\1O2,128.0",
-                  b"\1O1_bf16,dynamic", b"\1TF32", b"\2\0auto", b"\2\1bf16", b"\2\0fp16", b"\2\0off", b"\3AVX512_CORE_BF16",
-                  b"\3avx2", b"\5float16",
+                  b"\1O1_bf16,dynamic", b"\2\0auto", b"\2\1bf16", b"\2\0fp16", b"\2\0off",
+                  b"\3float16",
                   b"\4RANK=1\nWORLD_SIZE=2\nLOCAL_RANK=1\nMASTER_ADDR=localhost\nMASTER_PORT=29500\n",
                   b"\4OMPI_COMM_WORLD_RANK=0\nOMPI_COMM_WORLD_SIZE=4\nOMPI_COMM_WORLD_LOCAL_RANK=0\nMASTER_ADDR=a\n"
                   b"MASTER_PORT=1\n",

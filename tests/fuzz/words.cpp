@@ -40,31 +40,18 @@ void autocast(std::string_view text) {
   require(setting.device == device && !setting.reason.empty(), "a setting has a reason");
 }
 
-void onednn(std::string_view text) {
-  mezzo::detail::CpuFeatures all{.known = true,
-                                 .avx512 = true,
-                                 .avx512_bf16 = true,
-                                 .avx512_fp16 = true,
-                                 .amx_bf16 = true,
-                                 .amx_fp16 = true};
-  const auto left = mezzo::detail::capped(all, "ONEDNN_MAX_CPU_ISA", text);
-  require(left.avx512 || !left.bf16() || left.amx_bf16, "a cap takes away, and adds nothing");
-}
-
 }  // namespace
 
 /// The first byte says which of the words that people write in flags and variables it is.
 void words(std::string_view bytes) {
   try {
-    switch (take_byte(bytes) % 5) {
+    switch (take_byte(bytes) % 4) {
       case 0:
         return precision(bytes);
       case 1:
         return level(bytes);
       case 2:
         return autocast(bytes);
-      case 3:
-        return onednn(bytes);
       default:
         static_cast<void>(mezzo::detail::dtype_named(bytes));
     }

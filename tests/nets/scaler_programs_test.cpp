@@ -23,7 +23,7 @@ namespace {
 using namespace step_programs;
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 using test_support::OwnedOptimizer;
 
 /// A GradScaler as numbers.
@@ -178,12 +178,12 @@ class ScalerProgram : public Program {
       if (plain.recipe.accumulates_in_float) mezzo::accumulate_in_float(parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
-    library_.emplace(LossScaleOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
-                                      .growth_interval = scaler_.interval,
-                                      .enabled = scaler_.is_enabled,
-                                      .min_scale = 1,
-                                      .max_scale = scaler_.max_scale,
-                                      .allow_fp16_gradients = scaler_.allows_half});
+    library_.emplace(LossScale{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
+                               .growth_interval = scaler_.interval,
+                               .enabled = scaler_.is_enabled,
+                               .min_scale = 1,
+                               .max_scale = scaler_.max_scale,
+                               .allow_fp16_gradients = scaler_.allows_half});
     library_->on_skip(nullptr);
   }
 

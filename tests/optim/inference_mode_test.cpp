@@ -133,6 +133,28 @@ TYPED_TEST(StepUnderInference, RefusesParametersThatWereMadeThere) {
   }
 }
 
+TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
+  const auto train = [](bool mode) {
+    const auto parameter = torch::linspace(1, 2, kWeights).to(torch::kBFloat16).requires_grad_();
+    torch::optim::SGD inner({parameter}, 0.1);  // whose state libtorch could not write to later
+    mezzo::MasterWeights masters(inner);
+    const auto step = [&] {
+      parameter.mutable_grad() = slope_like(parameter);
+      masters.step();
+    };
+    step();
+    std::stringstream file;
+    torch::save(masters, file);
+    {
+      const c10::InferenceMode inference(mode);
+      torch::load(masters, file);
+    }
+    step();
+    return parameter.detach().clone();
+  };
+  EXPECT_TRUE(torch::equal(train(true), train(false)));
+}
+
 TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
   const auto parameter = torch::ones({kWeights}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});

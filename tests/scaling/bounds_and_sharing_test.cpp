@@ -29,7 +29,7 @@ TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
 TEST(GradScalerBounds, HoldForAFixedScaleToo) {
   GradScaler scaler({.init_scale = 128, .max_scale = 1024, .kind = LossScaleKind::fixed});
   (void)scaler.scale(torch::zeros({}));
-  EXPECT_EQ(scaler.rule().max_scale(), 1024.0F);
+  EXPECT_EQ(scaler.rule().max_scale, 1024.0F);
   EXPECT_THAT([&] { scaler.update(4096.0); },
               ThrowsMessage<c10::Error>(HasSubstr("new_scale is 4096")));
   EXPECT_EQ(scaler.get_scale(), 128.0);

@@ -27,7 +27,7 @@ bool all_finite(const torch::nn::Module& module) {
   return true;
 }
 
-TrainingRun train(const mezzo::LossScaleOptions& options, int steps) {
+TrainingRun train(const mezzo::LossScale& options, int steps) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));

@@ -26,7 +26,7 @@ namespace {
 
 using namespace test_support;
 using mezzo::GradScaler;
-using mezzo::LossScaleOptions;
+using mezzo::LossScale;
 using testing::HasSubstr;
 
 TEST(GradScaler, HasTorchsDefaults) {
@@ -42,7 +42,7 @@ TEST(GradScaler, HasTorchsDefaults) {
 static_assert(!std::is_constructible_v<GradScaler, double>);
 static_assert(!std::is_constructible_v<GradScaler, int>);
 static_assert(!std::is_constructible_v<GradScaler, bool>);
-static_assert(std::is_aggregate_v<LossScaleOptions>);
+static_assert(std::is_aggregate_v<LossScale>);
 
 TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
   const GradScaler scaler({.init_scale = 1024,
@@ -59,7 +59,7 @@ TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
 }
 
 TEST(GradScaler, RefusesOptionsOutOfRange) {
-  const auto make = [](const LossScaleOptions& options) { GradScaler{options}; };
+  const auto make = [](const LossScale& options) { GradScaler{options}; };
   EXPECT_THAT(error_of([&] { make({.init_scale = -1}); }), HasSubstr("init_scale"));
   EXPECT_THAT(error_of([&] { make({.growth_factor = 1}); }),
               HasSubstr("The growth factor must be > 1.0."));
@@ -247,7 +247,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = quiet_scaler(
-          LossScaleOptions{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
+          LossScale{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
       const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
       auto optimizer = sgd({x});
       (void)scaler.scale(torch::zeros({}));

@@ -19,7 +19,6 @@ namespace {
 
 using mezzo::GradScaler;
 using mezzo::LossScale;
-using mezzo::LossScaleOptions;
 using test_support::error_of;
 using testing::HasSubstr;
 
@@ -45,7 +44,7 @@ class Iterations {
   torch::optim::SGD optimizer_{std::vector<torch::Tensor>{x_}, torch::optim::SGDOptions(0.1)};
 };
 
-LossScaleOptions unusual_options() {
+LossScale unusual_options() {
   return {.init_scale = 64,
           .growth_factor = 3,
           .backoff_factor = 0.25,
@@ -130,7 +129,7 @@ TEST(GradScalerState, GoesThroughAnArchive) {
 TEST(GradScalerState, AFixedScaleStaysFixed) {
   GradScaler restored;
   restored.load_state_dict(GradScaler(LossScale::fixed(128)).state_dict());
-  EXPECT_EQ(restored.rule().kind(), mezzo::LossScaleKind::fixed);
+  EXPECT_EQ(restored.rule().kind, mezzo::LossScaleKind::fixed);
   EXPECT_EQ(restored.get_scale(), 128.0);
 }
 

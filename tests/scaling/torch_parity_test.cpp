@@ -237,7 +237,7 @@ class Player {
     return {};
   }
 
-  mezzo::LossScaleOptions options_;
+  mezzo::LossScale options_;
   std::vector<std::vector<torch::Tensor>> parameters_;
   std::vector<std::unique_ptr<CountingSgd>> optimizers_;
   std::unique_ptr<mezzo::GradScaler> scaler_;

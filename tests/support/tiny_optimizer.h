@@ -26,8 +26,7 @@ inline void set_gradient(const torch::Tensor& parameter, std::vector<float> valu
 }
 
 /// A scaler that has seen a loss, and tells nobody of its skips.
-inline mezzo::GradScaler quiet_scaler(const mezzo::LossScaleOptions& options = {
-                                          .init_scale = 1024}) {
+inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_scale = 1024}) {
   mezzo::GradScaler scaler(options);
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));

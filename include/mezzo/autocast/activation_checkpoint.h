@@ -6,7 +6,7 @@
 /// Brings in libtorch's autograd engine, about nine seconds of compile time.
 #pragma once
 
-#include <mezzo/autocast/detail/activation_checkpoint/checkpoint_node.h>
+#include <mezzo/autocast/detail/checkpoint_node.h>
 #include <mezzo/base/version.h>
 
 #include <c10/core/GradMode.h>

@@ -124,9 +124,8 @@ struct AutocastSetting {
 ///
 /// On a CPU, emulated bfloat16 is slower than float32: a six-layer encoder took 2 to 2.5 times as
 /// long on AVX-512, 15 times on AVX2. float16 is never picked there: it needs a loss scale and took
-/// 13 to 40 times as long without instructions of its own. oneDNN computes these ops, so its
-/// `ONEDNN_MAX_CPU_ISA` is honoured, and avx_ne_convert alone, which converts but does not
-/// multiply, is not enough.
+/// 13 to 40 times as long without instructions of its own. avx_ne_convert alone, which converts but
+/// does not multiply, is not enough.
 ///
 /// `recommended` knows the machine and not the model. A model of small products or convolutions can
 /// be slower in bfloat16 although the instructions are there, since casts and calls outweigh them
@@ -134,7 +133,7 @@ struct AutocastSetting {
 /// the model's own steps.
 ///
 /// `device` may be a bare type, `torch::kCUDA`, which means the current device. No host sync; reads
-/// CPUID and two environment variables, or asks the CUDA driver. Any thread.
+/// CPUID, or asks the CUDA driver. Any thread.
 /// \throws c10::Error for a device type without autocast, and for a CUDA index that does not exist
 inline AutocastSetting recommended(c10::Device device);
 

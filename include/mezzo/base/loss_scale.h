@@ -1,6 +1,6 @@
 /// \file
-/// Loss scaling as values: the options of a loss scale, and the rule by which it moves. The rule
-/// knows no tensor, optimizer or device, and runs on the host and in a kernel.
+/// Loss scaling as a value: the options of a loss scale, and the rule by which it moves. It knows
+/// no tensor, optimizer or device, and runs on the host and in a kernel.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -32,10 +32,34 @@ enum class LossScaleKind : uint8_t {
   dynamic  ///< up after clean iterations, down after an inf or NaN
 };
 
+namespace detail {
+
+/// A number without a name. Constructors refuse it, since it could be any of the options.
+template <class T>
+concept BareNumber = std::is_arithmetic_v<T>;
+
+}  // namespace detail
+
+/// The part of a loss scale that changes from one iteration to the next.
+struct LossScaleState {
+  float scale = 1.0F;           ///< factor of the loss, positive and finite
+  int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
+  int32_t hysteresis_left = 1;  ///< overflows in a row, from now, until the scale backs off
+
+  friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
+};
+
 /// The options of a loss scale, and of the GradScaler that moves it: torch.amp's arguments in their
 /// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
 /// Defaults are those of torch.amp.GradScaler, except `min_scale`.
-struct LossScaleOptions {
+///
+/// The rule by which the scale moves is `next`:
+/// \code
+///   auto rule = mezzo::LossScale::dynamic({.init_scale = 1024, .growth_interval = 100});
+///   auto state = rule.initial_state();
+///   state = rule.next(state, /*found_inf=*/true);  // 512
+/// \endcode
+struct LossScale {
   /// The scale before the first iteration, or the constant scale if `kind` is fixed; above 0.
   double init_scale = 65536.0;
   /// The scale is multiplied by this after `growth_interval` clean iterations in a row; above 1.
@@ -63,53 +87,26 @@ struct LossScaleOptions {
   bool allow_fp16_gradients = false;
   /// The number of this scaler in the line about a skipped step, for programs with several scalers.
   int64_t loss_id = 0;
-};
 
-namespace detail {
-
-/// A number without a name. Constructors refuse it, since it could be any of the options.
-template <class T>
-concept BareNumber = std::is_arithmetic_v<T>;
-
-}  // namespace detail
-
-/// The part of a loss scale that changes from one iteration to the next.
-struct LossScaleState {
-  float scale = 1.0F;           ///< factor of the loss, positive and finite
-  int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
-  int32_t hysteresis_left = 1;  ///< overflows in a row, from now, until the scale backs off
-
-  friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
-};
-
-/// The rule by which a loss scale moves. Immutable.
-///
-/// \code
-///   auto rule = mezzo::LossScale::dynamic({.init_scale = 1024, .growth_interval = 100});
-///   auto state = rule.initial_state();
-///   state = rule.next(state, /*found_inf=*/true);  // 512
-/// \endcode
-class LossScale {
- public:
-  /// Returns the rule of a scale that stays 1.
+  /// Returns a scale that stays 1.
   static LossScale none();
 
-  /// Returns the rule of a constant scale, such as 128. The bounds apply to a scale that is set by
-  /// hand (GradScaler::update).
-  /// \throws c10::Error unless `scale` is positive and finite as a float and within the bounds
+  /// Returns a constant scale, such as 128. The bounds apply to a scale that is set by hand
+  /// (GradScaler::update). \throws c10::Error as `checked` does
   static LossScale fixed(double scale, double min_scale = kDefaultMinScale,
                          double max_scale = kNoMaxScale);
 
-  /// Returns the rule of a scale that backs off on overflow and grows after `growth_interval` clean
-  /// iterations in a row.
-  /// \throws c10::Error for a number out of range, naming it and its range, and for an option that
-  ///   belongs to a GradScaler (enabled, allow_fp16_gradients, loss_id) or another kind
-  static LossScale dynamic(const LossScaleOptions& options = {});
+  /// Returns a scale that backs off on overflow and grows after `growth_interval` clean iterations
+  /// in a row. \throws c10::Error as `checked` does
+  static LossScale dynamic(const LossScale& options);
+  /// Returns torch.amp's default.
+  static LossScale dynamic();
 
-  /// Returns the rule that `options` describe, of any kind. Options that belong to GradScaler are
-  /// ignored.
-  /// \throws c10::Error for a number out of range, even one that `kind` does not use
-  static LossScale of(const LossScaleOptions& options);
+  /// Returns these options, with the scale and its bounds rounded to float, and 1 for
+  /// LossScaleKind::none. Whoever takes a LossScale calls it.
+  /// \throws c10::Error for a number out of range, even one that `kind` does not use, naming it and
+  ///   its range
+  LossScale checked() const;
 
   /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
@@ -136,42 +133,11 @@ class LossScale {
 
   /// Returns `scale` forced into [min_scale, max_scale]; NaN stays NaN.
   C10_HOST_DEVICE float clamp(float scale) const noexcept {
-    const float floored = scale < min_scale_ ? min_scale_ : scale;
-    return floored > max_scale_ ? max_scale_ : floored;
+    if (scale < min_scale) scale = static_cast<float>(min_scale);
+    return scale > max_scale ? static_cast<float>(max_scale) : scale;
   }
 
-  /// Returns whether the scale is none, fixed or dynamic.
-  LossScaleKind kind() const noexcept { return kind_; }
-  /// Returns the scale of the first iteration.
-  double init_scale() const noexcept { return init_scale_; }
-  /// Returns the factor of the scale after `growth_interval` iterations without a skip.
-  double growth_factor() const noexcept { return growth_factor_; }
-  /// Returns the factor of the scale after a skip.
-  double backoff_factor() const noexcept { return backoff_factor_; }
-  /// Returns how many iterations without a skip come before the scale grows.
-  int64_t growth_interval() const noexcept { return growth_interval_; }
-  /// Returns the floor of the scale.
-  float min_scale() const noexcept { return min_scale_; }
-  /// Returns the ceiling of the scale.
-  float max_scale() const noexcept { return max_scale_; }
-  /// Returns how many skips lower the scale once.
-  int32_t hysteresis() const noexcept { return hysteresis_; }
-
-  /// Returns options from which `of` makes this rule. A rule can thus be passed where options are
-  /// expected: `GradScaler(LossScale::fixed(128))`.
-  operator LossScaleOptions() const noexcept;
-
- private:
-  explicit LossScale(const LossScaleOptions& options) noexcept;
-
-  double growth_factor_;
-  double backoff_factor_;
-  int64_t growth_interval_;
-  float init_scale_;
-  float min_scale_;
-  float max_scale_;
-  int32_t hysteresis_;
-  LossScaleKind kind_;
+  friend bool operator==(const LossScale&, const LossScale&) = default;
 };
 
 namespace detail {
@@ -222,88 +188,63 @@ inline void check_counts(int64_t growth_interval, int64_t hysteresis) {
 
 }  // namespace detail
 
-inline LossScale::LossScale(const LossScaleOptions& options) noexcept
-    : growth_factor_(options.growth_factor),
-      backoff_factor_(options.backoff_factor),
-      growth_interval_(options.growth_interval),
-      init_scale_(static_cast<float>(options.init_scale)),
-      min_scale_(static_cast<float>(options.min_scale)),
-      max_scale_(options.max_scale > detail::kLargestFloat ? std::numeric_limits<float>::infinity()
-                                                           : static_cast<float>(options.max_scale)),
-      hysteresis_(static_cast<int32_t>(options.hysteresis)),
-      kind_(options.kind) {}
-
-inline LossScale LossScale::none() {
-  return LossScale({.init_scale = 1.0, .kind = LossScaleKind::none});
-}
+inline LossScale LossScale::none() { return {.init_scale = 1.0, .kind = LossScaleKind::none}; }
 
 inline LossScale LossScale::fixed(double scale, double min_scale, double max_scale) {
+  return LossScale{.init_scale = scale,
+                   .min_scale = min_scale,
+                   .max_scale = max_scale,
+                   .kind = LossScaleKind::fixed}
+      .checked();
+}
+
+inline LossScale LossScale::dynamic(const LossScale& options) {
+  TORCH_CHECK(options.kind == LossScaleKind::dynamic,
+              "LossScale::dynamic: kind is another; leave it out, or give it to GradScaler({...})");
+  return options.checked();
+}
+inline LossScale LossScale::dynamic() { return {}; }
+
+inline LossScale LossScale::checked() const {
+  detail::check_factors(growth_factor, backoff_factor);
+  detail::check_counts(growth_interval, hysteresis);
   detail::check_bounds(min_scale, max_scale);
-  detail::check_scale_value("scale", scale, min_scale, std::min(max_scale, detail::kLargestFloat));
-  return LossScale({.init_scale = scale,
-                    .min_scale = min_scale,
-                    .max_scale = max_scale,
-                    .kind = LossScaleKind::fixed});
-}
-
-inline LossScale LossScale::dynamic(const LossScaleOptions& options) {
-  const bool is_dynamic_rule = options.kind == LossScaleKind::dynamic && options.enabled &&
-                               !options.allow_fp16_gradients && options.loss_id == 0;
-  TORCH_CHECK(is_dynamic_rule,
-              "LossScale::dynamic: kind, enabled, allow_fp16_gradients and loss_id are "
-              "not options of a dynamic scale; give them to GradScaler({...})");
-  return of(options);
-}
-
-inline LossScale LossScale::of(const LossScaleOptions& options) {
-  detail::check_factors(options.growth_factor, options.backoff_factor);
-  detail::check_counts(options.growth_interval, options.hysteresis);
-  detail::check_bounds(options.min_scale, options.max_scale);
-  detail::check_scale_value("init_scale", options.init_scale, options.min_scale,
-                            std::min(options.max_scale, detail::kLargestFloat));
-  switch (options.kind) {
-    case LossScaleKind::none:
-      return none();
-    case LossScaleKind::fixed:
-      return fixed(options.init_scale, options.min_scale, options.max_scale);
-    case LossScaleKind::dynamic:
-      return LossScale(options);
-  }
-  TORCH_CHECK(false, "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
+  detail::check_scale_value("init_scale", init_scale, min_scale,
+                            std::min(max_scale, detail::kLargestFloat));
+  TORCH_CHECK(
+      kind == LossScaleKind::none || kind == LossScaleKind::fixed || kind == LossScaleKind::dynamic,
+      "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
+  LossScale rounded = *this;
+  rounded.init_scale = kind == LossScaleKind::none ? 1.0 : static_cast<float>(init_scale);
+  rounded.min_scale = static_cast<float>(min_scale);
+  rounded.max_scale =
+      max_scale > detail::kLargestFloat ? kNoMaxScale : double{static_cast<float>(max_scale)};
+  return rounded;
 }
 
 inline LossScaleState LossScale::initial_state() const noexcept {
-  return {.scale = init_scale_, .growth_tracker = 0, .hysteresis_left = hysteresis_};
-}
-
-inline LossScale::operator LossScaleOptions() const noexcept {
-  return {.init_scale = init_scale_,
-          .growth_factor = growth_factor_,
-          .backoff_factor = backoff_factor_,
-          .growth_interval = growth_interval_,
-          .min_scale = min_scale_,
-          .max_scale = max_scale_,
-          .hysteresis = hysteresis_,
-          .kind = kind_};
+  return {.scale = static_cast<float>(init_scale),
+          .growth_tracker = 0,
+          .hysteresis_left = static_cast<int32_t>(hysteresis)};
 }
 
 C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
                                                       bool found_inf) const noexcept {
-  if (kind_ != LossScaleKind::dynamic) return state;
+  if (kind != LossScaleKind::dynamic) return state;
   if (found_inf) {
     state.growth_tracker = 0;
     if (state.hysteresis_left > 1) {
       --state.hysteresis_left;
       return state;
     }
-    state.scale = clamp(static_cast<float>(state.scale * backoff_factor_));
+    state.scale = clamp(static_cast<float>(state.scale * backoff_factor));
     return state;
   }
-  state.hysteresis_left = hysteresis_;
+  state.hysteresis_left = static_cast<int32_t>(hysteresis);
   if (state.growth_tracker < INT32_MAX) ++state.growth_tracker;
-  if (state.growth_tracker != growth_interval_) return state;
+  if (state.growth_tracker != growth_interval) return state;
   state.growth_tracker = 0;
-  const auto grown = static_cast<float>(state.scale * growth_factor_);
+  const auto grown = static_cast<float>(state.scale * growth_factor);
   if (!detail::nonfinite_bits(grown)) state.scale = clamp(grown);
   return state;
 }

@@ -15,28 +15,479 @@
 /// Face's DebugUnderflowOverflow does in Python.
 #pragma once
 
+#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/anomaly_judge.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/op_observer.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 
+#include <ATen/core/List.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/core/stack.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
+#include <exception>
 #include <functional>
+#include <initializer_list>
 #include <iostream>
 #include <memory>
+#include <optional>
 #include <ostream>
 #include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// One op that ran.
+struct AnomalyFrame {
+  std::string op = {};  ///< "aten::linear", as the program or an autograd node called it
+  /// The autograd node in whose backward pass the op ran: "AddmmBackward0"; empty in the forward
+  /// pass.
+  std::string node = {};
+  /// The name, in the model, of the module whose parameters the op reads. An op that reads none has
+  /// the module of the op before it; an op of the backward pass has that of the forward op that
+  /// made its node. Empty until a parameter has been read.
+  std::string module = {};
+  bool reads_module = false;                ///< whether the op itself reads a parameter of `module`
+  std::vector<TensorSummary> outputs = {};  ///< of what it returned
+
+  /// Returns whether the op ran in a backward pass.
+  bool is_backward() const { return !node.empty(); }
+  /// Returns "aten::linear, in encoder.fc" or "aten::mm of AddmmBackward0, in encoder.fc".
+  std::string place() const {
+    return op + (is_backward() && node != op ? " of " + node : "") +
+           (module.empty() ? "" : (reads_module ? ", in " : ", after ") + module);
+  }
+};
+
+/// What made the first value that is not finite.
+enum class AnomalyCause : std::uint8_t {
+  /// An input was inf or NaN, and no op that was watched made it: a parameter, the batch, a
+  /// constant.
+  arrived,
+  /// In the backward pass, and the dtype would have held the result without the loss scale: the
+  /// scaler lowers it, and nothing is wrong with the model.
+  loss_scale,
+  low_precision,  ///< the op's dtype does not hold the result; a wider one does
+  unknown,        ///< a wider type gives an inf or NaN too, or could not be tried
+};
+
+/// An op whose result has an inf or NaN that was not in what it read.
+struct Anomaly {
+  AnomalyFrame frame = {};                     ///< the op, and what it returned
+  std::vector<TensorSummary> inputs = {};      ///< before the op ran
+  AnomalyCause cause = AnomalyCause::unknown;  ///< what made the inf or NaN
+  /// The dtype in which the op ran again, float32 or, of an op in float32, float64; unset where it
+  /// could not.
+  std::optional<at::ScalarType> wide_dtype = std::nullopt;
+  double wide_largest = 0;  ///< the largest magnitude of the result in `wide_dtype`
+  double loss_scale = 1;    ///< at that time; 1 in the forward pass
+  /// Whether an op ran in 16 bits before: what this op read may carry its rounding.
+  bool after_low_precision = false;
+  std::optional<int> rank = std::nullopt;  ///< of AnomalyTraceOptions
+
+  /// Returns all of this as one line.
+  std::string message() const;
+
+ private:
+  std::string cause_text() const;
+};
+
+/// What a trace records.
+struct AnomalyTraceOptions {
+  std::size_t frames = 20;  ///< how many ops before the first anomaly are kept
+  /// Asked when a backward pass makes an inf or NaN: `[&] { return scaler.get_scale(); }`. Without
+  /// it loss_scale is never named as a cause.
+  std::function<double()> loss_scale = {};
+  std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
+};
+
+namespace detail {
+
+inline bool all_finite(const std::vector<TensorSummary>& summaries) {
+  return std::all_of(summaries.begin(), summaries.end(),
+                     [](const TensorSummary& summary) { return summary.is_finite(); });
+}
+
+inline double largest_of(const std::vector<TensorSummary>& summaries) {
+  double largest = 0;
+  for (const TensorSummary& summary : summaries) largest = std::max(largest, summary.largest);
+  return largest;
+}
+
+/// Whether the op computed its results: they are no view of what it read, and no uninitialised
+/// memory.
+inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& outputs) {
+  const c10::FunctionSchema& schema = op.handle.schema();
+  const std::string_view name = schema.name();
+  for (const std::string_view other : {"aten::empty", "aten::new_empty", "aten::resize",
+                                       "aten::set_", "aten::_efficientzerotensor"}) {
+    if (name.starts_with(other)) return false;
+  }
+  if (outputs.empty() || op.handle.hasTag(at::Tag::inplace_view)) return false;
+  const auto& returns = schema.returns();
+  if (schema.is_mutable() || returns.empty() || returns[0].alias_info() == nullptr) return true;
+  const std::vector<at::Tensor> read = tensors_in(arguments_in(op.inputs));
+  return std::none_of(read.begin(), read.end(), [&](const at::Tensor& tensor) {
+    return storage_of(tensor) == storage_of(outputs[0]);
+  });
+}
+
+/// Returns an argument with its tensors copied in `wide`; an argument that is a dtype becomes it.
+inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argument,
+                           at::ScalarType wide) {
+  const auto copy = [wide](const at::Tensor& tensor) {
+    const bool widens = tensor.defined() && tensor.is_floating_point();
+    return widens ? tensor.detach().to(wide, /*non_blocking=*/false, /*copy=*/true) : tensor;
+  };
+  if (value.isTensor()) return copy(value.toTensor());
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(copy(tensor));
+    return list;
+  }
+  const c10::TypePtr& type = argument.real_type();
+  const auto* const optional = type->castRaw<c10::OptionalType>();
+  const c10::Type& inner = optional != nullptr ? *optional->getElementType() : *type;
+  const bool is_dtype = inner.kind() == c10::TypeKind::ScalarTypeType && value.isInt();
+  if (is_dtype && c10::isFloatingType(value.toScalarType())) return static_cast<int64_t>(wide);
+  return value;
+}
+
+/// Returns the summaries of the op's results when it runs in `wide`; none where that cannot be
+/// tried. The program's random generators stay as they were.
+inline std::optional<std::vector<TensorSummary>> run_again(const ObservedOp& op,
+                                                           at::ScalarType wide) {
+  const c10::FunctionSchema& schema = op.handle.schema();
+  const bool is_libtorchs = schema.name().starts_with("aten::");  // not a collective, say
+  if (!is_libtorchs || schema.arguments().size() != op.inputs.size()) return std::nullopt;
+  const RandomState random;
+  std::optional<std::vector<TensorSummary>> summaries;
+  try {
+    torch::jit::Stack stack;
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      stack.push_back(widened(op.inputs[i], schema.arguments()[i], wide));
+    }
+    op.handle.callBoxed(&stack);
+    const std::vector<at::Tensor> results = tensors_in(OpArguments(stack.data(), stack.size()));
+    if (!results.empty()) summaries = summarize(results);
+  } catch (const std::exception&) {  // an op that knows only the narrow type, say
+  }
+  random.install();
+  return summaries;
+}
+
+/// Judges the results of ops in their order.
+///
+/// An inf or NaN is noted when an op makes it. The note counts while some memory carries the value
+/// and no op has read it and returned finite numbers: 1 / (1 + exp(100)) is 0, and nothing is
+/// wrong.
+class AnomalyJudge {
+ public:
+  AnomalyJudge(const Names& names, AnomalyTraceOptions options)
+      : names_(names), options_(std::move(options)) {
+    const Unobserved unobserved;
+    std::vector<at::Tensor> gradients;  // a step before may have left inf in them
+    for (const auto& [name, parameter] : names.all()) gradients.push_back(parameter.grad());
+    note(gradients, summarize(gradients), kOld);
+  }
+
+  std::vector<Anomaly> anomalies() const {
+    constexpr std::size_t kMostTold = 4;
+    std::vector<Anomaly> told;
+    for (const Found& found : found_) {
+      if (!found.carriers.empty() && told.size() < kMostTold) told.push_back(found.anomaly);
+    }
+    return told;
+  }
+
+  std::vector<AnomalyFrame> frames() const {
+    const auto first = std::find_if(found_.begin(), found_.end(),
+                                    [](const Found& found) { return !found.carriers.empty(); });
+    const std::deque<AnomalyFrame>& frames = first == found_.end() ? frames_ : first->frames;
+    return {frames.begin(), frames.end()};
+  }
+
+  /// Replaces what the op is going to overwrite by copies, and drops arguments that it only writes.
+  void keep_overwritten(ObservedOp& op) {
+    const auto& arguments = op.handle.schema().arguments();
+    if (op.depth > 0 || is_full() || arguments.size() != op.inputs.size()) return;
+    std::vector<const c10::StorageImpl*> written;
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      const auto* const alias = arguments[i].alias_info();
+      if (alias == nullptr || !alias->isWrite() || !op.inputs[i].isTensor()) continue;
+      written.push_back(storage_of(op.inputs[i].toTensor()));
+      const std::string_view name = op.name();
+      if (arguments[i].is_out() || name == "aten::copy_" || name == "aten::fill_" ||
+          name == "aten::zero_") {
+        op.inputs[i] = at::Tensor();
+      }
+    }
+    if (written.empty()) return;
+    for (c10::IValue& input : op.inputs) {
+      if (!input.isTensor() || !is_readable(input.toTensor())) continue;
+      const at::Tensor tensor = input.toTensor();
+      if (std::find(written.begin(), written.end(), storage_of(tensor)) == written.end()) continue;
+      const at::Tensor copy = tensor.clone();
+      if (const Fact* const fact = fact_of(tensor)) remember(copy, *fact);
+      input = copy;
+    }
+  }
+
+  /// Takes what an op returned that the program, or an autograd node, called.
+  void take(const ObservedOp& op, const std::vector<at::Tensor>& outputs) {
+    if (op.depth > 0 || is_full() || !computed(op, outputs)) return;
+    if (!std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
+    AnomalyFrame frame{.op = op.name(),
+                       .node = op.node,
+                       .module = op.module,
+                       .reads_module = op.reads_module,
+                       .outputs = summarize(outputs)};
+    for (const TensorSummary& output : frame.outputs) {
+      ran_in_16_bits_ |= output.dtype == at::kHalf || output.dtype == at::kBFloat16;
+    }
+    if (!all_finite(frame.outputs)) {
+      judge(op, frame, outputs);
+      return;
+    }
+    forgive(op);
+    keep(std::move(frame));
+  }
+
+ private:
+  /// Where an inf or NaN of a tensor's memory comes from: the number of an anomaly, or one of
+  /// these.
+  static constexpr std::int64_t kAsked = -1;  // the program gave it as a scalar
+  static constexpr std::int64_t kOld = -2;    // from before the trace
+
+  struct Fact {
+    std::int64_t origin;
+    const c10::StorageImpl* memory;                  // of a copy that of the original
+    c10::weak_intrusive_ptr<c10::StorageImpl> held;  // so that no other memory gets its address
+  };
+  struct Found {
+    Anomaly anomaly;
+    std::deque<AnomalyFrame> frames;                       // before it
+    std::unordered_set<const c10::StorageImpl*> carriers;  // that no op has made finite
+  };
+
+  bool is_full() const {  // then nothing is read any more
+    constexpr std::ptrdiff_t kMost = 32;
+    return std::count_if(found_.begin(), found_.end(),
+                         [](const Found& found) { return !found.carriers.empty(); }) >= kMost;
+  }
+
+  void keep(AnomalyFrame frame) {
+    if (options_.frames == 0) return;
+    if (frames_.size() == options_.frames) frames_.pop_front();
+    frames_.push_back(std::move(frame));
+  }
+
+  const Fact* fact_of(const at::Tensor& tensor) const {
+    const auto found = facts_.find(storage_of(tensor));
+    return found == facts_.end() ? nullptr : &found->second;
+  }
+  void remember(const at::Tensor& tensor, Fact fact) {
+    fact.held = tensor.storage().getWeakStorageImpl();
+    facts_.insert_or_assign(storage_of(tensor), std::move(fact));
+  }
+  /// Notes where the inf and NaN of `tensors` come from.
+  void note(const std::vector<at::Tensor>& tensors, const std::vector<TensorSummary>& summaries,
+            std::int64_t origin) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      const auto* const memory = storage_of(tensors[i]);
+      if (summaries[i].is_finite() || memory == nullptr) continue;
+      remember(tensors[i], {origin, memory, tensors[i].storage().getWeakStorageImpl()});
+      if (origin >= 0) found_[static_cast<std::size_t>(origin)].carriers.insert(memory);
+    }
+  }
+
+  static std::vector<at::Tensor> tensors_read(const ObservedOp& op) {
+    std::vector<at::Tensor> read = tensors_in(arguments_in(op.inputs));
+    std::erase_if(read, [](const at::Tensor& tensor) { return !is_readable(tensor); });
+    return read;
+  }
+
+  /// Ends what an op carried that read an inf or NaN and returned finite numbers.
+  void forgive(const ObservedOp& op) {
+    const std::string_view name = op.name();
+    if (name.ends_with("_like") || name.starts_with("aten::new_")) return;  // they read no value
+    for (const at::Tensor& tensor : tensors_read(op)) {
+      const Fact* const fact = fact_of(tensor);
+      if (fact == nullptr || fact->origin < 0) continue;
+      auto& carriers = found_[static_cast<std::size_t>(fact->origin)].carriers;
+      if (carriers.contains(fact->memory) && !all_finite(summarize({tensor}))) {
+        carriers.erase(fact->memory);
+      }
+    }
+  }
+
+  /// Decides whether the inf or NaN began in this op.
+  void judge(const ObservedOp& op, AnomalyFrame& frame, const std::vector<at::Tensor>& outputs) {
+    const std::vector<at::Tensor> read = tensors_read(op);
+    std::vector<TensorSummary> inputs = summarize(read);
+    bool spreads = false, arrives = false;
+    bool asks_low = false, asks_high = false;  // for -inf, and for inf
+    for (const c10::IValue& input : op.inputs) {
+      const double value = input.isDouble() ? input.toDouble() : 0;
+      asks_low |= nonfinite_bits(value) && value < 0;
+      asks_high |= nonfinite_bits(value) && value > 0;
+    }
+    std::vector<std::int64_t> origins;
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      inputs[i].name = names_.name_of(read[i]);
+      if (inputs[i].is_finite()) continue;
+      const Fact* const fact = fact_of(read[i]);
+      const bool is_mask = inputs[i].nans == 0 && inputs[i].name.empty();
+      if (fact != nullptr && fact->origin != kAsked) {
+        spreads = true;
+        origins.push_back(fact->origin);
+        if (fact->origin >= 0) {
+          found_[static_cast<std::size_t>(fact->origin)].carriers.erase(fact->memory);
+        }
+      } else if (is_mask && (fact != nullptr || inputs[i].infs == inputs[i].negative_infs)) {
+        asks_low = true;
+        asks_high |= fact != nullptr;
+      } else {
+        arrives = true;
+      }
+    }
+    if (spreads) {
+      for (const std::int64_t origin : origins) note(outputs, frame.outputs, origin);
+      return;
+    }
+    // One number of many, as a loss is, has no place for a mask's inf.
+    const bool is_total = outputs.front().defined() && outputs.front().dim() == 0 &&
+                          !read.empty() && read.front().numel() > 1;
+    const bool is_asked =
+        std::all_of(frame.outputs.begin(), frame.outputs.end(), [&](const TensorSummary& output) {
+          return output.nans == 0 && (output.infs == output.negative_infs || asks_high) &&
+                 (output.negative_infs == 0 || asks_low);
+        });
+    if (!arrives && !is_total && is_asked) {
+      note(outputs, frame.outputs, kAsked);
+      keep(std::move(frame));
+      return;
+    }
+    Anomaly anomaly{
+        .inputs = std::move(inputs), .after_low_precision = ran_in_16_bits_, .rank = options_.rank};
+    anomaly.frame = std::move(frame);
+    if (arrives) {
+      anomaly.cause = AnomalyCause::arrived;
+    } else {
+      find_cause(op, anomaly);
+    }
+    const auto number = static_cast<std::int64_t>(found_.size());
+    found_.push_back({std::move(anomaly), frames_, {}});
+    note(outputs, found_.back().anomaly.frame.outputs, number);
+    if (!arrives) return;
+    for (std::size_t i = 0; i < read.size(); ++i) {  // whoever reads it next is not the first
+      const auto* const memory = storage_of(read[i]);
+      if (memory == nullptr || fact_of(read[i]) != nullptr) continue;
+      if (found_.back().anomaly.inputs[i].is_finite()) continue;
+      remember(read[i], {number, memory, read[i].storage().getWeakStorageImpl()});
+    }
+  }
+
+  void find_cause(const ObservedOp& op, Anomaly& anomaly) const {
+    const auto bad = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
+                                  [](const TensorSummary& output) { return !output.is_finite(); });
+    const bool is_wide = bad->dtype == at::kFloat || bad->dtype == at::kDouble;
+    const at::ScalarType wide = is_wide ? at::kDouble : at::kFloat;
+    const auto outputs = run_again(op, wide);
+    if (!outputs) return;
+    anomaly.wide_dtype = wide;
+    if (!all_finite(*outputs)) return;
+    anomaly.wide_largest = largest_of(*outputs);
+    anomaly.cause = AnomalyCause::low_precision;
+    if (!anomaly.frame.is_backward() || options_.loss_scale == nullptr) return;
+    anomaly.loss_scale = options_.loss_scale();
+    if (anomaly.loss_scale > 1 &&
+        !overflows(anomaly.wide_largest / anomaly.loss_scale, bad->dtype)) {
+      anomaly.cause = AnomalyCause::loss_scale;
+    }
+  }
+
+  const Names& names_;
+  AnomalyTraceOptions options_;
+  std::vector<Found> found_;
+  std::deque<AnomalyFrame> frames_;
+  std::unordered_map<const c10::StorageImpl*, Fact> facts_;
+  bool ran_in_16_bits_ = false;
+};
+
+inline std::string summaries_text(const std::vector<TensorSummary>& summaries) {
+  std::string text;
+  for (const TensorSummary& summary : summaries) {
+    if (summary.count == 0) continue;
+    text += (text.empty() ? "" : "; ") + summary.to_string();
+  }
+  return text.empty() ? "nothing" : text;
+}
+
+}  // namespace detail
+
+inline std::string Anomaly::message() const {
+  return (rank ? "rank " + std::to_string(*rank) + ", " : "") +
+         (frame.is_backward() ? "backward pass: " : "forward pass: ") + frame.place() +
+         (cause == AnomalyCause::arrived ? " passed on " : " made ") +
+         detail::summaries_text(frame.outputs) + ". It read " + detail::summaries_text(inputs) +
+         ". " + cause_text();
+}
+
+inline std::string Anomaly::cause_text() const {
+  using detail::digits;
+  const std::string wide(detail::dtype_name(wide_dtype.value_or(at::kFloat)));
+  switch (cause) {
+    case AnomalyCause::arrived:
+      for (const TensorSummary& input : inputs) {
+        if (input.is_finite() || input.name.empty()) continue;
+        return "The parameter " + input.name +
+               " is not finite: no step repairs it, load a checkpoint from before";
+      }
+      return "An input is not finite, and no op that was watched made it: look at the batch, at "
+             "constants and buffers, and at what was computed before the trace";
+    case AnomalyCause::loss_scale:
+      return "In " + wide + " it is finite, up to " + digits(wide_largest) +
+             ", and the dtype would hold it without the loss scale of " + digits(loss_scale, 6) +
+             ": the scaler lowers that, nothing is wrong with the model";
+    case AnomalyCause::low_precision:
+      return "In " + wide + " it is finite, up to " + digits(wide_largest) +
+             (loss_scale > 1 ? ", too large even without the loss scale: " : ": ") +
+             (wide_dtype == at::kDouble
+                  ? "keep its result smaller"
+                  : "use bfloat16, or run this op and those that read its result in float32");
+    case AnomalyCause::unknown:
+      break;
+  }
+  if (!wide_dtype) return "It could not be run again in a wider type: why is not known";
+  return "In " + wide +
+         " it is not finite either: why is not known; look at the ranges of what it "
+         "read, for 0, for numbers that the op does not take, for inf and for no elements" +
+         (after_low_precision ? ". Ops before it ran in 16 bits, and rounding can make 0 or a "
+                                "negative number of a small positive one: trace the step in float32"
+                              : "");
+}
 
 /// Checks what each op that the creating thread calls returns, and each op of the backward passes
 /// that it calls, for inf and NaN, while it exists. An inf that the program asks for by a scalar
@@ -84,8 +535,12 @@ class AnomalyTrace final : private detail::OpObserver {
   using OpObserver::saw_backward;
 
  private:
-  void entered(detail::ObservedOp& op) override { judge_.keep_overwritten(op); }
+  void entered(detail::ObservedOp& op) override {
+    const detail::Unobserved unobserved;
+    judge_.keep_overwritten(op);
+  }
   void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
+    const detail::Unobserved unobserved;
     judge_.take(op, detail::tensors_in(returned));
   }
 

@@ -1,27 +1,28 @@
 /// \file
 /// CastTrace: in which dtype each op ran under autocast, and what the casts cost.
 ///
-///     mezzo::CastTrace trace;      // from here on, this thread's ops are noted
+///     mezzo::CastTrace trace(*model);   // from here on, this thread's ops are noted
 ///     step(batch);
-///     std::cout << trace;          // a table, the costliest casts first
+///     std::cout << trace;               // a table, the costliest casts first
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_listener.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/detail/op_observer.h>
+#include <mezzo/diagnose/names.h>
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/record_function.h>
-#include <c10/util/Exception.h>
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <iomanip>
 #include <map>
+#include <memory>
 #include <optional>
 #include <ostream>
 #include <string>
@@ -31,9 +32,9 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// One line of a trace: the sum of equal calls in one scope.
+/// One line of a trace: the sum of equal calls in one module.
 struct CastRecord {
-  std::string scope;       ///< names of the RECORD_USER_SCOPEs around the call, joined by '/'
+  std::string module;      ///< whose parameters the op reads, or that of the op before; or empty
   std::string op;          ///< its full name, with its overload
   c10::DeviceType device;  ///< of the first tensor
   std::vector<at::ScalarType> inputs;  ///< dtypes of the tensors that the caller passed
@@ -43,31 +44,23 @@ struct CastRecord {
   std::int64_t bytes = 0;  ///< read and written by the casts
 };
 
-namespace detail {
-
-/// The thing that the start of an op opened, for its end to close.
-enum class OpenedByOp : std::uint8_t { nothing, scope, call, cast };
-
-}  // namespace detail
-
 /// Notes, while it exists, the ops that the creating thread runs under autocast. Ops with an
 /// autocast kernel, libtorch's or a policy's, are noted wherever they occur, other ops only where
-/// the user called them, not inside another op; views are left out. libtorch's scopes,
-/// `RECORD_USER_SCOPE("encoder")`, group the records.
+/// the user called them, not inside another op; views are left out.
 ///
 /// Listens through at::RecordFunction: a few microseconds an op while it exists, and nothing at
 /// all otherwise. Create, read and destroy it in one thread.
-class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
+class CastTrace final : private detail::OpObserver {
  public:
-  /// Begins to listen.
-  /// \throws c10::Error if the thread has a CastTrace already
-  CastTrace() : OpListener({at::RecordScope::FUNCTION, at::RecordScope::USER_SCOPE}) {
-    TORCH_CHECK(!is_nested(),
-                "CastTrace: this thread has one already; let that one end before another is made");
-  }
+  /// Begins to listen. Records have no module.
+  CastTrace() : CastTrace(NamedTensors()) {}
+  /// Begins to listen. Keeps the parameters, not the model.
+  explicit CastTrace(const torch::nn::Module& model) : CastTrace(name_parameters(model)) {}
+  ~CastTrace() override { stop(); }
 
   /// Returns the records so far, most bytes first, then most calls.
   std::vector<CastRecord> records() const {
+    const auto locked = lock();
     std::vector<CastRecord> all;
     for (const auto& [key, record] : records_) all.push_back(record);
     std::stable_sort(all.begin(), all.end(), [](const CastRecord& a, const CastRecord& b) {
@@ -79,102 +72,72 @@ class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
   /// Returns the bytes that all casts so far read and wrote.
   std::int64_t total_bytes() const {
     std::int64_t sum = 0;
-    for (const auto& [key, record] : records_) sum += record.bytes;
+    for (const CastRecord& record : records()) sum += record.bytes;
     return sum;
   }
 
  private:
-  friend OpListener;
-  using Opened = detail::OpenedByOp;
-
   // A noted call that has not returned. An op with an autocast kernel calls itself with the cast
   // arguments: until then, every copy to another dtype is one of autocast's casts.
   struct OpenCall {
-    std::string name;
     CastRecord record;
+    std::string name;
+    int depth;
     bool is_casting;
   };
 
-  Opened entered(const at::RecordFunction& function) {
-    if (function.scope() == at::RecordScope::USER_SCOPE) {
-      scopes_.emplace_back(function.name());
-      return Opened::scope;
-    }
-    const auto name = function.operator_name();
-    if (!name.has_value()) return Opened::nothing;
-    const detail::OpArguments inputs = detail::recorded_inputs(function);
+  explicit CastTrace(NamedTensors parameters) : OpObserver(std::move(parameters)) { start(); }
+
+  void entered(detail::ObservedOp& op) override {
     if (!open_.empty() && open_.back().is_casting) {
-      if (in_cast_ || name->name == "aten::to") return Opened::nothing;
-      if (name->name == open_.back().name) {
+      if (op.name() == "aten::to") return;
+      if (op.name() == open_.back().name) {
         open_.back().is_casting = false;
-        return Opened::nothing;
+        return;
       }
-      if (name->name == "aten::_to_copy") {
-        note_cast(inputs);
-        in_cast_ = true;
-        return Opened::cast;
+      if (op.name() == "aten::_to_copy") {
+        const at::Tensor& source = op.inputs[0].toTensor();
+        const auto target =
+            op.inputs[1].isInt() ? op.inputs[1].toScalarType() : source.scalar_type();
+        const auto width = source.element_size() + c10::elementSize(target);
+        open_.back().record.casts += 1;
+        open_.back().record.bytes += source.numel() * static_cast<std::int64_t>(width);
+        return;
       }
     }
-    return note_call(*name, inputs) ? Opened::call : Opened::nothing;
-  }
-
-  void left(const at::RecordFunction& function, Opened opened) {
-    if (opened == Opened::scope) {
-      scopes_.pop_back();
-    } else if (opened == Opened::cast) {
-      in_cast_ = false;
-    } else if (opened == Opened::call) {
-      close_call(detail::OpArguments(function.outputs().data(), function.outputs().size()));
-    }
-  }
-
-  void note_cast(detail::OpArguments inputs) {
-    const at::Tensor& source = inputs[0].toTensor();
-    const auto target = inputs[1].isInt() ? inputs[1].toScalarType() : source.scalar_type();
-    CastRecord& record = open_.back().record;
-    record.casts += 1;
-    record.bytes += source.numel() *
-                    (source.element_size() + static_cast<std::int64_t>(c10::elementSize(target)));
-  }
-
-  bool note_call(const c10::OperatorName& name, detail::OpArguments inputs) {
     std::optional<c10::DeviceType> device;
     std::vector<at::ScalarType> dtypes;
-    detail::for_each_tensor(inputs, [&](const at::Tensor& tensor) {
-      if (!tensor.defined()) return;
+    for (const at::Tensor& tensor : detail::tensors_in(detail::arguments_in(op.inputs))) {
+      if (!tensor.defined()) continue;
       if (!device) device = tensor.device().type();
       dtypes.push_back(tensor.scalar_type());
-    });
+    }
     const bool is_lowered =
         device && detail::is_policy_device(*device) && at::autocast::is_autocast_enabled(*device);
-    const auto op = c10::Dispatcher::singleton().findSchema(name);
-    if (!is_lowered || !op) return false;
-    const bool is_listed = op->hasKernelForDispatchKey(detail::autocast_key(*device));
-    if (!is_listed && (!open_.empty() || detail::returns_view(op->schema()))) return false;
-    std::string scope;
-    for (const auto& each : scopes_) scope += (scope.empty() ? "" : "/") + each;
-    open_.push_back({name.name,
-                     {.scope = std::move(scope),
-                      .op = detail::full_name(name),
-                      .device = *device,
-                      .inputs = std::move(dtypes),
-                      .runs_in = at::ScalarType::Undefined,
-                      .calls = 1},
-                     is_listed});
-    return true;
+    if (!is_lowered) return;
+    const bool is_listed = op.handle.hasKernelForDispatchKey(detail::autocast_key(*device));
+    if (!is_listed && (!open_.empty() || detail::returns_view(op.handle.schema()))) return;
+    open_.push_back({.record = {.module = op.module,
+                                .op = detail::full_name(op.handle.operator_name()),
+                                .device = *device,
+                                .inputs = std::move(dtypes),
+                                .runs_in = at::ScalarType::Undefined,
+                                .calls = 1},
+                     .name = op.name(),
+                     .depth = op.depth,
+                     .is_casting = is_listed});
   }
 
-  void close_call(detail::OpArguments results) {
+  void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
+    if (open_.empty() || open_.back().depth != op.depth) return;
     CastRecord closed = std::move(open_.back().record);
     open_.pop_back();
-    detail::for_each_tensor(results, [&](const at::Tensor& tensor) {
-      const bool is_first = closed.runs_in == at::ScalarType::Undefined;
-      if (is_first && tensor.defined() && tensor.is_floating_point()) {
-        closed.runs_in = tensor.scalar_type();
-      }
-    });
+    for (const at::Tensor& tensor : detail::tensors_in(returned)) {
+      if (closed.runs_in != at::ScalarType::Undefined) break;
+      if (tensor.defined() && tensor.is_floating_point()) closed.runs_in = tensor.scalar_type();
+    }
     const auto [place, is_new] = records_.try_emplace(
-        Key(closed.scope, closed.op, closed.device, closed.inputs, closed.runs_in), closed);
+        Key(closed.module, closed.op, closed.device, closed.inputs, closed.runs_in), closed);
     if (is_new) return;
     place->second.calls += closed.calls;
     place->second.casts += closed.casts;
@@ -184,26 +147,25 @@ class CastTrace : private detail::OpListener<CastTrace, detail::OpenedByOp> {
   using Key = std::tuple<std::string, std::string, c10::DeviceType, std::vector<at::ScalarType>,
                          at::ScalarType>;
   std::map<Key, CastRecord> records_;
-  std::vector<std::string> scopes_;
   std::vector<OpenCall> open_;
-  bool in_cast_ = false;
 };
 
 /// Prints the records as a table with a total.
 inline std::ostream& operator<<(std::ostream& stream, const CastTrace& trace) {
-  stream << std::right << std::setw(12) << "cast bytes" << std::setw(8) << "casts" << std::setw(8)
-         << "calls"
-         << "  op (inputs) -> runs in, scope\n";
+  const std::vector<int> widths = {12, 8, 8, 0};
+  std::string text = detail::table_line(
+      widths, {"cast bytes", "casts", "calls", "  op (inputs) -> runs in, module"});
   for (const CastRecord& record : trace.records()) {
-    stream << std::setw(12) << record.bytes << std::setw(8) << record.casts << std::setw(8)
-           << record.calls << "  " << record.op << " (";
-    for (std::size_t i = 0; i < record.inputs.size(); ++i) {
-      stream << (i == 0 ? "" : ", ") << c10::toString(record.inputs[i]);
+    std::string op = "  " + record.op + " (";
+    for (const at::ScalarType dtype : record.inputs) {
+      op += std::string(op.ends_with('(') ? "" : ", ") + c10::toString(dtype);
     }
-    stream << ") -> " << c10::toString(record.runs_in) << (record.scope.empty() ? "" : ", ")
-           << record.scope << "\n";
+    op += std::string(") -> ") + c10::toString(record.runs_in);
+    if (!record.module.empty()) op += ", " + record.module;
+    text += detail::table_line(widths, {std::to_string(record.bytes), std::to_string(record.casts),
+                                        std::to_string(record.calls), op});
   }
-  return stream << "total: " << trace.total_bytes() << " bytes in casts\n";
+  return stream << text + "total: " + std::to_string(trace.total_bytes()) + " bytes in casts\n";
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

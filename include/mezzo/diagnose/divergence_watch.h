@@ -65,136 +65,96 @@ class DivergenceWatch {
  public:
   /// Keeps the parameters, not the model. Reads the weights once, which waits for the device.
   /// \throws c10::Error unless skips_in_a_row is positive
-  explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {});
+  explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {})
+      : options_(std::move(options)),
+        parameters_(name_parameters(model)),
+        began_bad_(!bad_weight().empty()) {
+    TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
+                options_.skips_in_a_row, "; it should be positive");
+  }
 
   /// Looks at the record of a step.
-  void operator()(const TelemetryRecord& record);
+  void operator()(const TelemetryRecord& record) {
+    constexpr std::int64_t kRarely = 1000;
+    if (std::exchange(last_step_, record.step) >= record.step) skips_ = quiet_until_ = 0;
+    skips_ = record.skipped ? skips_ + 1 : 0;
+    const bool is_sign = is_lost(record) || skips_ >= options_.skips_in_a_row ||
+                         (record.skipped && record.scale <= options_.min_scale);
+    if (!is_sign || record.step < quiet_until_) return;
+    quiet_until_ = record.step + kRarely;
+    const Finding finding = diagnose(record);
+    const bool stops = options_.policy == DivergencePolicy::stop;
+    if (options_.callback) {
+      options_.callback(finding);
+    } else if (!stops) {
+      std::cerr << finding.message() + "\n";
+    }
+    TORCH_CHECK(!stops, finding.message());
+  }
 
  private:
-  Finding diagnose(const TelemetryRecord& record) const;
-  std::string bad_weight() const;
-  double norm_of_weights() const;
-
-  DivergenceOptions options_;
-  NamedTensors parameters_;
-  double first_norm_;                             // of all weights, when the watch was made
-  std::optional<double> first_loss_, last_loss_;  // that were finite
-  std::int64_t last_step_ = 0;
-  std::int64_t skips_ = 0;
-  std::int64_t quiet_until_ = 0;  // a step
-};
-
-#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
-MEZZO_INLINE DivergenceWatch::DivergenceWatch(const torch::nn::Module& model,
-                                              DivergenceOptions options)
-    : options_(std::move(options)),
-      parameters_(name_parameters(model)),
-      first_norm_(norm_of_weights()) {
-  TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
-              options_.skips_in_a_row, "; it should be positive");
-}
-
-MEZZO_INLINE void DivergenceWatch::operator()(const TelemetryRecord& record) {
-  constexpr std::int64_t kRarely = 1000;
-  if (std::exchange(last_step_, record.step) >= record.step) {
-    skips_ = quiet_until_ = 0;
-    first_loss_.reset();
+  static bool is_lost(const TelemetryRecord& record) {
+    return record.loss && detail::nonfinite_bits(*record.loss);
   }
-  skips_ = record.skipped ? skips_ + 1 : 0;
-  const bool is_lost = record.loss && detail::nonfinite_bits(*record.loss);
-  if (record.loss && !is_lost) {
-    last_loss_ = record.loss;
-    if (!first_loss_) first_loss_ = record.loss;
-  }
-  const bool is_sign = is_lost || skips_ >= options_.skips_in_a_row ||
-                       (record.skipped && record.scale <= options_.min_scale);
-  if (!is_sign || record.step < quiet_until_) return;
-  quiet_until_ = record.step + kRarely;
-  const Finding finding = diagnose(record);
-  if (options_.callback) {
-    options_.callback(finding);
-  } else if (options_.policy == DivergencePolicy::keep_going) {
-    std::cerr << finding.message() + "\n";
-  }
-  TORCH_CHECK(options_.policy != DivergencePolicy::stop, finding.message());
-}
 
-MEZZO_INLINE Finding DivergenceWatch::diagnose(const TelemetryRecord& record) const {
-  using detail::digits;
-  const bool is_lost = record.loss && detail::nonfinite_bits(*record.loss);
-  Finding finding{.severity = FindingSeverity::error, .topic = "divergence"};
-  finding.where = "Training diverges (" +
-                  (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") + "step " +
-                  std::to_string(record.step) + "; " + std::to_string(skips_) +
-                  " skipped in a row; loss scale " + detail::number_text(record.scale) +
-                  (record.loss ? "; loss " + digits(*record.loss, 4) : "") + ")";
-  if (const std::string bad = bad_weight(); !bad.empty()) {
-    finding.reason = bad + " holds inf or NaN";
-    if (detail::nonfinite_bits(first_norm_)) {
-      finding.reason += ", and the weights did when the watch was made";
+  /// Returns the name of the first parameter that holds inf or NaN; empty if there is none.
+  std::string bad_weight() const {
+    for (const auto& [name, parameter] : parameters_) {
+      if (!parameter.isfinite().all().item<bool>()) return name;
+    }
+    return {};
+  }
+
+  Finding diagnose(const TelemetryRecord& record) const {
+    Finding finding{.severity = FindingSeverity::error, .topic = "divergence"};
+    finding.where = "Training diverges (" +
+                    (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") +
+                    "step " + std::to_string(record.step) + "; " + std::to_string(skips_) +
+                    " skipped in a row; loss scale " + detail::number_text(record.scale) +
+                    (record.loss ? "; loss " + detail::digits(*record.loss, 4) : "") + ")";
+    const std::string bad = bad_weight();
+    if (!bad.empty() && began_bad_) {
+      finding.reason = bad + " holds inf or NaN, and the weights did when the watch was made";
       finding.remedy = "no step repairs it: initialise or load it again";
-    } else if (is_lost && !record.skipped) {
-      finding.reason += " and so is the loss, whose step was applied; which was first is not known";
+    } else if (!bad.empty() && is_lost(record) && !record.skipped) {
+      finding.reason = bad +
+                       " holds inf or NaN and so is the loss, whose step was applied; which was "
+                       "first is not known";
       finding.remedy =
           "load a checkpoint from before, and step through a GradScaler, which skips a step whose "
           "gradients are inf or NaN (in bfloat16 with an init_scale of 1): if the weights stay "
           "finite, look at this batch, and for a log or a division of 0; if not, look at the "
           "learning rate and eps";
-    } else {
-      finding.reason += "; what wrote it is not known";
+    } else if (!bad.empty()) {
+      finding.reason = bad + " holds inf or NaN; what wrote it is not known";
       finding.remedy =
           "no step repairs it: load a checkpoint from before, and look at the learning rate, eps, "
           "the range of the weights' dtype, and writes by hand";
+    } else {
+      finding.reason = is_lost(record) ? "the loss is inf or NaN, computed from finite weights"
+                                       : "the weights are finite; " +
+                                             find_overflow(parameters_, record.scale).cause();
+      finding.remedy =
+          is_lost(record)
+              ? "why is not known: look at this batch, for a log or a division of 0, and in half "
+                "for a number beyond its range, which is so if the batch has a finite loss in "
+                "float32: then use bfloat16; an AnomalyTrace around this batch names the op"
+              : "why is not known: an AnomalyWatch traces a step and names the op, and whether a "
+                "wider type holds its result";
+      finding.remedy +=
+          "; if the loss or the weights grew before, divide the learning rate by 10 until the loss "
+          "falls, lengthen the warm-up, or take a momentum below 1, less weight decay, or inputs "
+          "of about 1";
     }
     return finding;
   }
-  finding.reason =
-      is_lost ? "the loss is inf or NaN, computed from finite weights"
-              : "the weights are finite; " + find_overflow(parameters_, record.scale).cause();
-  const double norm = norm_of_weights();
-  if (norm > 3 * first_norm_) {
-    finding.reason += "; since the start the norm of all weights went from " + digits(first_norm_) +
-                      " to " + digits(norm);
-    if (first_loss_) {
-      finding.reason += " and the loss, while it was finite, from " + digits(*first_loss_) +
-                        " to " + digits(*last_loss_);
-    }
-    finding.remedy =
-        "why is not known: if the updates are too large, divide the learning rate by 10 until the "
-        "loss falls, lengthen the warm-up, or take a momentum below 1, less weight decay, or "
-        "inputs "
-        "of about 1; if they are not, ";
-  } else {
-    finding.remedy = "why is not known: ";
-  }
-  finding.remedy +=
-      is_lost
-          ? "look at this batch, for a log or a division of 0, and in half for a number beyond "
-            "its range, which is so if the batch has a finite loss in float32: then use "
-            "bfloat16; an AnomalyTrace around this batch names the op"
-          : "an AnomalyWatch traces a step and names the op, and whether a wider type holds its "
-            "result";
-  return finding;
-}
 
-/// The name of the first parameter that holds inf or NaN; empty if there is none.
-MEZZO_INLINE std::string DivergenceWatch::bad_weight() const {
-  for (const auto& [name, parameter] : parameters_) {
-    if (!parameter.isfinite().all().item<bool>()) return name;
-  }
-  return {};
-}
-
-/// The 2-norm of all weights as one vector.
-MEZZO_INLINE double DivergenceWatch::norm_of_weights() const {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> norms;
-  for (const auto& [name, parameter] : parameters_) {
-    norms.push_back(
-        parameter.norm(2, parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
-  }
-  return norms.empty() ? 0 : detail::numbers_on_host(std::move(norms)).norm().item<double>();
-}
-#endif
+  DivergenceOptions options_;
+  NamedTensors parameters_;
+  bool began_bad_;
+  std::int64_t last_step_ = 0;
+  std::int64_t skips_ = 0;
+  std::int64_t quiet_until_ = 0;  // a step
+};
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

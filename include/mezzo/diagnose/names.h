@@ -3,7 +3,7 @@
 /// whose parameter it reads.
 #pragma once
 
-#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>

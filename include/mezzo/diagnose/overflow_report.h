@@ -13,6 +13,7 @@
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/scaling/skipped_step.h>
@@ -21,6 +22,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/nn/module.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -57,13 +59,79 @@ struct Overflow {
   std::int64_t overflowed_layers = 0;  ///< how many of them are those of `parameters`
 
   /// Returns one line without an end; also where there is nothing to be seen any more, and why.
-  std::string cause() const;
+  std::string cause() const {
+    using std::to_string;
+    const std::string where = rank ? "rank " + to_string(*rank) + ": " : std::string();
+    if (parameters.empty()) {
+      return where +
+             "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
+             "step's, as on a device; call find_overflow after the step, before they are cleared";
+    }
+    const OverflowedParameter& first = parameters.front();
+    const std::size_t others = parameters.size() - 1;
+    return where + first.name + (others > 0 ? " and " + to_string(others) + " more" : "") +
+           ", in " + to_string(overflowed_layers) + " of " + to_string(layers) +
+           " layers: " + first.name + " has " + to_string(first.infs) + " inf and " +
+           to_string(first.nans) + " NaN in " + to_string(first.elements) +
+           " gradients, the first, " + detail::number_text(first.value) + ", at " +
+           detail::sizes_text(first.first) + ", " +
+           (first.by_unscaling ? "made by dividing by a loss scale below 1"
+                               : "found after the backward pass");
+  }
 };
 
 /// Reads the gradients that `parameters` have now. Writes nothing. Reads all once, and those that
 /// are not finite again; waits for the device.
 /// \param loss_scale  that the gradients carry, or carried
-Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1);
+inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> gradients;
+  for (const auto& [name, parameter] : parameters) {
+    const at::Tensor gradient = parameter.grad();
+    const bool is_sparse = gradient.defined() && gradient.is_sparse();
+    gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
+  }
+  const std::vector<TensorSummary> summaries = summarize(gradients);
+  const bool is_finite = std::all_of(summaries.begin(), summaries.end(),
+                                     [](const TensorSummary& one) { return one.is_finite(); });
+  const double factor = is_finite && loss_scale < 1 ? 1 / loss_scale : 1;
+  Overflow overflow;
+  std::set<std::string> layers, overflowed;
+  for (std::size_t i = parameters.size(); i-- > 0;) {
+    const auto& [name, parameter] = parameters[i];
+    const TensorSummary& summary = summaries[i];
+    if (summary.count == 0) continue;
+    layers.insert(detail::layer_name(name));
+    const auto wide = summary.dtype == at::kDouble ? at::kDouble : at::kFloat;
+    const bool by_unscaling =
+        summary.is_finite() && detail::overflows(summary.largest * factor, wide);
+    if (summary.is_finite() && !by_unscaling) continue;
+    overflowed.insert(detail::layer_name(name));
+    const at::Tensor& gradient = gradients[i];
+    const at::Tensor values = detail::ordered_values(gradient).to(at::kDouble).mul(factor).to(wide);
+    const at::Tensor is_bad = values.isfinite().logical_not();
+    const at::Tensor first =
+        is_bad.nonzero()[0].cpu().contiguous();  // of a sparse one the first is a row's
+    std::vector<std::int64_t> index(first.const_data_ptr<int64_t>(),
+                                    first.const_data_ptr<int64_t>() + first.numel());
+    if (gradient.is_sparse()) {
+      const at::Tensor row = gradient.indices().select(1, index.front()).cpu();
+      index.erase(index.begin());
+      index.insert(index.begin(), row.const_data_ptr<int64_t>(),
+                   row.const_data_ptr<int64_t>() + row.numel());
+    }
+    overflow.parameters.push_back({.name = name,
+                                   .elements = summary.count,
+                                   .infs = values.isinf().sum().item<int64_t>(),
+                                   .nans = summary.nans,
+                                   .first = std::move(index),
+                                   .value = values.masked_select(is_bad)[0].item<double>(),
+                                   .by_unscaling = by_unscaling});
+  }
+  overflow.layers = static_cast<std::int64_t>(layers.size());
+  overflow.overflowed_layers = static_cast<std::int64_t>(overflowed.size());
+  return overflow;
+}
 
 /// Options of an OverflowReport: who is told.
 struct OverflowReportOptions {
@@ -100,118 +168,23 @@ class OverflowReport {
       : parameters_(name_parameters(models)), options_(std::move(options)) {}
 
   /// Reads the gradients of a skipped step; for GradScaler::on_skip.
-  void operator()(const SkippedStep& step);
+  void operator()(const SkippedStep& step) {
+    constexpr std::int64_t kAtFirst = 3, kRarely = 1000;
+    skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
+    if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
+    const bool writes = options_.stream != nullptr && options_.rank.value_or(0) == 0;
+    if (!writes && !options_.callback) return;
+    Overflow overflow = find_overflow(parameters_, step.scale);
+    overflow.step = step;
+    overflow.rank = options_.rank;
+    if (writes) *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
+    if (options_.callback) options_.callback(overflow);
+  }
 
  private:
   NamedTensors parameters_;
   OverflowReportOptions options_;
   std::int64_t skips_at_scale_ = 0;
 };
-
-#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
-namespace detail {
-
-/// Sets where the first value is that is inf or NaN once it is multiplied by `factor`.
-inline void find_first(const at::Tensor& gradient, double factor, OverflowedParameter& parameter) {
-  const at::Tensor values = gradient.is_sparse() ? gradient.values() : gradient;
-  const at::Tensor scaled = ordered_values(values)
-                                .to(at::kDouble)
-                                .mul(factor)
-                                .to(values.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
-  const at::Tensor first = scaled.isfinite().logical_not().to(at::kByte).argmax();
-  auto position = first.item<std::int64_t>();
-  parameter.value = scaled.flatten()[position].item<double>();
-  std::vector<std::int64_t> index(static_cast<std::size_t>(values.dim()));
-  for (std::size_t i = index.size(); i-- > 0;) {
-    const std::int64_t size = values.size(static_cast<std::int64_t>(i));
-    index[i] = position % size;
-    position /= size;
-  }
-  if (gradient.is_sparse()) {  // the first number counts rows that there are
-    const at::Tensor row = gradient.indices().select(1, index.front()).cpu();
-    index.erase(index.begin());
-    index.insert(index.begin(), row.const_data_ptr<int64_t>(),
-                 row.const_data_ptr<int64_t>() + row.numel());
-  }
-  parameter.first = std::move(index);
-}
-
-}  // namespace detail
-
-MEZZO_INLINE Overflow find_overflow(const NamedTensors& parameters, double loss_scale) {
-  const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> gradients;
-  for (const auto& [name, parameter] : parameters) {
-    const at::Tensor gradient = parameter.grad();
-    const bool is_sparse = gradient.defined() && gradient.is_sparse();
-    gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
-  }
-  const std::vector<TensorSummary> summaries = summarize(gradients);
-  Overflow overflow;
-  std::set<std::string> layers;
-  const auto find = [&](double factor) {
-    std::set<std::string> overflowed;
-    for (std::size_t i = parameters.size(); i-- > 0;) {
-      const TensorSummary& summary = summaries[i];
-      if (summary.count == 0) continue;
-      layers.insert(detail::layer_name(parameters[i].first));
-      const auto wide = summary.dtype == at::kDouble ? at::kDouble : at::kFloat;
-      const bool by_unscaling =
-          summary.is_finite() && detail::overflows(summary.largest * factor, wide);
-      if (summary.is_finite() && !by_unscaling) continue;
-      OverflowedParameter parameter{.name = parameters[i].first,
-                                    .elements = summary.count,
-                                    .infs = summary.infs,
-                                    .nans = summary.nans,
-                                    .by_unscaling = by_unscaling};
-      detail::find_first(gradients[i], factor, parameter);
-      if (by_unscaling) {
-        const auto end = detail::rounding_ends(wide).overflow / factor;
-        parameter.infs = detail::ordered_values(gradients[i]).abs().ge(end).sum().item<int64_t>();
-      }
-      overflowed.insert(detail::layer_name(parameter.name));
-      overflow.parameters.push_back(std::move(parameter));
-    }
-    overflow.overflowed_layers = static_cast<std::int64_t>(overflowed.size());
-  };
-  find(1);
-  if (overflow.parameters.empty() && loss_scale < 1) find(1 / loss_scale);
-  overflow.layers = static_cast<std::int64_t>(layers.size());
-  return overflow;
-}
-
-MEZZO_INLINE std::string Overflow::cause() const {
-  using std::to_string;
-  const std::string where = rank ? "rank " + to_string(*rank) + ": " : std::string();
-  if (parameters.empty()) {
-    return where +
-           "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
-           "step's, as on a device; call find_overflow after the step, before they are cleared";
-  }
-  const OverflowedParameter& first = parameters.front();
-  const std::size_t others = parameters.size() - 1;
-  return where + first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
-         to_string(overflowed_layers) + " of " + to_string(layers) + " layers: " + first.name +
-         " has " + to_string(first.infs) + " inf and " + to_string(first.nans) + " NaN in " +
-         to_string(first.elements) + " gradients, the first, " + detail::number_text(first.value) +
-         ", at " + detail::sizes_text(first.first) + ", " +
-         (first.by_unscaling ? "made by dividing by a loss scale below 1"
-                             : "found after the backward pass");
-}
-
-MEZZO_INLINE void OverflowReport::operator()(const SkippedStep& step) {
-  constexpr std::int64_t kAtFirst = 3;
-  constexpr std::int64_t kRarely = 1000;
-  skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
-  if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
-  const bool writes = options_.stream != nullptr && options_.rank.value_or(0) == 0;
-  if (!writes && !options_.callback) return;
-  Overflow overflow = find_overflow(parameters_, step.scale);
-  overflow.step = step;
-  overflow.rank = options_.rank;
-  if (writes) *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
-  if (options_.callback) options_.callback(overflow);
-}
-#endif
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,14 +1,11 @@
 /// \file
 /// A run as one HTML page: its scores and options, the loss scale's staircase with skipped steps
-/// marked, loss, gradient norm, learning rate, speed and memory, overflows, and what other tools
-/// print. The page needs no network and no script, follows the reader's light or dark setting, and
-/// fits a phone.
+/// marked, loss, gradient norm, learning rate, speed and memory, and what other tools print. The
+/// page needs no network and no script, follows the reader's light or dark setting, and fits a
+/// phone.
 ///
 ///     mezzo::RunReport report("BERT on tweets, half");
 ///     telemetry.write_to(std::ref(report));
-///     scaler.on_skip(mezzo::OverflowReport(*model, {.callback = [&](const mezzo::Overflow& found) {
-///                                            report.add(found);
-///                                          }}));
 ///     ...                                    // train
 ///     telemetry.flush();
 ///     report.score("F1", f1);
@@ -19,24 +16,174 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
-#include <mezzo/diagnose/detail/report_html.h>
-#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/diagnose/telemetry_files.h>
 
+#include <torch/version.h>
+
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
+#include <ios>
 #include <limits>
 #include <locale>
-#include <optional>
 #include <sstream>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Returns `text` as HTML shows it, also inside of an attribute.
+inline std::string html_text(std::string_view text) {
+  std::string html;
+  for (const char c : text) {
+    html += c == '&'   ? "&amp;"
+            : c == '<' ? "&lt;"
+            : c == '>' ? "&gt;"
+            : c == '"' ? "&quot;"
+                       : std::string(1, c);
+  }
+  return html;
+}
+
+inline constexpr const char* kReportStyle = R"(
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
+--card:#fff;--curve:#2458c5;--mark:#d2452f}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#98a2b3;--line:#323a48;--page:#12161d;
+--card:#1a202a;--curve:#79a6ff;--mark:#ff7d66}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:70rem;background:var(--page);color:var(--ink);
+font:16px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}
+h1{font-size:1.4rem;margin:.2rem 0 1rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:0 0 .6rem}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0 0 1rem}
+dl div,figure,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
+dl div{padding:.6rem .8rem}dt,figcaption,.y{color:var(--soft)}dt{font-size:.85rem}
+dd{margin:0;font-size:1.15rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;
+margin-bottom:1rem}
+figure,section{margin:0 0 1rem;padding:.8rem 1rem}.charts figure{margin:0}
+.charts figure:last-child:nth-child(odd){grid-column:1/-1}figcaption{margin-bottom:.7rem}
+.chart{display:grid;grid-template-columns:4.6rem 1fr;font-size:.8rem}
+.y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
+svg{width:100%;height:11rem;display:block;overflow:visible}
+.ticks{grid-column:2;position:relative;height:1.2rem;margin-top:.35rem;color:var(--soft)}
+.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
+.bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
+path{fill:none;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
+.curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+pre{margin:.6rem 0 0;overflow-x:auto}
+)";
+
+/// A number with its name.
+inline std::string tile_html(const std::string& name, const std::string& value,
+                             bool is_bad = false) {
+  return std::string(is_bad ? "<div class=bad>" : "<div>") + "<dt>" + html_text(name) +
+         "</dt><dd>" + html_text(value) + "</dd></div>";
+}
+
+inline std::string section_html(const std::string& title, const std::string& text) {
+  return "<section><h2>" + html_text(title) + "</h2><pre>" + html_text(text) + "</pre></section>\n";
+}
+
+/// A curve. It is inline SVG, in which are only lines, since it stretches to the page's width; text
+/// is HTML beside it.
+struct Chart {
+  std::string title;
+  bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
+  std::vector<std::pair<double, double>> points = {};      ///< a y that is not finite is a gap
+  std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
+};
+
+/// Returns the next of 1, 2 and 5 times a power of ten, for steps between lines of an axis.
+inline double round_step(double step) {
+  if (!(step > 0)) return 1;
+  const double power = std::pow(10, std::floor(std::log10(step)));
+  for (const double factor : {1, 2, 5}) {
+    if (step <= factor * power) return factor * power;
+  }
+  return 10 * power;
+}
+
+/// Returns at most 1000 points: means of as many neighbours as it takes.
+inline std::vector<std::pair<double, double>> few_points(
+    const std::vector<std::pair<double, double>>& points) {
+  constexpr std::size_t kMost = 1000;
+  const std::size_t each = (points.size() + kMost - 1) / kMost;
+  std::vector<std::pair<double, double>> means;
+  for (std::size_t begin = 0; begin < points.size(); begin += each) {
+    double sum = 0, count = 0;
+    for (std::size_t i = begin; i < std::min(begin + each, points.size()); ++i) {
+      if (nonfinite_bits(points[i].second)) continue;
+      sum += points[i].second;
+      ++count;
+    }
+    means.emplace_back(points[begin].first, sum / count);  // 0 / 0 is a gap
+  }
+  return means;
+}
+
+/// Returns the chart as a figure; of no points a sentence.
+inline std::string chart_html(const Chart& chart) {
+  const std::string title = html_text(chart.title);
+  std::string html = "<figure><figcaption>" + title + ", by step</figcaption>";
+  if (chart.points.empty()) return html + "<p>Nothing was recorded.</p></figure>\n";
+  auto points = few_points(chart.points);
+  double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
+  for (auto& [x, y] : points) {
+    if (chart.logarithmic) y = y > 0 ? std::log2(y) : std::numeric_limits<double>::quiet_NaN();
+    if (nonfinite_bits(y)) continue;
+    low = std::min(low, y);
+    high = std::max(high, y);
+  }
+  if (low > high) low = high = 0;
+  const double step =
+      chart.logarithmic ? std::max(1.0, std::ceil((high - low) / 3)) : round_step((high - low) / 3);
+  low = std::floor(low / step) * step;
+  high = std::max(std::ceil(high / step) * step, low + step);
+  const double first = chart.points.front().first;
+  const double width = std::max(chart.points.back().first - first, 1.0);
+  // Places in a square of 100 by 100, which has y downwards.
+  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
+  const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
+
+  std::string labels, lines, curve, ticks;
+  for (int i = 0; low + i * step < high + step / 2; ++i) {
+    const double y = low + i * step;
+    const bool is_power = chart.logarithmic && (y > 16 || y < -10);
+    labels += "<span style='bottom:" + digits(100 * (y - low) / (high - low), 4) + "%'>" +
+              (is_power ? "2^" + digits(y, 5) : digits(chart.logarithmic ? std::exp2(y) : y, 5)) +
+              "</span>";
+    lines += "<path class=grid d='M0 " + down(y) + "H100'/>";
+  }
+  for (const auto& [where, why] : chart.marks) {
+    lines += "<path class=mark d='M" + across(where) + " 0V100'><title>" + html_text(why) +
+             "</title></path>";
+  }
+  bool is_drawing = false;
+  for (const auto& [x, y] : points) {
+    const bool is_gap = nonfinite_bits(y);
+    // A lone point is seen by "h0", since ends of lines are round.
+    if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
+    is_drawing = !is_gap;
+  }
+  const double tick = std::max(1.0, round_step(width / 5));
+  for (double x = std::ceil(first / tick) * tick; x <= first + width; x += tick) {
+    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
+  }
+  return html + "<div class=chart><div class=y>" + labels +
+         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" + title +
+         "'>" + lines + "<path class=curve d='" + curve + "'/></svg><div class=ticks>" + ticks +
+         "</div></div></figure>\n";
+}
+
+}  // namespace detail
 
 /// Keeps the records of a run, 150 bytes each, and makes the page of them. Give a Telemetry
 /// `std::ref(report)`.
@@ -55,36 +202,32 @@ class RunReport {
   void operator()(const TelemetryRecord& record) { records_.push_back(record); }
 
   /// Sets a result for which more is better and 0 is nothing: "F1", 0.513. A score that is 0,
-  /// negative or not finite is red, and a line below the title says so. A later score, fact or
-  /// option of the same name replaces the earlier one.
-  void score(const std::string& name, double value) {
-    std::erase_if(scores_, [&](const auto& known) { return known.first == name; });
-    scores_.emplace_back(name, value);
-  }
+  /// negative or not finite is red, and a line below the title says so. A later score or option of
+  /// the same name replaces the earlier one.
+  void score(const std::string& name, double value) { set(scores_, name, value); }
 
-  /// Sets a tile beside the scores: "ended", "stopped by SIGTERM".
-  void fact(const std::string& name, const std::string& value) { set(facts_, name, value); }
-
-  /// Sets a row of the table of what the run was told: "learning rate", "0.0004". Versions, machine
-  /// and date are on the page by themselves.
+  /// Sets a line of what there is to know of the run: "learning rate", "0.0004"; "ended", "by
+  /// SIGTERM". Versions and date are on the page by themselves.
   void option(const std::string& name, const std::string& value) { set(options_, name, value); }
 
-  /// Adds a row to the overflow table, which holds the first 20 and the last 20. An Overflow knows
-  /// no step: the row says "about" the one after the last record, and nothing before the first one.
-  void add(const Overflow& overflow);
-
-  /// Adds a section with what `printable` prints: an AnomalyTrace, an UnderflowReport, a Diagnosis.
+  /// Adds a section with what `printable` prints: a text, an AnomalyTrace, an UnderflowReport, a
+  /// Diagnosis.
   template <class Printable>
   void add(const std::string& title, const Printable& printable) {
     std::ostringstream text;
     text.imbue(std::locale::classic());
     text << printable;
-    sections_ += detail::section_html(detail::html_text(title),
-                                      "<pre>" + detail::html_text(text.str()) + "</pre>");
+    sections_ += detail::section_html(title, text.str());
   }
 
   /// Returns the page as it stands.
-  std::string html() const;
+  std::string html() const {
+    const std::string title = detail::html_text(title_);
+    return "<!doctype html>\n<html lang=en><meta charset=utf-8>"
+           "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
+           title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n" +
+           tiles_html() + (records_.empty() ? "" : charts_html()) + sections_ + options_html();
+  }
 
   /// Writes the page into a file. \throws c10::Error if it cannot be written
   void save(const std::string& path) const {
@@ -92,155 +235,108 @@ class RunReport {
   }
 
  private:
-  static constexpr std::size_t kMostOverflows = 40;
+  template <class Value>
+  using Named = std::vector<std::pair<std::string, Value>>;
 
-  using Texts = std::vector<std::pair<std::string, std::string>>;
-
-  static void set(Texts& texts, const std::string& name, const std::string& value) {
-    const auto known = std::find_if(texts.begin(), texts.end(),
-                                    [&](const auto& text) { return text.first == name; });
-    if (known != texts.end()) {
-      known->second = value;
-    } else {
-      texts.emplace_back(name, value);
+  template <class Value>
+  static void set(Named<Value>& all, const std::string& name, const Value& value) {
+    for (auto& [known, old] : all) {
+      if (known == name) return static_cast<void>(old = value);
     }
+    all.emplace_back(name, value);
   }
-  std::string head_html() const;
-  std::string tiles_html() const;
-  std::string charts_html() const;
-  std::string overflows_html() const;
-  std::string options_html() const;
+
+  std::string tiles_html() const {
+    using detail::digits;
+    std::string tiles, troubles;
+    const auto add = [&](const std::string& name, const std::string& value, bool is_bad = false) {
+      tiles += detail::tile_html(name, value, is_bad);
+    };
+    for (const auto& [name, value] : scores_) {
+      const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
+      add(name, digits(value, 3), is_nothing);
+      if (!is_nothing) continue;
+      troubles += (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + digits(value);
+    }
+    if (!troubles.empty()) {
+      troubles =
+          "<p class=trouble>" + troubles + ": this run has learnt nothing that counts.</p>\n";
+    }
+    if (!records_.empty()) {
+      double seconds = 0, tokens = 0, memory = 0;
+      std::int64_t skipped = 0;
+      for (const TelemetryRecord& record : records_) {
+        skipped += record.skipped ? 1 : 0;
+        memory = std::max(memory, record.memory_bytes.value_or(0));
+        if (!record.tokens_per_second) continue;
+        seconds += record.seconds;
+        tokens += *record.tokens_per_second * record.seconds;
+      }
+      const TelemetryRecord& last = records_.back();
+      add("steps", std::to_string(last.step - records_.front().step + 1));
+      add("skipped", std::to_string(skipped));
+      if (last.loss) add("last loss", digits(*last.loss, 4), detail::nonfinite_bits(*last.loss));
+      add("loss scale", digits(last.scale, 8));
+      if (seconds > 0) add("mean tokens/s", digits(std::round(tokens / seconds * 10) / 10, 8));
+      if (memory > 0) add("most memory at a step, MiB", digits(memory / 1048576, 5));
+    }
+    return troubles + (tiles.empty() ? "" : "<dl>" + tiles + "</dl>\n");
+  }
+
+  std::string charts_html() const {
+    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+    detail::Chart loss{"loss"}, scale{"loss scale", true}, rate{"learning rate"};
+    detail::Chart norm{"gradient norm before clipping", true}, speed{"tokens/s"};
+    detail::Chart memory{"memory, MiB"};
+    for (const TelemetryRecord& record : records_) {
+      const auto step = static_cast<double>(record.step);
+      loss.points.emplace_back(step, record.loss.value_or(kGap));
+      if (record.loss && detail::nonfinite_bits(*record.loss)) {
+        loss.marks.emplace_back(step, "loss is " + detail::number_text(*record.loss));
+      }
+      if (!scale.points.empty()) scale.points.emplace_back(step, scale.points.back().second);
+      scale.points.emplace_back(step, record.scale);
+      norm.points.emplace_back(step, record.skipped ? kGap : record.grad_norm.value_or(kGap));
+      if (record.learning_rate) rate.points.emplace_back(step, *record.learning_rate);
+      if (record.tokens_per_second) speed.points.emplace_back(step, *record.tokens_per_second);
+      if (record.memory_bytes) memory.points.emplace_back(step, *record.memory_bytes / 1048576);
+      if (record.skipped) {
+        scale.marks.emplace_back(step, "step " + std::to_string(record.step) + " skipped");
+      }
+    }
+    norm.marks = scale.marks;
+    if (!scale.marks.empty()) scale.title += "; red: a skipped step";
+    if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
+    std::string html =
+        detail::chart_html(loss) + detail::chart_html(scale) + detail::chart_html(norm);
+    for (const detail::Chart* chart : {&rate, &speed, &memory}) {
+      if (!chart->points.empty()) html += detail::chart_html(*chart);
+    }
+    return "<div class=charts>\n" + html + "</div>\n";
+  }
+
+  std::string options_html() const {
+    const std::time_t now = std::time(nullptr);
+    std::tm utc{};
+    gmtime_r(&now, &utc);
+    std::array<char, 32> date{};
+    std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
+    Named<std::string> all = options_;
+    all.emplace_back("mezzo", std::to_string(MEZZO_VERSION_MAJOR) + "." +
+                                  std::to_string(MEZZO_VERSION_MINOR) + "." +
+                                  std::to_string(MEZZO_VERSION_PATCH));
+    all.emplace_back("libtorch", TORCH_VERSION);
+    all.emplace_back("written", date.data());
+    std::string text;
+    for (const auto& [name, value] : all) text += name + ": " + value + "\n";
+    return detail::section_html("The run", text);
+  }
 
   std::string title_;
-  std::vector<std::pair<std::string, double>> scores_;
-  Texts facts_, options_;
+  Named<double> scores_;
+  Named<std::string> options_;
   std::vector<TelemetryRecord> records_;
-  std::int64_t overflows_ = 0;
-  std::vector<std::string> overflow_rows_;  // as HTML, as are these
   std::string sections_;
 };
-
-#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
-MEZZO_INLINE void RunReport::add(const Overflow& overflow) {
-  ++overflows_;
-  if (overflow_rows_.size() == kMostOverflows) {
-    overflow_rows_.erase(overflow_rows_.begin() + kMostOverflows / 2);
-  }
-  std::string when;
-  if (!records_.empty()) when = "about step " + std::to_string(records_.back().step + 1);
-  if (overflow.rank) when += (when.empty() ? "rank " : ", rank ") + std::to_string(*overflow.rank);
-  overflow_rows_.push_back(
-      detail::row_html({when, detail::digits(overflow.step.scale, 8), overflow.cause()}));
-}
-
-/// What went wrong in words; scores and facts.
-MEZZO_INLINE std::string RunReport::head_html() const {
-  std::string tiles, troubles;
-  for (const auto& [name, value] : scores_) {
-    const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
-    tiles += detail::tile_html(name, detail::digits(value, 3), is_nothing);
-    if (!is_nothing) continue;
-    troubles +=
-        (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + detail::digits(value);
-  }
-  if (!troubles.empty()) {
-    troubles = "<p class=trouble>" + troubles + ": this run has learnt nothing that counts.</p>\n";
-  }
-  for (const auto& [name, value] : facts_) tiles += detail::tile_html(name, value);
-  return troubles + (tiles.empty() ? "" : "<dl>" + tiles + "</dl>\n");
-}
-
-MEZZO_INLINE std::string RunReport::tiles_html() const {
-  using detail::tile_html;
-  double seconds = 0, tokens = 0, memory = 0;
-  std::int64_t skipped = 0;
-  for (const TelemetryRecord& record : records_) {
-    skipped += record.skipped ? 1 : 0;
-    memory = std::max(memory, record.memory_bytes.value_or(0));
-    if (!record.tokens_per_second) continue;
-    seconds += record.seconds;
-    tokens += *record.tokens_per_second * record.seconds;
-  }
-  const TelemetryRecord& last = records_.back();
-  std::string html = "<dl>" +
-                     tile_html("steps", std::to_string(last.step - records_.front().step + 1)) +
-                     tile_html("skipped", std::to_string(skipped));
-  if (last.loss) {
-    html +=
-        tile_html("last loss", detail::digits(*last.loss, 4), detail::nonfinite_bits(*last.loss));
-  }
-  html += tile_html("loss scale", detail::digits(last.scale, 8));
-  if (seconds > 0) {
-    html += tile_html("mean tokens/s", detail::digits(std::round(tokens / seconds * 10) / 10, 8));
-  }
-  if (memory > 0) {
-    html += tile_html("most memory at a step, MiB", detail::digits(memory / 1048576, 5));
-  }
-  return html + "</dl>\n";
-}
-
-MEZZO_INLINE std::string RunReport::charts_html() const {
-  detail::Chart loss{.title = "loss"};
-  detail::Chart scale{.title = "loss scale", .logarithmic = true};
-  detail::Chart norm{.title = "gradient norm before clipping", .logarithmic = true};
-  detail::Chart rate{.title = "learning rate"}, speed{.title = "tokens/s"};
-  detail::Chart memory{.title = "memory, MiB"};
-  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-  for (const TelemetryRecord& record : records_) {
-    const auto step = static_cast<double>(record.step);
-    loss.points.emplace_back(step, record.loss.value_or(kGap));
-    if (record.loss && detail::nonfinite_bits(*record.loss)) {
-      loss.marks.emplace_back(step, "loss is " + detail::number_text(*record.loss));
-    }
-    if (!scale.points.empty()) scale.points.emplace_back(step, scale.points.back().second);
-    scale.points.emplace_back(step, record.scale);
-    norm.points.emplace_back(step, record.skipped ? kGap : record.grad_norm.value_or(kGap));
-    if (record.learning_rate) rate.points.emplace_back(step, *record.learning_rate);
-    if (record.tokens_per_second) speed.points.emplace_back(step, *record.tokens_per_second);
-    if (record.memory_bytes) memory.points.emplace_back(step, *record.memory_bytes / 1048576);
-    if (record.skipped) {
-      scale.marks.emplace_back(step, "step " + std::to_string(record.step) + " skipped");
-    }
-  }
-  norm.marks = scale.marks;
-  if (!scale.marks.empty()) scale.title += "; red: a skipped step";
-  if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
-  std::string html =
-      detail::chart_html(loss) + detail::chart_html(scale) + detail::chart_html(norm);
-  for (const detail::Chart* chart : {&rate, &speed, &memory}) {
-    if (!chart->points.empty()) html += detail::chart_html(*chart);
-  }
-  return "<div class=charts>\n" + html + "</div>\n";
-}
-
-MEZZO_INLINE std::string RunReport::overflows_html() const {
-  if (overflows_ == 0) return {};
-  std::string rows = "<tr><th>step</th><th>loss scale</th><th>cause</th></tr>\n", note;
-  for (const std::string& row : overflow_rows_) rows += row;
-  const auto shown = static_cast<std::int64_t>(overflow_rows_.size());
-  if (overflows_ > shown) {
-    note = "<p>The first and the last " + std::to_string(shown / 2) + " of " +
-           std::to_string(overflows_) + ".</p>";
-  }
-  return detail::section_html("Overflows", detail::table_html(rows) + note);
-}
-
-MEZZO_INLINE std::string RunReport::options_html() const {
-  Texts rows = options_;
-  for (const auto& [name, value] : detail::where_and_when()) rows.emplace_back(name, value);
-  std::string html;
-  for (const auto& [name, value] : rows) html += detail::row_html({name, value});
-  return detail::section_html("The run", detail::table_html(html));
-}
-
-MEZZO_INLINE std::string RunReport::html() const {
-  const std::string title = detail::html_text(title_);
-  const std::string run = records_.empty() ? std::string() : tiles_html() + charts_html();
-  return "<!doctype html>\n<html lang=en><meta charset=utf-8>"
-         "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
-         title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n" +
-         head_html() + run + overflows_html() + sections_ + options_html();
-}
-#endif
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

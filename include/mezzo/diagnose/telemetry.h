@@ -34,9 +34,9 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdio>
 #include <deque>
 #include <exception>
+#include <fstream>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -133,14 +133,35 @@ struct TelemetryStep {
   std::optional<double> learning_rate = std::nullopt;  ///< that the step had
 };
 
+namespace detail {
+
+inline double seconds_since_1970() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+/// Returns TelemetryRecord::memory_bytes of a loss.
+inline std::optional<double> memory_in_use(const at::Tensor& loss) {
+  if (!loss.defined()) return std::nullopt;
+  if (loss.is_cuda()) {
+    const auto stats =
+        at::getDeviceAllocator(loss.device().type())->getDeviceStats(loss.device().index());
+    constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    return static_cast<double>(stats.allocated_bytes[kAll].peak);
+  }
+  double pages = 0;
+  std::ifstream statm("/proc/self/statm");
+  statm >> pages >> pages;  // all, and resident
+  if (!statm) return std::nullopt;
+  return pages * static_cast<double>(::sysconf(_SC_PAGESIZE));
+}
+
+}  // namespace detail
+
 /// Collects the steps of one optimizer and hands them to writers in order. It keeps each step's
 /// handle and asks it again at the next `record`, so records come some steps late where a device
-/// decides, and nothing waits until `flush`. A step costs some microseconds on the host, and on a
-/// device one copy of the loss. Give each of several models a Telemetry of its own.
-///
-/// At most `most_pending` steps are kept. When one more comes, the earliest, which holds up the
-/// others, is dropped: a warning (TORCH_WARN) names it, the first time and then each 1000th, and
-/// writers never hear of it.
+/// decides. Nothing waits until `flush`, or until 1024 steps are kept: then `record` waits for the
+/// earliest. A step costs some microseconds on the host, and on a device one copy of the loss. Give
+/// each of several models a Telemetry of its own.
 ///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
@@ -149,11 +170,15 @@ class Telemetry {
   using Writer = std::function<void(const TelemetryRecord&)>;
 
   /// \param first_step  the number of the first recorded step: more than 1 in a resumed run
-  /// \throws c10::Error unless most_pending is positive
-  explicit Telemetry(std::int64_t first_step = 1, std::size_t most_pending = 1024);
-
+  explicit Telemetry(std::int64_t first_step = 1) : next_step_(first_step) {}
   /// Hands over what is left, as `flush` does. What a writer throws here becomes a warning.
-  ~Telemetry();
+  ~Telemetry() {
+    try {
+      flush();
+    } catch (const std::exception& error) {
+      TORCH_WARN("Telemetry: the last records were not written: ", error.what());
+    }
+  }
   Telemetry(const Telemetry&) = delete;
   Telemetry& operator=(const Telemetry&) = delete;
 
@@ -164,17 +189,34 @@ class Telemetry {
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
   /// \throws c10::Error for a loss of several elements; what a step's result throws, whose record
   ///   is then lost; and what the first writer throws that does, once all have had the record
-  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {});
+  void record(const StepResult& result, const at::Tensor& loss, const TelemetryStep& step = {}) {
+    constexpr std::size_t kMost = 1024;
+    detail::LateNumber late_loss(loss);
+    TelemetryRecord record{.step = next_step_++,
+                           .wall_time = detail::seconds_since_1970(),
+                           .underflow = step.underflow,
+                           .learning_rate = step.learning_rate,
+                           .memory_bytes = detail::memory_in_use(loss)};
+    const auto before = std::exchange(last_call_, std::chrono::steady_clock::now());
+    if (before) record.seconds = std::chrono::duration<double>(*last_call_ - *before).count();
+    if (before && step.tokens > 0) {
+      record.tokens_per_second = static_cast<double>(step.tokens) / record.seconds;
+    }
+    pending_.push_back({record, result, std::move(late_loss), step.max_norm});
+    if (pending_.size() > kMost) hand_over_first();
+    while (!pending_.empty() && pending_.front().result.ready() && pending_.front().loss.ready()) {
+      hand_over_first();
+    }
+  }
 
   /// Begins to time the next step: what the host did since the last one (a score, a checkpoint)
   /// does not count into its tokens a second. Before the first step it lets that one count too.
   void restart_clock() { last_call_ = std::chrono::steady_clock::now(); }
 
   /// Waits for the device, and hands over all that was recorded.
-  void flush() { deliver(/*waits=*/true); }
-
-  /// Returns how many steps were dropped, because their result did not come.
-  std::int64_t dropped() const noexcept { return dropped_; }
+  void flush() {
+    while (!pending_.empty()) hand_over_first();
+  }
 
  private:
   struct Pending {
@@ -184,91 +226,8 @@ class Telemetry {
     double max_norm;
   };
 
-  void deliver(bool waits);
-  void drop_first();
-
-  std::int64_t next_step_;
-  std::size_t most_pending_;
-  std::int64_t dropped_ = 0;
-  std::optional<std::chrono::steady_clock::time_point> last_call_;
-  std::deque<Pending> pending_;
-  std::vector<Writer> writers_;
-};
-
-#if !defined(MEZZO_LEFT_TO_LIBRARY) || defined(MEZZO_IN_LIBRARY_OF_DIAGNOSE)
-namespace detail {
-
-inline std::optional<double> memory_in_use(const at::Tensor& loss) {
-  if (!loss.defined()) return std::nullopt;
-  if (loss.is_cuda()) {
-    const auto stats =
-        at::getDeviceAllocator(loss.device().type())->getDeviceStats(loss.device().index());
-    constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
-    return static_cast<double>(stats.allocated_bytes[kAll].peak);
-  }
-  std::FILE* const file = std::fopen("/proc/self/statm", "r");
-  if (file == nullptr) return std::nullopt;
-  long all = 0;
-  long resident = 0;
-  const bool is_read = std::fscanf(file, "%ld %ld", &all, &resident) == 2;
-  std::fclose(file);
-  if (!is_read) return std::nullopt;
-  return static_cast<double>(resident) * static_cast<double>(::sysconf(_SC_PAGESIZE));
-}
-
-}  // namespace detail
-
-MEZZO_INLINE Telemetry::Telemetry(std::int64_t first_step, std::size_t most_pending)
-    : next_step_(first_step), most_pending_(most_pending) {
-  TORCH_CHECK(most_pending > 0, "Telemetry: most_pending is 0; it should be positive");
-}
-
-MEZZO_INLINE Telemetry::~Telemetry() {
-  try {
-    flush();
-  } catch (const std::exception& error) {
-    TORCH_WARN("Telemetry: the last records were not written: ", error.what());
-  }
-}
-
-MEZZO_INLINE void Telemetry::record(const StepResult& result, const at::Tensor& loss,
-                                    const TelemetryStep& step) {
-  const auto now = std::chrono::steady_clock::now();
-  TelemetryRecord record;
-  record.wall_time =
-      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
-  record.underflow = step.underflow;
-  record.memory_bytes = detail::memory_in_use(loss);
-  record.learning_rate = step.learning_rate;
-  if (last_call_) {
-    record.seconds = std::chrono::duration<double>(now - *last_call_).count();
-    if (step.tokens > 0) {
-      record.tokens_per_second = static_cast<double>(step.tokens) / record.seconds;
-    }
-  }
-  last_call_ = now;
-  detail::LateNumber late_loss(loss);
-  record.step = next_step_++;
-  pending_.push_back({record, result, std::move(late_loss), step.max_norm});
-  deliver(/*waits=*/false);
-  if (pending_.size() <= most_pending_) return;
-  drop_first();
-  deliver(/*waits=*/false);
-}
-
-MEZZO_INLINE void Telemetry::drop_first() {
-  constexpr std::int64_t kRarely = 1000;
-  if (dropped_++ % kRarely == 0) {
-    TORCH_WARN("Telemetry: step ", pending_.front().record.step, " is dropped, ", dropped_,
-               " so far: its result did not come in the ", most_pending_,
-               " steps since; is the step's StepSlot ever filled?");
-  }
-  pending_.pop_front();
-}
-
-MEZZO_INLINE void Telemetry::deliver(bool waits) {
-  while (!pending_.empty()) {
-    if (!waits && !(pending_.front().result.ready() && pending_.front().loss.ready())) return;
+  /// May wait for the device.
+  void hand_over_first() {
     Pending first = std::move(pending_.front());
     pending_.pop_front();  // also where its result, or a writer, throws: the next are not held up
     TelemetryRecord& record = first.record;
@@ -289,7 +248,11 @@ MEZZO_INLINE void Telemetry::deliver(bool waits) {
     }
     if (error != nullptr) std::rethrow_exception(error);
   }
-}
-#endif
+
+  std::int64_t next_step_;
+  std::optional<std::chrono::steady_clock::time_point> last_call_;
+  std::deque<Pending> pending_;
+  std::vector<Writer> writers_;
+};
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -16,7 +16,6 @@
 
 #include <atomic>
 #include <bit>
-#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
@@ -139,8 +138,8 @@ class TensorBoardFile {
   /// Opens a new event file in `folder`.
   explicit TensorBoardFile(const std::string& folder)
       : file_(new_path(folder), std::ios::trunc | std::ios::binary) {
-    file_.write(
-        detail::event_record(seconds_since_1970(), detail::bytes_field(3, "brain.Event:2")));
+    file_.write(detail::event_record(detail::seconds_since_1970(),
+                                     detail::bytes_field(3, "brain.Event:2")));
   }
 
   /// Writes the scalars of a record.
@@ -158,18 +157,13 @@ class TensorBoardFile {
   }
 
  private:
-  static double seconds_since_1970() {
-    return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch())
-        .count();
-  }
-
   /// A name of its own for each file of the process: TensorBoard reads all in a folder as one run.
   static std::string new_path(const std::string& folder) {
     static std::atomic<int> files = 0;
     std::error_code error;
     std::filesystem::create_directories(folder, error);
     TORCH_CHECK(!error, folder, ": cannot be made: ", error.message());
-    const auto seconds = static_cast<std::int64_t>(seconds_since_1970());
+    const auto seconds = static_cast<std::int64_t>(detail::seconds_since_1970());
     return folder + "/events.out.tfevents." + std::to_string(seconds) + ".mezzo." +
            std::to_string(::getpid()) + "." + std::to_string(files++);
   }

@@ -15,8 +15,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/cat.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
@@ -93,7 +93,27 @@ class UnderflowReport {
   }
 
   /// Counts some of `values`: an activation, a gradient. Calls for the same layer add up.
-  void add(const std::string& layer, const at::Tensor& values);
+  void add(const std::string& layer, const at::Tensor& values) {
+    if (!values.defined() || values.numel() == 0) return;
+    TORCH_CHECK(values.is_floating_point(), "UnderflowReport::add: ", layer, " is ",
+                detail::tensor_words(values), "; give it values of a floating dtype");
+    const at::NoGradGuard no_grad;
+    const at::Tensor dense = values.is_sparse() ? values.detach().to_dense() : values.detach();
+    const at::Tensor flat = dense.reshape({-1});
+    // An odd stride, so that it does not walk down one column of a matrix.
+    const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
+    const at::Tensor some = flat.slice(0, 0, flat.numel(), stride).to(at::kFloat).contiguous();
+    const at::Tensor bits = some.view(at::kInt).bitwise_and(0x7FFFFFFF);
+    const at::Tensor columns = at::where(bits.eq(0), kZero, bits.bitwise_right_shift(23));
+    const at::Tensor counts = at::zeros({kZero + 1}, columns.options().dtype(at::kLong));
+    counts.scatter_add_(0, columns.to(at::kLong), at::ones_like(some, at::kLong));  // no wait
+    for (auto& [name, sums] : counts_) {
+      if (name == layer && sums.device() == counts.device()) {
+        return static_cast<void>(sums += counts);
+      }
+    }
+    counts_.emplace_back(layer, counts);
+  }
 
   /// Counts the gradients of all parameters that have one; a layer is a module with parameters of
   /// its own.
@@ -106,13 +126,13 @@ class UnderflowReport {
   /// Returns the layers, in the order in which they were added.
   std::vector<LayerExponents> layers() const {
     std::vector<LayerExponents> layers;
-    for (const auto& [name, counts] : counts_) layers.push_back(exponents_of(name, counts));
+    for (const auto& [name, counts] : counts_) layers.push_back(exponents_of(name, counts.cpu()));
     return layers;
   }
 
   /// Returns all layers as one, called "all layers".
   LayerExponents total() const {
-    at::Tensor sum = at::zeros({kColumns}, at::kLong);
+    at::Tensor sum = at::zeros({kZero + 1}, at::kLong);
     for (const auto& [name, counts] : counts_) sum += counts.cpu();
     return exponents_of("all layers", sum);
   }
@@ -126,71 +146,42 @@ class UnderflowReport {
 
   /// Returns the dtype that the report is about.
   at::ScalarType dtype() const noexcept { return dtype_; }
-  /// Returns what that dtype holds.
-  ExponentRange range() const { return ExponentRange::of(dtype_); }
   /// Returns the options that the report was made with.
   const UnderflowOptions& options() const noexcept { return options_; }
 
  private:
-  static constexpr std::int64_t kColumns = 257;
+  /// The column of zeros, behind those of a float's 256 exponents, of which the first is of its own
+  /// subnormals and the last of inf and NaN.
+  static constexpr int kZero = 256;
 
-  LayerExponents exponents_of(std::string name, const at::Tensor& counted) const;
+  LayerExponents exponents_of(std::string name, const at::Tensor& counts) const {
+    const auto* const count = counts.const_data_ptr<int64_t>();
+    const ExponentRange range = ExponentRange::of(dtype_);
+    LayerExponents layer{.layer = std::move(name), .sampled = counts.sum().item<int64_t>()};
+    const auto share = [&](int column) {
+      return static_cast<double>(count[column]) / static_cast<double>(layer.sampled);
+    };
+    for (int column = 0; column < kZero - 1; ++column) {
+      if (count[column] == 0) continue;
+      const int exponent = column - 127;
+      if (!layer.smallest) layer.smallest = exponent;
+      layer.largest = exponent;
+      if (exponent < range.smallest - 1) {
+        layer.lost += share(column);  // above half of the smallest number rounding goes up
+      } else if (exponent < range.normal) {
+        layer.subnormal += share(column);
+      } else if (exponent > range.largest) {
+        layer.overflow += share(column);
+      }
+    }
+    if (layer.sampled > 0) layer.zero = share(kZero), layer.non_finite = share(kZero - 1);
+    return layer;
+  }
 
   at::ScalarType dtype_;
   UnderflowOptions options_;
-  /// Counts by layer, on the device of its values: 256 by the bits of a float's exponent (the first
-  /// are zeros and float's own subnormals, the last inf and NaN), and one of zeros.
-  std::vector<std::pair<std::string, at::Tensor>> counts_;
+  std::vector<std::pair<std::string, at::Tensor>> counts_;  // by layer, where its values are
 };
-
-inline void UnderflowReport::add(const std::string& layer, const at::Tensor& values) {
-  if (!values.defined() || values.numel() == 0) return;
-  TORCH_CHECK(values.is_floating_point(), "UnderflowReport::add: ", layer, " is ",
-              detail::tensor_words(values), "; give it values of a floating dtype");
-  const at::NoGradGuard no_grad;
-  const at::Tensor dense = values.is_sparse() ? values.detach().to_dense() : values.detach();
-  const at::Tensor flat = dense.reshape({-1});
-  // An odd stride, so that it does not walk down one column of a matrix.
-  const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
-  const at::Tensor some = flat.slice(0, 0, flat.numel(), stride).to(at::kFloat).contiguous();
-  const at::Tensor exponents =
-      some.view(at::kInt).bitwise_right_shift(23).bitwise_and(0xFF).to(at::kLong);
-  at::Tensor counts = at::zeros({256}, exponents.options());
-  counts.scatter_add_(0, exponents, at::ones_like(exponents));  // bincount would wait
-  counts = at::cat({counts, some.eq(0).sum().reshape({1})});
-  for (auto& [name, sums] : counts_) {
-    if (name == layer && sums.device() == counts.device()) return static_cast<void>(sums += counts);
-  }
-  counts_.emplace_back(layer, counts);
-}
-
-inline LayerExponents UnderflowReport::exponents_of(std::string name,
-                                                    const at::Tensor& counted) const {
-  const at::Tensor counts = counted.cpu();
-  const auto* const count = counts.const_data_ptr<int64_t>();
-  LayerExponents layer{.layer = std::move(name)};
-  layer.sampled = counts.slice(0, 0, 256).sum().item<int64_t>();
-  const auto all = static_cast<double>(std::max<std::int64_t>(layer.sampled, 1));
-  const std::int64_t zeros = count[256];
-  layer.zero = static_cast<double>(zeros) / all;
-  layer.non_finite = static_cast<double>(count[255]) / all;
-  for (int bin = 0; bin < 255; ++bin) {
-    const std::int64_t number = count[bin] - (bin == 0 ? zeros : 0);
-    if (number == 0) continue;
-    const double share = static_cast<double>(number) / all;
-    const int exponent = bin - 127;
-    if (!layer.smallest) layer.smallest = exponent;
-    layer.largest = exponent;
-    if (exponent < range().smallest - 1) {
-      layer.lost += share;  // above half of the smallest number rounding goes up
-    } else if (exponent < range().normal) {
-      layer.subnormal += share;
-    } else if (exponent > range().largest) {
-      layer.overflow += share;
-    }
-  }
-  return layer;
-}
 
 /// Returns the largest power of two up to 2^24 (Apex's ceiling) under which the largest value seen
 /// stays `margin` doublings below the type's largest number; half of the present scale at most
@@ -205,7 +196,7 @@ inline double suggest_loss_scale(const UnderflowReport& gradients, int margin = 
   TORCH_CHECK(all.sampled > 0,
               "suggest_loss_scale: this report has no values; add gradients after backward()");
   const double scale = gradients.options().loss_scale;
-  const ExponentRange range = gradients.range();
+  const ExponentRange range = ExponentRange::of(gradients.dtype());
   const bool has_overflowed = all.non_finite > 0 || all.overflow > 0;
   // A value that became 0 was at most half of the smallest number.
   const int largest = all.largest.value_or(has_overflowed ? range.largest : range.smallest - 1);
@@ -217,39 +208,38 @@ inline double suggest_loss_scale(const UnderflowReport& gradients, int margin = 
 /// Writes a table with a line a layer, and by how much the loss scale could move.
 inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& report) {
   using detail::digits;
-  const std::vector<int> widths = {-36, 10, 12, 12, 12, 12, 12, 10, 10};
   const auto power = [](std::optional<int> exponent) {
     return exponent ? "2^" + std::to_string(*exponent) : std::string("-");
   };
-  const auto line = [&](const LayerExponents& layer) {
-    const auto percent = [](double share) { return digits(100 * share); };
-    return detail::table_line(
-        widths, {layer.layer, std::to_string(layer.sampled), percent(layer.zero),
-                 percent(layer.lost), percent(layer.subnormal), percent(layer.overflow),
-                 percent(layer.non_finite), power(layer.smallest), power(layer.largest)});
+  const auto line = [](const std::vector<std::string>& cells) {
+    return detail::table_line({-36, 10, 12, 12, 12, 12, 12, 10, 10}, cells);
   };
-  const ExponentRange range = report.range();
+  const ExponentRange range = ExponentRange::of(report.dtype());
   std::string text = "values in " + std::string(detail::dtype_name(report.dtype())) + ", " +
                      power(range.smallest) + " to " + power(range.largest) +
                      ", in percent of those sampled\n" +
-                     detail::table_line(widths, {"layer", "sampled", "zero", "lost", "subnormal",
-                                                 "overflow", "inf or NaN", "smallest", "largest"});
-  for (const LayerExponents& layer : report.layers()) text += line(layer);
+                     line({"layer", "sampled", "zero", "lost", "subnormal", "overflow",
+                           "inf or NaN", "smallest", "largest"});
   const LayerExponents all = report.total();
-  text += line(all);
-  const std::string number = digits(report.options().loss_scale, 6);
-  const std::string scale = "the loss scale, " + number;
-  if (all.zero == 1 && all.sampled > 0) {
-    text += "every value is 0: with the loss scale " + number + " they are at most " +
+  std::vector<LayerExponents> layers = report.layers();
+  layers.push_back(all);
+  for (const LayerExponents& one : layers) {
+    text += line({one.layer, std::to_string(one.sampled), digits(100 * one.zero),
+                  digits(100 * one.lost), digits(100 * one.subnormal), digits(100 * one.overflow),
+                  digits(100 * one.non_finite), power(one.smallest), power(one.largest)});
+  }
+  const std::string scale = digits(report.options().loss_scale, 6);
+  if (all.zero == 1) {
+    text += "every value is 0: with the loss scale " + scale + " they are at most " +
             power(range.smallest - 1) +
             ", or the loss does not depend on these weights; a loss scale of " +
             digits(suggest_loss_scale(report), 8) + " overflows no such value, and tells which\n";
   } else if (all.non_finite > 0 || all.overflow > 0) {
-    text += "a value is beyond the type's largest number, or was: " + scale + ", should fall to " +
-            digits(suggest_loss_scale(report), 6) + " or less\n";
-  } else if (const auto largest = all.largest) {
-    text += scale + ", could change by " + power(range.largest - *largest) +
-            " before the largest value overflows\n";
+    text += "a value is beyond the type's largest number, or was: the loss scale, " + scale +
+            ", should fall to " + digits(suggest_loss_scale(report), 6) + " or less\n";
+  } else if (all.largest) {
+    text += "the loss scale, " + scale + ", could change by " +
+            power(range.largest - *all.largest) + " before the largest value overflows\n";
   }
   return stream << text;
 }

@@ -361,9 +361,9 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
   NoSync no_sync() { return shards_.all_reduce().no_sync(); }
 
   /// Returns a parameter of another rank's itself: its master is there.
-  at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override {
+  at::Tensor master_param(const at::Tensor& parameter) override {
     if (shards_.is_others(parameter.unsafeGetTensorImpl())) return parameter;
-    return OptimizerType::master_param(group, parameter);
+    return OptimizerType::master_param(parameter);
   }
 
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <utility>
 
 // With explicit vector types, loops are as fast at -O1 without -march as with -O3 -march=native.
 // Each loop is inlined into a function that is compiled for its instruction set, and chosen at run

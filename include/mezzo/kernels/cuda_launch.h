@@ -22,7 +22,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-class LossScale;
+struct LossScale;
 
 namespace detail {
 

@@ -3,10 +3,9 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary_loops.h>
-#include <mezzo/kernels/verdict.h>
-#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>
@@ -20,7 +19,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <limits>
 #include <utility>
 #include <vector>

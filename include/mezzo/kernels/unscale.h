@@ -1,28 +1,22 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
-#include <ATen/ops/_foreach_mul.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/maximum.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

@@ -2,7 +2,7 @@
 
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/devices.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
@@ -34,8 +34,8 @@ C10_HOST_DEVICE inline float inverse_scale(float scale) {
 /// Throws if `rule` needs an option that ATen's kernel lacks, on a device without mezzo's kernels.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {
   TORCH_CHECK(
-      rule.hysteresis() == 1 || rule.kind() != LossScaleKind::dynamic || has_own_kernels(device),
-      "hysteresis is ", rule.hysteresis(), ", which ATen's kernel for ", device.type(),
+      rule.hysteresis == 1 || rule.kind != LossScaleKind::dynamic || has_own_kernels(device),
+      "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
       " lacks; link the CMake target mezzo::cuda, or set hysteresis(1)");
 }
 
@@ -56,11 +56,11 @@ inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& ten
 
 inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
                                     const at::Tensor& found_inf) {
-  at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor(),
-                         rule.backoff_factor(), rule.growth_interval());
+  at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor,
+                         rule.backoff_factor, rule.growth_interval);
   const bool is_bounded =
-      rule.min_scale() > 0 || rule.max_scale() < std::numeric_limits<float>::infinity();
-  if (is_bounded) tensors.scale.clamp_(rule.min_scale(), rule.max_scale());
+      rule.min_scale > 0 || rule.max_scale < std::numeric_limits<float>::infinity();
+  if (is_bounded) tensors.scale.clamp_(rule.min_scale, rule.max_scale);
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
@@ -68,7 +68,7 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 /// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
-  const bool is_dynamic = rule.kind() == LossScaleKind::dynamic;
+  const bool is_dynamic = rule.kind == LossScaleKind::dynamic;
 #ifdef MEZZO_WITH_CUDA
   if (is_dynamic && has_cuda_kernels(tensors.scale.device())) {
     detail::cuda::update_scale_(rule, tensors, found_inf);

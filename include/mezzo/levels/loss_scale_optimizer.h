@@ -21,7 +21,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The loss scale of Keras's LossScaleOptimizer: it starts at 2^15, and is otherwise torch's.
-inline constexpr LossScaleOptions kKerasLossScale{.init_scale = 32768.0};
+inline constexpr LossScale kKerasLossScale{.init_scale = 32768.0};
 
 /// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
 ///
@@ -43,7 +43,7 @@ class LossScaleOptimizer {
   ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`. Members omitted in braces
   ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
   /// \throws c10::Error if an option is out of range
-  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScaleOptions& options = kKerasLossScale)
+  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScale& options = kKerasLossScale)
       : inner_(inner), initial_scale_(options.init_scale), scaler_(options) {}
   /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
   /// scale, `LossScale::fixed(128)`.
@@ -90,7 +90,7 @@ class LossScaleOptimizer {
   /// Returns how many steps without a skip come before the scale doubles.
   int64_t dynamic_growth_steps() const noexcept { return scaler_.get_growth_interval(); }
   /// Returns whether the scale changes by itself.
-  bool dynamic() const noexcept { return scaler_.rule().kind() == LossScaleKind::dynamic; }
+  bool dynamic() const noexcept { return scaler_.rule().kind == LossScaleKind::dynamic; }
 
   /// Returns the optimizer that takes the steps.
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
@@ -116,8 +116,8 @@ class LossScaleOptimizer {
 
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
 /// here use mezzo::Autocast around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(
-    AnyOptimizer optimizer, const LossScaleOptions& options = kKerasLossScale) {
+inline LossScaleOptimizer enable_mixed_precision(AnyOptimizer optimizer,
+                                                 const LossScale& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
 /// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)`.
@@ -152,8 +152,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; load what "
               "torch::save(optimizer, path) wrote");
-  GradScaler trial(optimizer.scaler_.is_enabled() ? LossScaleOptions(optimizer.scaler_.rule())
-                                                  : LossScaleOptions{.enabled = false});
+  GradScaler trial(optimizer.scaler_.is_enabled() ? optimizer.scaler_.rule()
+                                                  : LossScale{.enabled = false});
   scaler >> trial;  // before anything changes
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <mezzo/base/loss_scale.h>
-#include <mezzo/base/matmul_precision.h>
 #include <mezzo/base/precision.h>
 #include <mezzo/base/version.h>
 
@@ -21,8 +20,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// A loss scale, given as 128.0, "128.0", "dynamic" or a LossScale.
 class LossScaleChoice {
  public:
-  /// Takes a rule as it is.
-  LossScaleChoice(const LossScale& rule) : rule_(rule) {}
+  /// Takes a rule as it is. \throws c10::Error as LossScale::checked does
+  LossScaleChoice(const LossScale& rule) : rule_(rule.checked()) {}
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
@@ -73,15 +72,14 @@ struct OptLevelOverrides {
 /// | loss_scale            | 1       | dynamic | dynamic | 1    |
 ///
 /// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1, since bfloat16 has
-/// float32's range. TF32 is O0 with float32 products in TF32, a setting of the process: hold a
-/// MatmulPrecisionGuard of `matmul_precision()` around the training; otherwise `initialize` warns.
+/// float32's range.
 ///
 /// All overrides of a level are checked together, so their order does not matter. A contradiction
 /// throws c10::Error, which names both sides and what to do:
 /// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights. O1 leaves
 ///   weights in float32, and its op lists run batch norms in float32. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
-/// - O0 or TF32 with a low-precision cast_model_type, a bf16 level with half, and master_weights
+/// - O0 with a low-precision cast_model_type, a bf16 level with half, and master_weights
 ///   for a model in float32. Apex accepts these silently.
 /// A dynamic loss scale for a model without half is accepted, as in Apex.
 class OptLevel {
@@ -100,10 +98,8 @@ class OptLevel {
   static OptLevel O2_bf16(const OptLevelOverrides& set = {}) { return parse("O2_bf16", set); }
   /// Weights of bfloat16, without masters.
   static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
-  /// float32, whose matrix products may run in TF32.
-  static OptLevel TF32(const OptLevelOverrides& set = {}) { return parse("TF32", set); }
 
-  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16", "TF32".
+  /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
   /// \throws c10::Error for any other name, in Apex's words
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
 
@@ -112,27 +108,35 @@ class OptLevel {
   [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
 
   /// Returns the name, such as "O1".
-  std::string_view name() const noexcept;
+  std::string_view name() const noexcept { return defaults_->name; }
 
   /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_type() const noexcept;
+  std::optional<at::ScalarType> cast_model_type() const noexcept {
+    return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
+  }
   /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_outputs() const noexcept;
+  std::optional<at::ScalarType> cast_model_outputs() const noexcept {
+    if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
+    return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
+  }
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute`.
-  bool uses_op_lists() const noexcept;
+  bool uses_op_lists() const noexcept {
+    return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
+  }
   /// Returns whether batch norms stay in float32.
-  bool keep_batchnorm_fp32() const noexcept;
+  bool keep_batchnorm_fp32() const noexcept {
+    return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
+  }
   /// Returns whether 16-bit weights have float32 masters.
-  bool master_weights() const noexcept;
+  bool master_weights() const noexcept {
+    return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
+  }
   /// Returns the loss scale; LossScale::none() for 1.
   const LossScale& loss_scale() const noexcept { return loss_scale_; }
 
   /// Returns the dtypes of the level. `param` is the dtype of the weights in the optimizer: float32
   /// with master weights. `output` equals `compute` if outputs are not cast.
   Precision precision() const;
-
-  /// Returns options for a MatmulPrecisionGuard around the training; empty except at level TF32.
-  MatmulPrecisionOptions matmul_precision() const;
 
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
   /// overrides.
@@ -142,7 +146,17 @@ class OptLevel {
   const OptLevelOverrides& overrides() const noexcept { return overrides_; }
 
  private:
-  struct Defaults;
+  /// A row of the table of levels.
+  struct Defaults {
+    std::string_view name;
+    std::string_view brief;
+    at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
+    std::optional<at::ScalarType> cast_model_type;
+    bool op_lists;
+    std::optional<bool> keep_batchnorm_fp32;
+    std::optional<bool> master_weights;
+    bool dynamic_scale;
+  };
 
   OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides);
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
@@ -19,7 +18,6 @@
 
 #include <array>
 #include <optional>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

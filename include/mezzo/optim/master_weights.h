@@ -73,8 +73,7 @@ class MasterWeights : public optim::FusedOptimizer {
                           const StepOptions& options = {}) override;
 
   void enable_master_weights() override {}  // it always trains masters
-  MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
 
   /// Writes what the inner optimizer saves, the masters in float, and the number of applied steps:
   /// `torch::save(masters, path)`. Training goes on from this and the model's own file.

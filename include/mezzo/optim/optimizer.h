@@ -11,8 +11,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/cpu_isa.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/verdict.h>
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
@@ -137,9 +137,9 @@ struct StepPlan {
     std::size_t group;            ///< the number of its group
     std::uint64_t number;         ///< of the parameter, counted through all groups
 
-    // mezzo's optimizers set the following.
-    /// How the parameter is kept: `plain` for float and double.
+    /// How the parameter is kept: `plain` for float and double, `master` in a MasterWeights.
     optim::WeightStorage storage = optim::WeightStorage::plain;
+    // mezzo's optimizers set the following.
     detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
     detail::StepLoop loop = nullptr;    ///< on the CPU
   };
@@ -309,20 +309,11 @@ class FusedOptimizer {
   virtual void apply(StepPlan plan, const Verdict& verdict = {},
                      const StepOptions& options = {}) = 0;
 
-  /// Returns whether `parameter`, of group number `group`, is rounded from a float master that
-  /// `master_param` can return.
-  virtual bool keeps_master([[maybe_unused]] std::size_t group,
-                            [[maybe_unused]] const at::Tensor& parameter) const {
-    return false;
-  }
-
-  /// Returns the tensor that a step trains in place of `parameter`, of group number `group`: its
-  /// float master, made if there is none and equal to the parameter as it is now; or the parameter.
-  /// Until the next step the master's `.grad` is the parameter's, the same tensor.
+  /// Returns the tensor that a step trains in place of `parameter`: its float master, made if there
+  /// is none and equal to the parameter as it is now; or the parameter. Until the next step the
+  /// master's `.grad` is the parameter's, the same tensor.
   /// \throws c10::Error for WeightStorage::split_master, whose master is no tensor
-  virtual at::Tensor master_param([[maybe_unused]] std::size_t group, const at::Tensor& parameter) {
-    return parameter;
-  }
+  virtual at::Tensor master_param(const at::Tensor& parameter) { return parameter; }
 
   /// Trains parameters of half and bfloat16 as float masters from here on, if their storage was
   /// `plain`.

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>

@@ -75,7 +75,7 @@ class GradScaler {
   using SkipCallback = std::function<void(const SkippedStep&)>;
 
   /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled
-  explicit GradScaler(const LossScaleOptions& options = {});
+  explicit GradScaler(const LossScale& options = {});
   /// Refuses a number alone, which does not say what it is: write
   /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
   /// `GradScaler(LossScale::fixed(128))`.
@@ -149,11 +149,11 @@ class GradScaler {
   /// Returns the present scale; 1 when disabled. Waits for the device.
   double get_scale() const;
   /// Returns the factor by which the scale grows.
-  double get_growth_factor() const noexcept { return rule_.growth_factor(); }
+  double get_growth_factor() const noexcept { return rule_.growth_factor; }
   /// Returns the factor by which the scale backs off.
-  double get_backoff_factor() const noexcept { return rule_.backoff_factor(); }
+  double get_backoff_factor() const noexcept { return rule_.backoff_factor; }
   /// Returns the number of clean iterations in a row after which the scale grows.
-  int64_t get_growth_interval() const noexcept { return rule_.growth_interval(); }
+  int64_t get_growth_interval() const noexcept { return rule_.growth_interval; }
 
   /// Sets the growth factor, from the next `update` on.
   /// \throws c10::Error for a value out of range, and unless the scale is dynamic
@@ -165,7 +165,7 @@ class GradScaler {
   /// \throws c10::Error as `set_growth_factor` does
   void set_growth_interval(int64_t growth_interval);
 
-  /// Returns LossScaleOptions::enabled. A disabled scaler scales, unscales and skips nothing.
+  /// Returns LossScale::enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return enabled_; }
 
   /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
@@ -230,7 +230,7 @@ class GradScaler {
   void tell_of_iterations();
   void tell_of_skip(float scale, float next_scale);
   template <class Number>
-  void change_rule(const char* name, Number LossScaleOptions::*option, Number value);
+  void change_rule(const char* name, Number LossScale::*option, Number value);
 
   LossScale rule_;
   LossScaleState initial_state_;
@@ -320,7 +320,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   if (!enabled_) return outputs;
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
-    return rule_.kind() == LossScaleKind::none ? output : output.mul(scale);
+    return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
   });
 }
 

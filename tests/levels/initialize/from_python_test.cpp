@@ -156,11 +156,11 @@ TEST_F(FromPython, GradScalerIsWrittenAsTheTableSays) {
 
 TEST_F(FromPython, ApexIsWrittenAsTheTableSays) {
   const auto scale = mezzo::LossScale::dynamic({.min_scale = 1, .max_scale = 1048576});
-  EXPECT_EQ(mezzo::OptLevel::parse("O2", {.loss_scale = scale}).loss_scale().max_scale(), 1048576);
+  EXPECT_EQ(mezzo::OptLevel::parse("O2", {.loss_scale = scale}).loss_scale().max_scale, 1048576);
   const std::string choice = "dynamic";
-  EXPECT_EQ(mezzo::OptLevel::parse("O3", {.loss_scale = choice}).loss_scale().kind(),
+  EXPECT_EQ(mezzo::OptLevel::parse("O3", {.loss_scale = choice}).loss_scale().kind,
             mezzo::LossScaleKind::dynamic);
-  EXPECT_EQ(mezzo::OptLevel::O2({.loss_scale = 128.0}).loss_scale().init_scale(), 128);
+  EXPECT_EQ(mezzo::OptLevel::O2({.loss_scale = 128.0}).loss_scale().init_scale, 128);
   const auto policy = mezzo::install_op_overrides(
       mezzo::OpPolicy().allow("aten::bmm").deny("aten::sum").promote("aten::add.Tensor"));
   auto amp = mezzo::initialize({model, other}, {optimizer, of_other}, mezzo::OptLevel::O1_bf16(),

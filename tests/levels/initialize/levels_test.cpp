@@ -1,6 +1,5 @@
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_policy.h>
-#include <mezzo/base/matmul_precision.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -22,7 +21,6 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/warnings.h"
 #include "vector_model.h"
 
 namespace {
@@ -110,22 +108,7 @@ std::vector<Expected> expected_dtypes() {
       {OptLevel::O3_bf16(), kBFloat16, kBFloat16, kBFloat16, kBFloat16, kFloat, kBFloat16},
       {OptLevel::O2({.keep_batchnorm_fp32 = false, .cast_model_outputs = torch::kHalf}), kHalf,
        kHalf, kHalf, kHalf, kHalf, kFloat},
-      {OptLevel::TF32(), kFloat, kFloat, kFloat, kFloat, kFloat, kFloat},
   };
-}
-
-TEST(Initialize, SaysThatTf32IsASettingOfTheProcess) {
-  Net net;
-  torch::optim::SGD sgd(net->parameters(), 0.1);
-  const auto level = OptLevel::TF32();
-  const auto warnings = [&] {
-    const test_support::Warnings caught;
-    mezzo::initialize(net, sgd, level, kQuiet);
-    return caught.texts;
-  };
-  EXPECT_THAT(warnings(), testing::ElementsAre(HasSubstr("leaves float32 products as they are")));
-  const mezzo::MatmulPrecisionGuard products(level.matmul_precision());
-  EXPECT_THAT(warnings(), testing::IsEmpty());
 }
 
 TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {

@@ -29,7 +29,7 @@ TEST(OptLevel, O0IsFloat32) {
   const OptLevel level = OptLevel::O0();
   EXPECT_EQ(level.cast_model_type(), torch::kFloat);
   EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none);
+  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none);
   EXPECT_EQ(level.precision(), Precision());
 }
 
@@ -39,7 +39,7 @@ TEST(OptLevel, O1CastsOpsAndNotTheModel) {
   EXPECT_EQ(level.cast_model_outputs(), std::nullopt);
   EXPECT_TRUE(level.uses_op_lists());
   EXPECT_FALSE(level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::dynamic);
+  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::dynamic);
   EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float16");
 }
 
@@ -49,7 +49,7 @@ TEST(OptLevel, O2IsHalfWithFloat32BatchNormsAndMasters) {
   EXPECT_EQ(level.cast_model_outputs(), torch::kFloat);
   EXPECT_FALSE(level.uses_op_lists());
   EXPECT_TRUE(level.keep_batchnorm_fp32() && level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::dynamic);
+  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::dynamic);
   EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float32");
 }
 
@@ -57,17 +57,17 @@ TEST(OptLevel, O3IsHalfThroughout) {
   const OptLevel level = OptLevel::O3();
   EXPECT_EQ(level.cast_model_type(), torch::kHalf);
   EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none);
+  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none);
   EXPECT_EQ(precision_of(level), "params=float16,compute=float16,output=float32");
 }
 
 TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
   const LossScale rule = OptLevel::O2().loss_scale();
-  EXPECT_EQ(rule.init_scale(), 65536);
-  EXPECT_EQ(rule.growth_factor(), 2);
-  EXPECT_EQ(rule.backoff_factor(), 0.5);
-  EXPECT_EQ(rule.growth_interval(), 2000);
-  EXPECT_EQ(rule.max_scale(), 16777216);
+  EXPECT_EQ(rule.init_scale, 65536);
+  EXPECT_EQ(rule.growth_factor, 2);
+  EXPECT_EQ(rule.backoff_factor, 0.5);
+  EXPECT_EQ(rule.growth_interval, 2000);
+  EXPECT_EQ(rule.max_scale, 16777216);
 }
 
 TEST(OptLevel, ComputesInBFloat16WithoutALossScaleInItsBf16Forms) {
@@ -75,20 +75,11 @@ TEST(OptLevel, ComputesInBFloat16WithoutALossScaleInItsBf16Forms) {
   EXPECT_EQ(precision_of(OptLevel::O2_bf16()), "params=float32,compute=bfloat16,output=float32");
   EXPECT_EQ(precision_of(OptLevel::O3_bf16()), "params=bfloat16,compute=bfloat16,output=float32");
   for (const auto& level : {OptLevel::O1_bf16(), OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
-    EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::none) << level;
+    EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none) << level;
   }
   EXPECT_TRUE(OptLevel::O1_bf16().uses_op_lists());
   EXPECT_TRUE(OptLevel::O2_bf16().master_weights() && OptLevel::O2_bf16().keep_batchnorm_fp32());
   EXPECT_FALSE(OptLevel::O3_bf16().master_weights());
-}
-
-TEST(OptLevel, NamesTf32AndAsksForItInMatrixProducts) {
-  const OptLevel level = OptLevel::TF32();
-  EXPECT_EQ(level.precision(), Precision());
-  EXPECT_EQ(level.matmul_precision().float32, at::Float32MatmulPrecision::HIGH);
-  EXPECT_EQ(level.matmul_precision().cudnn_tf32, true);
-  EXPECT_EQ(OptLevel::O0().matmul_precision().float32, std::nullopt);
-  EXPECT_EQ(OptLevel::O2().matmul_precision().cudnn_tf32, std::nullopt);
 }
 
 TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
@@ -99,11 +90,11 @@ TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
   EXPECT_EQ(level.cast_model_type(), torch::kBFloat16);
   EXPECT_FALSE(level.keep_batchnorm_fp32());
   EXPECT_TRUE(level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind(), LossScaleKind::fixed);
-  EXPECT_EQ(level.loss_scale().init_scale(), 128);
+  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::fixed);
+  EXPECT_EQ(level.loss_scale().init_scale, 128);
   EXPECT_EQ(precision_of(level), "params=float32,compute=bfloat16,output=float16");
 
-  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().kind(),
+  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().kind,
             LossScaleKind::dynamic);
   EXPECT_EQ(precision_of(OptLevel::O2({.master_weights = false})),
             "params=float16,compute=float16,output=float32");
@@ -114,11 +105,11 @@ TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
 }
 
 TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
-  EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale(), 16777216);
-  EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale(), 128);
-  EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale(), 64);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
   const LossScale rule = LossScale::dynamic({.init_scale = 8, .min_scale = 2});
-  EXPECT_EQ(OptLevel::O3({.loss_scale = rule}).loss_scale().min_scale(), 2);
+  EXPECT_EQ(OptLevel::O3({.loss_scale = rule}).loss_scale().min_scale, 2);
   for (const char* text : {"dynamics", "", "128x", " 1"}) {
     EXPECT_THAT([&] { OptLevel::O2({.loss_scale = text}); },
                 ThrowsMessage<c10::Error>(HasSubstr("loss_scale \"" + std::string(text) +
@@ -128,16 +119,15 @@ TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
 }
 
 TEST(OptLevelOverrides, MayScaleDynamicallyWithoutAnythingInHalf) {
-  EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().kind(), LossScaleKind::dynamic);
-  EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().kind(),
-            LossScaleKind::dynamic);
+  EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().kind, LossScaleKind::dynamic);
+  EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().kind, LossScaleKind::dynamic);
 }
 
 TEST(OptLevelOverrides, AddUp) {
   const OptLevel level =
       OptLevel::O2({.keep_batchnorm_fp32 = false, .loss_scale = 128.0}).with({.loss_scale = 4.0});
   EXPECT_FALSE(level.keep_batchnorm_fp32());
-  EXPECT_EQ(level.loss_scale().init_scale(), 4);
+  EXPECT_EQ(level.loss_scale().init_scale, 4);
   EXPECT_EQ(level.name(), "O2");
 }
 
@@ -160,8 +150,6 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
        "op"},
       {[] { return OptLevel::O0({.cast_model_type = torch::kHalf}); },
        "cast_model_type = float16 contradicts opt_level = O0, which is float32 throughout"},
-      {[] { return OptLevel::TF32({.cast_model_type = torch::kBFloat16}); },
-       "cast_model_type = bfloat16 contradicts opt_level = TF32"},
       {[] { return OptLevel::O2_bf16({.cast_model_type = torch::kHalf, .loss_scale = 8.0}); },
        "cast_model_type = float16 contradicts opt_level = O2_bf16, which is bfloat16 without a "
        "loss scale; choose O2 or O3"},
@@ -207,10 +195,10 @@ TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
 }
 
 TEST(OptLevelText, IsParsedByName) {
-  for (const char* name : {"O0", "O1", "O2", "O3", "O1_bf16", "O2_bf16", "O3_bf16", "TF32"}) {
+  for (const char* name : {"O0", "O1", "O2", "O3", "O1_bf16", "O2_bf16", "O3_bf16"}) {
     EXPECT_EQ(OptLevel::parse(name).name(), name);
   }
-  EXPECT_EQ(OptLevel::parse("O2", {.loss_scale = 16.0}).loss_scale().init_scale(), 16);
+  EXPECT_EQ(OptLevel::parse("O2", {.loss_scale = 16.0}).loss_scale().init_scale, 16);
 }
 
 TEST(OptLevelText, IsRefusedInApexsWords) {
@@ -257,7 +245,6 @@ TEST(OptLevelText, SaysNoneWhereALevelHasNoSay) {
                           HasSubstr("patch_torch_functions  : True\n"),
                           HasSubstr("keep_batchnorm_fp32    : None\n"),
                           HasSubstr("master_weights         : None\n")));
-  EXPECT_THAT(OptLevel::TF32().describe(), HasSubstr("float32_matmul         : high\n"));
   EXPECT_THAT(OptLevel::O0().describe(), HasSubstr("loss_scale             : 1.0\n"));
 }
 

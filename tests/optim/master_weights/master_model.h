@@ -27,8 +27,7 @@ using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
 
 /// A scaler that has seen a loss, and tells nobody of its skips.
-inline mezzo::GradScaler quiet_scaler(const mezzo::LossScaleOptions& options = {
-                                          .init_scale = kScale}) {
+inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_scale = kScale}) {
   mezzo::GradScaler scaler(options);
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));

@@ -30,11 +30,9 @@ inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& w
           .reason = "float32 (autocast off): " + why};
 }
 
-/// Returns "this CPU has no bfloat16 instructions, ...", or names the variable that hides them.
-inline std::string lack_of_instructions(const CpuFeatures& cpu, const char* dtype) {
-  const std::string lack = cpu.capped_by.empty() ? "this CPU has no " + std::string(dtype)
-                                                 : cpu.capped_by + " keeps libtorch from " + dtype;
-  return lack + " instructions, and emulated " + dtype + " is slower than float32";
+inline std::string lack_of_instructions(const std::string& dtype) {
+  return "this CPU has no " + dtype + " instructions, and emulated " + dtype +
+         " is slower than float32";
 }
 
 inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
@@ -43,7 +41,7 @@ inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
     return autocast_off(
         kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
-  if (!cpu.bf16()) return autocast_off(kCpu, lack_of_instructions(cpu, "bfloat16"));
+  if (!cpu.bf16()) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
   return {.device = kCpu,
           .dtype = at::ScalarType::BFloat16,
           .reason = cpu.amx_bf16 ? "bfloat16: this CPU has amx_bf16"
@@ -98,7 +96,7 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
 /// or where that is not known.
 inline std::string half_warning(const CpuFeatures& cpu) {
   if (!cpu.known || cpu.fp16()) return {};
-  return "autocast on the CPU in float16: " + lack_of_instructions(cpu, "float16") +
+  return "autocast on the CPU in float16: " + lack_of_instructions("float16") +
          "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
 }
 
@@ -130,7 +128,7 @@ inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
   std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
   const bool native = half ? cpu.fp16() : cpu.bf16();
   if (device == c10::DeviceType::CPU && cpu.known && !native) {
-    reason += ", though " + lack_of_instructions(cpu, name);
+    reason += ", though " + lack_of_instructions(name);
   }
   return {.device = device, .dtype = dtype, .reason = reason};
 }

@@ -1,6 +1,6 @@
 /// \file
 /// Reads private data members of libtorch that have no public accessor. There are two, and each use
-/// says why: RecordFunction's inputs (op_listener.h) and the contents of an archive
+/// says why: RecordFunction's inputs (op_arguments.h) and the contents of an archive
 /// (archive_value.h).
 #pragma once
 

@@ -188,22 +188,19 @@ inline std::string class_in_files(const AnyOptimizer& optimizer) {
   return class_in_files(c10::demangle(typeid(*mezzos).name())) + " of " + name;
 }
 
-/// Returns how the 16-bit weights of each group are kept; empty for a group without, and for
-/// optimizers that are not mezzo's.
-inline std::vector<std::string> storages_in_files(const torch::optim::Optimizer& optimizer) {
-  std::vector<std::string> storages;
-  for (const auto& group : optimizer.param_groups()) {
-    const bool is_low =
-        std::any_of(group.params().begin(), group.params().end(),
-                    [](const at::Tensor& one) { return one.defined() && is_low_precision(one); });
-    const auto* const mezzos = dynamic_cast<const StepEngine*>(&optimizer);
-    constexpr std::array<const char*, 4> kNames{"plain", "master", "split_master", "stochastic"};
-    storages.emplace_back(
-        mezzos == nullptr || !is_low
-            ? ""
-            : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage)));
-  }
-  return storages;
+/// Returns how an optimizer of mezzo's keeps its 16-bit weights; empty for one without, and for
+/// other optimizers.
+inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
+  const auto* const mezzos = dynamic_cast<const StepEngine*>(&optimizer);
+  const auto& groups = optimizer.param_groups();
+  const bool has_low = std::any_of(groups.begin(), groups.end(), [](const auto& group) {
+    return std::any_of(group.params().begin(), group.params().end(),
+                       [](const at::Tensor& one) { return is_low_precision(one); });
+  });
+  constexpr std::array<const char*, 4> kNames{"plain", "master", "split_master", "stochastic"};
+  return mezzos == nullptr || !has_low
+             ? ""
+             : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage));
 }
 
 /// Returns the shape of a parameter and, if the state has its module, the first of its names:
@@ -228,11 +225,10 @@ inline bool may_be_same(std::string_view a, std::string_view b) {
 
 /// Returns what a file says of an optimizer, beside its state:
 ///
-///     {"class": "AdamW", "weight_storage": ["split_master"],
+///     {"class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
 inline PythonDict optimizer_identity(const AnyOptimizer& any, const ParameterNames& names) {
-  auto storages = python_list(), groups = python_list();
-  for (const auto& storage : storages_in_files(any.optimizer())) storages.push_back(storage);
+  auto groups = python_list();
   for (const auto& group : any.optimizer().param_groups()) {
     auto parameters = python_list();
     for (const at::Tensor& parameter : group.params()) {
@@ -242,7 +238,7 @@ inline PythonDict optimizer_identity(const AnyOptimizer& any, const ParameterNam
   }
   PythonDict identity = python_dict();
   identity.insert("class", class_in_files(any));
-  identity.insert("weight_storage", storages);
+  identity.insert("weight_storage", storage_in_files(any.optimizer()));
   identity.insert("parameters", groups);
   return identity;
 }
@@ -273,7 +269,6 @@ inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
   const auto& own = any.optimizer().param_groups();
   TORCH_CHECK(groups.size() == own.size(), "it has ", groups.size(), " groups in the file, and ",
               own.size(), " here");
-  const std::vector<std::string> storages = storages_in_files(any.optimizer());
   for (std::size_t group = 0; group < own.size(); ++group) {
     const auto& params = item(groups[group], "params").toListRef();
     TORCH_CHECK(params.size() == own[group].params().size(), "group ", group, " has ",
@@ -297,13 +292,13 @@ inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
                   " is ", there, " in the file, and ", here,
                   " here (parameters need the order and the groups that they were saved with)");
     }
-    if (class_of_saved.isNone()) continue;
-    const std::string& storage = item(saved, "weight_storage").toListRef().at(group).toStringRef();
-    TORCH_CHECK(storage == storages[group] || storage.empty() || storages[group].empty() ||
-                    storage == "plain",
-                "the weight storage of group ", group, " is ", storage, " in the file, and ",
-                storages[group], " here");
   }
+  if (class_of_saved.isNone()) return;
+  const std::string& storage = item(saved, "weight_storage").toStringRef();
+  const std::string own_storage = storage_in_files(any.optimizer());
+  TORCH_CHECK(
+      storage == own_storage || storage.empty() || own_storage.empty() || storage == "plain",
+      "the weight storage is ", storage, " in the file, and ", own_storage, " here");
 }
 
 /// Returns a copy of a value: the states of optimizers on the devices of their parameters, and

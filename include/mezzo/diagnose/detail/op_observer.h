@@ -3,7 +3,7 @@
 /// passes, and tells each observer of a thread.
 #pragma once
 
-#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/names.h>
 
@@ -66,38 +66,49 @@ class Unobserved {
 };
 
 /// Hears the ops of the thread that made it, from `start` to `stop`, and those of backward passes
-/// that this thread calls, on whatever thread autograd runs them. Modules of C++ have no hooks: an
-/// op belongs to the module whose parameter it reads, one that reads none comes after the last that
-/// did, and an op of the backward pass belongs to the module of the op that made its node. Several
-/// observers of a thread end in any order, in that thread; a static one may outlive it.
+/// over graphs that this thread made, on whatever thread autograd runs them. Modules of C++ have no
+/// hooks: an op belongs to the module whose parameter it reads, one that reads none comes after the
+/// last that did, and an op of the backward pass belongs to the module of the op that made its
+/// node. Several observers of a thread end in any order, in that thread; a static one may outlive
+/// it. A backward pass of another thread may outlive the observer, which then hears no more.
 class OpObserver {
  public:
   OpObserver(const OpObserver&) = delete;
   OpObserver& operator=(const OpObserver&) = delete;
 
   /// Returns whether a backward pass has run a node since `start`.
-  bool saw_backward() const { return saw_backward_; }
+  bool saw_backward() const { return link_->saw_backward; }
 
  protected:
   explicit OpObserver(NamedTensors names) : names_(std::move(names)) {}
   virtual ~OpObserver() = default;  // after stop(), which the destructor of a final class calls
 
-  /// Called before an op and after it, one op at a time.
+  /// Called before an op and after it, one op at a time. Ops of their own run under Unobserved.
   virtual void entered(ObservedOp& op) = 0;
   virtual void left(const ObservedOp& op, OpArguments returned) = 0;
 
   void start() {
-    if (Thread* const thread = this_thread()) thread->add(this);
+    link_->observer = this;
+    if (Thread* const thread = this_thread()) thread->add(link_);
   }
   void stop() {
-    if (Thread* const thread = this_thread()) thread->remove(this);
+    if (Thread* const thread = this_thread()) thread->remove(link_);
+    const auto locked = lock();
+    link_->observer = nullptr;
   }
 
   const Names& names() const { return names_; }
-  std::unique_lock<std::mutex> lock() const { return std::unique_lock(mutex_); }
+  /// Guards what ops and questions share, for devices have threads.
+  std::unique_lock<std::mutex> lock() const { return std::unique_lock(link_->mutex); }
 
  private:
-  using Observers = std::vector<OpObserver*>;
+  /// What threads hold of an observer, which may be gone.
+  struct Link {
+    std::mutex mutex;
+    OpObserver* observer = nullptr;
+    std::atomic<bool> saw_backward = false;
+  };
+  using Links = std::vector<std::shared_ptr<Link>>;
 
   /// An autograd node that runs.
   struct Node {
@@ -114,7 +125,7 @@ class OpObserver {
       is_gone() = true;
     }
 
-    void add(OpObserver* observer) {
+    void add(const std::shared_ptr<Link>& link) {
       if (own.empty()) {
         callback = at::addThreadLocalCallback(
             at::RecordFunctionCallback(&OpObserver::begin, &OpObserver::end)
@@ -122,29 +133,23 @@ class OpObserver {
                 .needsOutputs(true)
                 .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
       }
-      own.push_back(observer);
+      own.push_back(link);
       publish();
     }
-    void remove(OpObserver* observer) {
-      if (std::erase(own, observer) == 0) return;
+    void remove(std::shared_ptr<Link> link) {
+      if (std::erase(own, link) == 0) return;
       if (own.empty()) at::removeCallback(callback);
       publish();
     }
     void publish() {
       active = own;
       const std::scoped_lock lock(threads().mutex);
-      threads().observers[id] = own;
-    }
-
-    /// Ops that autograd runs between two nodes, such as the sum of gradients, are the last one's.
-    Node node_of_ops() const {
-      const bool is_backward = torch::autograd::get_current_graph_task_id() != -1;
-      return is_backward ? node : Node();
+      threads().links[id] = own;
     }
 
     std::uint64_t id = at::RecordFunction::currentThreadId();
-    Observers own;     // made on this thread
-    Observers active;  // that hear it now
+    Links own;     // made on this thread
+    Links active;  // that hear it now
     Node node;
     int depth = 0;  // of ops
     at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
@@ -154,7 +159,7 @@ class OpObserver {
   /// may end after any static.
   struct Threads {
     std::mutex mutex;
-    std::map<std::uint64_t, Observers> observers;
+    std::map<std::uint64_t, Links> links;
   };
   static Threads& threads() {
     static auto* const threads = new Threads();
@@ -172,10 +177,10 @@ class OpObserver {
   }
 
   struct OpContext final : at::ObserverContext {
-    std::vector<std::pair<OpObserver*, ObservedOp>> ops;
+    std::vector<std::pair<std::shared_ptr<Link>, ObservedOp>> ops;
   };
   struct NodeContext final : at::ObserverContext {
-    Observers active;
+    Links active;
     int depth = 0;
   };
 
@@ -189,15 +194,18 @@ class OpObserver {
     const auto name = function.operator_name();
     const auto handle = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
     if (!handle) return nullptr;
-    const Unobserved unobserved;
     auto context = std::make_unique<OpContext>();
     const OpArguments inputs = recorded_inputs(function);
-    for (OpObserver* const observer : thread->active) {
+    // Ops that autograd runs between two nodes, such as the sum of gradients, are the last one's.
+    const bool is_backward = torch::autograd::get_current_graph_task_id() != -1;
+    for (const auto& link : thread->active) {
       ObservedOp op{.handle = *handle,
                     .inputs = std::vector<c10::IValue>(inputs.begin(), inputs.end()),
                     .depth = thread->depth};
-      observer->enter(op, function.seqNr(), thread->node_of_ops());
-      context->ops.emplace_back(observer, std::move(op));
+      const std::scoped_lock lock(link->mutex);
+      if (link->observer == nullptr) continue;
+      link->observer->enter(op, function.seqNr(), is_backward ? thread->node : Node());
+      context->ops.emplace_back(link, std::move(op));
     }
     ++thread->depth;  // libtorch swallows what is thrown above, and then forgets the op
     return context;
@@ -210,11 +218,11 @@ class OpObserver {
     context->depth = std::exchange(thread.depth, 0);
     if (thread.active.empty()) {
       const std::scoped_lock lock(threads().mutex);
-      const auto found = threads().observers.find(function.forwardThreadId());
-      if (found != threads().observers.end()) thread.active = found->second;
+      const auto found = threads().links.find(function.forwardThreadId());
+      if (found != threads().links.end()) thread.active = found->second;
     }
     thread.node = {.name = function.name(), .sequence = function.seqNr()};
-    for (OpObserver* const observer : thread.active) observer->saw_backward_ = true;
+    for (const auto& link : thread.active) link->saw_backward = true;
     return context;
   }
 
@@ -223,16 +231,14 @@ class OpObserver {
     if (thread == nullptr) return;
     if (auto* const ops = dynamic_cast<OpContext*>(context)) {
       thread->depth = std::max(thread->depth - 1, 0);
-      const Unobserved unobserved;
       const std::vector<c10::IValue> stack = function.outputs();
-      for (auto& [observer, op] : ops->ops) {
-        const Observers& active = thread->active;
-        if (std::find(active.begin(), active.end(), observer) == active.end()) continue;
+      for (auto& [link, op] : ops->ops) {
         op.threw = std::uncaught_exceptions() > op.exceptions;
         // TorchScript's interpreter shows its whole stack, whose last values the op returned.
         const std::size_t count = std::min(stack.size(), op.handle.schema().returns().size());
-        const auto locked = observer->lock();
-        observer->left(op, OpArguments(stack.data() + (stack.size() - count), count));
+        const std::scoped_lock lock(link->mutex);
+        if (link->observer == nullptr) continue;
+        link->observer->left(op, OpArguments(stack.data() + (stack.size() - count), count));
       }
     } else if (auto* const node = dynamic_cast<NodeContext*>(context)) {
       thread->active = node->active;
@@ -241,7 +247,6 @@ class OpObserver {
   }
 
   void enter(ObservedOp& op, std::int64_t sequence, const Node& node) {
-    const auto locked = lock();
     op.node = node.name;
     if (auto module = names_.module_of(arguments_in(op.inputs))) {
       op.module = *std::move(module);
@@ -261,8 +266,7 @@ class OpObserver {
   }
 
   Names names_;
-  std::atomic<bool> saw_backward_ = false;
-  mutable std::mutex mutex_;  // of what follows, and of the final class: devices have threads
+  const std::shared_ptr<Link> link_ = std::make_shared<Link>();
   std::pair<std::string, bool> around_;  // of the op that the program called
   std::string last_module_;
   // By a node's number: the module of the op that made it, and whether that reads its parameters.

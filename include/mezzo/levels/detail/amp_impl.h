@@ -6,7 +6,6 @@
 #include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/initialize.h>
 
-#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -26,18 +25,6 @@ inline void check_initialize_options(const InitializeOptions& options, const Opt
               "; it should be at least 1");
   TORCH_CHECK(level.uses_op_lists() || options.policy.empty(), "policy: the level ", level.name(),
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-}
-
-/// Warns if the process's settings for matrix products are not those of the level, which does not
-/// change them.
-inline void warn_where_products_are_not_as(const OptLevel& level) {
-  if (!level.matmul_precision().float32) return;
-  const auto products =
-      at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL);
-  if (products == at::Float32Precision::TF32) return;
-  TORCH_WARN("initialize: the level ", level.name(),
-             " leaves float32 products as they are; hold `mezzo::MatmulPrecisionGuard "
-             "products(level.matmul_precision());` around the training, from before this call");
 }
 
 inline std::string loss_scaler_key(std::size_t loss) {
@@ -74,7 +61,7 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
     const bool keeps_half = level.cast_model_type() == at::kHalf && !level.master_weights();
-    LossScaleOptions scaler_options = level.loss_scale();
+    LossScale scaler_options = level.loss_scale();
     scaler_options.enabled = enabled_;
     scaler_options.allow_fp16_gradients = keeps_half;
     scaler_options.loss_id = i;
@@ -83,7 +70,6 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   }
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
-    detail::warn_where_products_are_not_as(level);
     input_dtype_ = level.cast_model_type();
     output_dtype_ = level.cast_model_outputs();
     for (const auto& model : models.modules()) {

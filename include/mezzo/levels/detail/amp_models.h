@@ -2,7 +2,6 @@
 /// The models that were given to `initialize`: checks before anything is changed, and the cast.
 #pragma once
 
-#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/model_list.h>
@@ -112,7 +111,6 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
     });
     flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
   });
-  drop_weight_casts();
 }
 
 /// Refuses an optimizer of another model. It would step parameters that never get a gradient, and

@@ -51,7 +51,7 @@ class LossPasses {
 
   LossPasses() { verdict_.on_skip(nullptr); }
 
-  void add_loss(const LossScaleOptions& options) { losses_.emplace_back(options); }
+  void add_loss(const LossScale& options) { losses_.emplace_back(options); }
   void add_optimizer(AnyOptimizer optimizer) { all_.push_back({optimizer}); }
 
   std::size_t losses() const noexcept { return losses_.size(); }
@@ -135,7 +135,7 @@ class LossPasses {
   };
 
   struct Loss {
-    explicit Loss(const LossScaleOptions& options) : scaler(options) {}
+    explicit Loss(const LossScale& options) : scaler(options) {}
     GradScaler scaler;
     bool was_taken_off = false;  ///< since the scale moved last
   };

@@ -47,43 +47,29 @@ inline LossScaleChoice::LossScaleChoice(const char* text) : rule_(detail::loss_s
 inline LossScaleChoice::LossScaleChoice(const std::string& text)
     : rule_(detail::loss_scale_of(text)) {}
 
-struct OptLevel::Defaults {
-  std::string_view name;
-  std::string_view brief;
-  at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
-  std::optional<at::ScalarType> cast_model_type;
-  bool op_lists;
-  std::optional<bool> keep_batchnorm_fp32;
-  std::optional<bool> master_weights;
-  bool dynamic_scale;
-  bool tf32;
-};
-
 inline const OptLevel::Defaults& OptLevel::defaults_of(std::string_view name) {
   constexpr auto kFloat = at::ScalarType::Float;
   constexpr auto kHalf = at::ScalarType::Half;
   constexpr auto kBFloat16 = at::ScalarType::BFloat16;
   constexpr std::nullopt_t kNone = std::nullopt;
-  static constexpr std::array<Defaults, 8> kLevels = {
-      {{"O0", "float32 throughout.", kFloat, kFloat, false, kNone, false, false, false},
+  static constexpr std::array<Defaults, 7> kLevels = {
+      {{"O0", "float32 throughout.", kFloat, kFloat, false, kNone, false, false},
        {"O1", "each op in half or float32, as the op lists say; weights stay float32.", kHalf,
-        kNone, true, kNone, kNone, true, false},
+        kNone, true, kNone, kNone, true},
        {"O2", "a half model with float32 batch norms and float32 master weights.", kHalf, kHalf,
-        false, true, true, true, false},
-       {"O3", "half throughout.", kHalf, kHalf, false, false, false, false, false},
+        false, true, true, true},
+       {"O3", "half throughout.", kHalf, kHalf, false, false, false, false},
        {"O1_bf16", "each op in bfloat16 or float32, as the op lists say; weights stay float32.",
-        kBFloat16, kNone, true, kNone, kNone, false, false},
+        kBFloat16, kNone, true, kNone, kNone, false},
        {"O2_bf16", "a bfloat16 model with float32 batch norms and float32 master weights.",
-        kBFloat16, kBFloat16, false, true, true, false, false},
-       {"O3_bf16", "bfloat16 throughout.", kBFloat16, kBFloat16, false, false, false, false, false},
-       {"TF32", "float32 throughout, with matrix products and convolutions through TF32.", kFloat,
-        kFloat, false, kNone, false, false, true}}};
+        kBFloat16, kBFloat16, false, true, true, false},
+       {"O3_bf16", "bfloat16 throughout.", kBFloat16, kBFloat16, false, false, false, false}}};
   for (const Defaults& level : kLevels) {
     if (level.name == name) return level;
   }
   TORCH_CHECK(false, "Unexpected optimization level ", name,
-              ". Options are 'O0', 'O1', 'O2', 'O3'. Here also 'O1_bf16', 'O2_bf16', 'O3_bf16' and "
-              "'TF32'; O is the letter, not the number zero.");
+              ". Options are 'O0', 'O1', 'O2', 'O3'. Here also 'O1_bf16', 'O2_bf16' and "
+              "'O3_bf16'; O is the letter, not the number zero.");
 }
 
 inline OptLevel::OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides)
@@ -166,40 +152,12 @@ inline OptLevel OptLevel::with(const OptLevelOverrides& overrides) const {
   return {*defaults_, all};
 }
 
-inline std::string_view OptLevel::name() const noexcept { return defaults_->name; }
-
-inline std::optional<at::ScalarType> OptLevel::cast_model_type() const noexcept {
-  return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
-}
-
-inline std::optional<at::ScalarType> OptLevel::cast_model_outputs() const noexcept {
-  if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
-  return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
-}
-
-inline bool OptLevel::uses_op_lists() const noexcept {
-  return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
-}
-
-inline bool OptLevel::keep_batchnorm_fp32() const noexcept {
-  return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
-}
-
-inline bool OptLevel::master_weights() const noexcept {
-  return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
-}
-
 inline Precision OptLevel::precision() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
   const at::ScalarType compute = uses_op_lists() ? defaults_->low_precision : model;
   return {.param = master_weights() ? at::ScalarType::Float : model,
           .compute = compute,
           .output = cast_model_outputs().value_or(compute)};
-}
-
-inline MatmulPrecisionOptions OptLevel::matmul_precision() const {
-  if (!defaults_->tf32) return {};
-  return {.float32 = at::Float32MatmulPrecision::HIGH, .cudnn_tf32 = true};
 }
 
 inline std::string OptLevel::describe() const {
@@ -235,11 +193,10 @@ inline std::string OptLevel::listing() const {
   line("keep_batchnorm_fp32",
        flag(either(overrides_.keep_batchnorm_fp32, defaults_->keep_batchnorm_fp32)));
   line("master_weights", flag(either(overrides_.master_weights, defaults_->master_weights)));
-  line("loss_scale", loss_scale_.kind() == LossScaleKind::dynamic
+  line("loss_scale", loss_scale_.kind == LossScaleKind::dynamic
                          ? "dynamic"
-                         : detail::python_float(static_cast<float>(loss_scale_.init_scale())));
+                         : detail::python_float(static_cast<float>(loss_scale_.init_scale)));
   if (overrides_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));
-  if (defaults_->tf32) line("float32_matmul", "high");
   return text;
 }
 

@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adamw8bit_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/optim/adamw8bit.h>
 
 #include <ATen/ops/zeros.h>

@@ -15,9 +15,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 // The gradients of any optimizer, and how to read them.
@@ -95,10 +93,6 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
 inline StepPlan plan_of(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
-}
-
-inline bool keeps_master(const optim::FusedOptimizer* fused, const StepPlan::Row& row) {
-  return fused != nullptr && fused->keeps_master(row.group, *row.parameter);
 }
 
 /// Returns the dense values of a row's gradient.

@@ -241,7 +241,7 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
                 "MasterWeights: the archive has the master ", tensor_words(master), " for ",
                 parameter_words(static_cast<std::size_t>(number), parameter),
                 "; it is another model's: load the file of this one");
-    masters.emplace_back(parameter, master);
+    masters.emplace_back(parameter, master.is_inference() ? master.clone() : master);
   }
   return masters;
 }
@@ -276,14 +276,8 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
   meet_parameters();
 }
 
-MEZZO_INLINE bool MasterWeights::keeps_master(std::size_t /*group*/,
-                                              const at::Tensor& parameter) const {
-  return detail::is_low_precision(parameter);
-}
-
-MEZZO_INLINE at::Tensor MasterWeights::master_param(std::size_t group,
-                                                    const at::Tensor& parameter) {
-  if (!keeps_master(group, parameter)) return parameter;
+MEZZO_INLINE at::Tensor MasterWeights::master_param(const at::Tensor& parameter) {
+  if (!detail::is_low_precision(parameter)) return parameter;
   detail::KeptWeights& weights = settled(parameter);
   weights.show(parameter);
   return weights.master;
@@ -334,9 +328,11 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
   meet_parameters();
   StepPlan plan = detail::plain_plan(*inner_);
   plan.has_bare_half = false;
-  for (const StepPlan::Row& row : plan.rows) {
-    const bool is_bare = !detail::is_low_precision(*row.parameter);
-    plan.has_bare_half = plan.has_bare_half || (is_bare && row.gradient.scalar_type() == at::kHalf);
+  for (StepPlan::Row& row : plan.rows) {
+    const bool has_master = detail::is_low_precision(*row.parameter);
+    if (has_master) row.storage = optim::WeightStorage::master;
+    plan.has_bare_half =
+        plan.has_bare_half || (!has_master && row.gradient.scalar_type() == at::kHalf);
   }
   return plan;
 }
@@ -386,10 +382,9 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   std::vector<at::Tensor> all;
-  detail::for_each_parameter(
-      optimizer.optimizer(), [&](std::size_t group, const at::Tensor& parameter) {
-        all.push_back(fused != nullptr ? fused->master_param(group, parameter) : parameter);
-      });
+  detail::for_each_parameter(optimizer.optimizer(), [&](std::size_t, const at::Tensor& parameter) {
+    all.push_back(fused != nullptr ? fused->master_param(parameter) : parameter);
+  });
   return all;
 }
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
-#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
@@ -11,8 +10,6 @@
 #include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/UndefinedTensorImpl.h>
@@ -136,15 +133,6 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
               "optimizer.state().erase(parameter.unsafeGetTensorImpl())");
 }
 
-/// Returns a copy of the trained value, in float (double for double).
-inline at::Tensor trained_value(const at::Tensor& parameter, const KeptWeights& kept) {
-  if (kept.master.defined()) return kept.master.clone();
-  const bool is_split = kept.lower_half.defined() && parameter.scalar_type() == at::kBFloat16 &&
-                        kept.lower_half.sizes() == parameter.sizes();
-  if (is_split) return joined(parameter, kept.lower_half);
-  return parameter.detach().to(wide_dtype(parameter), /*non_blocking=*/false, /*copy=*/true);
-}
-
 /// Makes the master, if there is none, and brings it to where the parameter is. A caller who has
 /// written the master since it was shown has written the parameter too.
 inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
@@ -245,14 +233,18 @@ class ParamSlot : public KeptWeights {
 };
 
 /// Returns a copy of the state of `weights` as files have it: with a whole master in place of a
-/// split one.
+/// split one. Weights that have another dtype or shape by now are their own master.
 inline std::unique_ptr<torch::optim::OptimizerParamState> filed_state(
     const at::Tensor& weights, const torch::optim::OptimizerParamState& state) {
   auto filed = state.clone();
   auto* const slot = dynamic_cast<ParamSlot*>(filed.get());
-  const bool is_split = slot != nullptr && slot->lower_half.defined() && !slot->master.defined();
-  if (is_split) slot->master = trained_value(weights, *slot);
-  if (slot != nullptr) slot->lower_half = at::Tensor();
+  if (slot == nullptr || !slot->lower_half.defined()) return filed;
+  const at::Tensor lower_half = std::exchange(slot->lower_half, at::Tensor());
+  if (slot->master.defined()) return filed;
+  const bool fits = weights.scalar_type() == at::kBFloat16 && lower_half.sizes() == weights.sizes();
+  slot->master = fits ? joined(weights, lower_half)
+                      : weights.detach().to(wide_dtype(weights), /*non_blocking=*/false,
+                                            /*copy=*/true);
   return filed;
 }
 

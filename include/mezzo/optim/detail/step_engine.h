@@ -76,8 +76,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
       weights_.weight_storage = optim::WeightStorage::master;
     }
   }
-  MEZZO_INLINE bool keeps_master(std::size_t group, const at::Tensor& parameter) const override;
-  MEZZO_INLINE at::Tensor master_param(std::size_t group, const at::Tensor& parameter) override;
+  MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
 
   /// Writes what libtorch's optimizer of the same name writes, and under keys of their own the
   /// values that libtorch lacks. Split weights are written whole.
@@ -136,13 +135,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   };
   struct AtenCall;
 
-  /// Whether a step's gradients are zero by now.
-  enum class Cleared { not_asked, on_the_way, not_yet };
-  static Cleared cleared_by(bool is_asked, bool on_the_way) noexcept {
-    if (!is_asked) return Cleared::not_asked;
-    return on_the_way ? Cleared::on_the_way : Cleared::not_yet;
-  }
-
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
@@ -157,7 +149,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
-  MEZZO_INLINE void finish(Rows rows, Cleared cleared, const Prepared& prepared);
+  /// The last walk: counts, bumps versions, and clears gradients, if they are to be and no kernel
+  /// has done so.
+  MEZZO_INLINE void finish(Rows rows, bool clears, bool are_cleared, const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                              const StepOptions& options);

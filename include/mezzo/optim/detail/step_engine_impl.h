@@ -5,19 +5,17 @@
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/which_kernels.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
 
 #include <ATen/ops/_foreach_add.h>
-#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
 
-#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -58,13 +56,7 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
   for (void* const address : gone) state_.erase(address);
 }
 
-MEZZO_INLINE bool StepEngine::keeps_master(std::size_t /*group*/,
-                                           const at::Tensor& parameter) const {
-  return storage_in(parameter) == optim::WeightStorage::master;
-}
-
-MEZZO_INLINE at::Tensor StepEngine::master_param(std::size_t /*group*/,
-                                                 const at::Tensor& parameter) {
+MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
   const WeightStorage storage = storage_in(parameter);
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
@@ -357,13 +349,13 @@ MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& nu
   return span;
 }
 
-/// The last walk: counts and bumps versions.
-MEZZO_INLINE void StepEngine::finish(Rows rows, Cleared cleared, const Prepared& prepared) {
+MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
+                                     const Prepared& prepared) {
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const Row& row = rows[i];
-    if (cleared == Cleared::not_yet) clear_gradient(row.gradient);
-    if (cleared == Cleared::on_the_way) bump_version(row.gradient);
+    if (clears && !are_cleared) clear_gradient(row.gradient);
+    if (are_cleared) bump_version(row.gradient);
     bump_version(*row.parameter);
     if (row.slot == nullptr) continue;
     ParamSlot& slot = *row.slot;
@@ -437,7 +429,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                 .parameter = row.number};
   }
   run_step_cpu(prepared.tasks);
-  finish(rows, cleared_by(options.zero_grad, clears_on_the_way), prepared);
+  finish(rows, options.zero_grad, clears_on_the_way, prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -510,7 +502,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf);
   }
-  finish(rows, cleared_by(options.zero_grad, inputs.clear), prepared);
+  finish(rows, options.zero_grad, inputs.clear, prepared);
 }
 
 #endif
@@ -609,7 +601,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     throw;
   }
   write_back();
-  finish(rows, cleared_by(options.zero_grad, /*on_the_way=*/false), {});
+  finish(rows, options.zero_grad, /*are_cleared=*/false, {});
 }
 
 /// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.

@@ -71,7 +71,7 @@ class DeviceScale {
   }
 
   /// Writes the scale from a tensor of one element on any device, clamped to [lowest, highest].
-  void write_scale(const at::Tensor& scale, float lowest, float highest) {
+  void write_scale(const at::Tensor& scale, double lowest, double highest) {
     const c10::NoGradGuard no_grad;
     scale_.copy_(scale.reshape({}));
     scale_.clamp_(lowest, highest);

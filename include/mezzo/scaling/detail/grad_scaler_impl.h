@@ -31,12 +31,15 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+inline bool has_master(const StepPlan::Row& row) {
+  return row.storage == optim::WeightStorage::master;
+}
+
 /// Throws for the first gradient that would be unscaled in float16, naming its parameter.
 [[noreturn]] inline void refuse_half_gradients(AnyOptimizer optimizer, const StepPlan& plan) {
   std::string which = "a parameter";
   for (const StepPlan::Row& row : plan.rows) {
-    const bool is_bare =
-        row.gradient.scalar_type() == at::kHalf && !keeps_master(optimizer.mezzos(), row);
+    const bool is_bare = row.gradient.scalar_type() == at::kHalf && !has_master(row);
     if (!is_bare) continue;
     which = OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter);
     break;
@@ -87,9 +90,9 @@ inline void clip_in_place(const StepPlan& plan, double coefficient) {
 }
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
+inline void widen_for_masters(StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
-    if (!is_low_precision(row.gradient) || !keeps_master(fused, row)) continue;
+    if (!is_low_precision(row.gradient) || !has_master(row)) continue;
     const NoGraphGuard no_graph(row.gradient.is_inference());
     row.gradient = row.parameter->grad().to(at::kFloat);
     row.parameter->mutable_grad() = row.gradient;
@@ -99,7 +102,7 @@ inline void widen_for_masters(optim::FusedOptimizer* fused, StepPlan& plan) {
 /// Gives each master its weight's gradient, for callers that hold master_params(optimizer).
 inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) {
   for (const StepPlan::Row& row : plan.rows) {
-    if (keeps_master(fused, row)) (void)fused->master_param(row.group, *row.parameter);
+    if (has_master(row)) (void)fused->master_param(*row.parameter);
   }
 }
 
@@ -129,8 +132,8 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 
 }  // namespace detail
 
-MEZZO_INLINE GradScaler::GradScaler(const LossScaleOptions& options)
-    : rule_(LossScale::of(options)),
+MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
+    : rule_(options.checked()),
       initial_state_(rule_.initial_state()),
       enabled_(options.enabled),
       allow_fp16_gradients_(options.allow_fp16_gradients),
@@ -145,7 +148,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
     if (fused == nullptr) return;
     const c10::NoGradGuard no_grad;
     StepPlan plan = fused->plan();
-    detail::widen_for_masters(fused, plan);
+    detail::widen_for_masters(plan);
     detail::show_at_masters(fused, plan);
     return;
   }
@@ -172,7 +175,7 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
     detail::check_unscalable(values, detail::on_device(scale_->inverse(), values.front().device()));
   }
-  detail::widen_for_masters(fused, plan);
+  detail::widen_for_masters(plan);
   record.found_inf = at::Tensor();
   for (const auto& values : detail::values_by_device(plan)) {
     const at::Tensor inv_scale = detail::on_device(scale_->inverse(), values.front().device());
@@ -363,9 +366,9 @@ MEZZO_INLINE void GradScaler::note_skip(const at::Tensor& found_inf) {
 MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!enabled_) return;
   require_scale("update");
-  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  const double high = std::min<double>(rule_.max_scale(), detail::kLargestFloat);
-  detail::check_scale_value("new_scale", new_scale, rule_.min_scale(), high);
+  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  const double high = std::min<double>(rule_.max_scale, detail::kLargestFloat);
+  detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
   scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
@@ -379,8 +382,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               "one element that requires no grad, not one that is ",
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
-  TORCH_CHECK(rule_.kind() != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  scale_->write_scale(new_scale, rule_.min_scale(), rule_.max_scale());
+  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
   finish_iteration();
 }
 
@@ -424,7 +427,7 @@ MEZZO_INLINE void GradScaler::tell_of_iterations() {
 }
 
 MEZZO_INLINE void GradScaler::tell_of_skip(float scale, float next_scale) {
-  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale();
+  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale;
   times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
   ++times_in_a_row_;
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
@@ -493,25 +496,25 @@ class StateReader {
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
 template <class Number>
-void GradScaler::change_rule(const char* name, Number LossScaleOptions::*option, Number value) {
-  TORCH_CHECK(rule_.kind() == LossScaleKind::dynamic, name,
+void GradScaler::change_rule(const char* name, Number LossScale::*option, Number value) {
+  TORCH_CHECK(rule_.kind == LossScaleKind::dynamic, name,
               " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
               "with {.kind = LossScaleKind::dynamic}, the default");
-  LossScaleOptions options = rule_;
+  LossScale options = rule_;
   options.*option = value;
-  rule_ = LossScale::of(options);
+  rule_ = options.checked();
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  change_rule("growth_factor", &LossScaleOptions::growth_factor, growth_factor);
+  change_rule("growth_factor", &LossScale::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  change_rule("backoff_factor", &LossScaleOptions::backoff_factor, backoff_factor);
+  change_rule("backoff_factor", &LossScale::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  change_rule("growth_interval", &LossScaleOptions::growth_interval, growth_interval);
+  change_rule("growth_interval", &LossScale::growth_interval, growth_interval);
 }
 
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
@@ -522,15 +525,15 @@ MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!enabled_) return {};
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
-          {"growth_factor", rule_.growth_factor()},
-          {"backoff_factor", rule_.backoff_factor()},
-          {"growth_interval", static_cast<double>(rule_.growth_interval())},
+          {"growth_factor", rule_.growth_factor},
+          {"backoff_factor", rule_.backoff_factor},
+          {"growth_interval", static_cast<double>(rule_.growth_interval)},
           {"_growth_tracker", state.growth_tracker},
-          {"min_scale", rule_.min_scale()},
-          {"max_scale", rule_.max_scale()},
-          {"hysteresis", rule_.hysteresis()},
+          {"min_scale", rule_.min_scale},
+          {"max_scale", rule_.max_scale},
+          {"hysteresis", static_cast<double>(rule_.hysteresis)},
           {"_hysteresis_left", state.hysteresis_left},
-          {"_loss_scale_kind", static_cast<double>(rule_.kind())}};
+          {"_loss_scale_kind", static_cast<double>(rule_.kind)}};
 }
 
 MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
@@ -541,19 +544,19 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
               "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
               "a new scale");
   const detail::StateReader reader(state);
-  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind()));
+  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule =
-      LossScale::of({.init_scale = reader.value("scale"),
-                     .growth_factor = reader.value("growth_factor"),
-                     .backoff_factor = reader.value("backoff_factor"),
-                     .growth_interval = reader.count("growth_interval"),
-                     .min_scale = reader.value("min_scale", rule_.min_scale()),
-                     .max_scale = reader.value("max_scale", rule_.max_scale()),
-                     .hysteresis = reader.count("hysteresis", rule_.hysteresis()),
-                     .kind = static_cast<LossScaleKind>(kind)});
+  const LossScale rule = LossScale{.init_scale = reader.value("scale"),
+                                   .growth_factor = reader.value("growth_factor"),
+                                   .backoff_factor = reader.value("backoff_factor"),
+                                   .growth_interval = reader.count("growth_interval"),
+                                   .min_scale = reader.value("min_scale", rule_.min_scale),
+                                   .max_scale = reader.value("max_scale", rule_.max_scale),
+                                   .hysteresis = reader.count("hysteresis", rule_.hysteresis),
+                                   .kind = static_cast<LossScaleKind>(kind)}
+                             .checked();
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
   next.hysteresis_left =

@@ -8,7 +8,6 @@
 
 #include <cstddef>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {

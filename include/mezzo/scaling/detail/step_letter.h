@@ -2,8 +2,7 @@
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/verdict.h>
-#include <mezzo/kernels/which_kernels.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -15,7 +14,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <utility>

@@ -9,7 +9,7 @@
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/libtorch_state.h>
-#include <mezzo/autocast/detail/op_listener.h>
+#include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>

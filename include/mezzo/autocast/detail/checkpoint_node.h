@@ -1,20 +1,27 @@
 /// \file
-/// CheckpointNode, which stands in autograd's graph for everything that a checkpointed call
-/// computed, and first_run, the forward half of a checkpoint, which keeps no activations and leaves
-/// that node.
+/// Activation checkpointing: the conditions under which a function runs twice, the part of
+/// autograd's graph that a run adds, and the node that stands for it until backward.
 #pragma once
 
-#include <mezzo/autocast/detail/activation_checkpoint/run_conditions.h>
-#include <mezzo/autocast/detail/activation_checkpoint/run_graph.h>
-#include <mezzo/autocast/detail/autograd_node.h>
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 
+#include <ATen/Context.h>
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
+#include <c10/core/Device.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -22,16 +29,183 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+// --- The thread's state at the first run, which the second run gets again
+// -------------------------
+
+/// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
+/// first run is gone by the second, so that the two runs would have different graphs.
+class WeightCastsUncached {
+ public:
+  WeightCastsUncached() noexcept : found_(at::autocast::is_autocast_cache_enabled()) {
+    at::autocast::set_autocast_cache_enabled(false);
+  }
+  ~WeightCastsUncached() { at::autocast::set_autocast_cache_enabled(found_); }
+  WeightCastsUncached(const WeightCastsUncached&) = delete;
+  WeightCastsUncached& operator=(const WeightCastsUncached&) = delete;
+
+ private:
+  bool found_;
+};
+
+/// The device that `torch::kCUDA` without an index means, if there is one.
+inline std::optional<c10::Device> current_cuda_device() {
+  if (!at::hasCUDA()) return std::nullopt;
+  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
+}
+
+/// Autocast state, random state and current device of the thread that makes it.
+class RunConditions {
+ public:
+  explicit RunConditions(bool with_random_state)
+      : autocast_(AutocastState::capture()), cuda_device_(current_cuda_device()) {
+    if (with_random_state) random_.emplace();
+  }
+
+  /// Runs the calling thread under `conditions`, recording for autograd, and restores what was
+  /// there.
+  class Scope {
+   public:
+    explicit Scope(const RunConditions& conditions)
+        : device_(conditions.cuda_device_), autocast_(conditions.autocast_) {
+      if (conditions.random_) random_.emplace(*conditions.random_);
+    }
+
+   private:
+    c10::AutoGradMode recording_{true};
+    c10::OptionalDeviceGuard device_;
+    std::optional<RandomState::Scope> random_;
+    AutocastState::Scope autocast_;
+    WeightCastsUncached uncached_;
+  };
+
+ private:
+  AutocastState autocast_;
+  std::optional<c10::Device> cuda_device_;
+  std::optional<RandomState> random_;
+};
+
+// --- The graph of a run: its nodes, and the edges by which it hangs on what a function captures
+// ---
+
+/// Owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to libtorch 2.11,
+/// c10::intrusive_ptr in later versions.
+template <class Node>
+using NodePtr = std::conditional_t<std::is_same_v<decltype(torch::autograd::Edge::function),
+                                                  std::shared_ptr<torch::autograd::Node>>,
+                                   std::shared_ptr<Node>, c10::intrusive_ptr<Node>>;
+
+template <class Node, class... Args>
+NodePtr<Node> make_node(Args&&... args) {
+  if constexpr (std::is_same_v<NodePtr<Node>, std::shared_ptr<Node>>) {
+    // libtorch's deleter, found by the argument's type: it takes a long chain of nodes apart
+    // without recursion.
+    return {new Node(std::forward<Args>(args)...), [](Node* node) { deleteNode(node); }};
+  } else {
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+  }
+}
+
+/// A moment in a thread, which tells the nodes made there since from all others. Nodes of one
+/// thread are numbered as they are made; those that accumulate into leaves have the highest number
+/// of all.
+class GraphMark {
+ public:
+  bool made_since(const torch::autograd::Node& node) const {
+    return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
+           node.sequence_nr() != std::numeric_limits<uint64_t>::max();
+  }
+
+ private:
+  uint64_t thread_ = at::RecordFunction::currentThreadId();
+  uint64_t first_ = at::sequence_number::peek();
+};
+
+/// Sets an edge of `node`. An in-place op on a view is a node with the op's own node inside, which
+/// has the same edges but for the first, and the engine insists on that.
+inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::autograd::Edge edge) {
+  auto* const copy_slices = dynamic_cast<torch::autograd::CopySlices*>(&node);
+  if (copy_slices != nullptr && copy_slices->fn != nullptr && index > 0) {
+    copy_slices->fn->next_edges()[index] = edge;
+  }
+  node.next_edges()[index] = std::move(edge);
+}
+
+/// Stands where an edge left a run's graph: the engine hands over the gradient that arrives here.
+/// To the engine it looks like the node it stands in for: same shape, dtype, device and stream.
+class GraphEnd final : public torch::autograd::Node {
+ public:
+  explicit GraphEnd(const torch::autograd::Edge& target) {
+    input_metadata_.push_back(target.function->input_metadata(target.input_nr));
+  }
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
+    return {};
+  }
+};
+
+/// The nodes that a run made and its results depend on, last made first: the order in which the
+/// engine runs them, and so the order in which gradients arrive where the graph ends.
+class RunGraph {
+ public:
+  RunGraph(const torch::autograd::edge_list& roots, const GraphMark& start) {
+    std::unordered_set<torch::autograd::Node*> seen;
+    std::vector<torch::autograd::Node*> nodes;
+    const auto add = [&](const torch::autograd::Edge& edge) {
+      auto* node = edge.function.get();
+      if (node != nullptr && start.made_since(*node) && seen.insert(node).second) {
+        nodes.push_back(node);
+      }
+    };
+    for (const auto& root : roots) add(root);
+    for (std::size_t i = 0; i < nodes.size(); ++i) {
+      auto* const node = nodes[i];
+      for (const auto& edge : std::as_const(*node).next_edges()) add(edge);
+    }
+    std::ranges::sort(nodes, std::ranges::greater{}, &torch::autograd::Node::sequence_nr);
+    for (auto* node : nodes) {
+      for (std::size_t i = 0; i < node->num_outputs(); ++i) {
+        const torch::autograd::Edge& edge = node->next_edge(i);
+        if (!edge.is_valid() || seen.contains(edge.function.get())) continue;
+        leaving_.emplace_back(node, i);
+        uses_.push_back(edge);
+      }
+    }
+  }
+
+  /// Returns the edges that leave the graph, one for each use of a tensor from outside.
+  const torch::autograd::edge_list& uses() const { return uses_; }
+
+  /// Cuts the graph off from everything outside. Returns edges to the ends, one for each use: the
+  /// engine would add up at a common end what should be added to other gradients one by one.
+  torch::autograd::edge_list cut() const {
+    torch::autograd::edge_list ends;
+    for (std::size_t i = 0; i < uses_.size(); ++i) {
+      ends.emplace_back(make_node<GraphEnd>(uses_[i]), 0);
+      set_edge(*leaving_[i].first, leaving_[i].second, ends.back());
+    }
+    return ends;
+  }
+
+ private:
+  std::vector<std::pair<torch::autograd::Node*, std::size_t>> leaving_;
+  torch::autograd::edge_list uses_;
+};
+
+// --- The call, and its node
+// -----------------------------------------------------------------------
 
 /// A call as backward knows it, without its types.
 class CheckpointedCall {

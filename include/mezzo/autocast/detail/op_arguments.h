@@ -1,0 +1,50 @@
+/// \file
+/// An op's boxed arguments, as the dispatcher and at::RecordFunction's start callbacks have them.
+#pragma once
+
+#include <mezzo/base/detail/private_member.h>
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+using OpArguments = c10::ArrayRef<const c10::IValue>;
+
+struct RecordedInputsMember {
+  friend constexpr auto private_member(RecordedInputsMember);
+};
+template struct PrivateMember<RecordedInputsMember, &at::RecordFunction::inputs_>;
+
+/// Returns the op's arguments. In units compiled without NDEBUG RecordFunction::inputs() asserts a
+/// flag that only a libtorch compiled without NDEBUG ever sets, and so throws in every debug build
+/// against a release libtorch; this function reads the member itself. TorchScript's interpreter
+/// records its whole stack, whose last values are the op's arguments.
+inline OpArguments recorded_inputs(const at::RecordFunction& function) {
+  const OpArguments stack = function.*private_member(RecordedInputsMember());
+  return stack.slice(stack.size() - std::min(stack.size(), function.num_inputs()));
+}
+
+/// Calls `visit` with every tensor among the arguments, those in lists included.
+template <class Visit>
+void for_each_tensor(OpArguments arguments, const Visit& visit) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor()) {
+      visit(argument.toTensor());
+    } else if (argument.isTensorList()) {
+      for (const at::Tensor& tensor : argument.toTensorVector()) visit(tensor);
+    } else if (argument.isOptionalTensorList()) {
+      for (const auto& tensor : argument.toOptionalTensorVector()) {
+        if (tensor.has_value()) visit(*tensor);
+      }
+    }
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
