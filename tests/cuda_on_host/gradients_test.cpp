@@ -26,7 +26,7 @@ namespace {
 
 using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
-using cuda_on_host::same_bits;
+using cuda_on_host::SameBits;
 using mezzo::Verdict;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -175,7 +175,7 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
   };
   expect_launches(apart, 2, 3);
   expect_launches(gradients, 1, 1);
-  for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_TRUE(same_bits(gradients[i], apart[i]));
+  for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_THAT(gradients[i], SameBits(apart[i]));
 }
 
 TEST_F(GradientsOnHost, UnscaleAndCheckOverDtypesTailsAndLayouts) {

@@ -302,4 +302,16 @@ INSTANTIATE_TEST_SUITE_P(Rearrangements, RearrangedOptimizerProbes,
                                           testing::ValuesIn(kRearrangements)),
                          name_of_probe);
 
+// As the head of a model does for another task: what it left is no more than one step behind.
+TEST(ReplacedParameters, TakeTheirStatesWithThem) {
+  mezzo::optim::AdamW adamw({torch::ones({3}).requires_grad_()}, 1e-3);
+  for (int step = 0; step < 10; ++step) {
+    Tensor& place = adamw.param_groups()[0].params()[0];
+    place = torch::ones({3}).requires_grad_();
+    place.mutable_grad() = torch::ones({3});
+    adamw.step();
+    EXPECT_LE(adamw.state().size(), 2U) << step;
+  }
+}
+
 }  // namespace

@@ -129,7 +129,7 @@ inline Finding hardware_finding(c10::Device device, at::ScalarType dtype) {
     if (gpu->major < (dtype == at::kHalf ? 7 : 8)) why = "this GPU has no tensor cores for it";
   } else if (const CpuFeatures cpu = cpu_features(); device.is_cpu() && cpu.known) {
     if (!(dtype == at::kHalf ? cpu.fp16() : cpu.bf16())) {
-      why = lack_of_instructions(cpu, name.c_str());
+      why = lack_of_instructions(name);
     }
   } else {
     finding.reason = "which instructions this hardware has is not known: time a step in " + name;
