@@ -24,7 +24,7 @@ EXCEPTIONS = {("distributed", "checkpoint")}
 BY_NAME = re.compile(r"distributed/(mpi|gloo)_|optim/compiled\.h")
 
 # What these include, and what that includes, has none of the kernels: they cost seconds to compile.
-WITHOUT_KERNELS = ["mezzo/optim/ema.h", "mezzo/optim/lr_schedule.h"]
+WITHOUT_KERNELS = ["mezzo/optim/ema.h"]
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')

@@ -10,7 +10,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
-#include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/step_count.h>
@@ -32,6 +31,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+enum class CpuIsa : uint8_t;  // mezzo/kernels/cpu_isa.h
 
 /// The numbers that a step takes from the options of a param group.
 struct GroupNumbers {
