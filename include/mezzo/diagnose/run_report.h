@@ -14,6 +14,7 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -316,9 +317,7 @@ class RunReport {
   }
 
   std::string options_html() const {
-    const std::time_t now = std::time(nullptr);
-    std::tm utc{};
-    gmtime_r(&now, &utc);
+    const std::tm utc = detail::utc_of(std::time(nullptr));
     std::array<char, 32> date{};
     std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
     Named<std::string> all = options_;

@@ -15,6 +15,7 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/step_result.h>
 
@@ -25,8 +26,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -36,7 +35,6 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
-#include <fstream>
 #include <functional>
 #include <limits>
 #include <optional>
@@ -148,11 +146,7 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
     constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return static_cast<double>(stats.allocated_bytes[kAll].peak);
   }
-  double pages = 0;
-  std::ifstream statm("/proc/self/statm");
-  statm >> pages >> pages;  // all, and resident
-  if (!statm) return std::nullopt;
-  return pages * static_cast<double>(::sysconf(_SC_PAGESIZE));
+  return resident_bytes();
 }
 
 }  // namespace detail

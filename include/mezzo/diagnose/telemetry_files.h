@@ -6,13 +6,12 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <c10/util/Exception.h>
-
-#include <unistd.h>
 
 #include <atomic>
 #include <bit>
@@ -165,7 +164,7 @@ class TensorBoardFile {
     TORCH_CHECK(!error, folder, ": cannot be made: ", error.message());
     const auto seconds = static_cast<std::int64_t>(detail::seconds_since_1970());
     return folder + "/events.out.tfevents." + std::to_string(seconds) + ".mezzo." +
-           std::to_string(::getpid()) + "." + std::to_string(files++);
+           std::to_string(detail::process_id()) + "." + std::to_string(files++);
   }
 
   detail::RecordFile file_;

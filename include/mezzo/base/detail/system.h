@@ -3,6 +3,7 @@
 #include <mezzo/base/version.h>
 
 #include <cstdio>
+#include <ctime>
 #include <optional>
 
 #if defined(_WIN32)
@@ -58,6 +59,12 @@ inline void keep_loaded(const void* address) {
 
 inline int process_id() noexcept { return _getpid(); }
 
+inline std::tm utc_of(std::time_t time) noexcept {
+  std::tm utc{};
+  gmtime_s(&utc, &time);
+  return utc;
+}
+
 /// Returns the bytes of memory that the process holds; none where the system does not say.
 inline std::optional<double> resident_bytes() noexcept {
   PROCESS_MEMORY_COUNTERS counters{};
@@ -90,6 +97,12 @@ inline void keep_loaded(const void* address) {
 }
 
 inline int process_id() noexcept { return getpid(); }
+
+inline std::tm utc_of(std::time_t time) noexcept {
+  std::tm utc{};
+  gmtime_r(&time, &utc);
+  return utc;
+}
 
 /// Returns the bytes of memory that the process holds; none where the system does not say.
 inline std::optional<double> resident_bytes() noexcept {
