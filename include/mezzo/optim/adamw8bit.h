@@ -76,7 +76,9 @@ class AdamW8bit
                      const torch::optim::AdamWOptions& defaults = {},
                      const AdamW8bitOptions& options = {})
       : AdamW8bit(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults,
-                  options) {}
+                  options) {
+    detail::check_has_parameters(!param_groups_.front().params().empty(), kName);
+  }
 
   /// Writes options, state and seed.
   MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;

@@ -34,19 +34,17 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
                              const Options& defaults = {})
       : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{},
                   std::make_unique<Options>(defaults)) {
-    std::size_t parameters = 0;
-    for (const auto& group : groups) {
-      add_param_group(group);
-      parameters += group.params().size();
-    }
-    check_has_parameters(parameters != 0, Own::kName);
+    for (const auto& group : groups) add_param_group(group);
+    check_has_parameters(!groups.empty(), Own::kName);
   }
   /// Takes parameters, as one group.
   explicit OrdinaryOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
       : OrdinaryOptimizer(
             std::vector<torch::optim::OptimizerParamGroup>{
                 torch::optim::OptimizerParamGroup(std::move(parameters))},
-            defaults) {}
+            defaults) {
+    check_has_parameters(!param_groups_.front().params().empty(), Own::kName);
+  }
 
   /// Adds a group. \throws c10::Error as the constructor does, and has not added it
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
