@@ -97,7 +97,7 @@ namespace optim {
 ///   gradient.
 /// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
 using AdamWOptions = torch::optim::AdamWOptions;
-/// The same of Adam, whose `weight_decay` (0) adds weight_decay * parameter to the gradient.
+/// Adam has the same options; its `weight_decay` (0) adds weight_decay * parameter to the gradient.
 using AdamOptions = torch::optim::AdamOptions;
 
 /// AdamW's state of a parameter: `torch::optim::AdamWParamState`, with the tensors `exp_avg()`,

@@ -90,7 +90,6 @@ class AdamW8bit
   static constexpr const char* kName = "AdamW8bit";
   static constexpr const char* kOptions = "torch::optim::AdamWOptions";
   MEZZO_INLINE static void check_options(const torch::optim::AdamWOptions& options);
-  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
   MEZZO_INLINE void check_gradient(const at::Tensor& parameter);
   MEZZO_INLINE AdamW8bitParamState& made_state(const at::Tensor& parameter);
   MEZZO_INLINE void update();

@@ -89,8 +89,6 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
   static constexpr const char* kName = "LAMB";
   static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
   MEZZO_INLINE static void check_options(const LAMBOptions& options);
-  static void check_parameter(const at::Tensor&, const detail::OptimizerWords&) {}
-  void check_gradient(const at::Tensor& parameter) const { refuse_sparse(parameter); }
   MEZZO_INLINE void update();
 };
 

@@ -95,7 +95,6 @@ class Muon : public detail::OrdinaryOptimizer<Muon, MuonOptions, MuonParamState>
   MEZZO_INLINE static void check_options(const MuonOptions& options);
   MEZZO_INLINE static void check_parameter(const at::Tensor& parameter,
                                            const detail::OptimizerWords& words);
-  void check_gradient(const at::Tensor& parameter) const { refuse_sparse(parameter); }
   MEZZO_INLINE void update();
 };
 

@@ -19,14 +19,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline bool is_over_quota(int error) {
-#ifdef EDQUOT
-  return error == EDQUOT;
-#else
-  return error < 0;  // no system's number
-#endif
-}
-
 /// Returns all names in `folder`; none if it does not exist.
 inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
   std::vector<std::string> names;
@@ -75,7 +67,7 @@ class AtomicFile {
     file_.take_mode_of(target_);
   }
   ~AtomicFile() {
-    if (!file_.is_open() || is_committed_) return;
+    if (is_committed_) return;
     file_ = OpenFile();
     (void)remove_file(temporary_);
   }
@@ -113,9 +105,8 @@ class AtomicFile {
 
  private:
   [[noreturn]] void fail(const char* what, int error) const {
-    const bool is_full = error == ENOSPC || error == EFBIG || is_over_quota(error);
     TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",
-                is_full ? "make room" : "see to the disk and the folder's permissions",
+                is_full(error) ? "make room" : "see to the disk and the folder's permissions",
                 ". The checkpoints that were there before are untouched");
   }
 

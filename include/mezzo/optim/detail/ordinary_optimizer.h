@@ -23,9 +23,9 @@ namespace detail {
 ///
 ///     static constexpr const char *kName, *kOptions;
 ///     static void check_options(const Options&);
-///     static void check_parameter(const at::Tensor&, const OptimizerWords&);  // in a new group
-///     void check_gradient(const at::Tensor& parameter);  // of a step, before anything is written
 ///     void update();
+///
+/// It may hide check_parameter and check_gradient.
 template <class Own, class Options, class State>
 class OrdinaryOptimizer : public torch::optim::Optimizer {
  public:
@@ -96,7 +96,10 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*kept);
   }
 
-  void refuse_sparse(const at::Tensor& parameter) const {
+  /// Refuses nothing of a new group.
+  static void check_parameter(const at::Tensor& /*parameter*/, const OptimizerWords& /*words*/) {}
+  /// Refuses a sparse gradient, before a step writes anything.
+  void check_gradient(const at::Tensor& parameter) const {
     TORCH_CHECK(parameter.grad().layout() == at::kStrided, Own::kName,
                 " does not support sparse gradients, and ", words().parameter(parameter),
                 " has one; make its Embedding with sparse(false)");
