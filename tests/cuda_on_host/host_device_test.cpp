@@ -14,7 +14,6 @@
 namespace {
 
 using host_device::Fault;
-using host_device::Schedule;
 using mezzo::detail::cuda::launch;
 using mezzo::detail::cuda::Stream;
 
@@ -24,7 +23,7 @@ using OfThreads = int[kThreads];
 
 class HostDevice : public testing::Test {
  protected:
-  void TearDown() override { host_device::set_schedule({}); }
+  void TearDown() override { host_device::set_seed(1); }
 };
 
 /// Runs what launches a kernel, and says what Fault it was; empty if none.
@@ -68,16 +67,14 @@ bool reverses(int blocks) {
 
 TEST_F(HostDevice, RunsASoundKernelRightInEveryOrder) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    for (const int at_once : {1, 4}) {
-      host_device::set_schedule({seed, at_once});
-      EXPECT_TRUE(reverses<reverse_kernel>(5)) << seed;
-    }
+    host_device::set_seed(seed);
+    EXPECT_TRUE(reverses<reverse_kernel>(5)) << seed;
   }
 }
 
 TEST_F(HostDevice, FindsAMissingBarrierWithEverySeed) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_schedule({seed});
+    host_device::set_seed(seed);
     EXPECT_FALSE(reverses<reverse_kernel_without_a_barrier>(1)) << seed;
   }
 }
@@ -106,7 +103,7 @@ std::vector<int> sums_of_rounds() {
 TEST_F(HostDevice, FindsMemoryThatIsUsedAgainBeforeAllHaveReadIt) {
   int wrong = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_schedule({seed});
+    host_device::set_seed(seed);
     const std::vector<int> right{kThreads, 2 * kThreads};
     EXPECT_EQ(sums_of_rounds<true>(), right);
     wrong += sums_of_rounds<false>() != right;
@@ -120,7 +117,7 @@ TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
   std::set<std::vector<unsigned>> orders;
   for (int round = 0; round < 2; ++round) {
     for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-      host_device::set_schedule({seed});
+      host_device::set_seed(seed);
       std::vector<unsigned> order;
       launch<order_kernel>(3, 8, Stream{}, &order);
       orders.insert(order);
@@ -137,7 +134,7 @@ void shuffle_kernel(uint64_t* words, int lanes) {
 
 TEST_F(HostDevice, ShufflesWithinAWarp) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_schedule({seed});
+    host_device::set_seed(seed);
     std::vector<uint64_t> words(64);
     launch<shuffle_kernel>(1, 64, Stream{}, words.data(), 8);
     for (std::size_t i = 0; i < 64; ++i) {
@@ -192,7 +189,7 @@ TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
   using testing::HasSubstr;
   int to[kThreads];
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_schedule({seed, seed % 2 == 0 ? 1 : 3});
+    host_device::set_seed(seed);
     const auto fault = [&]<auto kKernel>(auto... args) {
       return fault_of([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
     };
