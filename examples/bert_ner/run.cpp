@@ -9,7 +9,6 @@
 #include <csignal>
 #include <functional>
 #include <iostream>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -53,8 +52,8 @@ struct RunInputs {
   BertConfig config;  ///< with the dropout of the options
   WordPiece tokenizer;
   Dataset data;
-  std::vector<Example> train, valid, test;  ///< of `data`
-  BatchList batches;                        ///< of `train`
+  std::vector<Example> train, valid;  ///< of `data`
+  BatchList batches;                  ///< of `train`
   int64_t epoch_steps;
 
   Padding padding() const { return {tokenizer.pad_id(), kLengthMultiple}; }
@@ -75,29 +74,14 @@ nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
           {"options", options.training}};
 }
 
-/// The name of the first property that differs; empty if none does.
-std::string first_difference(const nlohmann::json& one, const nlohmann::json& other) {
-  for (const auto& [word, value] : one.items()) {
-    if (other.value(word, nlohmann::json()) != value) return word;
-  }
-  return {};
-}
-
 /// Checks that the run can go on here exactly as it would have gone on there.
 void check_record(const RunOrigin& origin, const RunInputs& inputs) {
-  const auto& [record, position] = *origin.saved;
-  const auto other = first_difference(record.identity, identity_of(origin.options, inputs));
-  if (!other.empty()) {
-    throw InputError(origin.folder.string() + ": the run had other " + other +
+  const auto here = identity_of(origin.options, inputs);
+  for (const auto& [word, value] : origin.saved->record.identity.items()) {
+    if (here.value(word, nlohmann::json()) == value) continue;
+    throw InputError(origin.folder.string() + ": the run had other " + word +
                      "; put back what it began with");
   }
-  if (position.group <= inputs.epoch_steps &&
-      position.steps == position.epoch * inputs.epoch_steps + position.group) {
-    return;
-  }
-  throw InputError(origin.folder.string() +
-                   ": the run's epoch, group and steps do not fit together; resume from a folder "
-                   "that --save wrote");
 }
 
 RunOrigin origin_of(const RunOptions& options) {
@@ -111,7 +95,7 @@ RunOrigin origin_of(const RunOptions& options) {
     return origin;
   }
   auto& data = origin.options.data;
-  for (auto* path : {&origin.options.model, &data.data, &data.train, &data.valid, &data.test}) {
+  for (auto* path : {&origin.options.model, &data.data, &data.train, &data.valid}) {
     *path = absolute(*path);
   }
   return origin;
@@ -124,13 +108,12 @@ RunInputs::RunInputs(const RunOrigin& origin, torch::Device run_device)
       config(bert_config_of(files)),
       tokenizer(load_tokenizer(files, config)),
       data(load_dataset(origin.options.data, origin.options.training.seed)) {
-  config.hidden_dropout = config.attention_dropout = origin.options.training.dropout;
+  config.dropout = origin.options.training.dropout;
   const auto examples_of = [&](const std::vector<Sentence>& sentences) {
     return make_examples(sentences, tokenizer, data.labels, config.max_position_embeddings);
   };
   train = examples_of(data.train);
   valid = examples_of(data.valid);
-  test = examples_of(data.test);
   batches = length_sorted_batches(train, origin.options.training.batch_size);
   epoch_steps = steps_per_epoch(batches.size(), origin.options.training.accumulate);
   if (origin.saved) check_record(origin, *this);
@@ -195,7 +178,7 @@ class Run {
   void train();
   bool after_step(const StepReport& report);
   void save();
-  void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
+  void score();
   void save_page(const RunResult& result, const std::string& ended);
   RunResult result() const;
 
@@ -211,8 +194,6 @@ class Run {
 
   RunOrigin origin_;
   RunInputs inputs_;
-  std::vector<double> class_weights_;
-  std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;          ///< steps
   std::optional<mezzo::RunReport> page_;            ///< if it was asked for
@@ -221,25 +202,20 @@ class Run {
   std::optional<Progress> progress_;
   std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
   Score score_;                                ///< the last one
-  std::map<std::string, Score> scores_by_type_;
 };
 
 Run::Run(const RunOptions& options)
     : origin_(origin_of(options)),
       inputs_(origin_, find_device(options.device)),
-      class_weights_(
-          parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels)),
-      trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
-               inputs_.epoch_steps) {
+      trainer_(load_model(), origin_.options.training, inputs_.precision, inputs_.epoch_steps) {
   if (origin_.saved) load_checkpoint(origin_.folder, trainer_);
 }
 
 BertForTokenClassification Run::load_model() {
-  check_sizes(inputs_.config, origin_.folder);
   torch::manual_seed(options().training.seed);
   BertForTokenClassification model(inputs_.config,
                                    static_cast<int64_t>(inputs_.data.labels.size()));
-  passed_over_ = load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
+  load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
   model->to(inputs_.device);
   return model;
 }
@@ -250,14 +226,6 @@ void Run::introduce() const {
                  describe(inputs_.precision) + ", " + std::to_string(data.train.size()) +
                  " sentences to learn, " + std::to_string(data.valid.size()) +
                  " to be scored on, " + std::to_string(data.labels.size()) + " labels");
-  if (!passed_over_.empty()) {
-    progress_->say("not needed from the model: " + joined(passed_over_));
-  }
-  // The labels of --data are those of the whole file; by chance, training may see none of one.
-  const auto seen = Labels::of(data.train);
-  for (const auto& name : data.labels.names()) {
-    if (!seen.id(name)) progress_->say("note: no sentence to learn from has " + name);
-  }
 }
 
 RunResult Run::execute() {
@@ -297,14 +265,7 @@ RunResult Run::execute() {
                    std::to_string(trainer_.position.steps));
     throw Interrupted{signal};
   }
-  if (!inputs_.test.empty()) {
-    score(inputs_.data.test, inputs_.test);
-  } else if (scored_at_ != trainer_.position.steps) {
-    score(inputs_.data.valid, inputs_.valid);
-  }
-  for (const auto& [type, type_score] : scores_by_type_) {
-    progress_->say("  " + type + ": " + score_text(type_score));
-  }
+  if (scored_at_ != trainer_.position.steps) score();
   const auto measured = result();
   save_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
   return measured;
@@ -319,7 +280,7 @@ void Run::train() {
                          inputs_.padding(), inputs_.config.max_position_embeddings,
                          [&](const StepReport& report) { return after_step(report); });
     if (trainer_.position.epoch == epoch) return;  // stopped within the epoch
-    score(inputs_.data.valid, inputs_.valid);
+    score();
     progress_->say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
   }
 }
@@ -366,14 +327,14 @@ void Run::save() {
   progress_->say("saved step " + std::to_string(saved_at_) + " in " + options().save);
 }
 
-void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
+void Run::score() {
+  const auto& sentences = inputs_.data.valid;
   const auto answers =
-      tag_sentences(trainer_.model, examples, sentences.size(), inputs_.data.labels,
+      tag_sentences(trainer_.model, inputs_.valid, sentences.size(), inputs_.data.labels,
                     inputs_.padding(), inputs_.config.max_position_embeddings, inputs_.precision);
   TagSequences truth;
   for (const auto& sentence : sentences) truth.push_back(sentence.tags);
   score_ = entity_scores(truth, answers);
-  scores_by_type_ = entity_scores_by_type(truth, answers);
   scored_at_ = trainer_.position.steps;
 }
 

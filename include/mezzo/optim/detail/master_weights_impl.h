@@ -205,6 +205,7 @@ inline std::vector<int64_t> read_numbers(torch::serialize::InputArchive& archive
   c10::IValue value;
   TORCH_CHECK(archive.try_read(key, value), "MasterWeights: the archive lacks \"", key,
               "\"; it is damaged: load an earlier one");
+  if (value.isList() && value.toListRef().empty()) return {};  // in a checkpoint it has no type
   return value.toIntVector();
 }
 
