@@ -363,10 +363,10 @@ class AmpProgram : public Program {
       case 11:
         return zero_grad(i);
       case 12:
-        return drop_gradient(i);
       case 13:
         return drop_gradient(i);
       case 14:
+        region_.reset();  // whose cache of casts hears of no write but mezzo's
         return write_weight(i);
       case 15:
         return look_at_masters(i);
