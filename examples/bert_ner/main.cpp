@@ -21,9 +21,8 @@ namespace {
 /// Runs what `make_rows` runs and prints its table, or JSON with "--json -"; `--json FILE` writes a
 /// file too.
 template <class MakeTable>
-void run_and_print(const bert_ner::RunOptions& given, MakeTable make_table) {
-  const auto options = bert_ner::options_in_effect(given);
-  const bool has_file = !given.json.empty() && given.json != "-";
+void run_and_print(const bert_ner::RunOptions& options, MakeTable make_table) {
+  const bool has_file = !options.json.empty() && options.json != "-";
   if (has_file) bert_ner::check_writable(options.json);  // now, not after hours of training
   const bert_ner::Table table = make_table();
   const auto json = bert_ner::table_json(table, options).dump(2) + "\n";

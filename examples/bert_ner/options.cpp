@@ -39,7 +39,7 @@ std::vector<std::string> precision_flags() {
 CLI::Range at_least_1() { return {int64_t{1}, int64_t{1'000'000'000}}; }
 CLI::IsMember a_device() { return CLI::IsMember(std::vector<std::string>{"cpu", "cuda"}); }
 
-/// Flags that say where and how a run goes, and may be given with --resume.
+/// Flags that say where and how a run goes, and may be others with --resume.
 void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--device", run.device, "cpu or cuda")->check(a_device());
   app.add_option("--threads", run.threads, "CPU threads (default: libtorch's choice)")
@@ -51,15 +51,15 @@ void add_run_flags(CLI::App& app, RunOptions& run) {
   app.add_option("--save-every", run.save_every, "steps between checkpoints")
       ->check(at_least_1())
       ->needs("--save");
-  app.add_option("--resume", run.resume, "go on with the run whose checkpoints are in this folder");
+  app.add_flag("--resume", run.resume, "go on with the run that --save has kept")->needs("--save");
   app.add_option("--json", run.json, "write the results to this file (-: standard output)")
       ->take_last();
   app.add_option("--report", run.report, "write the run as an HTML page");
   app.add_flag("--quiet", run.quiet, "no progress on standard error");
 }
 
-/// Flags that decide a run's outcome; a resumed run has them from its checkpoint.
-void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
+/// Flags that decide a run's outcome, the same when it is resumed.
+void add_outcome_flags(CLI::App& app, RunOptions& run) {
   auto& data = run.data;
   auto& training = run.training;
   app.add_option("--model", run.model, "Hugging Face BERT folder");
@@ -70,8 +70,7 @@ void add_outcome_flags(CLI::App& app, RunOptions& run, Precision& precision) {
       ->check(CLI::Range(0.0, 1.0))
       ->needs("--data");
   app.add_option_function<std::string>(
-         "--precision",
-         [&](const std::string& flag) { precision = nlohmann::json(flag).get<Precision>(); },
+         "--precision", [&](const std::string& flag) { training.precision = nlohmann::json(flag); },
          "one run only: " + joined(precision_flags()))
       ->check(CLI::IsMember(precision_flags()))
       ->take_last();
@@ -109,14 +108,7 @@ void require(bool condition, const std::string& message) {
 }
 
 /// Checks combinations of flags that CLI11 cannot express.
-void check_run(const CLI::App& app, const CLI::App& outcome, const RunOptions& run) {
-  if (!run.resume.empty()) {
-    for (const auto* option : outcome.get_options()) {
-      require(option->count() == 0 || option->get_name() == "--help",
-              option->get_name() + ": a resumed run keeps what it began with; leave the flag out");
-    }
-    return;
-  }
+void check_run(const CLI::App& app, const RunOptions& run) {
   require(!run.model.empty(), "--model: name the folder of a BERT model");
   const bool parts = !run.data.train.empty() && !run.data.valid.empty();
   require(!run.data.data.empty() || parts,
@@ -162,8 +154,7 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
   app.option_defaults()->always_capture_default();
   app.get_formatter()->column_width(34);
   auto& run = command.run;
-  auto* outcome = app.add_option_group("what decides the outcome");
-  add_outcome_flags(*outcome, run, run.training.precision);
+  add_outcome_flags(*app.add_option_group("what decides the outcome"), run);
   add_run_flags(app, run);
   const auto* predict = add_predict(app, command.predict);
   try {
@@ -180,9 +171,8 @@ Command parse_command_line(const std::vector<std::string>& arguments) {
     command.kind = Command::Kind::predict;
     return command;
   }
-  check_run(app, *outcome, run);
-  const bool is_one = !run.resume.empty() || app.count("--precision") > 0;
-  command.kind = is_one ? Command::Kind::run : Command::Kind::table;
+  check_run(app, run);
+  command.kind = app.count("--precision") > 0 ? Command::Kind::run : Command::Kind::table;
   return command;
 }
 

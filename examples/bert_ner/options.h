@@ -56,7 +56,8 @@ struct RunOptions {
   std::string device = "cpu";  ///< cpu or cuda
   int threads = 0;             ///< 0: as set_threads chooses
   int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
-  std::string save, resume;    ///< folders of checkpoints
+  std::string save;            ///< folder of model and checkpoints
+  bool resume = false;         ///< go on with the run that is saved there
   int64_t save_every = 0;      ///< steps; 0: only at the end
   std::string json;            ///< a file for the results
   std::string report;          ///< a file for the run as an HTML page

@@ -32,20 +32,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <bit>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <fstream>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
-#include <tuple>
-#include <type_traits>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -57,63 +56,33 @@ using torch::Tensor;
 
 constexpr int kSteps = 50;
 
-/// FNV-1a of 64 bits, over words of 32 bits in place of bytes.
+/// FNV-1a of 64 bits.
 class Hash {
  public:
-  void add(uint32_t word) { hash_ = (hash_ ^ word) * 0x100000001b3U; }
-  void add(int64_t number) { add_long(static_cast<uint64_t>(number)); }
-  /// Every NaN is the same one: which it is depends on the order of a product's factors.
-  void add(double value) {
-    add_long(std::isnan(value) ? uint64_t{0x7ff8} << 48 : std::bit_cast<uint64_t>(value));
+  /// The dtype and the elements, in the order of their indices. Every NaN is the same one: which it
+  /// is depends on the order of a product's factors. Undefined counts as well.
+  void add(const Tensor& tensor) {
+    add_bytes(tensor.defined() ? c10::toString(tensor.scalar_type()) : "undefined");
+    if (!tensor.defined()) return;
+    const Tensor values = tensor.detach().masked_fill(tensor.detach().isnan(), NAN).contiguous();
+    add_bytes({static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
   }
-  void add(float value) { add(std::isnan(value) ? 0x7fc00000U : std::bit_cast<uint32_t>(value)); }
-  void add(c10::Half value) { add(std::isnan(value) ? 0x7e00U : uint32_t{value.x}); }
-  void add(c10::BFloat16 value) { add(std::isnan(value) ? 0x7fc0U : uint32_t{value.x}); }
-  void add(const Tensor& tensor);
+  void add(double value) { add(torch::tensor(value, torch::kDouble)); }
 
   std::string text() const {
     std::ostringstream text;
-    text.width(16);
-    text.fill('0');
     text << std::hex << hash_;
     return text.str();
   }
 
  private:
-  void add_long(uint64_t bits) {
-    add(static_cast<uint32_t>(bits));
-    add(static_cast<uint32_t>(bits >> 32));
+  void add_bytes(std::string_view bytes) {
+    for (const char byte : bytes) {
+      hash_ = (hash_ ^ static_cast<unsigned char>(byte)) * 0x100000001b3U;
+    }
   }
   uint64_t hash_ = 0xcbf29ce484222325U;
 };
-
-/// Calls `work(T{})` for the type of a dtype.
-template <class Work>
-void with_type(torch::ScalarType dtype, const Work& work) {
-  switch (dtype) {
-    case torch::kFloat:
-      return work(float{});
-    case torch::kDouble:
-      return work(double{});
-    case torch::kHalf:
-      return work(c10::Half{});
-    case torch::kBFloat16:
-      return work(c10::BFloat16{});
-    default:
-      TORCH_CHECK(false, "the cases have no tensors of ", dtype);
-  }
-}
-
-/// The dtype and the elements, in the order of their indices. Undefined counts as well.
-void Hash::add(const Tensor& tensor) {
-  add(tensor.defined() ? static_cast<uint32_t>(tensor.scalar_type()) : ~0U);
-  if (!tensor.defined()) return;
-  const Tensor dense = tensor.detach().contiguous();
-  with_type(dense.scalar_type(), [&]<class T>(T) {
-    const T* const values = dense.const_data_ptr<T>();
-    for (int64_t i = 0; i != dense.numel(); ++i) add(values[i]);
-  });
-}
 
 /// A number in [-1, 1) of 40 bits, and of one of eight magnitudes: splitmix64's mixing of `key`.
 double value_of(uint64_t key) {
@@ -222,15 +191,12 @@ constexpr std::size_t kSometimesWithoutGradient = 5;
 
 Tensor values_like(const std::vector<int64_t>& shape, torch::ScalarType dtype, uint64_t key,
                    double factor) {
-  const Tensor values = torch::empty(shape, dtype);
-  with_type(dtype, [&]<class T>(T) {
-    using Rounded = std::conditional_t<std::is_same_v<T, double>, double, float>;
-    T* const to = values.mutable_data_ptr<T>();
-    for (int64_t j = 0; j != values.numel(); ++j) {
-      to[j] = T(static_cast<Rounded>(value_of(key + static_cast<uint64_t>(j)) * factor));
-    }
-  });
-  return values;
+  const Tensor values = torch::empty(shape, torch::kDouble);
+  double* const to = values.mutable_data_ptr<double>();
+  for (int64_t j = 0; j != values.numel(); ++j) {
+    to[j] = value_of(key + static_cast<uint64_t>(j)) * factor;
+  }
+  return dtype == torch::kDouble ? values : values.to(torch::kFloat).to(dtype);
 }
 
 std::vector<int64_t> shape_of(std::size_t i) {
@@ -310,10 +276,12 @@ class Subject {
   void add_state_to(Hash& hash) {
     for (const Tensor& parameter : parameters_) {
       const auto found = inner_.state().find(parameter.unsafeGetTensorImpl());
-      hash.add(found == inner_.state().end() ? 0U : 1U);
-      if (found == inner_.state().end()) continue;
+      if (found == inner_.state().end()) {
+        hash.add(Tensor());
+        continue;
+      }
       const auto& state = dynamic_cast<const State&>(*found->second);
-      if constexpr (requires { state.step(); }) hash.add(int64_t{state.step()});
+      if constexpr (requires { state.step(); }) hash.add(static_cast<double>(state.step()));
       if constexpr (requires { state.exp_avg(); }) hash.add(state.exp_avg());
       if constexpr (requires { state.exp_avg_sq(); }) hash.add(state.exp_avg_sq());
       if constexpr (requires { state.max_exp_avg_sq(); }) hash.add(state.max_exp_avg_sq());
@@ -363,11 +331,11 @@ mezzo::GradScaler make_scaler(const Case& of) {
 }
 
 void add_result(const mezzo::StepResult& result, Hash& hash) {
-  hash.add(result.ran() ? 1U : 0U);
-  hash.add(result.found_inf() ? 1U : 0U);
-  hash.add(result.scale());
-  hash.add(result.grad_norm().has_value() ? 1U : 0U);
-  hash.add(result.grad_norm().value_or(0.0));
+  for (const double number :
+       std::initializer_list<double>{result.ran() ? 1.0 : 0.0, result.found_inf() ? 1.0 : 0.0,
+                                     result.scale(), result.grad_norm().value_or(-1.0)}) {
+    hash.add(number);
+  }
 }
 
 template <class Optimizer>
