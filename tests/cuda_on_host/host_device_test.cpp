@@ -127,35 +127,6 @@ TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
   }
 }
 
-void shuffle_kernel(uint64_t* words, int lanes) {
-  const auto own = uint64_t{threadIdx.x} << 32;
-  words[threadIdx.x] = __shfl_down_sync(0xFFFFFFFFU, own, static_cast<unsigned>(lanes));
-}
-
-TEST_F(HostDevice, ShufflesWithinAWarp) {
-  for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_seed(seed);
-    std::vector<uint64_t> words(64);
-    launch<shuffle_kernel>(1, 64, Stream{}, words.data(), 8);
-    for (std::size_t i = 0; i < 64; ++i) {
-      EXPECT_EQ(words[i] >> 32, i % 32 + 8 < 32 ? i + 8 : i) << "its own beyond the warp's end";
-    }
-  }
-}
-
-void any_kernel(int* answers, unsigned who) {
-  answers[threadIdx.x] = __syncthreads_or(threadIdx.x == who);
-  answers[threadIdx.x] += __syncthreads_or(0);
-}
-
-TEST_F(HostDevice, ABarrierSaysWhetherAnyThreadAsked) {
-  for (const unsigned who : {0U, 77U, 127U, 1000U}) {
-    std::vector<int> answers(kThreads, -1);
-    launch<any_kernel>(1, kThreads, Stream{}, answers.data(), who);
-    EXPECT_EQ(answers, std::vector<int>(kThreads, who < kThreads ? 1 : 0));
-  }
-}
-
 void poison_kernel(float* seen) {
   MEZZO_SHARED(float, shared);
   if (threadIdx.x == 0) seen[blockIdx.x] = shared;
@@ -206,19 +177,6 @@ TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
   EXPECT_THAT(of_size(0, 32), HasSubstr("0 blocks"));
   EXPECT_THAT(of_size(int64_t{1} << 31, 32), HasSubstr("2147483648 blocks"));
   EXPECT_THAT(of_size(1, 1025), HasSubstr("1025 threads"));
-}
-
-TEST_F(HostDevice, KnowsTheKernelsThatItRan) {
-  const auto find = [](const std::string& part) {
-    for (const auto& [name, count] : host_device::launches()) {
-      if (name.find(part) != std::string::npos) return count;
-    }
-    return int64_t{-1};
-  };
-  const int64_t before = find("poison_kernel");
-  std::vector<float> seen(1);
-  launch<poison_kernel>(1, 32, Stream{}, seen.data());
-  EXPECT_EQ(find("poison_kernel"), before + 1);
 }
 
 }  // namespace
