@@ -755,15 +755,7 @@ class AmpProgram : public Program {
     }
     expect(throws, [&] {
       const auto result = amp_->step(optimizer(i), options);
-      report_.line(result.ran() ? "    ran" : "    skipped");
-      if (result.ran() != ran || result.found_inf() == ran) {
-        report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
-                     ran, ", ", !ran);
-      }
-      const auto actual = result.grad_norm();
-      if (actual && std::isfinite(norm) && !is_near(*actual, norm, 1e-5 * norm + 1e-6)) {
-        report_.fail("grad_norm() is ", *actual, "; right is ", norm);
-      }
+      compare_result(result, ran, norm);
       if (sides_[i].schedule) sides_[i].schedule->step(result);
       if (!sides_[i].averages || random_.one_in(2)) return;
       report_.line("    averages follow");
@@ -821,18 +813,9 @@ class AmpProgram : public Program {
     for (const PlainSide& side : plain_) is_fresh |= !side.counts();  // torch's keeps old state
     report_.line("load", is_fresh ? " into new objects" : "");
     count(is_fresh ? "load into new objects" : "load");
-    const std::vector<PlainSide> before = std::exchange(plain_, saved_->plain);
+    take_plain(saved_->plain, is_fresh);
     losses_ = saved_->losses;
-    for (std::size_t i = 0; i < plain_.size(); ++i) {
-      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
-        PlainWeight& weight = plain_[i].weights[j];
-        weight.gradient = is_fresh ? std::nullopt : before[i].weights[j].gradient;
-        if (!is_fresh) weight.is_frozen = before[i].weights[j].is_frozen;
-        if (!weight.is_written) weight.trained = weight.value;
-        weight.is_written = true;  // until the next step settles what the file has
-      }
-      if (is_fresh) must_clear_[i] = false;
-    }
+    if (is_fresh) must_clear_ = {};
     expect(false, [&] {
       if (is_fresh) make_library();
       if (random_.one_in(3)) {
