@@ -176,13 +176,9 @@ using PolynomialSchedule = LrSchedule<PolynomialCurve>;
 
 /// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
 /// applied steps and the base rates, not the curve (include <torch/serialize.h>). Load the
-/// optimizer first: its file holds rates too, and that of mezzo's optimizers the count. Files of
-/// schedules are the same for all optimizers.
-///
-/// An optimizer of mezzo's that does not know its own count (`knows_applied_steps`), after a file
-/// of torch::optim::SGD, takes the schedule's.
-/// \throws c10::Error, and changes nothing, for another number of groups, for a damaged file, and
-///   where an optimizer of mezzo's knows that it has applied another number of steps
+/// optimizer first: its file holds rates too, and that of mezzo's optimizers the count, and the
+/// schedule's numbers replace them. Files of schedules are the same for all optimizers.
+/// \throws c10::Error, and changes nothing, for another number of groups and for a damaged file
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const LrSchedule<Curve>& schedule);

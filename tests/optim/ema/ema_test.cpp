@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "../../support/error_of.h"
+#include "../../support/state_of.h"
 
 namespace {
 
@@ -30,6 +31,7 @@ using mezzo::EmaScope;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
 using test_support::error_of;
+using test_support::state_of;
 using testing::HasSubstr;
 
 torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::kFloat) {
@@ -198,7 +200,7 @@ TEST(Ema, RefusesWhatItCannotAverage) {
   EXPECT_THAT(error_of([&] {
                 Ema({parameter}, {.masters = given({parameter, parameter})});
               }),
-              HasSubstr("options.masters returned 2 tensors; it should return 1,"));
+              HasSubstr("options.masters returned 2 tensors for 1 parameters; it should"));
   EXPECT_THAT(error_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
               HasSubstr("has a master that is float32 [2]"));
 }
@@ -317,8 +319,7 @@ mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage stor
 /// What training has come to: the parameter, and what the optimizer keeps beside it.
 std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
                                       const torch::Tensor& parameter) {
-  auto& state = static_cast<mezzo::optim::AdamWParamState&>(
-      *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  auto& state = state_of<mezzo::optim::AdamWParamState>(optimizer, parameter);
   std::vector<torch::Tensor> all{parameter, state.exp_avg(), state.exp_avg_sq()};
   for (const torch::Tensor& kept : {state.master(), state.lower_half()}) {
     if (kept.defined()) all.push_back(kept);
@@ -450,89 +451,23 @@ TEST(Ema, OfMastersKeepsNoGradientAlive) {
   parameter.sum().backward();
   optimizer.step();
   ema.update();
-  const auto& state = static_cast<const mezzo::optim::AdamWParamState&>(
-      *optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  const auto& state = state_of<const mezzo::optim::AdamWParamState>(optimizer, parameter);
   EXPECT_FALSE(state.master().grad().defined());
   EXPECT_TRUE(parameter.grad().defined());
 }
 
-/// Weights, two floating buffers and a count.
-torch::nn::Sequential normed_model() {
-  return torch::nn::Sequential(torch::nn::Linear(2, 3), torch::nn::BatchNorm1d(3));
-}
-
-void train_batch(torch::nn::Sequential& model) {
-  torch::optim::SGD optimizer(model->parameters(), 0.5);
-  model->forward(torch::randn({8, 2})).square().sum().backward();
-  optimizer.step();
-  model->zero_grad();
-}
-
-TEST(Ema, OfAModelAveragesItsBuffersIfAskedTo) {
-  torch::manual_seed(2);
-  torch::nn::Sequential model = normed_model();
-  const torch::Tensor mean = model->named_buffers()["1.running_mean"];
-  Ema without(*model, {.decay = 0.5});
-  Ema with(*model, {.decay = 0.5, .buffers = true});
-  EXPECT_EQ(without.averages().size(), 4);
-  EXPECT_EQ(with.averages().size(), 6) << "the count of batches is no number to average";
-  train_batch(model);
-  without.update();
-  with.update();
-  const torch::Tensor trained = mean.clone();
-  {
-    const EmaScope scope(with);
-    EXPECT_TRUE(torch::allclose(mean, trained / 2));
-  }
-  EXPECT_TRUE(torch::equal(mean, trained));
-  const EmaScope scope(without);
-  EXPECT_TRUE(torch::equal(mean, trained)) << "as training left it";
-}
-
-TEST(Ema, CopiesToAModelOfItsOwnWithAllBuffers) {
-  torch::manual_seed(3);
-  for (const bool buffers : {false, true}) {
-    torch::nn::Sequential model = normed_model(), other = normed_model();
-    Ema ema(*model, {.decay = 0.5, .buffers = buffers});
-    for (int step = 0; step < 3; ++step) {
-      train_batch(model);
-      ema.update();
-    }
-    ema.copy_to(*other);
-    model->eval(), other->eval();
-    const torch::Tensor input = torch::randn({4, 2});
-    const EmaScope scope(ema);
-    EXPECT_TRUE(torch::equal(other->forward(input), model->forward(input)));
-    EXPECT_EQ(other->named_buffers()["1.num_batches_tracked"].item<int64_t>(), 3);
-  }
-}
-
-TEST(Ema, CopiesToNoModelThatIsBuiltOtherwise) {
-  torch::nn::Sequential model = normed_model();
-  Ema ema(*model), of_parameters(model->parameters());
-  const auto error = [](const Ema& one, const torch::nn::Module& to) {
-    return error_of([&] { one.copy_to(to); });
-  };
-  EXPECT_THAT(error(ema, *torch::nn::Linear(2, 3)), HasSubstr("has 2 parameters, and this Ema"));
-  EXPECT_THAT(error(of_parameters, *model), HasSubstr("make the Ema from the model, Ema(*model)"));
-  torch::nn::Sequential wider(torch::nn::Linear(2, 4), torch::nn::BatchNorm1d(4));
-  const torch::Tensor before = wider->parameters()[1].detach().clone();
-  EXPECT_THAT(error(ema, *wider), HasSubstr("parameter 0 is"));
-  EXPECT_TRUE(torch::equal(wider->parameters()[1], before));
-  EXPECT_THAT(error_of([&] { Ema(model->parameters(), {.buffers = true}); }),
-              HasSubstr("make it with Ema(*model, options)"));
-}
-
-TEST(Ema, OfAModelTakesTheMastersOfItsParameters) {
-  torch::nn::Sequential model = normed_model();
-  std::vector<torch::Tensor> masters;
-  for (const torch::Tensor& parameter : model->parameters()) {
-    masters.push_back(torch::full_like(parameter, 7).detach());
-  }
-  Ema ema(*model, {.decay = 0.5, .masters = given(masters), .buffers = true});
+TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
+  torch::nn::BatchNorm1d norm(3);
+  std::vector<torch::Tensor> averaged = norm->parameters();
+  averaged.push_back(norm->running_mean);
+  Ema ema(averaged, {.decay = 0.5, .masters = given({torch::full({3}, 7), torch::Tensor()})});
+  write(norm->bias, 6);
+  norm->running_mean.fill_(4);
   ema.update();
-  EXPECT_EQ(ema.averages()[0][0][0].item<float>(), 7);
-  EXPECT_EQ(ema.averages()[5][0].item<float>(), 1) << "running_var";
+  EXPECT_EQ(ema.averages()[0][0].item<float>(), 7);
+  EXPECT_EQ(ema.averages()[1][0].item<float>(), 3);
+  const EmaScope scope(ema);
+  EXPECT_EQ(norm->running_mean[0].item<float>(), 2);
 }
 
 }  // namespace

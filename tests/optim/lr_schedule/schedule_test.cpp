@@ -16,12 +16,15 @@
 #include <utility>
 #include <vector>
 
+#include "../../support/saved.h"
 #include "../../support/warnings.h"
 
 namespace {
 
 using mezzo::LinearSchedule;
 using mezzo::StepResult;
+using test_support::load;
+using test_support::saved;
 using testing::DoubleEq;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -447,19 +450,6 @@ TEST(LrSchedule, CountsStepsWithoutGradients) {
   EXPECT_EQ(steps_of_five(masters, inner, third), 5);
 }
 
-template <class T>
-std::string saved(const T& value) {
-  std::ostringstream file;
-  torch::save(value, file);
-  return file.str();
-}
-
-template <class T>
-void load(T& value, const std::string& text) {
-  std::istringstream file(text);
-  torch::load(value, file);
-}
-
 /// Trains for some steps, saves, and goes on with what the files gave; the weights of the rest.
 template <class Before, class After>
 std::vector<double> resume(bool load_before_attaching) {
@@ -572,38 +562,13 @@ TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
     EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
                                     "SGD: the file of torch::optim::SGD holds no number of steps; "
                                     "load the schedule's own file, or call set_applied_steps(n)")));
-    EXPECT_FALSE(optimizer.knows_applied_steps());
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();
     load(schedule, run.schedule_file);
-    EXPECT_TRUE(optimizer.knows_applied_steps());
     EXPECT_EQ(optimizer.applied_steps(), 50);
     EXPECT_THAT(schedule.base_lrs(), ElementsAre(2.0));
     EXPECT_THAT(schedule.lrs(), ElementsAre(1.0)) << "a factor of 0.5";
   }
-}
-
-TEST(LrScheduleFiles, DoNotReplaceACountThatIsKnown) {
-  const HalfARun run;
-  test_support::Warnings warnings;
-  mezzo::optim::SGD optimizer({run.parameter}, 7.0);
-  LinearSchedule schedule(optimizer, {.total_steps = 100});
-  const auto refused = [](int count) {
-    return ThrowsMessage<c10::Error>(HasSubstr(
-        "has 50 applied steps, and this optimizer has " + std::to_string(count) +
-        "; load the optimizer's own file first, or call schedule.set_applied_steps(50) and load "
-        "the schedule's file after it"));
-  };
-  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(0));
-  load(optimizer, run.optimizer_file);
-  optimizer.set_applied_steps(12);
-  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(12));
-  load(optimizer, run.optimizer_file);
-  load(optimizer, saved(optimizer));
-  EXPECT_THAT([&] { load(schedule, run.schedule_file); }, refused(0));
-  schedule.set_applied_steps(50);  // as the error says
-  load(schedule, run.schedule_file);
-  EXPECT_THAT(schedule.lrs(), ElementsAre(1.0));
 }
 
 TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {

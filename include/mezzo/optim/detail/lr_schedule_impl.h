@@ -178,12 +178,7 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
                 "; it is damaged: load an earlier file");
   }
   if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
-    TORCH_CHECK(!counting->knows_applied_steps() || applied_steps == counting->applied_steps(),
-                "The archive of a schedule has ", applied_steps,
-                " applied steps, and this optimizer has ", counting->applied_steps(),
-                "; load the optimizer's own file first, or call schedule.set_applied_steps(",
-                applied_steps, ") and load the schedule's file after it");
-    if (!counting->knows_applied_steps()) counting->set_applied_steps(applied_steps);
+    counting->set_applied_steps(applied_steps);
     counting->set_base_lrs(base_lrs);
   } else {
     scheduled_.set(base_lrs, groups);

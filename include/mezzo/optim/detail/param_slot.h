@@ -85,15 +85,6 @@ inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& pa
   return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
 }
 
-/// Returns, element by element, whether the float `parameter` holds `master` rounded to 16 bits.
-inline at::Tensor holds_rounded(const at::Tensor& master, const at::Tensor& parameter) {
-  const at::Tensor own = parameter.detach();
-  const at::Tensor low = own.to(at::kBFloat16);
-  const at::Tensor by_bfloat16 =
-      low.to(at::kFloat).eq(own).logical_and(is_rounded_from(master, low));
-  return by_bfloat16.logical_or(master.to(at::kHalf).to(at::kFloat).eq(own));
-}
-
 /// Returns the storage of `parameter`: the one that its group's options want, if it has 16 bits.
 /// \throws c10::Error where the storage is for bfloat16 and the parameter is of half
 inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::WeightStorage wanted,
@@ -179,19 +170,6 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
   kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
 }
 
-/// Drops the master of a parameter that is trained as it is. A float parameter takes its value
-/// first: a float model made from a 16-bit one gets the bits that its optimizer's file has.
-inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool has_room = parameter.scalar_type() == at::kFloat && kept.master.defined();
-  if (has_room && kept.master.sizes() == parameter.sizes()) {
-    const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
-    const at::Tensor own = parameter.detach();
-    own.copy_(at::where(holds_rounded(master, own), master, own));
-  }
-  kept.master = at::Tensor();
-  kept.lower_half = at::Tensor();
-}
-
 /// Makes `kept` hold the tensors that `storage` needs, and no others, in the parameter's layout.
 inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
                            KeptWeights& kept) {
@@ -204,7 +182,7 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
       break;
     case optim::WeightStorage::plain:
     case optim::WeightStorage::stochastic:
-      give_up_master(parameter, kept);
+      kept.master = kept.lower_half = at::Tensor();
   }
 }
 

@@ -26,15 +26,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step whose scale and verdict lie on the CPU.
-inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdict,
-                                  bool was_unscaled) {
+/// Returns the outcome of a step. Waits for the device of scale and verdict.
+inline StepOutcome outcome_on_host(const at::Tensor& scale, const Verdict& verdict,
+                                   bool was_unscaled) {
   const bool has_norm = verdict.sum_of_squares.defined();
-  return StepOutcome::of(
-      {*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
-       has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
-       has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
-      has_norm, was_unscaled);
+  return StepOutcome::of({scale.item<double>(), verdict.found_inf.item<double>(),
+                          has_norm ? verdict.sum_of_squares.item<double>() : 0.0,
+                          has_norm ? verdict.max_abs.item<double>() : 0.0},
+                         has_norm, was_unscaled);
 }
 
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
