@@ -18,12 +18,15 @@
 #include <string>
 #include <vector>
 
+#include "../support/state_of.h"
+
 namespace {
 
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamW8bit;
 using mezzo::optim::AdamW8bitOptions;
 using mezzo::optim::AdamW8bitParamState;
+using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -66,10 +69,6 @@ struct Descent {
   at::Tensor parameter, target, noise;
   int taken = 0;
 };
-
-AdamW8bitParamState& state_of(AdamW8bit& optimizer, const at::Tensor& parameter) {
-  return static_cast<AdamW8bitParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-}
 
 bool is_same(const at::Tensor& left, const at::Tensor& right) {
   return left.defined() == right.defined() && (!left.defined() || left.equal(right));
@@ -142,7 +141,7 @@ TEST(AdamW8bit, HasCodesAndScales) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   run.steps(optimizer, 3);
-  const AdamW8bitParamState& state = state_of(optimizer, run.parameter);
+  const AdamW8bitParamState& state = state_of<AdamW8bitParamState>(optimizer, run.parameter);
   EXPECT_EQ(state.exp_avg().scalar_type(), at::kByte);
   EXPECT_EQ(state.exp_avg_sq().scalar_type(), at::kByte);
   EXPECT_EQ(state.exp_avg_scales().numel(), (kElements + 255) / 256);
@@ -181,8 +180,10 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
     if (is_named) options.float_moments = {run.parameter};
     AdamW8bit optimizer({run.parameter}, {1e-2}, options);
     run.steps(optimizer, 2);
-    EXPECT_EQ(state_of(optimizer, run.parameter).exp_avg().scalar_type(), at::kFloat);
-    EXPECT_FALSE(state_of(optimizer, run.parameter).exp_avg_scales().defined());
+    EXPECT_EQ(state_of<AdamW8bitParamState>(optimizer, run.parameter).exp_avg().scalar_type(),
+              at::kFloat);
+    EXPECT_FALSE(
+        state_of<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_scales().defined());
   }
 }
 
@@ -220,7 +221,7 @@ TEST(AdamW8bit, RefusesAStateThatIsNotTheParameters) {
   AdamW8bit optimizer({run.parameter}, {1e-2});
   run.steps(optimizer, 1);
   for (const at::Tensor& wrong : {at::Tensor(), at::zeros({3}), at::zeros({20}, at::kDouble)}) {
-    state_of(optimizer, run.parameter).exp_avg_sq_scales(wrong);
+    state_of<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_sq_scales(wrong);
     const at::Tensor before = run.parameter.detach().clone();
     EXPECT_THAT([&] { run.steps(optimizer, 1); },
                 ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's own file")));
@@ -234,7 +235,7 @@ TEST(AdamW8bit, ASkippedStepLeavesEveryByte) {
   mezzo::GradScaler scaler;
   scaler.on_skip(nullptr);
   run.steps(optimizer, 2);
-  AdamW8bitParamState& state = state_of(optimizer, run.parameter);
+  AdamW8bitParamState& state = state_of<AdamW8bitParamState>(optimizer, run.parameter);
   const std::vector<at::Tensor> kept{run.parameter.detach(), state.exp_avg(), state.exp_avg_sq(),
                                      state.exp_avg_scales(), state.exp_avg_sq_scales()};
   std::vector<at::Tensor> before;
@@ -276,11 +277,13 @@ TEST(AdamW8bit, AFileGoesOnToTheBit) {
   AdamW8bit resumed({again.parameter}, {0.5});
   torch::load(resumed, file);
   EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 1e-2);
-  expect_same_state(state_of(resumed, again.parameter), state_of(optimizer, run.parameter));
+  expect_same_state(state_of<AdamW8bitParamState>(resumed, again.parameter),
+                    state_of<AdamW8bitParamState>(optimizer, run.parameter));
   run.steps(optimizer, 5);
   again.steps(resumed, 5);
   EXPECT_TRUE(again.parameter.equal(run.parameter));
-  expect_same_state(state_of(resumed, again.parameter), state_of(optimizer, run.parameter));
+  expect_same_state(state_of<AdamW8bitParamState>(resumed, again.parameter),
+                    state_of<AdamW8bitParamState>(optimizer, run.parameter));
 }
 
 TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {
