@@ -11,7 +11,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -19,14 +18,12 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -97,8 +94,6 @@ class Ema {
   /// graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
-  /// Returns the number of updates. Waits for the device if the device decides on steps.
-  std::int64_t updates() const;
   /// Returns the share of the averages that an update keeps.
   double decay() const noexcept { return options_.decay; }
   /// Returns the averaged parameters.
@@ -109,13 +104,11 @@ class Ema {
  private:
   std::vector<at::Tensor> weights() const;
   void move(const at::Tensor& found_inf);
-  void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
+  void restore(const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-  std::int64_t updates_on_host_ = 0;  // see StepCount
-  at::Tensor updates_on_device_;
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::InputArchive>
@@ -155,18 +148,6 @@ class [[nodiscard]] EmaScope {
   };
   std::vector<Lent> lent_;
 };
-
-/// Save and load the averages and the number of updates, not the decay: `torch::save(ema, path)`
-/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
-/// changes nothing, if the shapes differ
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const Ema& ema);
-
-/// Loads averages and the number of updates; see operator<<.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Ema& ema);
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     : parameters_(std::move(parameters)), options_(std::move(options)) {
@@ -278,16 +259,6 @@ inline void Ema::move(const at::Tensor& found_inf) {
     some.weights.push_back(weight);
   }
   for (const detail::AveragedTogether& some : all) some.move(share, found_inf);
-  // Once the device decides, it also counts.
-  const detail::StepCount updates(updates_on_host_, updates_on_device_);
-  if (found_inf.defined() && !found_inf.is_cpu() && !updates_on_device_.defined()) {
-    detail::check_is_warm(found_inf.device(), "a number of updates");
-    const auto options = found_inf.options().dtype(at::kFloat);
-    updates.move_to(at::full({}, updates_on_host_, options));  // a copy from the host would wait
-  }
-  const at::Tensor& decides = found_inf.defined() ? found_inf : updates_on_device_;
-  detail::count_step(updates, decides.defined() ? decides.device() : at::Device(at::kCPU),
-                     found_inf);
 }
 
 inline void Ema::update() { move({}); }
@@ -301,13 +272,7 @@ inline void Ema::update(const StepResult& result) {
   }
 }
 
-inline std::int64_t Ema::updates() const {
-  return detail::steps_counted(updates_on_host_, updates_on_device_);
-}
-
-inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& averages) {
-  TORCH_CHECK(updates >= 0, "The archive of an Ema has ", updates,
-              " updates; it is damaged: load an earlier file");
+inline void Ema::restore(const std::vector<at::Tensor>& averages) {
   TORCH_CHECK(averages.size() == averages_.size(), "The archive of an Ema has ", averages.size(),
               " averages, and this Ema ", averages_.size(),
               " parameters; make it with the parameters that it had when it was saved");
@@ -321,7 +286,6 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   }
   const c10::NoGradGuard no_grad;
   for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
-  detail::StepCount(updates_on_host_, updates_on_device_).overwrite(updates);
 }
 
 inline EmaScope::EmaScope(const Ema& ema) {
@@ -362,23 +326,26 @@ inline EmaScope::~EmaScope() {
 }
 
 // Templates, as for GradScaler, since the headers of archives take long to compile.
+
+/// Save and load the averages, not the decay: `torch::save(ema, path)`
+/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
+/// changes nothing, if the shapes differ
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Ema& ema) {
-  archive.write("updates", c10::IValue(ema.updates()));
   archive.write("averages", c10::IValue(ema.averages()));
   return archive;
 }
 
+/// Loads averages; see operator<<.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
                                                                                    Ema& ema) {
-  c10::IValue updates, averages;
-  TORCH_CHECK(archive.try_read("updates", updates) && archive.try_read("averages", averages) &&
-                  updates.isInt() && averages.isTensorList(),
-              "This archive is not that of an Ema: it lacks \"updates\" or \"averages\"; load what "
+  c10::IValue averages;
+  TORCH_CHECK(archive.try_read("averages", averages) && averages.isTensorList(),
+              "This archive is not that of an Ema: it lacks \"averages\"; load what "
               "torch::save(ema, path) wrote");
-  ema.restore(updates.toInt(), averages.toTensorVector());
+  ema.restore(averages.toTensorVector());
   return archive;
 }
 

@@ -12,7 +12,7 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/optim/detail/step_count.h>
+#include <mezzo/optim/detail/param_slot.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>

@@ -68,6 +68,16 @@ inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
     "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
+/// Returns the outcome of a step. Waits for the device of scale and verdict.
+inline StepOutcome outcome_on_host(const at::Tensor& scale, const Verdict& verdict,
+                                   bool was_unscaled) {
+  const bool has_norm = verdict.sum_of_squares.defined();
+  return StepOutcome::of({scale.item<double>(), verdict.found_inf.item<double>(),
+                          has_norm ? verdict.sum_of_squares.item<double>() : 0.0,
+                          has_norm ? verdict.max_abs.item<double>() : 0.0},
+                         has_norm, was_unscaled);
+}
+
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Multiplies the gradients of `plan` by `coefficient`, at most 1, in place: those of double by it,

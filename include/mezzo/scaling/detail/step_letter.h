@@ -26,16 +26,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step. Waits for the device of scale and verdict.
-inline StepOutcome outcome_on_host(const at::Tensor& scale, const Verdict& verdict,
-                                   bool was_unscaled) {
-  const bool has_norm = verdict.sum_of_squares.defined();
-  return StepOutcome::of({scale.item<double>(), verdict.found_inf.item<double>(),
-                          has_norm ? verdict.sum_of_squares.item<double>() : 0.0,
-                          has_norm ? verdict.max_abs.item<double>() : 0.0},
-                         has_norm, was_unscaled);
-}
-
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
 /// magnitude. Kernels of mezzo's write the numbers into pinned memory; on devices without them ATen
 /// copies the numbers there. An event behind the write tells when the numbers have arrived, and the
