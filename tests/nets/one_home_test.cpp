@@ -19,6 +19,7 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -104,6 +105,35 @@ TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
     EXPECT_EQ(loop.value(0), -1);
     EXPECT_EQ(loop.value(1), 0);
   });
+}
+
+TEST(OneHomeOfGradients, AStepLeavesGradientsAsTheyWereOrZeroOnRequest) {
+  for (const Keeper& keeper : keepers()) {
+    if (keeper.name == std::string("torch's SGD")) continue;  // torch.amp unscales them in place
+    for (const bool zero_grad : {false, true}) {
+      for (const double max_norm : {0.5, kInfinity}) {
+        for (const double first : {48.0, kInfinity}) {
+          SCOPED_TRACE(testing::Message() << keeper.name << ", " << zero_grad << max_norm << first);
+          Loop loop(keeper, /*enabled=*/true);
+          (void)loop.scaler.scale(torch::zeros({}));
+          loop.scaler.update(48.0);  // no power of two: divided and multiplied again it would show
+          std::vector<torch::Tensor> given, before;
+          for (const double value : {first, 17.0}) {
+            const torch::Tensor& parameter = loop.parameters[given.size()];
+            parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
+            given.push_back(parameter.grad());
+            before.push_back(parameter.grad().clone());
+          }
+          EXPECT_EQ(loop.step({.max_norm = max_norm, .zero_grad = zero_grad}), first == 48);
+          EXPECT_EQ(loop.value(0) == 0, first != 48);
+          for (std::size_t i = 0; i < given.size(); ++i) {
+            EXPECT_TRUE(loop.parameters[i].grad().is_same(given[i]));
+            EXPECT_TRUE(given[i].equal(zero_grad ? torch::zeros_like(before[i]) : before[i]));
+          }
+        }
+      }
+    }
+  }
 }
 
 // --- unscale_ twice before a step --------------------------------------------------------------

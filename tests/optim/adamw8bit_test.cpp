@@ -2,7 +2,6 @@
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/Parallel.h>
 #include <c10/util/Exception.h>
@@ -13,7 +12,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -227,25 +225,6 @@ TEST(AdamW8bit, RefusesAStateThatIsNotTheParameters) {
                 ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's own file")));
     EXPECT_TRUE(run.parameter.equal(before));
   }
-}
-
-TEST(AdamW8bit, ASkippedStepLeavesEveryByte) {
-  Descent run;
-  AdamW8bit optimizer({run.parameter}, {1e-2});
-  mezzo::GradScaler scaler;
-  scaler.on_skip(nullptr);
-  run.steps(optimizer, 2);
-  AdamW8bitParamState& state = state_of<AdamW8bitParamState>(optimizer, run.parameter);
-  const std::vector<at::Tensor> kept{run.parameter.detach(), state.exp_avg(), state.exp_avg_sq(),
-                                     state.exp_avg_scales(), state.exp_avg_sq_scales()};
-  std::vector<at::Tensor> before;
-  for (const at::Tensor& tensor : kept) before.push_back(tensor.clone());
-  (void)scaler.scale(at::zeros({}));
-  run.parameter.mutable_grad() = at::full({kElements}, std::numeric_limits<float>::infinity());
-  scaler.step(optimizer);
-  scaler.update();
-  EXPECT_EQ(state.step(), 2);
-  for (std::size_t i = 0; i < kept.size(); ++i) EXPECT_TRUE(kept[i].equal(before[i])) << i;
 }
 
 TEST(AdamW8bit, IsTheSameForAnyNumberOfThreads) {
