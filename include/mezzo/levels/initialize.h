@@ -9,10 +9,10 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/detail/amp_models.h>
-#include <mezzo/levels/detail/loss_passes.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/set_aside.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -156,7 +156,7 @@ class Amp {
   /// Returns whether anything is cast or scaled.
   bool is_enabled() const noexcept { return enabled_; }
   /// Returns how many losses have a scale of their own.
-  int64_t num_losses() const noexcept { return static_cast<int64_t>(passes_.losses()); }
+  int64_t num_losses() const noexcept { return static_cast<int64_t>(losses_.size()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
   /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
@@ -175,13 +175,26 @@ class Amp {
   void load_state_dict(const StateDict& state);
 
  private:
-  /// An optimizer that was given, and the object that steps it.
+  /// A loss scale.
+  struct Loss {
+    GradScaler scaler;
+    bool was_taken_off = false;  ///< since the scale moved last
+  };
+  /// An optimizer that was given, the object that steps it, and its state between two steps.
   struct Given {
-    Given(torch::optim::Optimizer& given, bool wants_masters);
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
     AnyOptimizer stepper;
-    bool keeps_own_masters;
+    bool awaits_step = false;   ///< a loss was scaled for it since its last step
+    Loss* scaled_by = nullptr;  ///< the loss whose scale the gradients carry
+  };
+  /// A backward pass between `begin_pass` and `end_pass`. If it throws, the destructor restores the
+  /// true gradients.
+  struct Pass {
+    Loss* loss;
+    at::Tensor scaled{};  ///< the loss to run backward from
+    std::vector<Given*> optimizers{};
+    std::vector<std::unique_ptr<detail::SetAside>> aside{};  ///< an optimizer; null if it had none
   };
 
   /// The autocast regions on a model's devices.
@@ -191,9 +204,13 @@ class Amp {
   torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
                                     ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
-  std::size_t checked_loss(int64_t loss_id) const;
-  detail::LossPasses::Pass begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
-                                      const ScaleLossOptions& options);
+  Loss& loss_of(int64_t loss_id);
+  Pass begin_pass(const at::Tensor& value, const OptimizerList& optimizers,
+                  const ScaleLossOptions& options);
+  void end_pass(const Pass& pass, bool delays);
+  void take_scale_off(Loss& loss);
+  static void end_iteration(Loss& loss);
+  StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options);
   void refuse_shared_parameters() const;
   void refuse_within_backward(const char* call) const;
   void require_between_iterations(const char* call) const;
@@ -205,7 +222,9 @@ class Amp {
   PolicyRef policy_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
-  detail::LossPasses passes_;
+  std::vector<Loss> losses_;
+  GradScaler verdict_{{.kind = LossScaleKind::none, .allow_fp16_gradients = true}};
+  bool has_verdict_scale_ = false;
   bool is_in_backward_ = false;
 };
 
