@@ -173,6 +173,8 @@ class Amp {
   /// unskipped may be missing; their values then stay. \throws c10::Error unless the entries are
   ///   loss_scaler0 to num_losses - 1, and for values that GradScaler refuses
   void load_state_dict(const StateDict& state);
+  /// Throws what `load_state_dict` would throw, and changes nothing.
+  void check_state_dict(const StateDict& state) const;
 
  private:
   /// A loss scale.
@@ -292,11 +294,10 @@ requires(std::same_as<Archive, torch::serialize::OutputArchive>) Archive& operat
   return archive;
 }
 
-/// Loads `state_dict` from an archive: `torch::load(amp, path)`.
-/// \throws c10::Error as `load_state_dict` does
+namespace detail {
+
 template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Amp& amp) {
+Amp::StateDict read_amp_state(Archive& archive) {
   Amp::StateDict state;
   for (const std::string& key : archive.keys()) {
     Archive nested;
@@ -306,8 +307,25 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
       if (nested.try_read(name, value) && value.isDouble()) state[key][name] = value.toDouble();
     }
   }
-  amp.load_state_dict(state);
+  return state;
+}
+
+}  // namespace detail
+
+/// Loads `state_dict` from an archive: `torch::load(amp, path)`.
+/// \throws c10::Error as `load_state_dict` does
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
+                                                                                   Amp& amp) {
+  amp.load_state_dict(detail::read_amp_state(archive));
   return archive;
+}
+
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const Amp& amp) {
+  amp.check_state_dict(detail::read_amp_state(archive));
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -387,25 +387,28 @@ inline Amp::StateDict Amp::state_dict() const {
   return all;
 }
 
-inline void Amp::load_state_dict(const StateDict& state) {
+inline void Amp::check_state_dict(const StateDict& state) const {
   if (!enabled_) return;
   require_between_iterations("load_state_dict");
   TORCH_CHECK(state.size() == losses_.size(), "load_state_dict: state_dict contains ", state.size(),
               " entries, while ", losses_.size(),
               " loss_scalers are used; give mezzo::initialize the num_losses that was saved");
-  std::vector<GradScaler> loaded;
   for (std::size_t i = 0; i < losses_.size(); ++i) {
     const std::string key = detail::loss_scaler_key(i);
-    const auto entry = state.find(key);
-    TORCH_CHECK(entry != state.end(), "load_state_dict: the state lacks \"", key,
+    TORCH_CHECK(state.count(key) == 1, "load_state_dict: the state lacks \"", key,
                 "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
-    GradScaler trial(losses_[i].scaler.rule());
-    trial.load_state_dict(
-        detail::full_scaler_state(key, entry->second, losses_[i].scaler.state_dict()));
-    loaded.push_back(std::move(trial));
+    const GradScaler& scaler = losses_[i].scaler;
+    GradScaler(scaler.rule())
+        .load_state_dict(detail::full_scaler_state(key, state.at(key), scaler.state_dict()));
   }
-  for (std::size_t i = 0; i < losses_.size(); ++i) {
-    losses_[i].scaler.load_state_dict(loaded[i].state_dict());
+}
+
+inline void Amp::load_state_dict(const StateDict& state) {
+  check_state_dict(state);
+  for (std::size_t i = 0; i < losses_.size() && enabled_; ++i) {
+    const std::string key = detail::loss_scaler_key(i);
+    GradScaler& scaler = losses_[i].scaler;
+    scaler.load_state_dict(detail::full_scaler_state(key, state.at(key), scaler.state_dict()));
   }
 }
 
