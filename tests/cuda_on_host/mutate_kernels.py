@@ -1,0 +1,172 @@
+#!/usr/bin/env python3
+"""Shows that the tests of the kernels on the host can fail: makes one change after the other in the kernels and the
+host's code around them, each barrier deleted among them, and says which test notices.
+
+    mutate_kernels.py SOURCE_DIR BUILD_DIR [PATTERN]
+
+BUILD_DIR is where mezzo_cuda_on_host was built; its commands are asked of Ninja. With PATTERN only changes in whose
+name it is found are made. Fails if a change goes unnoticed.
+"""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+
+HEADERS = "include/mezzo"
+KERNELS = HEADERS + "/kernels"
+
+# name, file in KERNELS, what it says, what it is to say instead.
+CHANGES = [
+    ("step: packs beyond the end", "cuda/optimizer_step.cuh", "count - count % Streams::kPack : 0", "count + 7 : 0"),
+    ("step: the tail after the packs", "cuda/optimizer_step.cuh", "at < count; at += kStepThreads) single(at)",
+     "at < 0; at += kStepThreads) single(at)"),
+    ("step: unaligned taken for aligned", "cuda/optimizer_step.cuh",
+     "% alignof(StepPack<T, kPack>) == 0", "% 1 == 0"),
+    ("8 bits: a scale of half a warp", "cuda/adamw8bit_step.cuh", "int lanes = 16; lanes > 0", "int lanes = 8; lanes > 0"),
+    ("8 bits: elements beyond the end", "cuda/adamw8bit_step.cuh", "if (at < count) visit(i, at);", "visit(i, at);"),
+    ("8 bits: a second moment with signs", "cuda/adamw8bit_step.cuh", "narrow_block8<kMoment == 0,", "narrow_block8<true,"),
+    ("a block's end beyond the row's", "launch_table.h", "end < elements ? end : elements", "end"),
+    ("unscale: the tail after the packs", "cuda/unscale.cuh", "i < count; i += blockDim.x", "i < 0; i += blockDim.x"),
+    ("unscale: unaligned taken for aligned", "cuda/unscale.cuh", "% sizeof(Vector) == 0", "% 1 == 0"),
+    ("summary: the tail after the packs", "cuda/gradient_summary.cuh", "i < count; i += threads) visit",
+     "i < 0; i += threads) visit"),
+    ("summary: four packs at once beyond the end", "cuda/gradient_summary.cuh",
+     "i + int64_t{kPacksAtOnce - 1} * threads < packs", "i < packs"),
+    ("summary: unaligned taken for aligned", "cuda/gradient_summary.cuh", "% sizeof(Pack) == 0", "% 1 == 0"),
+    ("summary: squares that no float holds", "cuda/gradient_summary.cuh", "sum >= 0x1p-102F && sum <= 0x1p127F",
+     "true"),
+    ("merge: warps that are not there", "cuda/gradient_summary.cuh", "if (threadIdx.x < kWarps) {", "if (true) {"),
+    ("summary: more partial results than threads", "cuda/gradient_summary.cuh", "i < count; i += kThreads) own.merge",
+     "i < kThreads && i < count; i += kThreads) own.merge"),
+    ("summary: a table that is full is not launched", "cuda/mezzo_cuda.cu",
+     "if (table.full()) launch_table();", "if (table.full()) table.clear();"),
+    ("step: found_inf of two devices", "cuda/optimizer_step.cuh", "inputs.found_inf != nullptr && *inputs.found_inf != 0.0F",
+     "inputs.found_inf != nullptr && *inputs.found_inf == 1.0F"),
+    ("counts: found_inf of two devices", "cuda/optimizer_step.cuh", "found_inf != nullptr && *found_inf != 0.0F) return",
+     "found_inf != nullptr && *found_inf == 1.0F) return"),
+    ("step: more groups than a page holds", "optimizer_step_table.h", "(is_new && groups_ == kGroups)", "false"),
+    ("step: a gradient alone unaligned", "cuda/optimizer_step.cuh", "holds_packs(base.parameter) && holds_gradients()",
+     "holds_packs(base.parameter)"),
+    ("step: a parameter alone unaligned", "cuda/optimizer_step.cuh", "holds_packs(base.parameter) && holds_gradients",
+     "holds_gradients"),
+    ("step: a moment alone unaligned", "cuda/optimizer_step.cuh", "is_aligned = is_aligned && holds_packs(base.moments[k]);",
+     ""),
+    ("step: a copy or low half alone unaligned", "cuda/optimizer_step.cuh",
+     "holds_gradients() &&\n                   holds_packs(base.low_half_or_copy))", "holds_gradients())"),
+    ("counters beyond one launch", "cuda/mezzo_cuda.cu", "begin += CounterTable::kCapacity) {", "begin += counters.size()) {"),
+    ("the scale changes without a version", "cuda/mezzo_cuda.cu", "tensors.scale.unsafeGetTensorImpl()->bump_version();",
+     ""),
+    ("memory that a kernel writes on the host, freed too early", "cuda/mezzo_cuda.cu",
+     "  at::getHostAllocator(device.type())\n"
+     "      ->record_event(place, pinned.storage().data_ptr().get_context(), stream);\n", ""),
+    ("memory is pinned in a capture without leave", "cuda/mezzo_cuda.cu",
+     "const InCaptureToo allowed;\n  return at::empty", "return at::empty"),
+    ("unscale: the stream of the device before", "cuda/mezzo_cuda.cu",
+     "const DeviceGuard guard(found_inf.device());\n  const Stream stream = current_stream();",
+     "const Stream stream = current_stream();\n  const DeviceGuard guard(found_inf.device());"),
+]
+
+# The same in HEADERS, of what the host does around the kernels.
+HOST_CHANGES = [
+    ("a letter's event before its kernel", "scaling/detail/step_letter.h",
+     "write(scale, verdict, was_unscaled, /*non_blocking=*/true);\n    mark();",
+     "mark();\n    write(scale, verdict, was_unscaled, /*non_blocking=*/true);"),
+    ("a letter before its event has come", "scaling/detail/step_letter.h",
+     "has_arrived_ = event_.query();", "has_arrived_ = true;"),
+    ("the host's own step before its letter has come", "scaling/detail/step_letter.h",
+     "if (!non_blocking) current_stream().synchronize();", ""),
+    ("a line before the next scale has come", "scaling/detail/grad_scaler_impl.h",
+     "iterations_.size() == 1 || !iterations_[1][0]->is_there()", "iterations_.size() == 1"),
+    ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
+     "inputs.clear = inputs.clear && !share_gradients(rows);", ""),
+    ("a count begins anew on a device", "optim/detail/param_slot.h", "values.push_back(static_cast<float>(count.value()));",
+     "values.push_back(0.0F);"),
+]
+BARRIER = re.compile(r"__syncthreads\(\);")
+BARRIER_OR = "__syncthreads_or(nonfinite != 0) != 0"
+
+
+def changes(source):
+    """Yields (name, file, changed text)."""
+    for file in sorted((source / KERNELS / "cuda").glob("*.cuh")):
+        text = file.read_text()
+        for number, match in enumerate(BARRIER.finditer(text), 1):
+            line = text.count("\n", 0, match.start()) + 1
+            changed = text[:match.start()] + text[match.end():]
+            yield f"barrier {number} of {file.name} (line {line})", file, changed
+        if BARRIER_OR in text:
+            yield f"__syncthreads_or of {file.name}", file, text.replace(BARRIER_OR, "nonfinite != 0")
+    in_folders = [(KERNELS, change) for change in CHANGES] + [(HEADERS, change) for change in HOST_CHANGES]
+    for folder, (name, path, old, new) in in_folders:
+        file = source / folder / path
+        text = file.read_text()
+        if text.count(old) != 1:
+            sys.exit(f"{path} no longer has exactly one `{old}`: put right the list in {sys.argv[0]}")
+        yield name, file, text.replace(old, new)
+
+
+def units_of(build):
+    """How each unit of the program is compiled, with its object and the headers that it includes."""
+    units = [unit for unit in json.loads((build / "compile_commands.json").read_text())
+             if "mezzo_cuda_on_host.dir" in unit["command"]]
+    for unit in units:
+        unit["object"] = re.search(r" -o (\S+)", unit["command"]).group(1)
+        said = subprocess.run(["ninja", "-C", build, "-t", "deps", unit["object"]], check=True, capture_output=True,
+                              text=True).stdout
+        unit["headers"] = {(build / line.strip()).resolve() for line in said.splitlines()[1:] if line.strip()}
+    if not units:
+        sys.exit(f"{build}/compile_commands.json does not say how mezzo_cuda_on_host is compiled")
+    return units
+
+
+def main():
+    source, build = pathlib.Path(sys.argv[1]).resolve(), pathlib.Path(sys.argv[2]).resolve()
+    wanted = sys.argv[3] if len(sys.argv) > 3 else ""
+    units = units_of(build)
+    link = subprocess.run(["ninja", "-C", build, "-t", "commands", "mezzo_cuda_on_host"], check=True,
+                          capture_output=True, text=True).stdout.strip().splitlines()[-1]
+    program = re.search(r" -o (\S+)", link).group(1)
+    environment = dict(os.environ, OMP_NUM_THREADS="1")
+    if subprocess.run([build / program], capture_output=True, check=False, env=environment).returncode:
+        sys.exit(f"{build / program} fails as it is: what it says of a change means nothing")
+    unnoticed = []
+    for name, file, text in list(changes(source)):  # each is there, before hours of compiling
+        if not re.search(wanted, name):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            copy = pathlib.Path(folder) / "include"
+            shutil.copytree(source / "include", copy)
+            (copy / file.relative_to(source / "include")).write_text(text)
+            linked = link.replace(f" -o {program}", f" -o {folder}/program")
+            for number, unit in enumerate(units):
+                if file not in unit["headers"] and str(file) != unit["file"]:
+                    continue
+                compiled = f"{folder}/{number}.o"
+                compile_changed = unit["command"].replace(str(source / "include"), str(copy)).replace(
+                    f" -o {unit['object']}", f" -o {compiled}") + " -w"
+                subprocess.run(compile_changed, shell=True, cwd=unit["directory"], check=True, capture_output=True)
+                linked = linked.replace(unit["object"], compiled)
+            subprocess.run(linked, shell=True, cwd=build, check=True, capture_output=True)
+            try:
+                run = subprocess.run([f"{folder}/program", "--gtest_fail_fast"], timeout=600, capture_output=True,
+                                     text=True, errors="replace", env=environment)
+                # Where it crashed, the last that began; those that fail_fast leaves out begin, too.
+                last = (re.findall(r"\[  FAILED  \] (\S+)", run.stdout)[:1] or
+                        re.findall(r"\[ RUN      \] (\S+)", run.stdout))
+                noticed = (last or ["before any test"])[-1] if run.returncode else ""
+            except subprocess.TimeoutExpired:
+                noticed = "never ends"
+        print(f"{name:55} {noticed or 'nobody notices'}", flush=True)
+        if not noticed:
+            unnoticed.append(name)
+    if unnoticed:
+        sys.exit(f"{len(unnoticed)} changes go unnoticed: {', '.join(unnoticed)}")
+
+
+if __name__ == "__main__":
+    main()
