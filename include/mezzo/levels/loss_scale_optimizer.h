@@ -152,9 +152,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; load what "
               "torch::save(optimizer, path) wrote");
-  GradScaler trial(optimizer.scaler_.is_enabled() ? optimizer.scaler_.rule()
-                                                  : LossScale{.enabled = false});
-  scaler >> trial;  // before anything changes
+  check_archive(scaler, optimizer.scaler_);  // before anything changes
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();

@@ -398,6 +398,14 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   return archive;
 }
 
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const GradScaler& scaler) {
+  GradScaler trial(scaler.is_enabled() ? scaler.rule() : LossScale{.enabled = false});
+  archive >> trial;
+}
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_LEFT_TO_LIBRARY
