@@ -201,15 +201,13 @@ class AmpProgram : public Program {
   }
 
   OptLevel random_level() {
-    const std::vector<OptLevel> levels{OptLevel::O0(),
-                                       OptLevel::O1(),
-                                       OptLevel::O1_bf16(),
-                                       OptLevel::O2(),
-                                       OptLevel::O2({.keep_batchnorm_fp32 = false}),
-                                       OptLevel::O2_bf16(),
-                                       OptLevel::O3(),
-                                       OptLevel::O3_bf16()};
-    return random_.of(levels).with({.loss_scale = *loss_scale_});
+    const mezzo::OptLevelOverrides scaled{.loss_scale = *loss_scale_};
+    mezzo::OptLevelOverrides casts_norms = scaled;
+    casts_norms.keep_batchnorm_fp32 = false;
+    return random_.of(std::vector{OptLevel::O0(scaled), OptLevel::O1(scaled),
+                                  OptLevel::O1_bf16(scaled), OptLevel::O2(scaled),
+                                  OptLevel::O2(casts_norms), OptLevel::O2_bf16(scaled),
+                                  OptLevel::O3(scaled), OptLevel::O3_bf16(scaled)});
   }
   torch::ScalarType model_dtype() const {
     return is_enabled_ ? level_->cast_model_type().value_or(torch::kFloat) : torch::kFloat;

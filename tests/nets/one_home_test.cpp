@@ -336,7 +336,8 @@ class Leveled {
                            : std::make_unique<torch::optim::SGD>(model->parameters(), 1.0)),
         amp(mezzo::initialize(
             model, *optimizer,
-            level.with({.loss_scale = mezzo::LossScale::dynamic({.init_scale = 64})}),
+            OptLevel::parse(level.name(),
+                            {.loss_scale = mezzo::LossScale::dynamic({.init_scale = 64})}),
             {.num_losses = 2, .verbosity = 0})) {}
 
   torch::Tensor loss(double first, double second) {
