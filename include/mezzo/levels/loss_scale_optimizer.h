@@ -158,7 +158,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   optimizer.iterations_ = iterations.toInt();
   optim::FusedOptimizer* const counting = optimizer.inner_.mezzos();
   // A file of torch::optim::SGD holds no count; the optimizer has warned of it.
-  const bool lacks_count = counting != nullptr && !counting->knows_applied_steps();
+  const bool lacks_count = counting != nullptr && counting->applied_steps() == 0;
   if (lacks_count) counting->set_applied_steps(iterations.toInt());
   return archive;
 }
