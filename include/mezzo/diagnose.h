@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/diagnose/anomaly_trace.h>     // IWYU pragma: export
-#include <mezzo/diagnose/cast_trace.h>        // IWYU pragma: export
 #include <mezzo/diagnose/divergence_watch.h>  // IWYU pragma: export
 #include <mezzo/diagnose/doctor.h>            // IWYU pragma: export
 #include <mezzo/diagnose/finding.h>           // IWYU pragma: export
