@@ -305,13 +305,12 @@ TEST(AnomalyTrace, LeavesNumbersGradientsAndTheGeneratorAlone) {
 
 TEST(AnomalyTrace, IsNotThereBeforeAndAfter) {
   auto model = traced_model();
-  ASSERT_FALSE(at::hasThreadLocalCallbacks());
+  ASSERT_FALSE(at::hasGlobalCallbacks());
   {
     AnomalyTrace trace(*model);
-    EXPECT_TRUE(at::hasThreadLocalCallbacks());
-    EXPECT_TRUE(at::hasThreadLocalCallbacks());
+    EXPECT_TRUE(at::hasGlobalCallbacks());
   }
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
 }
 
 TEST(AnomalyTrace, TwoOfAThreadEachSeeTheirModelAndEndInAnyOrder) {
@@ -327,11 +326,11 @@ TEST(AnomalyTrace, TwoOfAThreadEachSeeTheirModelAndEndInAnyOrder) {
   EXPECT_EQ(first->anomalies()[0].frame.module, "");
   EXPECT_EQ(second->anomalies()[0].frame.module, "other.2");
   first.reset();
-  EXPECT_TRUE(at::hasThreadLocalCallbacks());
+  EXPECT_TRUE(at::hasGlobalCallbacks());
   torch::zeros({2}).div(0);
   EXPECT_GT(second->anomalies().size(), 1);
   second.reset();
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
 }
 
 TEST(AnomalyWatch, TwoWakeInTheSameStep) {
@@ -368,7 +367,7 @@ TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
   mezzo::optim::SGD optimizer(model->parameters(), 0.1);
   std::vector<int> watched;
   for (int step = 1; step <= 8; ++step) {
-    if (at::hasThreadLocalCallbacks()) watched.push_back(step);
+    if (at::hasGlobalCallbacks()) watched.push_back(step);
     optimizer.zero_grad();
     torch::Tensor loss = model->forward(torch::ones({3, 4})).square().sum();
     if (step != 2) loss = loss / (loss - loss);
@@ -389,7 +388,7 @@ TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
   model->forward(torch::ones({3, 4})).sum().backward();
   third(record);
   EXPECT_EQ(other.str(), "") << "a rank that found nothing";
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
   EXPECT_THAT([&] { mezzo::AnomalyWatch(*model, {.skips_in_a_row = 0}); },
               testing::ThrowsMessage<c10::Error>(HasSubstr("skips_in_a_row is 0")));
 }
