@@ -12,5 +12,4 @@
 #include <mezzo/diagnose/run_report.h>        // IWYU pragma: export
 #include <mezzo/diagnose/summarize.h>         // IWYU pragma: export
 #include <mezzo/diagnose/telemetry.h>         // IWYU pragma: export
-#include <mezzo/diagnose/telemetry_files.h>   // IWYU pragma: export
 #include <mezzo/diagnose/underflow.h>         // IWYU pragma: export

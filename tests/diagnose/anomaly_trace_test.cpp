@@ -66,9 +66,7 @@ TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
   EXPECT_EQ(first.inputs[1].name, "2.weight");
   EXPECT_EQ(first.inputs[1].largest, 3e4F);
   EXPECT_EQ(first.cause, AnomalyCause::low_precision);
-  EXPECT_EQ(first.wide_dtype, torch::kFloat);
-  EXPECT_GT(first.wide_largest, 65504);
-  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to"));
+  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to 2"));
 }
 
 /// The gradient of the second layer's input, 300 times the scale, is too large for half.
@@ -98,15 +96,13 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
     EXPECT_EQ(anomalies[0].frame.op, "aten::mm");
     EXPECT_EQ(anomalies[0].frame.node, "AddmmBackward0");
     EXPECT_EQ(anomalies[0].frame.module, "2");
-    EXPECT_EQ(anomalies[0].loss_scale, scale);
     EXPECT_EQ(anomalies[0].cause,
               scale > 1 ? AnomalyCause::loss_scale : AnomalyCause::low_precision)
         << trace;
-    EXPECT_NEAR(anomalies[0].wide_largest, 2048 * 60, 1);
-    if (scale > 1) {
-      EXPECT_THAT(anomalies[0].message(),
-                  HasSubstr("the dtype would hold it without the loss scale of 2048"));
-    }
+    EXPECT_THAT(anomalies[0].message(), HasSubstr("it is finite, up to 1.23e+05"));
+    EXPECT_THAT(anomalies[0].message(),
+                HasSubstr(scale > 1 ? "the dtype would hold it without the loss scale of 2048"
+                                    : "use bfloat16, or run this op"));
   }
 }
 
@@ -211,7 +207,7 @@ TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::to");
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
-  EXPECT_EQ(trace.anomalies()[0].wide_largest, 1e9);
+  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 1e+09"));
 }
 
 TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
@@ -223,7 +219,7 @@ TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::mul_");
   EXPECT_NEAR(trace.anomalies()[0].inputs[0].largest, 1e4, 10);
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
-  EXPECT_NEAR(trace.anomalies()[0].wide_largest, 5e5, 500);
+  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 5e+05"));
   values.add_(1);
   EXPECT_THAT(trace.anomalies(), SizeIs(1)) << "it spreads";
 }
