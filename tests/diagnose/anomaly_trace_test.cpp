@@ -66,7 +66,7 @@ TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
   EXPECT_EQ(first.inputs[1].name, "2.weight");
   EXPECT_EQ(first.inputs[1].largest, 3e4F);
   EXPECT_EQ(first.cause, AnomalyCause::low_precision);
-  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to 2"));
+  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to 4.44e+05"));
 }
 
 /// The gradient of the second layer's input, 300 times the scale, is too large for half.

@@ -1,26 +1,13 @@
 /// \file
-/// Where did the inf or NaN begin? Watches every op of a step, forward and backward:
-///
-///     mezzo::AnomalyTrace trace(*model, {.loss_scale = [&] { return scaler.get_scale(); }});
-///     scaler.scale(criterion(model->forward(x), y)).backward();
-///     std::cerr << trace;                              // one step, on request
-///
-/// or by itself, once three steps in a row were skipped:
-///
-///     telemetry.write_to(mezzo::AnomalyWatch(*model, {.skips_in_a_row = 3}));
-///
-/// The trace names the op that made the first inf or NaN, with the ranges of what the op read, its
-/// module and its autograd node; says whether a wider type would have held the result, and whether
-/// the loss scale alone is to blame; and prints the ops before it with their ranges, as Hugging
-/// Face's DebugUnderflowOverflow does in Python.
+/// AnomalyTrace and AnomalyWatch: where did the inf or NaN begin?
 #pragma once
 
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/op_observer.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -203,7 +190,15 @@ inline std::string Anomaly::message() const {
 }
 
 /// Checks what each op that the creating thread calls returns, and each op of the backward passes
-/// that it calls, for inf and NaN, while it exists. A -inf that the program gives by a scalar or an
+/// that it calls, for inf and NaN, while it exists. Names the op that made the first, with the
+/// ranges of what it read, its module and its autograd node; says whether a wider type would have
+/// held the result, and whether the loss scale alone is to blame.
+///
+///     mezzo::AnomalyTrace trace(*model, {.loss_scale = [&] { return scaler.get_scale(); }});
+///     scaler.scale(criterion(model->forward(x), y)).backward();
+///     std::cerr << trace;
+///
+/// A -inf that the program gives by a scalar or an
 /// unnamed tensor (the mask of attention), and an inf by a scalar (the start of a running minimum),
 /// are no anomaly, unless one number of many becomes inf; nor is what later ops make finite again.
 ///
@@ -227,7 +222,7 @@ class AnomalyTrace final : private detail::OpObserver {
       : OpObserver(parameters), options_(std::move(options)) {
     std::vector<at::Tensor> gradients;  // a step before may have left inf in them
     for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
-    note(gradients, summarize(gradients), kOld);
+    note(gradients, summarize(gradients), {kOld});
     start();
   }
   ~AnomalyTrace() override { stop(); }
@@ -264,11 +259,12 @@ class AnomalyTrace final : private detail::OpObserver {
     Anomaly anomaly;
     std::deque<AnomalyFrame> frames;  // before it
   };
-  /// Which anomaly the inf or NaN in a tensor's memory came from. Once an op has read them, its
+  using Origins = std::set<std::size_t>;  // numbers in found_, or kOld
+  /// Which anomalies the inf or NaN in a tensor's memory came from. Once an op has read them, its
   /// results carry the anomaly, if they are not finite: 1 / (1 + exp(100)) is 0, and nothing is
   /// wrong.
   struct Fact {
-    std::size_t origin;  // a number in found_, or kOld
+    Origins origins;
     std::shared_ptr<bool> was_read;
     c10::weak_intrusive_ptr<c10::StorageImpl> held;  // so that no other memory gets its address
   };
@@ -277,24 +273,24 @@ class AnomalyTrace final : private detail::OpObserver {
 
   bool is_carried(std::size_t anomaly) const {
     return std::any_of(facts_.begin(), facts_.end(), [&](const auto& of) {
-      return of.second.origin == anomaly && !*of.second.was_read;
+      return of.second.origins.contains(anomaly) && !*of.second.was_read;
     });
   }
   const Fact* fact_of(const at::Tensor& tensor) const {
     const auto found = facts_.find(detail::storage_of(tensor));
     return found == facts_.end() ? nullptr : &found->second;
   }
-  void remember(const at::Tensor& tensor, std::size_t origin, std::shared_ptr<bool> was_read) {
+  void remember(const at::Tensor& tensor, Origins origins, std::shared_ptr<bool> was_read) {
     if (detail::storage_of(tensor) == nullptr) return;
     facts_.insert_or_assign(
         detail::storage_of(tensor),
-        Fact{origin, std::move(was_read), tensor.storage().getWeakStorageImpl()});
+        Fact{std::move(origins), std::move(was_read), tensor.storage().getWeakStorageImpl()});
   }
   /// Notes where the inf and NaN of an op's results come from.
   void note(const std::vector<at::Tensor>& outputs, const std::vector<TensorSummary>& summaries,
-            std::size_t origin) {
+            const Origins& origins) {
     for (std::size_t i = 0; i < outputs.size(); ++i) {
-      if (!summaries[i].is_finite()) remember(outputs[i], origin, std::make_shared<bool>(false));
+      if (!summaries[i].is_finite()) remember(outputs[i], origins, std::make_shared<bool>(false));
     }
   }
 
@@ -322,7 +318,7 @@ class AnomalyTrace final : private detail::OpObserver {
       if (std::find(written.begin(), written.end(), memory) == written.end()) continue;
       input = tensor.clone();
       if (const Fact* const fact = fact_of(tensor)) {
-        remember(input.toTensor(), fact->origin, fact->was_read);
+        remember(input.toTensor(), fact->origins, fact->was_read);
       }
     }
   }
@@ -346,16 +342,16 @@ class AnomalyTrace final : private detail::OpObserver {
     std::erase_if(read, [&](const at::Tensor& tensor) {
       return !reads_values || !detail::is_readable(tensor);
     });
-    std::set<std::size_t> origins;
+    Origins origins;
     for (const at::Tensor& tensor : read) {
       const Fact* const fact = fact_of(tensor);
       if (fact == nullptr || summarize({tensor}).front().is_finite()) continue;
       *fact->was_read = true;
-      origins.insert(fact->origin);
+      origins.insert(fact->origins.begin(), fact->origins.end());
     }
     if (!detail::all_finite(frame.outputs)) {
-      for (const std::size_t origin : origins) note(outputs, frame.outputs, origin);
-      if (!origins.empty() || judge(op, frame, read, outputs)) return;
+      if (!origins.empty()) return note(outputs, frame.outputs, origins);
+      if (judge(op, frame, read, outputs)) return;
     }
     if (options_.frames == 0) return;
     if (frames_.size() == options_.frames) frames_.pop_front();
@@ -403,10 +399,10 @@ class AnomalyTrace final : private detail::OpObserver {
     } else {
       find_cause(op, anomaly);
     }
-    note(outputs, frame.outputs, found_.size());
+    note(outputs, frame.outputs, {found_.size()});
     for (std::size_t i = 0; arrives && i < read.size(); ++i) {  // a later reader is not the first
       if (anomaly.inputs[i].is_finite()) continue;
-      remember(read[i], found_.size(), std::make_shared<bool>(true));
+      remember(read[i], {found_.size()}, std::make_shared<bool>(true));
     }
     found_.push_back({std::move(anomaly), frames_});
     return true;

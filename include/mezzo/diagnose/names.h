@@ -6,7 +6,7 @@
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>

@@ -1,19 +1,10 @@
 /// \file
-/// Why was that step skipped? One line for a GradScaler that names the parameters whose gradients
-/// were inf or NaN:
-///
-///     scaler.on_skip(mezzo::OverflowReport(*model));
-///
-/// Then a skipped step writes the scaler's line, and a second one that names the gradients:
-///
-///     Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
-///       head.weight and 3 more, in 2 of 6 layers: head.weight has 3 inf and 1 NaN in 512 gradients,
-///       the first, inf, at [0, 17], found after the backward pass
+/// OverflowReport: why was that step skipped? Names the gradients that were inf or NaN.
 #pragma once
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/scaling/skipped_step.h>
@@ -145,6 +136,7 @@ struct OverflowReportOptions {
 /// For `GradScaler::on_skip`. One report takes all models that a scaler serves, and names their
 /// parameters "generator.0.weight": two reports would write each skip twice.
 ///
+///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
 /// Costs nothing until a step is skipped, and then a find_overflow. Of steps that are skipped at

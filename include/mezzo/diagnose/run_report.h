@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <torch/version.h>

@@ -6,7 +6,7 @@
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>

@@ -7,7 +7,8 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
+#include <mezzo/diagnose/summarize.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -26,25 +27,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// What a floating type can hold, by the power of two below a value's magnitude.
-struct ExponentRange {
-  int smallest = 0;  ///< of the smallest subnormal number: -24 of half
-  int normal = 0;    ///< of the smallest normal number: -14
-  int largest = 0;   ///< of the largest number: 15
-
-  /// Returns the range of half, bfloat16, float32 or float8 (e4m3fn, e5m2).
-  /// \throws c10::Error for another dtype
-  static ExponentRange of(at::ScalarType dtype) {
-    if (dtype == at::kHalf) return {-24, -14, 15};
-    if (dtype == at::kBFloat16) return {-133, -126, 127};
-    if (dtype == at::kFloat8_e4m3fn) return {-9, -6, 8};
-    if (dtype == at::kFloat8_e5m2) return {-16, -14, 15};
-    TORCH_CHECK(dtype == at::kFloat, "ExponentRange: dtype is ", dtype,
-                "; it should be torch::kHalf, torch::kBFloat16, torch::kFloat or a float8");
-    return {-149, -126, 127};
-  }
-};
 
 /// One layer's sampled values; shares are of all of them, from 0 to 1.
 struct LayerExponents {

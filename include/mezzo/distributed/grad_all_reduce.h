@@ -303,29 +303,9 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
 }  // namespace detail
 
 /// A guard under which backward passes only accumulate on this rank: for all micro-batches but the
-/// last, as DistributedDataParallel's `no_sync`. May be moved, and may outlive what made it.
-class [[nodiscard]] NoSync {
- public:
-  /// Begins to guard.
-  explicit NoSync(std::shared_ptr<detail::Reducer> reducer) : reducer_(std::move(reducer)) {
-    reducer_->add_no_sync(1);
-  }
-  ~NoSync() {
-    if (reducer_ != nullptr) reducer_->add_no_sync(-1);
-  }
-  /// Takes over the other guard, which then guards nothing.
-  NoSync(NoSync&&) noexcept = default;
-  /// Ends its own guard, and takes over the other one.
-  NoSync& operator=(NoSync&& other) noexcept {
-    NoSync(std::move(other)).reducer_.swap(reducer_);
-    return *this;
-  }
-  NoSync(const NoSync&) = delete;
-  NoSync& operator=(const NoSync&) = delete;
-
- private:
-  std::shared_ptr<detail::Reducer> reducer_;
-};
+/// last, as DistributedDataParallel's `no_sync`. Copies guard together; any may outlive what made
+/// it.
+using NoSync = std::shared_ptr<void>;
 
 /// Averages gradients over the ranks: while a GradAllReduce lives, every backward pass over its
 /// parameters ends with the gradients in `.grad` that one process with the batches of all ranks
@@ -371,7 +351,10 @@ class GradAllReduce {
   GradBuckets& buckets() noexcept { return reducer_->buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank.
-  NoSync no_sync() { return NoSync(reducer_); }
+  [[nodiscard]] NoSync no_sync() {
+    reducer_->add_no_sync(1);
+    return {reducer_.get(), [reducer = reducer_](void*) { reducer->add_no_sync(-1); }};
+  }
   /// Returns whether there is such a guard.
   bool is_no_sync() const { return reducer_->is_no_sync(); }
 
