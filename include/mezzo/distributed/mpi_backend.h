@@ -47,15 +47,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline bool mpi_is_initialized() {
+/// Returns what `ask`, MPI_Initialized or MPI_Finalized, says.
+inline bool mpi_is(int (*ask)(int*)) {
   int flag = 0;
-  MPI_Initialized(&flag);
-  return flag != 0;
-}
-
-inline bool mpi_is_finalized() {
-  int flag = 0;
-  MPI_Finalized(&flag);
+  ask(&flag);
   return flag != 0;
 }
 
@@ -71,7 +66,7 @@ inline void check_mpi(int code, const char* function) {
 
 /// Returns what `ask`, MPI_Comm_rank or MPI_Comm_size, says of `communicator`.
 inline int mpi_number(MPI_Comm communicator, int (*ask)(MPI_Comm, int*)) {
-  TORCH_CHECK(mpi_is_initialized() && !mpi_is_finalized(),
+  TORCH_CHECK(mpi_is(&MPI_Initialized) && !mpi_is(&MPI_Finalized),
               "MpiBackend: MPI is not initialised; put a mezzo::MpiEnvironment before it");
   TORCH_CHECK(communicator != MPI_COMM_NULL,
               "MpiBackend: `communicator` is MPI_COMM_NULL: this process is not one of its ranks; "
@@ -166,10 +161,10 @@ class MpiEnvironment {
  public:
   /// \throws c10::Error if MPI has been finalised, or has no MPI_THREAD_MULTIPLE
   MpiEnvironment() : exceptions_(std::uncaught_exceptions()) {
-    TORCH_CHECK(!detail::mpi_is_finalized(),
+    TORCH_CHECK(!detail::mpi_is(&MPI_Finalized),
                 "MpiEnvironment: MPI has been finalised in this process and cannot be initialised "
                 "again; keep one MpiEnvironment for as long as main runs");
-    if (detail::mpi_is_initialized()) return;
+    if (detail::mpi_is(&MPI_Initialized)) return;
     int provided = MPI_THREAD_SINGLE;
     detail::check_mpi(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &provided),
                       "MPI_Init_thread");
@@ -184,7 +179,7 @@ class MpiEnvironment {
 
   ~MpiEnvironment() {
     const bool is_unwinding = std::uncaught_exceptions() > exceptions_;
-    if (initialised_it_ && !is_unwinding && !detail::mpi_is_finalized()) MPI_Finalize();
+    if (initialised_it_ && !is_unwinding && !detail::mpi_is(&MPI_Finalized)) MPI_Finalize();
   }
 
   MpiEnvironment(const MpiEnvironment&) = delete;
@@ -262,7 +257,7 @@ class MpiBackend final : public c10d::Backend {
     }
     changed_.notify_all();
     thread_.join();
-    if (broken_.empty() && !is_abandoned_ && !detail::mpi_is_finalized()) {
+    if (broken_.empty() && !is_abandoned_ && !detail::mpi_is(&MPI_Finalized)) {
       MPI_Comm_free(&communicator_);
     }
   }
@@ -466,7 +461,7 @@ class MpiBackend final : public c10d::Backend {
   void check_usable(const detail::MpiWork& work) const {
     TORCH_CHECK(broken_.empty(), work.name(),
                 ": this group failed earlier, and its ranks are no longer in step: ", broken_);
-    TORCH_CHECK(!detail::mpi_is_finalized(), work.name(),
+    TORCH_CHECK(!detail::mpi_is(&MPI_Finalized), work.name(),
                 ": MPI has been finalised; let the MpiEnvironment outlive its groups");
   }
 

@@ -15,7 +15,6 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/var_mean.h>
 #include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/custom_function.h>
