@@ -96,7 +96,7 @@ struct GatheredRows : torch::autograd::Function<GatheredRows> {
     const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
     all_gather(group, rows, row);
     context->saved_data["group"] = at::IValue::make_capsule(group);
-    return rows;
+    return rows.clone();  // the collective's work keeps `rows`, and must not keep the group
   }
 
   static torch::autograd::variable_list backward(Context* context,
