@@ -147,9 +147,8 @@ void print_steps(int64_t batch, int rounds) {
       if (round >= 0) times[i].push_back(time.count());
     }
   }
-  std::printf("\n%-40s %8s %24s\n",
-              ("a step of " + std::to_string(batch) + " x 32 tokens").c_str(), "ms",
-              "x at::autocast, mezzo's");
+  std::printf("\n%-40s %8s %24s\n", ("a step of " + std::to_string(batch) + " x 32 tokens").c_str(),
+              "ms", "x at::autocast, mezzo's");
   constexpr std::size_t kReference = 2;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<double> ratios;
