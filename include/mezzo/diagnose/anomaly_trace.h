@@ -31,7 +31,6 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <initializer_list>
 #include <iostream>
 #include <limits>
 #include <memory>

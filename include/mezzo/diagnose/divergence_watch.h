@@ -8,11 +8,9 @@
 #include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -22,7 +20,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 

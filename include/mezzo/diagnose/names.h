@@ -59,8 +59,6 @@ class Names {
  public:
   explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {}
 
-  const NamedTensors& all() const { return tensors_; }
-
   /// Returns the name of the tensor that `tensor` is or is a view of; empty of another one.
   std::string name_of(const at::Tensor& tensor) const {
     const auto* const memory = storage_of(tensor);

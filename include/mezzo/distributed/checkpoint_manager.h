@@ -16,7 +16,6 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/jit/serialization/pickle.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <optional>

@@ -42,8 +42,6 @@ inline GroupPtr checked(GroupPtr group, const char* caller) {
   return group;
 }
 
-// --- Collectives --------------------------------------------------------------------------------
-
 /// Begins an all-reduce of `tensor`, which is contiguous.
 inline WorkPtr all_reduce(const GroupPtr& group, const at::Tensor& tensor,
                           c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM) {
@@ -114,8 +112,6 @@ inline std::string broadcast_text(const GroupPtr& group, std::string text, int f
   }
   return text;
 }
-
-// --- Agreement ----------------------------------------------------------------------------------
 
 /// Returns every rank's text, on every rank.
 inline std::vector<std::string> gather_texts(const GroupPtr& group, const std::string& own) {
