@@ -123,6 +123,10 @@ inline std::string chart_html(const Chart& chart) {
   }
   if (low > high) low = high = 0;
   if (low == high) high = low + 1;
+  if (chart.logarithmic) {  // a quarter is a power of two
+    low = std::floor(low);
+    high = low + 4 * std::ceil((high - low) / 4);
+  }
   const double first = chart.points.front().first;
   const double width = std::max(chart.points.back().first - first, 1.0);
   // Places in a square of 100 by 100, which has y downwards.
@@ -133,7 +137,7 @@ inline std::string chart_html(const Chart& chart) {
   for (const int quarter : {0, 1, 2, 3, 4}) {
     const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
     labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
-              digits(chart.logarithmic ? std::exp2(y) : y, 4) + "</span>";
+              (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
     lines += "<path class=grid d='M0 " + down(y) + "H100'/>";
     ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
   }
