@@ -1,5 +1,4 @@
-// Guards and threads that do not follow the call stack: coroutines, and pools that outlive their
-// tasks.
+// Guards that do not follow the call stack: coroutines.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
@@ -159,69 +158,6 @@ TEST(Coroutines, AStateThatIsEnteredAfterEachSuspensionHoldsInEveryOrderAndThrea
   EXPECT_EQ(low, std::vector(3, torch::kHalf));
   EXPECT_EQ(plain, std::vector(3, torch::kFloat));
   EXPECT_EQ(CpuState(), before);
-}
-
-/// One thread that runs tasks until it dies.
-class Pool {
- public:
-  ~Pool() {
-    run(nullptr).wait();
-    thread_.join();
-  }
-
-  std::future<void> run(std::function<void()> task) {
-    const std::lock_guard lock(mutex_);
-    tasks_.emplace(std::move(task), std::promise<void>());
-    changed_.notify_one();
-    return tasks_.back().second.get_future();
-  }
-
- private:
-  void work() {
-    for (bool goes_on = true; goes_on;) {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [this] { return !tasks_.empty(); });
-      auto [task, done] = std::move(tasks_.front());
-      tasks_.pop();
-      lock.unlock();
-      goes_on = task != nullptr;
-      if (goes_on) task();
-      task = nullptr;
-      done.set_value();
-    }
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::queue<std::pair<std::function<void()>, std::promise<void>>> tasks_;
-  std::thread thread_{[this] { work(); }};
-};
-
-TEST(PoolThreads, KeepNothingOfATask) {
-  Pool pool;
-  CpuState fresh, after;
-  pool.run([&fresh] { fresh = CpuState(); }).wait();
-  const Tensor x = torch::randn({4, 4});
-  Tensor weight = torch::randn({4, 4}).requires_grad_();
-  c10::weak_intrusive_ptr<c10::TensorImpl> watched(weight.getIntrusivePtr());
-  {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast(
-        {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("exp"))});
-    pool.run(mezzo::with_current_autocast([&] {
-          EXPECT_EQ(torch::exp(x).scalar_type(), torch::kHalf);
-          EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kHalf);
-        }))
-        .wait();
-  }
-  pool.run([&] {
-        after = CpuState();
-        EXPECT_EQ(torch::exp(x).scalar_type(), torch::kFloat);
-        EXPECT_EQ(torch::mm(x, weight).scalar_type(), torch::kFloat);
-      })
-      .wait();
-  EXPECT_EQ(after, fresh);
-  weight.reset();
-  EXPECT_TRUE(watched.expired());
 }
 
 }  // namespace

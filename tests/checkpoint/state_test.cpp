@@ -244,6 +244,54 @@ TEST(Checkpoint, AnObjectThatRefusesItsValueIsNamedAndSoIsWhatWasLoaded) {
   EXPECT_EQ(last, 9);
 }
 
+TEST(Checkpoint, AScalerThatRefusesItsValueDoesSoBeforeAnythingIsLoaded) {
+  int64_t epoch = 1;
+  mezzo::GradScaler disabled({.enabled = false}), scaler;
+  EXPECT_THAT(error_between(TrainingState().add("epoch", epoch).add("scaler", disabled),
+                            TrainingState().add("epoch", epoch).add("scaler", scaler)),
+              AllOf(HasSubstr("\"scaler\" does not fit: The source state dict is empty"),
+                    HasSubstr("nothing was loaded")));
+}
+
+/// An object with lists, one of them empty.
+struct Lists {
+  std::vector<int64_t> whole;
+  std::vector<double> real;
+  std::vector<std::string> words;
+
+  friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const Lists& lists) {
+    archive.write("whole", c10::IValue(lists.whole));
+    archive.write("real", c10::IValue(lists.real));
+    archive.write("words", c10::IValue(lists.words));
+    return archive;
+  }
+  friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    Lists& lists) {
+    c10::IValue whole, real, words;
+    archive.read("whole", whole);
+    archive.read("real", real);
+    archive.read("words", words);
+    lists.whole = whole.toIntVector();
+    lists.real = real.toDoubleVector();
+    lists.words = words.to<std::vector<std::string>>();
+    return archive;
+  }
+};
+
+TEST(Checkpoint, ListsOfAnObjectComeBackEmptyOnesToo) {
+  for (const Lists& saved : {Lists{{1, 2}, {}, {"a"}}, Lists{{}, {0.5}, {}}}) {
+    const Scratch scratch;
+    Lists given = saved, loaded{{7}, {7}, {"seven"}};
+    const auto file = scratch.path() / "state.pt";
+    mezzo::save_checkpoint(file, TrainingState().add("lists", given));
+    mezzo::load_checkpoint(file, TrainingState().add("lists", loaded));
+    EXPECT_EQ(loaded.whole, saved.whole);
+    EXPECT_EQ(loaded.real, saved.real);
+    EXPECT_EQ(loaded.words, saved.words);
+  }
+}
+
 TEST(Checkpoint, AModuleKeepsItsMemory) {
   const Scratch scratch;
   torch::nn::Linear model(2, 2);

@@ -409,7 +409,6 @@ at::Tensor averages_of(const mezzo::Ema& ema) {
 
 void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
   EXPECT_TRUE(at::allclose(averages_of(gpu), averages_of(cpu), 1e-6, 1e-7));
-  EXPECT_EQ(gpu.updates(), cpu.updates());
 }
 
 TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
@@ -443,7 +442,6 @@ TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
       EXPECT_EQ(host_gpu::counts().copies_to_host, before.copies_to_host);
     }
     expect_same(of_gpu, of_cpu);
-    EXPECT_EQ(of_gpu.updates(), 3);
   }
 }
 
@@ -465,7 +463,6 @@ TEST_P(Captures, AnAverageIsPartOfTheGraph) {
       graph.replay();
     }
     expect_same(of_gpu, of_cpu);
-    EXPECT_EQ(of_gpu.updates(), 4);
   }
 }
 

@@ -84,7 +84,7 @@ HOST_CHANGES = [
      "iterations_.size() == 1 || !iterations_[1][0]->is_there()", "iterations_.size() == 1"),
     ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
      "inputs.clear = inputs.clear && !share_gradients(rows);", ""),
-    ("a count begins anew on a device", "optim/detail/step_count.h", "values.push_back(static_cast<float>(count.value()));",
+    ("a count begins anew on a device", "optim/detail/param_slot.h", "values.push_back(static_cast<float>(count.value()));",
      "values.push_back(0.0F);"),
 ]
 BARRIER = re.compile(r"__syncthreads\(\);")

@@ -19,10 +19,11 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
-#include "../support/owned_optimizer.h"
+#include "../support/keepers.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -32,6 +33,8 @@ using mezzo::GradScaler;
 using mezzo::master_params;
 using mezzo::OptLevel;
 using mezzo::optim::WeightStorage;
+using test_support::Keeper;
+using test_support::keepers;
 using test_support::OwnedOptimizer;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -51,36 +54,6 @@ GradScaler quiet_scaler(bool enabled = true) {
   GradScaler scaler({.init_scale = kScale, .enabled = enabled});
   scaler.on_skip(nullptr);
   return scaler;
-}
-
-/// The ways to keep weights, and who steps them.
-struct Keeper {
-  const char* name;
-  torch::ScalarType dtype;
-  std::function<OwnedOptimizer(const std::vector<torch::Tensor>&)> make;  // of SGD, lr 1
-};
-
-std::vector<Keeper> keepers() {
-  const auto mezzos = [](WeightStorage storage) {
-    return [storage](const std::vector<torch::Tensor>& parameters) {
-      const mezzo::optim::WeightOptions weights{.weight_storage = storage};
-      return OwnedOptimizer(std::make_unique<mezzo::optim::SGD>(parameters, 1.0, weights), false);
-    };
-  };
-  const auto torchs = [](bool with_masters) {
-    return [with_masters](const std::vector<torch::Tensor>& parameters) {
-      return OwnedOptimizer(std::make_unique<torch::optim::SGD>(parameters, 1.0), with_masters);
-    };
-  };
-  using enum WeightStorage;
-  return {{"plain float", torch::kFloat, mezzos(plain)},
-          {"master of bfloat16", torch::kBFloat16, mezzos(master)},
-          {"master of half", torch::kHalf, mezzos(master)},
-          {"split master", torch::kBFloat16, mezzos(split_master)},
-          {"torch's SGD", torch::kFloat, torchs(false)},
-          {"MasterWeights of bfloat16", torch::kBFloat16, torchs(true)},
-          {"MasterWeights of half", torch::kHalf, torchs(true)},
-          {"MasterWeights of float", torch::kFloat, torchs(true)}};
 }
 
 /// Two weights, an optimizer and a scaler.
@@ -132,6 +105,35 @@ TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
     EXPECT_EQ(loop.value(0), -1);
     EXPECT_EQ(loop.value(1), 0);
   });
+}
+
+TEST(OneHomeOfGradients, AStepLeavesGradientsAsTheyWereOrZeroOnRequest) {
+  for (const Keeper& keeper : keepers()) {
+    if (keeper.name == std::string("torch's SGD")) continue;  // torch.amp unscales them in place
+    for (const bool zero_grad : {false, true}) {
+      for (const double max_norm : {0.5, kInfinity}) {
+        for (const double first : {48.0, kInfinity}) {
+          SCOPED_TRACE(testing::Message() << keeper.name << ", " << zero_grad << max_norm << first);
+          Loop loop(keeper, /*enabled=*/true);
+          (void)loop.scaler.scale(torch::zeros({}));
+          loop.scaler.update(48.0);  // no power of two: divided and multiplied again it would show
+          std::vector<torch::Tensor> given, before;
+          for (const double value : {first, 17.0}) {
+            const torch::Tensor& parameter = loop.parameters[given.size()];
+            parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
+            given.push_back(parameter.grad());
+            before.push_back(parameter.grad().clone());
+          }
+          EXPECT_EQ(loop.step({.max_norm = max_norm, .zero_grad = zero_grad}), first == 48);
+          EXPECT_EQ(loop.value(0) == 0, first != 48);
+          for (std::size_t i = 0; i < given.size(); ++i) {
+            EXPECT_TRUE(loop.parameters[i].grad().is_same(given[i]));
+            EXPECT_TRUE(given[i].equal(zero_grad ? torch::zeros_like(before[i]) : before[i]));
+          }
+        }
+      }
+    }
+  }
 }
 
 // --- unscale_ twice before a step --------------------------------------------------------------
@@ -223,6 +225,28 @@ TEST(OneHomeOfGradients, AnInfThatIsMadeByClippingOrThroughDataIsCaught) {
       EXPECT_FALSE(loop.step());
       EXPECT_EQ(loop.value(0), 0);
       EXPECT_EQ(loop.scaler.get_scale(), kScale / 2);
+    }
+  }
+}
+
+TEST(OneHomeOfGradients, AnInfThatOnlyUnscalingMakesOrThatWasHiddenAfterItIsFound) {
+  for (const Keeper& keeper : keepers()) {
+    for (const bool unscales_before : {false, true}) {
+      SCOPED_TRACE(testing::Message() << keeper.name << ", unscales before: " << unscales_before);
+      Loop loop(keeper, /*enabled=*/true);
+      loop.scaler = GradScaler({.init_scale = 1e-35, .min_scale = 0});
+      loop.scaler.on_skip(nullptr);
+      (void)loop.scaler.scale(torch::zeros({}));
+      for (const auto& one : loop.parameters) one.mutable_grad() = torch::full_like(one, 3e4);
+      if (unscales_before) loop.scaler.unscale_(loop.optimizer);
+      EXPECT_FALSE(loop.step());
+      EXPECT_EQ(loop.value(0), 0);
+      loop.scaler = quiet_scaler();
+      loop.backward(kInfinity, 1);
+      loop.scaler.unscale_(loop.optimizer);
+      for (const auto& one : loop.parameters) one.mutable_grad() = torch::ones_like(one);
+      EXPECT_FALSE(loop.step());
+      EXPECT_EQ(loop.value(0), 0);
     }
   }
 }
@@ -417,36 +441,6 @@ TEST(OneHomeOfGradients, TheAdviceForAParameterOfTwoOptimizersLeadsToTheSumOfThe
   apart.step(other);
   EXPECT_EQ(value_of(all[0]), -3);
   EXPECT_EQ(value_of(all[1]), -3);
-}
-
-// --- Weights of 16 bits that become floats ------------------------------------------------------
-
-TEST(OneHomeOfGradients, AFloatModelTakesTheWholeWeightsOfAnOptimizersFile) {
-  using mezzo::optim::AdamW;
-  using mezzo::optim::AdamWOptions;
-  for (const WeightStorage storage : {WeightStorage::split_master, WeightStorage::master}) {
-    const torch::Tensor low = torch::linspace(1, 2, 9).to(torch::kBFloat16).requires_grad_();
-    const torch::Tensor whole = low.detach().to(torch::kFloat).requires_grad_();
-    AdamW of_low({low}, AdamWOptions(1e-4), {.weight_storage = storage});
-    AdamW of_whole({whole}, AdamWOptions(1e-4));
-    const auto step = [](AdamW& optimizer, const torch::Tensor& parameter, double gradient) {
-      parameter.mutable_grad() = torch::full_like(parameter.detach(), gradient);
-      optimizer.step();
-    };
-    for (const double gradient : {1.0, -0.5, 2.0}) {
-      step(of_low, low, gradient);
-      step(of_whole, whole, gradient);
-    }
-    std::stringstream file;
-    torch::save(of_low, file);
-    const torch::Tensor resumed = low.detach().to(torch::kFloat).requires_grad_();
-    ASSERT_FALSE(resumed.equal(whole));
-    AdamW of_resumed({resumed}, AdamWOptions(1e-4));
-    torch::load(of_resumed, file);
-    step(of_resumed, resumed, 0.25);
-    step(of_whole, whole, 0.25);
-    EXPECT_TRUE(resumed.equal(whole));
-  }
 }
 
 TEST(OneHomeOfGradients, TheSumOfAnAdagradBehindMastersBeginsInFloat) {

@@ -1,4 +1,4 @@
-// mezzo::optim::AdamW beside torch::optim::AdamW: the same answers, options, state and files.
+// What mezzo's rules do with memory, files and gradients of every kind, for AdamW.
 
 #include <mezzo/optim/adamw.h>
 
@@ -7,135 +7,21 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <limits>
 #include <memory>
 #include <sstream>
 #include <string>
 #include <vector>
+
+#include "../support/state_of.h"
 
 namespace {
 
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::AdamWParamState;
+using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-using TorchAdamW = torch::optim::AdamW;
-using TorchAdamWOptions = torch::optim::AdamWOptions;
-
-/// Parameters of several shapes, and a second set of equal values.
-struct Twins {
-  std::vector<torch::Tensor> ours;
-  std::vector<torch::Tensor> theirs;
-
-  explicit Twins(torch::ScalarType dtype = torch::kFloat) {
-    torch::manual_seed(1);
-    for (const std::vector<int64_t>& shape :
-         std::vector<std::vector<int64_t>>{{17, 9}, {1}, {0}, {30000}, {3, 1, 5}}) {
-      const auto values = torch::randn(shape, torch::kDouble).to(dtype);
-      ours.push_back(values.clone().requires_grad_());
-      theirs.push_back(values.clone().requires_grad_());
-    }
-  }
-
-  void set_gradients() const {
-    for (std::size_t i = 0; i < ours.size(); ++i) {
-      const auto gradient = torch::randn(ours[i].sizes(), torch::kDouble).to(ours[i].scalar_type());
-      ours[i].mutable_grad() = gradient.clone();
-      theirs[i].mutable_grad() = gradient.clone();
-    }
-  }
-
-  double largest_difference() const {
-    double largest = 0;
-    for (std::size_t i = 0; i < ours.size(); ++i) {
-      if (ours[i].numel() == 0) continue;
-      largest = std::max(largest, (ours[i] - theirs[i]).abs().max().item<double>());
-    }
-    return largest;
-  }
-};
-
-template <class Left, class Right>
-void step_both(Left& left, Right& right, const Twins& twins, int steps) {
-  for (int i = 0; i < steps; ++i) {
-    twins.set_gradients();
-    left.step();
-    right.step();
-  }
-}
-
-const AdamWParamState& state_of(const AdamW& optimizer, const torch::Tensor& parameter) {
-  return static_cast<const AdamWParamState&>(
-      *optimizer.state().at(parameter.unsafeGetTensorImpl()));
-}
-
-TEST(AdamW, GivesTorchsAnswersOverAHundredSteps) {
-  for (const bool amsgrad : {false, true}) {
-    const Twins twins;
-    AdamW ours(twins.ours, AdamWOptions(1e-2).weight_decay(0.1).amsgrad(amsgrad));
-    TorchAdamW theirs(twins.theirs, TorchAdamWOptions(1e-2).weight_decay(0.1).amsgrad(amsgrad));
-    step_both(ours, theirs, twins, 100);
-    EXPECT_LT(twins.largest_difference(), 2e-5) << amsgrad;
-  }
-}
-
-TEST(AdamW, GivesTorchsAnswersInDoubleToTheLastBits) {
-  for (const bool amsgrad : {false, true}) {
-    const Twins twins(torch::kDouble);
-    AdamW ours(twins.ours, AdamWOptions(1e-2).betas({0.8, 0.95}).eps(1e-6).amsgrad(amsgrad));
-    TorchAdamW theirs(twins.theirs,
-                      TorchAdamWOptions(1e-2).betas({0.8, 0.95}).eps(1e-6).amsgrad(amsgrad));
-    step_both(ours, theirs, twins, 50);
-    EXPECT_LT(twins.largest_difference(), 1e-13) << amsgrad;
-  }
-}
-
-TEST(AdamW, HasTorchsDefaults) {
-  const AdamWOptions ours;
-  const TorchAdamWOptions theirs;
-  EXPECT_EQ(ours.lr(), theirs.lr());
-  EXPECT_EQ(ours.betas(), theirs.betas());
-  EXPECT_EQ(ours.eps(), theirs.eps());
-  EXPECT_EQ(ours.weight_decay(), theirs.weight_decay());
-  EXPECT_EQ(ours.amsgrad(), theirs.amsgrad());
-}
-
-TEST(AdamW, GivesEachGroupItsOwnOptions) {
-  const Twins twins;
-  const std::vector<torch::Tensor> first{twins.ours[0]};
-  const std::vector<torch::Tensor> rest(twins.ours.begin() + 1, twins.ours.end());
-  std::vector<torch::optim::OptimizerParamGroup> groups{
-      {first, std::make_unique<AdamWOptions>(AdamWOptions(3e-2).weight_decay(0))}, {rest}};
-  AdamW ours(groups, AdamWOptions(1e-3).betas({0.5, 0.9}));
-  const std::vector<torch::Tensor> their_first{twins.theirs[0]};
-  const std::vector<torch::Tensor> their_rest(twins.theirs.begin() + 1, twins.theirs.end());
-  std::vector<torch::optim::OptimizerParamGroup> their_groups{
-      {their_first, std::make_unique<TorchAdamWOptions>(TorchAdamWOptions(3e-2).weight_decay(0))},
-      {their_rest}};
-  TorchAdamW theirs(their_groups, TorchAdamWOptions(1e-3).betas({0.5, 0.9}));
-  step_both(ours, theirs, twins, 10);
-  EXPECT_LT(twins.largest_difference(), 5e-6);
-  ours.param_groups()[1].options().set_lr(0);
-  const auto before = twins.ours[1].detach().clone();
-  twins.set_gradients();
-  ours.step();
-  EXPECT_TRUE(torch::equal(twins.ours[1], before)) << "a rate set between steps holds at once";
-}
-
-TEST(AdamW, CallsTheClosureWithGradientsAndReturnsItsLoss) {
-  const auto x = torch::full({3}, 2.0).requires_grad_();
-  AdamW optimizer({x}, AdamWOptions(0.1).weight_decay(0));
-  const torch::NoGradGuard no_grad;
-  const auto loss = optimizer.step([&] {
-    optimizer.zero_grad();
-    auto value = (x * x).sum();
-    value.backward();
-    return value;
-  });
-  EXPECT_EQ(loss.item<float>(), 12.0F);
-  EXPECT_TRUE(torch::allclose(x, torch::full({3}, 1.9)));
-}
 
 // The bits do not depend on how the work was shared out.
 TEST(AdamW, GivesTheSameBitsOnAnyNumberOfThreads) {
@@ -143,59 +29,18 @@ TEST(AdamW, GivesTheSameBitsOnAnyNumberOfThreads) {
   const int before = torch::get_num_threads();
   for (const int threads : {1, 2, 5}) {
     torch::set_num_threads(threads);
-    const Twins twins;
-    AdamW optimizer(twins.ours, AdamWOptions(1e-2));
+    torch::manual_seed(1);
+    const auto parameter = torch::randn({30000});
+    AdamW optimizer({parameter}, AdamWOptions(1e-2));
     for (int i = 0; i < 3; ++i) {
-      twins.set_gradients();
+      parameter.mutable_grad() = torch::randn({30000});
       optimizer.step();
     }
-    results.push_back(twins.ours[3].detach());
+    results.push_back(parameter);
   }
   torch::set_num_threads(before);
   EXPECT_TRUE(torch::equal(results[0], results[1]));
   EXPECT_TRUE(torch::equal(results[0], results[2]));
-}
-
-TEST(AdamW, GoesOnWhereTorchStoppedAndTheOtherWayRound) {
-  for (const bool amsgrad : {false, true}) {
-    const Twins twins(torch::kDouble);
-    AdamW ours(twins.ours, AdamWOptions(1e-2).amsgrad(amsgrad));
-    TorchAdamW theirs(twins.theirs, TorchAdamWOptions(1e-2).amsgrad(amsgrad).eps(1e-5));
-    for (int i = 0; i < 5; ++i) {
-      twins.set_gradients();
-      theirs.step();
-    }
-    for (std::size_t i = 0; i < twins.ours.size(); ++i) twins.ours[i].data().copy_(twins.theirs[i]);
-    std::stringstream from_torch;
-    torch::save(theirs, from_torch);
-    torch::load(ours, from_torch);
-    EXPECT_EQ(state_of(ours, twins.ours[3]).step(), 5);
-    step_both(ours, theirs, twins, 5);
-    EXPECT_LT(twins.largest_difference(), 1e-14) << amsgrad;
-
-    std::stringstream from_mezzo;
-    torch::save(ours, from_mezzo);
-    TorchAdamW fresh(twins.theirs, TorchAdamWOptions(7.0));
-    torch::load(fresh, from_mezzo);
-    step_both(ours, fresh, twins, 5);
-    EXPECT_LT(twins.largest_difference(), 1e-14) << amsgrad;
-  }
-}
-
-TEST(AdamW, RestoresItsOwnStateBitForBit) {
-  const Twins twins;
-  AdamW first(twins.ours, AdamWOptions(1e-2));
-  AdamW second(twins.theirs);
-  for (int i = 0; i < 3; ++i) {
-    twins.set_gradients();
-    first.step();
-  }
-  std::stringstream archive;
-  torch::save(first, archive);
-  torch::load(second, archive);
-  for (std::size_t i = 0; i < twins.ours.size(); ++i) twins.theirs[i].data().copy_(twins.ours[i]);
-  step_both(first, second, twins, 3);
-  EXPECT_EQ(twins.largest_difference(), 0.0);
 }
 
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -240,8 +85,7 @@ TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
   const TwoGroups other({2, 2}, 0.5, 4);
   TwoGroups loaded({2, 1}, 0.1, 2);
   const auto parameter = loaded.optimizer.param_groups()[0].params()[0];
-  const auto& state = static_cast<mezzo::optim::AdamWParamState&>(
-      *loaded.optimizer.state().at(parameter.unsafeGetTensorImpl()));
+  const auto& state = state_of<mezzo::optim::AdamWParamState>(loaded.optimizer, parameter);
   EXPECT_THROW(loaded.load(other.file()), c10::Error);
   EXPECT_EQ(loaded.lr(0), 0.1);
   EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
@@ -288,30 +132,7 @@ TEST(AdamW, CastsLoadedMomentsToTheParametersDtypeAndLayout) {
   EXPECT_TRUE(torch::allclose(column_major, row_major.to(torch::kFloat), 1e-5, 1e-6));
 }
 
-class AdamWMemory : public testing::Test {
- protected:
-  /// One step on `parameter`, whose layout is peculiar, and on a contiguous twin.
-  static void expect_same_step(torch::Tensor parameter, torch::Tensor gradient) {
-    const auto twin = parameter.detach().clone(torch::MemoryFormat::Contiguous).requires_grad_();
-    twin.mutable_grad() = gradient.clone(torch::MemoryFormat::Contiguous);
-    parameter.mutable_grad() = gradient;
-    AdamW peculiar({parameter}, AdamWOptions(1e-1));
-    AdamW plain({twin}, AdamWOptions(1e-1));
-    for (int i = 0; i < 3; ++i) {
-      peculiar.step();
-      plain.step();
-    }
-    EXPECT_TRUE(torch::equal(parameter, twin));
-  }
-};
-
-TEST_F(AdamWMemory, StepsTransposedParameters) {
-  expect_same_step(torch::randn({6, 4}).t(), torch::randn({4, 6}));
-  expect_same_step(torch::randn({6, 4}).t(), torch::randn({6, 4}).t());
-  expect_same_step(torch::randn({4, 6}), torch::randn({6, 4}).t());
-}
-
-TEST_F(AdamWMemory, RefusesParametersWithGapsAndWritesNothing) {
+TEST(AdamWMemory, RefusesParametersWithGapsAndWritesNothing) {
   const auto base = torch::ones({6, 8});
   const auto with_gaps = base.slice(1, 0, 8, 2), ordinary = torch::ones({3});
   with_gaps.mutable_grad() = torch::randn({6, 4});
@@ -323,7 +144,7 @@ TEST_F(AdamWMemory, RefusesParametersWithGapsAndWritesNothing) {
   EXPECT_TRUE(torch::equal(ordinary, torch::ones({3})));
 }
 
-TEST_F(AdamWMemory, LeavesCopiesOnWriteAlone) {
+TEST(AdamWMemory, LeavesCopiesOnWriteAlone) {
   const auto x = torch::ones({8});
   const auto lazy = at::_lazy_clone(x);
   x.mutable_grad() = torch::ones({8});
@@ -333,7 +154,7 @@ TEST_F(AdamWMemory, LeavesCopiesOnWriteAlone) {
   EXPECT_FALSE(torch::equal(x, lazy));
 }
 
-TEST_F(AdamWMemory, BumpsTheVersionSoThatAutogradNotices) {
+TEST(AdamWMemory, BumpsTheVersionSoThatAutogradNotices) {
   const auto x = torch::ones({3}).requires_grad_();
   const auto square = (x * x).sum();
   x.mutable_grad() = torch::ones({3});
@@ -352,43 +173,8 @@ TEST(AdamWDtypes, TrainsBfloat16AndHalfParameters) {
       optimizer.step();
     }
     EXPECT_TRUE(torch::allclose(x.to(torch::kFloat), torch::ones({100}), 0, 0.1)) << dtype;
-    EXPECT_EQ(state_of(optimizer, x).exp_avg().scalar_type(), dtype);
+    EXPECT_EQ(state_of<AdamWParamState>(optimizer, x).exp_avg().scalar_type(), dtype);
   }
-}
-
-TEST(AdamWErrors, NameTheOptionAndItsRange) {
-  const std::vector<torch::Tensor> x{torch::ones({1})};
-  EXPECT_THAT([&] { AdamW(x, AdamWOptions(-1)); },
-              ThrowsMessage<c10::Error>(HasSubstr("AdamW: lr is -1; it should be at least 0")));
-  EXPECT_THAT([&] { AdamW(x, AdamWOptions().eps(-1)); },
-              ThrowsMessage<c10::Error>(HasSubstr("eps is -1")));
-  EXPECT_THAT(
-      [&] {
-        AdamW(x, AdamWOptions().betas({0.9, 1.0}));
-      },
-      ThrowsMessage<c10::Error>(HasSubstr("betas are 0.9 and 1")));
-  EXPECT_THAT([&] { AdamW(x, AdamWOptions().weight_decay(-0.5)); },
-              ThrowsMessage<c10::Error>(HasSubstr("weight_decay is -0.5")));
-  EXPECT_THAT([&] { AdamW(x, AdamWOptions(std::numeric_limits<double>::quiet_NaN())); },
-              ThrowsMessage<c10::Error>(HasSubstr("lr is nan")));
-  std::vector<torch::optim::OptimizerParamGroup> groups{
-      {x, std::make_unique<torch::optim::AdamOptions>(1e-3)}};
-  EXPECT_THAT([&] { AdamW optimizer(groups); },
-              ThrowsMessage<c10::Error>(HasSubstr("are not mezzo::optim::AdamWOptions")));
-}
-
-TEST(AdamWErrors, RefuseAParameterThatIsGivenTwice) {
-  const auto x = torch::ones({4});
-  EXPECT_THAT(
-      [&] {
-        AdamW({x, torch::ones({1}), x});
-      },
-      ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
-  AdamW optimizer({x}, AdamWOptions(0.1));
-  optimizer.add_param_group(torch::optim::OptimizerParamGroup({x}));
-  x.mutable_grad() = torch::ones({4});
-  EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
-  EXPECT_TRUE(torch::equal(x, torch::ones({4})));
 }
 
 TEST(AdamWErrors, RefuseParametersThatShareMemory) {
@@ -397,9 +183,7 @@ TEST(AdamWErrors, RefuseParametersThatShareMemory) {
       [&] {
         AdamW({x.narrow(0, 0, 5), x.narrow(0, 4, 4)});
       },
-      ThrowsMessage<c10::Error>(
-          HasSubstr("AdamW: parameter 0 of group 0 (float32 [5] on cpu) and parameter 1 of group 0 "
-                    "(float32 [4] on cpu) share memory")));
+      ThrowsMessage<c10::Error>(HasSubstr("share memory")));
   EXPECT_NO_THROW(AdamW({x.narrow(0, 0, 4), x.narrow(0, 4, 4)}));
   EXPECT_NO_THROW(AdamW({at::_lazy_clone(x), at::_lazy_clone(x), torch::ones({0})}));
   const auto expanded = torch::ones({1}).expand({4});

@@ -23,7 +23,7 @@ namespace {
 using torch::Tensor;
 using torch::optim::Optimizer;
 using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-using MakeOptimizer = std::function<std::unique_ptr<Optimizer>(Groups)>;
+using MakeOfGroups = std::function<std::unique_ptr<Optimizer>(Groups)>;
 
 /// Makes an optimizer whose second group has four times the rate of the first.
 template <class Made, class Options>
@@ -38,8 +38,8 @@ std::unique_ptr<Optimizer> make_optimizer(Groups groups) {
 
 struct OptimizerPair {
   std::string name;
-  MakeOptimizer ours;
-  MakeOptimizer theirs;
+  MakeOfGroups ours;
+  MakeOfGroups theirs;
 };
 std::ostream& operator<<(std::ostream& stream, const OptimizerPair& pair) {
   return stream << pair.name;
@@ -55,7 +55,7 @@ const OptimizerPair kSgd{"SGD", make_optimizer<mezzo::optim::SGD, mezzo::optim::
 /// Parameters with four dimensions, none, no elements, and one; two in each group. They and their
 /// gradients have values of bfloat16 in any dtype.
 struct Training {
-  explicit Training(const MakeOptimizer& make_optimizer, torch::ScalarType dtype = torch::kDouble)
+  explicit Training(const MakeOfGroups& make_optimizer, torch::ScalarType dtype = torch::kDouble)
       : make(make_optimizer) {
     torch::manual_seed(1);
     for (const std::vector<int64_t>& shape :
@@ -80,7 +80,7 @@ struct Training {
     return optimizer->param_groups()[number].params();
   }
 
-  MakeOptimizer make;
+  MakeOfGroups make;
   std::vector<Tensor> parameters;
   std::unique_ptr<Optimizer> optimizer;
 };
@@ -237,7 +237,7 @@ constexpr double kScale = 1024;
 
 /// A power of two comes off to the bit, so that the scaler must not show. The change comes before
 /// `step`, which unscales; or between `unscale_` and `step`.
-void expect_scaler_makes_no_difference(const MakeOptimizer& make, const Change& change,
+void expect_scaler_makes_no_difference(const MakeOfGroups& make, const Change& change,
                                        bool is_changed_after_unscale) {
   Training plain(make), scaled(make);
   mezzo::GradScaler scaler({.init_scale = kScale});
@@ -275,7 +275,7 @@ class RearrangedOptimizerProbes : public testing::TestWithParam<Probe> {};
 
 TEST_P(RearrangedOptimizerProbes, AreNotUnscaledTwice) {
   const auto& [pair, change] = GetParam();
-  for (const MakeOptimizer& make : {pair.ours, pair.theirs}) {
+  for (const MakeOfGroups& make : {pair.ours, pair.theirs}) {
     expect_scaler_makes_no_difference(make, change, true);
   }
 }

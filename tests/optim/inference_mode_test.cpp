@@ -40,7 +40,7 @@ struct LionThere {
   static mezzo::optim::LionOptions options() { return {0.1}; }
 };
 
-constexpr int64_t kWeights = 70;
+constexpr int64_t kNumel = 70;
 
 torch::Tensor slope_like(const torch::Tensor& parameter) {
   return torch::linspace(-1, 1, parameter.numel()).to(parameter.scalar_type());
@@ -54,7 +54,7 @@ class StepUnderInference : public testing::Test {
   /// Four steps, those of `modes` under InferenceMode; the weights after each.
   static std::vector<torch::Tensor> train(const std::vector<bool>& modes, WeightStorage storage) {
     const auto dtype = storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16;
-    const auto parameter = torch::linspace(1, 2, kWeights).to(dtype).requires_grad_();
+    const auto parameter = torch::linspace(1, 2, kNumel).to(dtype).requires_grad_();
     Optimizer optimizer({parameter}, Case::options(), {.weight_storage = storage});
     std::vector<torch::Tensor> weights;
     for (const bool mode : modes) {
@@ -88,7 +88,7 @@ TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
 }
 
 TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
-  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  const auto parameter = torch::ones({kNumel}).requires_grad_();
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   parameter.mutable_grad() = slope_like(parameter);
   optimizer.step();
@@ -105,37 +105,36 @@ TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
 
 TYPED_TEST(StepUnderInference, TakesGradientsThatWereMadeThere) {
   for (const bool is_dense : {true, false}) {
-    const auto parameter = torch::ones({kWeights, 2}).requires_grad_();
+    const auto parameter = torch::ones({kNumel, 2}).requires_grad_();
     typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
     mezzo::GradScaler scaler({.init_scale = 1.F});
     (void)scaler.scale(torch::ones({}));
     {
       const c10::InferenceMode inference;
-      parameter.mutable_grad() =
-          is_dense ? torch::ones({kWeights, 2}) : torch::ones({2, kWeights}).t();
+      parameter.mutable_grad() = is_dense ? torch::ones({kNumel, 2}) : torch::ones({2, kNumel}).t();
     }
     EXPECT_TRUE(scaler.step(optimizer, {.zero_grad = true}).ran());
-    EXPECT_FALSE(torch::equal(parameter, torch::ones({kWeights, 2})));
+    EXPECT_FALSE(torch::equal(parameter, torch::ones({kNumel, 2})));
     EXPECT_FALSE(parameter.grad().any().template item<bool>());
   }
 }
 
 TYPED_TEST(StepUnderInference, RefusesParametersThatWereMadeThere) {
   std::optional<c10::InferenceMode> inference(std::in_place);
-  const auto parameter = torch::ones({kWeights});
+  const auto parameter = torch::ones({kNumel});
   parameter.mutable_grad() = slope_like(parameter);
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   for (const bool mode : {true, false}) {
     if (!mode) inference.reset();
     EXPECT_THAT([&] { optimizer.step(); },
                 ThrowsMessage<c10::Error>(HasSubstr("made under c10::InferenceMode")));
-    EXPECT_TRUE(torch::equal(parameter, torch::ones({kWeights})));
+    EXPECT_TRUE(torch::equal(parameter, torch::ones({kNumel})));
   }
 }
 
 TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
   const auto train = [](bool mode) {
-    const auto parameter = torch::linspace(1, 2, kWeights).to(torch::kBFloat16).requires_grad_();
+    const auto parameter = torch::linspace(1, 2, kNumel).to(torch::kBFloat16).requires_grad_();
     torch::optim::SGD inner({parameter}, 0.1);  // whose state libtorch could not write to later
     mezzo::MasterWeights masters(inner);
     const auto step = [&] {
@@ -156,12 +155,12 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
 }
 
 TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
-  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  const auto parameter = torch::ones({kNumel}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});
   for (const bool mode : {true, false, true}) {
     {
       const c10::InferenceMode inference(mode);
-      parameter.mutable_grad() = torch::ones({kWeights});
+      parameter.mutable_grad() = torch::ones({kNumel});
     }
     const auto before = parameter.detach().clone();
     const c10::InferenceMode inference(mode);
@@ -171,15 +170,15 @@ TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
 }
 
 TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
-  const auto dense = torch::ones({kWeights}).requires_grad_();
-  const auto with_gaps = torch::ones({kWeights, 2}).requires_grad_();
+  const auto dense = torch::ones({kNumel}).requires_grad_();
+  const auto with_gaps = torch::ones({kNumel, 2}).requires_grad_();
   mezzo::optim::AdamW optimizer({dense, with_gaps});
   mezzo::GradScaler scaler({.init_scale = 4.F});
   (void)scaler.scale(torch::ones({}));
   {
     const c10::InferenceMode inference;
-    dense.mutable_grad() = torch::full({kWeights}, 8.F);
-    with_gaps.mutable_grad() = torch::full({kWeights, 4}, 8.F).slice(1, 0, 2);
+    dense.mutable_grad() = torch::full({kNumel}, 8.F);
+    with_gaps.mutable_grad() = torch::full({kNumel, 4}, 8.F).slice(1, 0, 2);
   }
   scaler.unscale_(optimizer);
   EXPECT_TRUE(dense.grad().eq(2).all().item<bool>());
@@ -189,11 +188,11 @@ TEST(ScalerUnderInference, UnscalesGradientsThatWereMadeThereOnce) {
 }
 
 TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
-  const auto parameter = torch::ones({kWeights}).requires_grad_();
+  const auto parameter = torch::ones({kNumel}).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter});
   mezzo::GradScaler scaler({.init_scale = 4.F, .growth_interval = 1});
   const auto step = [&] {
-    parameter.mutable_grad() = torch::ones({kWeights});
+    parameter.mutable_grad() = torch::ones({kNumel});
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true}).ran());
   };
   {
@@ -209,7 +208,7 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
 }
 
 TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
-  const auto parameter = torch::ones({kWeights}, torch::kBFloat16).requires_grad_();
+  const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0.5),
                               {.weight_storage = WeightStorage::master});
   mezzo::GradScaler scaler({.init_scale = 4.F});
@@ -225,7 +224,7 @@ TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfI
 }
 
 TEST(MasterWeightsUnderInference, AreFollowedByStepsOutsideOfIt) {
-  const auto parameter = torch::ones({kWeights}, torch::kBFloat16).requires_grad_();
+  const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   torch::optim::SGD optimizer({parameter}, 0.25);
   mezzo::MasterWeights masters(optimizer);
   for (const bool mode : {true, false, true, false}) {

@@ -12,6 +12,8 @@
 #include <sstream>
 #include <vector>
 
+#include "../support/state_of.h"
+
 namespace {
 
 using mezzo::optim::AdamW;
@@ -21,13 +23,9 @@ using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using mezzo::optim::SGDParamState;
 using mezzo::optim::WeightStorage;
+using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
-
-template <class State>
-State& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
-  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-}
 
 torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
   return mezzo::detail::joined(parameter,

@@ -1,18 +1,13 @@
 // mezzo::optim::LAMB against the paper's algorithm in libtorch's ops, as Apex's FusedLAMB has it.
 
 #include <mezzo/optim/lamb.h>
-#include <mezzo/optim/master_weights.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
-#include <sstream>
 #include <tuple>
 #include <vector>
 
@@ -20,13 +15,6 @@ namespace {
 
 using mezzo::optim::LAMB;
 using mezzo::optim::LAMBOptions;
-using mezzo::optim::LAMBParamState;
-using testing::HasSubstr;
-using testing::ThrowsMessage;
-
-LAMBParamState& state_of(const LAMB& optimizer, const torch::Tensor& parameter) {
-  return static_cast<LAMBParamState&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-}
 
 /// One parameter's LAMB in ops.
 class LambInOps {
@@ -168,138 +156,6 @@ TEST(LAMB, LetsANaNShowInAllOfItsParameterAndInNoOther) {
   optimizer.step();
   EXPECT_TRUE(bad.isnan().all().item<bool>());
   EXPECT_TRUE(good.isfinite().all().item<bool>());
-}
-
-std::vector<torch::Tensor> everything_of(const LAMB& optimizer, const torch::Tensor& parameter) {
-  const auto& state = state_of(optimizer, parameter);
-  return {parameter.clone(), state.exp_avg().clone(), state.exp_avg_sq().clone(),
-          torch::tensor(static_cast<double>(state.step()))};
-}
-
-TEST(LAMB, UnderAScalerStepsAsWithoutAndLeavesAllBitsWhenItSkips) {
-  const auto x = torch::randn({20000});
-  const auto y = x.clone();
-  LAMB scaled({x}, LAMBOptions(1e-2));
-  LAMB plain({y}, LAMBOptions(1e-2));
-  mezzo::GradScaler scaler({.init_scale = 4});
-  scaler.on_skip(nullptr);
-  for (const bool is_bad : {false, true, false}) {
-    const auto gradient = torch::randn({20000});  // of a norm of 140 or so
-    const auto before = is_bad ? everything_of(scaled, x) : std::vector<torch::Tensor>{};
-    (void)scaler.scale(torch::zeros({}));
-    x.mutable_grad() = gradient * scaler.get_scale();
-    if (is_bad) x.mutable_grad()[19999] = std::numeric_limits<float>::infinity();
-    const bool ran = scaler.step(scaled, {.max_norm = 1.0, .zero_grad = true}).ran();
-    scaler.update();
-    EXPECT_EQ(ran, !is_bad);
-    EXPECT_FALSE(x.grad().any().item<bool>()) << "cleared, after a skipped step too";
-    const auto after = everything_of(scaled, x);
-    if (!is_bad) {
-      y.mutable_grad() = gradient / gradient.norm();
-      plain.step();
-    }
-    const auto expected = is_bad ? before : everything_of(plain, y);
-    for (std::size_t i = 0; i < after.size(); ++i) {
-      const double tolerance = is_bad ? 0 : 1e-5;
-      const double mean = expected[i].abs().mean().item<double>();
-      EXPECT_TRUE(torch::allclose(after[i], expected[i], tolerance, tolerance * mean)) << i;
-    }
-  }
-}
-
-TEST(LAMB, KeepsOptionsAndStateInFiles) {
-  const auto x = torch::ones({3});
-  LAMB saved({x}, LAMBOptions(0.5)
-                      .betas({0.8, 0.9})
-                      .eps(0.25)
-                      .weight_decay(0.75)
-                      .bias_correction(false)
-                      .always_adapt(true));
-  x.mutable_grad() = torch::rand({3});
-  saved.step();
-  std::stringstream file;
-  torch::save(saved, file);
-  LAMB loaded({x});
-  torch::load(loaded, file);
-  const auto& options = static_cast<const LAMBOptions&>(loaded.param_groups()[0].options());
-  EXPECT_EQ(options.lr(), 0.5);
-  EXPECT_EQ(options.betas(), std::make_tuple(0.8, 0.9));
-  EXPECT_EQ(options.eps(), 0.25);
-  EXPECT_EQ(options.weight_decay(), 0.75);
-  EXPECT_FALSE(options.bias_correction());
-  EXPECT_TRUE(options.always_adapt());
-  EXPECT_EQ(state_of(loaded, x).step(), 1);
-  EXPECT_TRUE(torch::equal(state_of(loaded, x).exp_avg(), state_of(saved, x).exp_avg()));
-  EXPECT_TRUE(torch::equal(state_of(loaded, x).exp_avg_sq(), state_of(saved, x).exp_avg_sq()));
-}
-
-TEST(LAMB, NamesABadOption) {
-  const std::vector<torch::Tensor> x{torch::ones({1})};
-  const auto expect_error = [&](const LAMBOptions& options, const char* message) {
-    EXPECT_THAT([&] { LAMB(x, options); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
-  };
-  expect_error(LAMBOptions(-1), "LAMB: lr is -1");
-  expect_error(LAMBOptions(std::nan("")), "LAMB: lr is nan");
-  expect_error(LAMBOptions().eps(-2), "LAMB: eps is -2");
-  expect_error(LAMBOptions().weight_decay(-3), "LAMB: weight_decay is -3");
-  expect_error(LAMBOptions().betas({1.0, 0.5}), "LAMB: betas are 1 and 0.5");
-  expect_error(LAMBOptions().betas({0.5, -0.5}), "LAMB: betas are 0.5 and -0.5");
-}
-
-TEST(LAMB, RefusesSparseGradientsAndTouchesNothing) {
-  const auto good = torch::ones({3});
-  const auto bad = torch::ones({3});
-  LAMB optimizer({good, bad});
-  good.mutable_grad() = torch::ones({3});
-  bad.mutable_grad() = torch::ones({3}).to_sparse();
-  EXPECT_THAT([&] { optimizer.step(); },
-              ThrowsMessage<c10::Error>(HasSubstr("LAMB does not support sparse gradients, and "
-                                                  "parameter 1 of group 0")));
-  EXPECT_TRUE(torch::equal(good, torch::ones({3})));
-  EXPECT_TRUE(optimizer.state().empty());
-}
-
-TEST(LAMB, LeavesParametersWithoutAGradientAlone) {
-  const auto with = torch::ones({3});
-  const auto without = torch::ones({3});
-  LAMB optimizer({with, without});
-  with.mutable_grad() = torch::ones({3});
-  optimizer.step();
-  EXPECT_FALSE(torch::equal(with, torch::ones({3})));
-  EXPECT_TRUE(torch::equal(without, torch::ones({3})));
-  EXPECT_EQ(optimizer.state().size(), 1U);
-}
-
-TEST(LAMB, ReturnsTheLossOfItsClosure) {
-  const auto x = torch::ones({3}).requires_grad_();
-  LAMB optimizer({x});
-  const auto loss = optimizer.step([&] {
-    const auto value = x.square().sum();
-    value.backward();
-    return value;
-  });
-  EXPECT_EQ(loss.item<float>(), 3.0F);
-  EXPECT_EQ(state_of(optimizer, x).step(), 1);
-}
-
-// Gradients of bfloat16 and steps far below its last digit.
-TEST(LAMB, InMasterWeightsTrainsBfloat16AsFloats) {
-  torch::manual_seed(5);
-  const auto low = torch::randn({300}).to(torch::kBFloat16).requires_grad_();
-  const auto wide = low.detach().to(torch::kFloat).requires_grad_();
-  const auto options = LAMBOptions(1e-3).weight_decay(0.1);
-  LAMB inner({low}, options);
-  mezzo::MasterWeights masters(inner);
-  LAMB plain({wide}, options);
-  for (int step = 0; step < 20; ++step) {
-    const auto gradient = torch::randn({300}).to(torch::kBFloat16);
-    low.mutable_grad() = gradient.clone();
-    wide.mutable_grad() = gradient.to(torch::kFloat);
-    masters.step();
-    plain.step();
-  }
-  EXPECT_TRUE(torch::equal(mezzo::master_params(masters)[0], wide));
-  EXPECT_TRUE(torch::equal(low, wide.to(torch::kBFloat16)));
 }
 
 }  // namespace

@@ -1,9 +1,7 @@
 // A schedule as a table, indexed by the steps that were applied.
 
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
@@ -29,12 +27,12 @@ Verdict verdict_of(bool found_inf) {
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
-class Distances : public testing::Test {
+class Distances : public testing::TestWithParam<bool> {
  protected:
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
-    if (with_aten_) {
+    if (GetParam()) {
       optimizer_.apply_with_aten(optimizer_.plan(), verdict_of(found_inf));
     } else {
       optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
@@ -42,86 +40,47 @@ class Distances : public testing::Test {
     return before - parameter_.item<double>();
   }
 
-  bool with_aten_ = false;
   torch::Tensor parameter_ = torch::zeros({}, torch::kDouble).requires_grad_();
   SGD optimizer_ = SGD({parameter_}, SGDOptions(0.5));
 };
 
-TEST_F(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
-  for (const bool with_aten : {false, true}) {
-    with_aten_ = with_aten;
-    SGD fresh({parameter_}, SGDOptions(0.5));
-    std::swap(optimizer_, fresh);
-    optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
-    for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
-      EXPECT_DOUBLE_EQ(step(), expected) << with_aten;
-    }
-    EXPECT_EQ(optimizer_.applied_steps(), 6);
+TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
+  for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
+    EXPECT_DOUBLE_EQ(step(), expected);
   }
+  EXPECT_EQ(optimizer_.applied_steps(), 6);
 }
 
-TEST_F(Distances, AreNotUsedUpBySkippedSteps) {
-  for (const bool with_aten : {false, true}) {
-    with_aten_ = with_aten;
-    SGD fresh({parameter_}, SGDOptions(0.5));
-    std::swap(optimizer_, fresh);
-    optimizer_.set_lr_factors({1.0, 0.5, 0.25});
-    EXPECT_EQ(step(true), 0);
-    EXPECT_EQ(optimizer_.applied_steps(), 0);
-    EXPECT_DOUBLE_EQ(step(), 0.5);
-    EXPECT_EQ(step(true), 0);
-    EXPECT_EQ(step(true), 0);
-    EXPECT_DOUBLE_EQ(step(), 0.25);
-    EXPECT_EQ(optimizer_.applied_steps(), 2);
-  }
-}
-
-TEST_F(Distances, AreThoseOfAWrittenLrUntilTheNextIsShown) {
-  optimizer_.set_lr_factors({1.0, 0.5});
+TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.25});
+  EXPECT_EQ(step(true), 0);
+  EXPECT_EQ(optimizer_.applied_steps(), 0);
   EXPECT_DOUBLE_EQ(step(), 0.5);
-  optimizer_.param_groups()[0].options().set_lr(8);
-  EXPECT_DOUBLE_EQ(step(), 8);
-  optimizer_.show_lrs(2);
+  EXPECT_EQ(step(true), 0);
+  EXPECT_EQ(step(true), 0);
   EXPECT_DOUBLE_EQ(step(), 0.25);
-  optimizer_.set_lr_factors({});
-  EXPECT_DOUBLE_EQ(step(), 0.5);
+  EXPECT_EQ(optimizer_.applied_steps(), 2);
 }
 
-TEST_F(Distances, GoOnWhereASavedRunWas) {
-  const std::vector<double> factors{1.0, 0.5, 0.25, 0.125};
-  optimizer_.set_lr_factors(factors);
-  step();
-  step();
+TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
+  optimizer_.set_applied_steps(2);
+  EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
+  optimizer_.set_applied_steps(1);
+  EXPECT_EQ(step(true), 0);
+  EXPECT_DOUBLE_EQ(step(), 0.25);
+  EXPECT_EQ(optimizer_.applied_steps(), 2);
   std::stringstream file;
   torch::save(optimizer_, file);
   SGD resumed({parameter_}, SGDOptions(3));
-  resumed.set_lr_factors(factors);
   torch::load(resumed, file);
-  std::swap(optimizer_, resumed);
-  EXPECT_EQ(optimizer_.applied_steps(), 2);
-  EXPECT_DOUBLE_EQ(step(), 0.125);
-  EXPECT_DOUBLE_EQ(step(), 0.0625);
+  EXPECT_EQ(resumed.applied_steps(), 2);
 }
 
-TEST_F(Distances, GoOnFromTheNumberThatIsSet) {
-  for (const bool with_aten : {false, true}) {
-    with_aten_ = with_aten;
-    SGD fresh({parameter_}, SGDOptions(0.5));
-    std::swap(optimizer_, fresh);
-    optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
-    optimizer_.set_applied_steps(2);
-    EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
-    optimizer_.set_applied_steps(1);
-    EXPECT_EQ(step(true), 0);
-    EXPECT_DOUBLE_EQ(step(), 0.25);
-    EXPECT_EQ(optimizer_.applied_steps(), 2);
-    std::stringstream file;
-    torch::save(optimizer_, file);
-    SGD resumed({parameter_}, SGDOptions(3));
-    torch::load(resumed, file);
-    EXPECT_EQ(resumed.applied_steps(), 2);
-  }
-}
+INSTANTIATE_TEST_SUITE_P(OfEachWayToStep, Distances, testing::Bool(), [](const auto& one) {
+  return one.param ? "ThroughAten" : "ByMezzosKernels";
+});
 
 TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
   const auto always = torch::zeros({1}).requires_grad_();
@@ -134,21 +93,6 @@ TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
   seldom.mutable_grad() = torch::ones({1});
   optimizer.step();
   EXPECT_EQ(seldom.item<float>(), -0.25F);
-}
-
-TEST(LrFactors, GiveWithAtenWhatTheyGiveWithMezzosKernels) {
-  const auto left = torch::randn({100}).requires_grad_();
-  const auto right = left.detach().clone().requires_grad_();
-  AdamW ours({left}, AdamWOptions(0.1));
-  AdamW aten({right}, AdamWOptions(0.1));
-  for (AdamW* optimizer : {&ours, &aten}) optimizer->set_lr_factors({1, 0.3, 0.1});
-  for (int i = 0; i < 6; ++i) {
-    left.mutable_grad() = torch::randn({100});
-    right.mutable_grad() = left.grad().clone();
-    ours.apply(ours.plan(), verdict_of(i == 2));
-    aten.apply_with_aten(aten.plan(), verdict_of(i == 2));
-  }
-  EXPECT_TRUE(torch::allclose(left, right, 1e-5, 1e-6));
 }
 
 TEST(LrFactors, AreChecked) {
@@ -193,20 +137,6 @@ TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
   EXPECT_THAT([&] { optimizer.set_applied_steps(-1); },
               ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
   EXPECT_EQ(optimizer.applied_steps(), 1000);
-}
-
-TEST(AppliedSteps, AreThoseThatTheScalerDidNotSkip) {
-  const auto parameter = torch::zeros({4}).requires_grad_();
-  mezzo::optim::Lion optimizer({parameter}, mezzo::optim::LionOptions(1e-3));
-  mezzo::GradScaler scaler;
-  for (int i = 0; i < 10; ++i) {
-    optimizer.zero_grad();
-    const double bad = i % 3 == 0 ? std::numeric_limits<double>::infinity() : 1.0;
-    scaler.scale((parameter * bad).sum()).backward();
-    scaler.step(optimizer);
-    scaler.update();
-  }
-  EXPECT_EQ(optimizer.applied_steps(), 6);
 }
 
 }  // namespace

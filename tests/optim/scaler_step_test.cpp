@@ -12,6 +12,7 @@
 #include <cmath>
 #include <vector>
 
+#include "../support/state_of.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -21,6 +22,7 @@ using mezzo::StepOptions;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using test_support::quiet_scaler;
+using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -54,8 +56,7 @@ TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
   set_gradient({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
-  const auto& state = static_cast<const mezzo::optim::AdamWParamState&>(
-      *optimizer_.state().at(x_.unsafeGetTensorImpl()));
+  const auto& state = state_of<const mezzo::optim::AdamWParamState>(optimizer_, x_);
   const std::vector<torch::Tensor> before{x_.detach().clone(), state.exp_avg().clone(),
                                           state.exp_avg_sq().clone()};
   const auto version = x_._version();
@@ -99,20 +100,6 @@ TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
   EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
   EXPECT_TRUE(torch::allclose(y, torch::full({5}, 0.899F)));
   EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
-}
-
-TEST_F(OneFusedStep, SkipsWhenUnscaleFoundAnInfThatTheUserThenHid) {
-  set_gradient({kInfinity, 4});
-  scaler_.unscale_(optimizer_);
-  x_.mutable_grad() = torch::ones({2});
-  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
-}
-
-TEST_F(OneFusedStep, FindsAnOverflowThatArisesFromUnscaling) {
-  scaler_.update(1e-30);
-  (void)scaler_.scale(torch::zeros({}));
-  x_.mutable_grad() = torch::full({2}, 1e20F);
-  EXPECT_FALSE(scaler_.step(optimizer_).ran());
 }
 
 TEST_F(OneFusedStep, RefusesClosuresAndNormsThatAreNotPositive) {

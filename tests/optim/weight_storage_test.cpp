@@ -17,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "../support/state_of.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -25,6 +26,7 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::AdamWParamState;
 using mezzo::optim::WeightStorage;
+using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -128,11 +130,6 @@ struct Models {
     }
   }
 };
-
-template <class State>
-State& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
-  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
-}
 
 template <class T>
 class EveryOptimizer : public testing::Test {};

@@ -1,9 +1,7 @@
 // Weights of 16 bits that somebody writes between two steps: the next step goes on from what was
 // written, and an element that nobody wrote keeps its master's bits.
 
-#include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
-#include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
 
@@ -21,40 +19,19 @@
 #include <utility>
 #include <vector>
 
-#include "../support/owned_optimizer.h"
+#include "../support/keepers.h"
 
 namespace {
 
-using mezzo::optim::SGD;
-using mezzo::optim::SGDOptions;
-using mezzo::optim::WeightStorage;
+using test_support::Keeper;
 using test_support::OwnedOptimizer;
 using torch::Tensor;
 
-/// A way of keeping weights, with SGD of rate 1.
-struct Keeper {
-  const char* name;
-  torch::ScalarType dtype;
-  bool is_split;
-  std::function<OwnedOptimizer(const std::vector<Tensor>&)> make;
-};
-
-std::vector<Keeper> keepers() {
-  const auto mezzos = [](WeightStorage storage) {
-    return [storage](const std::vector<Tensor>& parameters) {
-      const mezzo::optim::WeightOptions weights{.weight_storage = storage};
-      return OwnedOptimizer(std::make_unique<SGD>(parameters, 1.0, weights), false);
-    };
-  };
-  const auto masters = [](const std::vector<Tensor>& parameters) {
-    return OwnedOptimizer(std::make_unique<torch::optim::SGD>(parameters, 1.0), true);
-  };
-  using enum WeightStorage;
-  return {{"master of bfloat16", torch::kBFloat16, false, mezzos(master)},
-          {"master of half", torch::kHalf, false, mezzos(master)},
-          {"split master", torch::kBFloat16, true, mezzos(split_master)},
-          {"MasterWeights of bfloat16", torch::kBFloat16, false, masters},
-          {"MasterWeights of half", torch::kHalf, false, masters}};
+/// The ways to keep weights of 16 bits.
+std::vector<Keeper> keepers_of_16_bits() {
+  std::vector<Keeper> all = test_support::keepers();
+  std::erase_if(all, [](const Keeper& one) { return one.dtype == torch::kFloat; });
+  return all;
 }
 
 constexpr int64_t kSize = 70;  // whole vectors and a rest
@@ -104,7 +81,7 @@ std::vector<std::pair<std::string, Write>> writes() {
 }
 
 TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     for (const auto& [way, write] : writes()) {
       SCOPED_TRACE(std::string(keeper.name) + ", by " + way);
       const Tensor parameter = torch::linspace(-1, 1, kSize).to(keeper.dtype).requires_grad_();
@@ -126,7 +103,7 @@ TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
 }
 
 TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     for (const auto& [way, write] : writes()) {
       SCOPED_TRACE(std::string(keeper.name) + ", by " + way);
       const Tensor written = torch::ones({kSize}, keeper.dtype).requires_grad_();
@@ -149,7 +126,7 @@ TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
 
 TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
   const float inf = std::numeric_limits<float>::infinity();
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     for (const float from : {1.01F, -1.01F}) {
       SCOPED_TRACE(testing::Message() << keeper.name << " from " << from);
       const Tensor parameter = torch::full({kSize}, from).to(keeper.dtype).requires_grad_();
@@ -179,7 +156,7 @@ TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
 }
 
 TEST(WrittenWeights, ThatZeroWritesAreZero) {
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     SCOPED_TRACE(keeper.name);
     const Tensor parameter = torch::linspace(-1, 1, kSize).to(keeper.dtype).requires_grad_();
     const OwnedOptimizer optimizer = keeper.make({parameter});
@@ -197,7 +174,7 @@ TEST(WrittenWeights, ThatZeroWritesAreZero) {
 
 // flat.split(n) gives views that share a version counter: a write to one shows in all of them.
 TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     SCOPED_TRACE(keeper.name);
     const Tensor flat = torch::ones({4 * kSize}, keeper.dtype);
     std::vector<Tensor> views;
@@ -214,7 +191,7 @@ TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
 }
 
 TEST(WrittenWeights, AtTheirMastersWin) {
-  for (const Keeper& keeper : keepers()) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
     if (keeper.is_split) continue;
     SCOPED_TRACE(keeper.name);
     const Tensor parameter = torch::ones({kSize}, keeper.dtype).requires_grad_();

@@ -45,17 +45,11 @@ static_assert(!std::is_constructible_v<GradScaler, bool>);
 static_assert(std::is_aggregate_v<LossScale>);
 
 TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
-  const GradScaler scaler({.init_scale = 1024,
-                           .growth_factor = 4,
-                           .backoff_factor = 0.25,
-                           .growth_interval = 100,
-                           .enabled = true});
+  const GradScaler scaler({.init_scale = 1024, .growth_factor = 4, .backoff_factor = 0.25});
   EXPECT_EQ(scaler.get_scale(), 1024);
   EXPECT_EQ(scaler.get_growth_factor(), 4);
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
-  EXPECT_EQ(scaler.get_growth_interval(), 100);
   EXPECT_FALSE(GradScaler({.enabled = false}).is_enabled());
-  EXPECT_EQ(GradScaler({.init_scale = 8, .kind = mezzo::LossScaleKind::fixed}).get_scale(), 8);
 }
 
 TEST(GradScaler, RefusesOptionsOutOfRange) {
@@ -206,39 +200,25 @@ TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
 }
 
 TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
-  auto scaler = quiet_scaler({});
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
-  x.mutable_grad() = torch::ones({1}, torch::kHalf);
   auto optimizer = sgd({x});
-  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
-              testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
-                             HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
+  const auto refused = [&](const auto& call) {
+    auto scaler = quiet_scaler({});
+    x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
+    EXPECT_THAT(error_of([&] { call(scaler); }),
+                testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
+                               HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
+  };
+  refused([&](GradScaler& scaler) { scaler.unscale_(optimizer); });
+  for (const mezzo::StepOptions& options :
+       {mezzo::StepOptions{}, mezzo::StepOptions{.max_norm = 1.0}, {.zero_grad = true}}) {
+    refused([&](GradScaler& scaler) { scaler.step(optimizer, options); });
+  }
+  EXPECT_EQ(x.item<float>(), 0.0F);
+  x.mutable_grad() = torch::ones({1}, torch::kHalf);
   auto allowing = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
   EXPECT_TRUE(allowing.step(optimizer).ran());
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
-}
-
-TEST(GradScaler, StepWithOptionsRefusesHalfGradientsToo) {
-  const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
-  auto optimizer = sgd({x});
-  for (const mezzo::StepOptions& options :
-       {mezzo::StepOptions{}, mezzo::StepOptions{.max_norm = 1.0}, {.zero_grad = true}}) {
-    auto scaler = quiet_scaler({});
-    x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
-    EXPECT_THAT(error_of([&] { scaler.step(optimizer, options); }),
-                testing::StartsWith("Attempting to unscale FP16 gradients."));
-  }
-  EXPECT_EQ(x.item<float>(), 0.0F);
-}
-
-// torch tests the gradient before it multiplies, finds 1e30 finite, and steps with an inf.
-TEST(GradScaler, FindsAnInfThatUnscalingItselfMakes) {
-  auto scaler = quiet_scaler({.init_scale = 1e-20});
-  auto x = parameter({1});
-  auto optimizer = sgd({x});
-  set_gradient(x, {1e30F});
-  EXPECT_FALSE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.item<float>(), 1.0F);
 }
 
 // Divided by a scale below 1 it overflows in half and not in float, which is what the check
@@ -256,36 +236,16 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
       EXPECT_FALSE(result.ran());
       EXPECT_TRUE(result.found_inf());
       EXPECT_FALSE(result.value().has_value());
+      if (max_norm == 1e9) {
+        EXPECT_EQ(result.grad_norm(), kInfinity);
+        EXPECT_EQ(result.grad_max_abs(), kInfinity);
+      }
       EXPECT_TRUE(x.equal(torch::ones({3}, torch::kHalf)));
       EXPECT_EQ(x.grad()[0].item<float>(), zero_grad ? 0.0F : kInfinity);
       scaler.update();
       EXPECT_EQ(scaler.get_scale(), 0.125);
     }
   }
-}
-
-TEST(GradScaler, ChecksOnceMoreAfterAnExplicitUnscale) {
-  auto scaler = quiet_scaler({.init_scale = 4});
-  auto x = parameter({1});
-  auto optimizer = sgd({x});
-  set_gradient(x, {4});
-  scaler.unscale_(optimizer);
-  x.mutable_grad()[0] = kInfinity;
-  EXPECT_FALSE(scaler.step(optimizer).ran());
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 2.0);
-}
-
-TEST(GradScaler, HasNoFiniteNormWhereUnscalingMakesAnInf) {
-  auto scaler = quiet_scaler({.init_scale = 0.25, .min_scale = 0.01, .allow_fp16_gradients = true});
-  (void)scaler.scale(torch::ones({}));
-  auto x = torch::zeros({4}, torch::kHalf).set_requires_grad(true);
-  auto optimizer = sgd({x});
-  x.mutable_grad() = torch::full({4}, 60000.0, torch::kHalf);
-  const auto result = scaler.step(optimizer, {.max_norm = 1e9});
-  EXPECT_FALSE(result.ran());
-  EXPECT_EQ(result.grad_norm(), kInfinity);
-  EXPECT_EQ(result.grad_max_abs(), kInfinity);
 }
 
 }  // namespace

@@ -7,7 +7,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -24,21 +23,13 @@ namespace {
 using namespace test_support;
 using mezzo::GradScaler;
 using mezzo::LossScale;
-using mezzo::LossScaleKind;
+using testing::AllOf;
+using testing::ElementsAre;
 using testing::HasSubstr;
 
 TEST(GradScaler, GrowsTheScaleAfterTheIntervalOfCleanIterations) {
-  auto scaler = quiet_scaler({.init_scale = 4, .growth_interval = 2});
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  std::vector<double> scales;
-  for (const float gradient : {1.0F, 1.0F, kInfinity, 1.0F, 1.0F}) {
-    set_gradient(x, {gradient});
-    scaler.step(optimizer);
-    scaler.update();
-    scales.push_back(scaler.get_scale());
-  }
-  EXPECT_EQ(scales, (std::vector<double>{4, 8, 4, 4, 8}));
+  OneWeight one({.init_scale = 4, .growth_interval = 2});
+  EXPECT_THAT(one.scales({1, 1, kInfinity, 1, 1}), ElementsAre(4, 8, 4, 4, 8));
 }
 
 TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
@@ -71,7 +62,8 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
 }
 
 TEST(GradScaler, SettersChangeTheRuleAndValidate) {
-  auto scaler = quiet_scaler({.init_scale = 16});
+  OneWeight one({.init_scale = 16});
+  GradScaler& scaler = one.scaler;
   scaler.set_growth_factor(4);
   scaler.set_backoff_factor(0.25);
   scaler.set_growth_interval(1);
@@ -82,12 +74,7 @@ TEST(GradScaler, SettersChangeTheRuleAndValidate) {
   EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
   EXPECT_THAT(error_of([&] { scaler.set_growth_interval(-1); }),
               HasSubstr("growth_interval is -1"));
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  set_gradient(x, {1});
-  scaler.step(optimizer);
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 64.0);
+  EXPECT_THAT(one.scales({1}), ElementsAre(64));
 }
 
 TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
@@ -98,46 +85,29 @@ TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
 }
 
 TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
-  auto scaler = quiet_scaler(LossScale::fixed(128));
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  set_gradient(x, {kInfinity});
-  EXPECT_FALSE(scaler.step(optimizer).ran());
-  scaler.update();
-  EXPECT_EQ(scaler.get_scale(), 128.0);
-  set_gradient(x, {128});
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.item<float>(), -1.0F);
+  OneWeight one(LossScale::fixed(128));
+  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_EQ(one.scaler.get_scale(), 128.0);
+  EXPECT_TRUE(one.step(128).ran());
+  EXPECT_EQ(one.x.item<float>(), -1.0F);
 }
 
 TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
-  auto scaler = quiet_scaler(LossScale::none());
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  const auto loss = x.sum();
-  EXPECT_TRUE(scaler.scale(loss).is_same(loss));
-  set_gradient(x, {3});
-  const auto version = x.grad()._version();
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  EXPECT_EQ(x.grad()._version(), version);
-  scaler.update();
-  set_gradient(x, {kInfinity});
-  EXPECT_FALSE(scaler.step(optimizer).ran());
-  EXPECT_THAT(error_of([&] { scaler.update(2.0); }), HasSubstr("LossScaleKind::none"));
+  OneWeight one(LossScale::none());
+  const auto loss = one.x.sum();
+  EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
+  set_gradient(one.x, {3});
+  const auto version = one.x.grad()._version();
+  EXPECT_TRUE(one.scaler.step(one.optimizer).ran());
+  EXPECT_EQ(one.x.grad()._version(), version);
+  one.scaler.update();
+  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_THAT(error_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleKind::none"));
 }
 
 TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
-  auto scaler = quiet_scaler({.init_scale = 8, .hysteresis = 2});
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  std::vector<double> scales;
-  for (int i = 0; i < 3; ++i) {
-    set_gradient(x, {kInfinity});
-    EXPECT_FALSE(scaler.step(optimizer).ran());
-    scaler.update();
-    scales.push_back(scaler.get_scale());
-  }
-  EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
+  OneWeight one({.init_scale = 8, .hysteresis = 2});
+  EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
 }
 
 TEST(GradScaler, TellsOfASkipOnce) {
@@ -164,88 +134,52 @@ TEST(GradScaler, TellsOfASkipOnce) {
 
 TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
   std::vector<bool> modes;
-  auto scaler = quiet_scaler({});
-  scaler.on_skip(
+  OneWeight one;
+  one.scaler.on_skip(
       [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
   for (const bool mode : {true, false}) {
     const torch::AutoGradMode grad_mode(mode);
-    set_gradient(x, {kInfinity});
-    scaler.step(optimizer);
-    scaler.update();
+    one.step(kInfinity);
   }
-  EXPECT_EQ(modes, (std::vector<bool>{true, false}));
+  EXPECT_THAT(modes, ElementsAre(true, false));
+}
+
+/// What `steps` iterations of `one` write to the error stream.
+std::vector<std::string> lines_of(OneWeight& one, int steps, float gradient) {
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < steps; ++i) one.step(gradient);
+  std::istringstream text(testing::internal::GetCapturedStderr());
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  return lines;
 }
 
 TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
-  GradScaler scaler({.init_scale = 1, .loss_id = 3});
-  (void)scaler.scale(torch::zeros({}));
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  const auto skip = [&] {
-    set_gradient(x, {kInfinity});
-    testing::internal::CaptureStderr();
-    scaler.step(optimizer);
-    scaler.update();
-    return testing::internal::GetCapturedStderr();
-  };
-  EXPECT_EQ(skip(),
-            "Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss scale to 0.5\n");
-  scaler.on_skip(nullptr);
-  EXPECT_EQ(skip(), "");
+  OneWeight one(GradScaler({.init_scale = 1, .loss_id = 3}));
+  EXPECT_THAT(lines_of(one, 1, kInfinity),
+              ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
+                          "scale to 0.5"));
+  one.scaler.on_skip(nullptr);
+  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre());
 }
 
 // A loss that is NaN for good would write a line a step.
 TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
-  GradScaler scaler({.init_scale = 4, .min_scale = 1});
-  (void)scaler.scale(torch::zeros({}));
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  const auto lines_of = [&](int steps, float gradient) {
-    testing::internal::CaptureStderr();
-    for (int i = 0; i < steps; ++i) {
-      set_gradient(x, {gradient});
-      scaler.step(optimizer);
-      scaler.update();
-    }
-    const std::string text = testing::internal::GetCapturedStderr();
-    return std::count(text.begin(), text.end(), '\n');
-  };
-  EXPECT_EQ(lines_of(2, kInfinity), 2) << "4 to 2, and 2 to 1";
-  testing::internal::CaptureStderr();
-  set_gradient(x, {kInfinity});
-  scaler.step(optimizer);
-  scaler.update();
-  const std::string first = testing::internal::GetCapturedStderr();
-  EXPECT_THAT(first, HasSubstr("keeping loss scale at 1.0"));
-  EXPECT_THAT(first, HasSubstr("look for an inf or NaN"));
-  EXPECT_EQ(lines_of(998, kInfinity), 0);
-  EXPECT_EQ(lines_of(1, kInfinity), 1) << "the 1000th";
-  scaler.update(2.0);
-  EXPECT_EQ(lines_of(1, kInfinity), 1) << "2 to 1";
-  EXPECT_EQ(lines_of(1, kInfinity), 1) << "at the floor again";
+  OneWeight one(GradScaler({.init_scale = 4, .min_scale = 1}));
+  EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
+  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
+                                                             HasSubstr("look for an inf or NaN"))));
+  EXPECT_EQ(lines_of(one, 998, kInfinity).size(), 0U);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "the 1000th";
+  one.scaler.update(2.0);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "2 to 1";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at the floor again";
 }
 
 // What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
 TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
-  GradScaler scaler;
-  (void)scaler.scale(torch::zeros({}));
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
-  const auto lines_of = [&](int steps, float gradient) {
-    testing::internal::CaptureStderr();
-    for (int i = 0; i < steps; ++i) {
-      set_gradient(x, {gradient});
-      scaler.step(optimizer);
-      scaler.update();
-    }
-    std::istringstream text(testing::internal::GetCapturedStderr());
-    std::vector<std::string> lines;
-    for (std::string line; std::getline(text, line);) lines.push_back(line);
-    return lines;
-  };
-  const auto first = lines_of(60, std::numeric_limits<float>::quiet_NaN());
+  OneWeight one{GradScaler()};
+  const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
   ASSERT_EQ(first.size(), 11U);
   for (int i = 0; i < 10; ++i) {
     EXPECT_EQ(first[static_cast<std::size_t>(i)],
@@ -257,26 +191,22 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
             "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
             "scale cures an inf or NaN in the data, the loss or the weights; "
             "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
-  scaler.update(65536.0);
-  EXPECT_EQ(lines_of(10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
-  EXPECT_EQ(lines_of(1, 1).size(), 0U);
-  EXPECT_EQ(lines_of(10, kInfinity).size(), 10U) << "and so does a step that ran";
-  EXPECT_EQ(lines_of(1, kInfinity).size(), 1U);
-  EXPECT_EQ(lines_of(1, kInfinity).size(), 0U);
+  one.scaler.update(65536.0);
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
+  EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "and so does a step that ran";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
 }
 
 TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
   std::vector<int64_t> times;
-  auto scaler = quiet_scaler({.min_scale = 32768});
-  scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
-  auto x = parameter({0});
-  auto optimizer = sgd({x});
+  OneWeight one({.min_scale = 32768});
+  one.scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
   for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
-    set_gradient(x, {gradient});
-    scaler.step(optimizer);
-    scaler.update();
+    one.step(gradient);
   }
-  EXPECT_EQ(times, (std::vector<int64_t>{1, 2, 3, 1}));
+  EXPECT_THAT(times, ElementsAre(1, 2, 3, 1));
 }
 
 TEST(SkippedStep, PrintsScalesAsPythonDoes) {

@@ -59,12 +59,6 @@ std::vector<Writer> writers() {
          const auto masters = std::make_shared<mezzo::MasterWeights>(*inner);
          return [=] { (void)inner, masters->step(); };
        }},
-      {"Ema::copy_to",
-       [](torch::nn::Conv2d& model) {
-         const auto ema = std::make_shared<mezzo::Ema>(*model);
-         for (const torch::Tensor& average : ema->averages()) average.add_(1);
-         return [=, &model] { ema->copy_to(*model); };
-       }},
   };
 }
 
@@ -91,7 +85,7 @@ TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
 TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
   torch::nn::Conv2d model(torch::nn::Conv2dOptions(2, 3, 3));
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
-  const mezzo::Ema ema(*model);
+  const mezzo::Ema ema(model->parameters());
   for (const torch::Tensor& average : ema.averages()) average.add_(1);
   torch::Tensor before, averaged, after;
   {

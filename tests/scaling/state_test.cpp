@@ -85,15 +85,6 @@ TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
   EXPECT_EQ(scaler.get_growth_interval(), 5);
 }
 
-TEST(GradScalerState, HasTorchsKeys) {
-  const auto state = GradScaler().state_dict();
-  EXPECT_EQ(state.at("scale"), 65536.0);
-  EXPECT_EQ(state.at("growth_factor"), 2.0);
-  EXPECT_EQ(state.at("backoff_factor"), 0.5);
-  EXPECT_EQ(state.at("growth_interval"), 2000.0);
-  EXPECT_EQ(state.at("_growth_tracker"), 0.0);
-}
-
 TEST(GradScalerState, ComesBackWhole) {
   GradScaler source(unusual_options());
   source.on_skip(nullptr);

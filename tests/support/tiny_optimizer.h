@@ -33,4 +33,34 @@ inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_s
   return scaler;
 }
 
+/// A weight that libtorch's SGD trains at a rate of 1 under a scaler.
+struct OneWeight {
+  explicit OneWeight(mezzo::GradScaler own) : scaler(std::move(own)) {
+    (void)scaler.scale(torch::zeros({}));
+  }
+  explicit OneWeight(const mezzo::LossScale& options = {.init_scale = 1024})
+      : OneWeight(quiet_scaler(options)) {}
+
+  /// One iteration whose gradient is `gradient`.
+  mezzo::StepResult step(float gradient) {
+    set_gradient(x, {gradient});
+    mezzo::StepResult result = scaler.step(optimizer);
+    scaler.update();
+    return result;
+  }
+  /// The scale after each of some iterations.
+  std::vector<double> scales(const std::vector<float>& gradients) {
+    std::vector<double> all;
+    for (const float gradient : gradients) {
+      step(gradient);
+      all.push_back(scaler.get_scale());
+    }
+    return all;
+  }
+
+  mezzo::GradScaler scaler;
+  torch::Tensor x = parameter({0});
+  torch::optim::SGD optimizer = sgd({x});
+};
+
 }  // namespace test_support

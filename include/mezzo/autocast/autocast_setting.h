@@ -101,9 +101,8 @@ struct AutocastSetting {
   /// surrounding region, or as `at::autocast::set_autocast_cache_enabled` was told.
   ///
   /// The cache is one a process, keyed by the weight alone, and lasts until the outermost region of
-  /// a thread ends. Switch it off where weights change inside a region, where a `NoGradGuard` comes
-  /// and goes inside it (a copy made without gradients would be reused with them), or where threads
-  /// run the same weights in different dtypes.
+  /// a thread ends. Switch it off where weights change inside a region, or where threads run the
+  /// same weights in different dtypes.
   std::optional<bool> cache = std::nullopt;
 
   /// Edits to the op lists: an OpPolicy, on top of the surrounding region's where regions nest. Its

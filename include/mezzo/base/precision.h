@@ -112,14 +112,18 @@ struct PrecisionText {
   }
 };
 
+/// Returns a tensor of one of the four dtypes as `dtype`, and any other as it is.
+inline at::Tensor as_training_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.defined() && is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
+}
+
 template <class T>
 OwningType<T> cast_tensors(T&& value, at::ScalarType dtype) {
   static_assert(carries_tensors<OwningType<T>>(),
                 "mezzo::Precision: this type holds no tensors that a cast could reach; give it a "
                 "tensor, a container of tensors, or a struct with tensors()");
   return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
-    const bool casts = tensor.defined() && is_training_dtype(tensor.scalar_type());
-    return casts ? tensor.to(dtype) : tensor;
+    return as_training_dtype(tensor, dtype);
   });
 }
 

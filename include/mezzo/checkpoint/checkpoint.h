@@ -121,9 +121,9 @@ struct CheckpointManagerOptions {
   /// file while a new one is written.
   std::int64_t keep = 2;
   /// Called with a message for each damaged file, and for each failure of the system after a file
-  /// was in place: an old file that cannot be removed, and, once, a folder that cannot be flushed,
-  /// so that the file may not survive a crash of the machine. By default the messages are libtorch
-  /// warnings (TORCH_WARN).
+  /// was in place: an old file that cannot be removed, and, once, a file that cannot be closed or a
+  /// folder that cannot be flushed, so that the file may not survive a crash of the machine. By
+  /// default the messages are libtorch warnings (TORCH_WARN).
   std::function<void(const std::string&)> on_warning = nullptr;
 };
 

@@ -9,10 +9,10 @@
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/detail/amp_models.h>
-#include <mezzo/levels/detail/loss_passes.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/set_aside.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -156,7 +156,7 @@ class Amp {
   /// Returns whether anything is cast or scaled.
   bool is_enabled() const noexcept { return enabled_; }
   /// Returns how many losses have a scale of their own.
-  int64_t num_losses() const noexcept { return static_cast<int64_t>(passes_.losses()); }
+  int64_t num_losses() const noexcept { return static_cast<int64_t>(losses_.size()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
   /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
@@ -173,15 +173,30 @@ class Amp {
   /// unskipped may be missing; their values then stay. \throws c10::Error unless the entries are
   ///   loss_scaler0 to num_losses - 1, and for values that GradScaler refuses
   void load_state_dict(const StateDict& state);
+  /// Throws what `load_state_dict` would throw, and changes nothing.
+  void check_state_dict(const StateDict& state) const;
 
  private:
-  /// An optimizer that was given, and the object that steps it.
+  /// A loss scale.
+  struct Loss {
+    GradScaler scaler;
+    bool was_taken_off = false;  ///< since the scale moved last
+  };
+  /// An optimizer that was given, the object that steps it, and its state between two steps.
   struct Given {
-    Given(torch::optim::Optimizer& given, bool wants_masters);
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
     AnyOptimizer stepper;
-    bool keeps_own_masters;
+    bool awaits_step = false;   ///< a loss was scaled for it since its last step
+    Loss* scaled_by = nullptr;  ///< the loss whose scale the gradients carry
+  };
+  /// A backward pass between `begin_pass` and `end_pass`. If it throws, the destructor restores the
+  /// true gradients.
+  struct Pass {
+    Loss* loss;
+    at::Tensor scaled{};  ///< the loss to run backward from
+    std::vector<Given*> optimizers{};
+    std::vector<std::unique_ptr<detail::SetAside>> aside{};  ///< an optimizer; null if it had none
   };
 
   /// The autocast regions on a model's devices.
@@ -191,9 +206,13 @@ class Amp {
   torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
                                     ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
-  std::size_t checked_loss(int64_t loss_id) const;
-  detail::LossPasses::Pass begin_pass(const at::Tensor& loss, const OptimizerList& optimizers,
-                                      const ScaleLossOptions& options);
+  Loss& loss_of(int64_t loss_id);
+  Pass begin_pass(const at::Tensor& value, const OptimizerList& optimizers,
+                  const ScaleLossOptions& options);
+  void end_pass(const Pass& pass, bool delays);
+  void take_scale_off(Loss& loss);
+  static void end_iteration(Loss& loss);
+  StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options);
   void refuse_shared_parameters() const;
   void refuse_within_backward(const char* call) const;
   void require_between_iterations(const char* call) const;
@@ -205,7 +224,9 @@ class Amp {
   PolicyRef policy_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
-  detail::LossPasses passes_;
+  std::vector<Loss> losses_;
+  GradScaler verdict_{{.kind = LossScaleKind::none, .allow_fp16_gradients = true}};
+  bool has_verdict_scale_ = false;
   bool is_in_backward_ = false;
 };
 
@@ -273,11 +294,10 @@ requires(std::same_as<Archive, torch::serialize::OutputArchive>) Archive& operat
   return archive;
 }
 
-/// Loads `state_dict` from an archive: `torch::load(amp, path)`.
-/// \throws c10::Error as `load_state_dict` does
+namespace detail {
+
 template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Amp& amp) {
+Amp::StateDict read_amp_state(Archive& archive) {
   Amp::StateDict state;
   for (const std::string& key : archive.keys()) {
     Archive nested;
@@ -287,8 +307,25 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
       if (nested.try_read(name, value) && value.isDouble()) state[key][name] = value.toDouble();
     }
   }
-  amp.load_state_dict(state);
+  return state;
+}
+
+}  // namespace detail
+
+/// Loads `state_dict` from an archive: `torch::load(amp, path)`.
+/// \throws c10::Error as `load_state_dict` does
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
+                                                                                   Amp& amp) {
+  amp.load_state_dict(detail::read_amp_state(archive));
   return archive;
+}
+
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const Amp& amp) {
+  amp.check_state_dict(detail::read_amp_state(archive));
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

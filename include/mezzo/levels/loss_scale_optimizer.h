@@ -152,15 +152,13 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; load what "
               "torch::save(optimizer, path) wrote");
-  GradScaler trial(optimizer.scaler_.is_enabled() ? optimizer.scaler_.rule()
-                                                  : LossScale{.enabled = false});
-  scaler >> trial;  // before anything changes
+  check_archive(scaler, optimizer.scaler_);  // before anything changes
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();
   optim::FusedOptimizer* const counting = optimizer.inner_.mezzos();
   // A file of torch::optim::SGD holds no count; the optimizer has warned of it.
-  const bool lacks_count = counting != nullptr && !counting->knows_applied_steps();
+  const bool lacks_count = counting != nullptr && counting->applied_steps() == 0;
   if (lacks_count) counting->set_applied_steps(iterations.toInt());
   return archive;
 }

@@ -10,6 +10,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <concepts>
 #include <iosfwd>
 #include <optional>
 #include <string>
@@ -25,20 +26,21 @@ class LossScaleChoice {
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
-  LossScaleChoice(double scale);
+  LossScaleChoice(double scale) : rule_(LossScale::fixed(scale)) {}
 
   /// Parses a number, or "dynamic": Apex's rule, which starts at 2^16, doubles after 2000 clean
   /// steps up to 2^24, and halves after an overflow. For other bounds use
   /// `LossScale::dynamic({...})`.
   /// \throws c10::Error for any other text
-  LossScaleChoice(const char* text);
-  /// Parses a text, as the constructor from `const char*` does.
-  LossScaleChoice(const std::string& text);
+  template <std::convertible_to<std::string_view> Text>
+  LossScaleChoice(const Text& text) : rule_(parsed(text)) {}
 
   /// Returns the rule of the loss scale.
   const LossScale& rule() const noexcept { return rule_; }
 
  private:
+  static LossScale parsed(std::string_view text);
+
   LossScale rule_;
 };
 
@@ -74,8 +76,7 @@ struct OptLevelOverrides {
 /// O1_bf16, O2_bf16 and O3_bf16 are O1 to O3 in bfloat16, with loss scale 1, since bfloat16 has
 /// float32's range.
 ///
-/// All overrides of a level are checked together, so their order does not matter. A contradiction
-/// throws c10::Error, which names both sides and what to do:
+/// A contradiction throws c10::Error, which names both sides and what to do:
 /// - O1 with cast_model_type other than float32, keep_batchnorm_fp32 or master_weights. O1 leaves
 ///   weights in float32, and its op lists run batch norms in float32. As in Apex.
 /// - patch_torch_functions = true with any level but O1. As in Apex.
@@ -102,10 +103,6 @@ class OptLevel {
   /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
   /// \throws c10::Error for any other name, in Apex's words
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
-
-  /// Returns this level with further overrides, which replace present ones of the same name. Pass
-  /// overrides that depend on each other in one call, since the result is checked as a whole.
-  [[nodiscard]] OptLevel with(const OptLevelOverrides& overrides) const;
 
   /// Returns the name, such as "O1".
   std::string_view name() const noexcept { return defaults_->name; }
@@ -141,9 +138,6 @@ class OptLevel {
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
   /// overrides.
   std::string describe() const;
-
-  /// Returns the overrides that the level was made with.
-  const OptLevelOverrides& overrides() const noexcept { return overrides_; }
 
  private:
   /// A row of the table of levels.

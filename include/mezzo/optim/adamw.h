@@ -28,7 +28,6 @@ template <class Own, class Base>
 class AdamState : public ParamState<Own, Base> {
  public:
   static constexpr std::array kMoments{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"};
-  using ParamState<Own, Base>::ParamState;
 
   at::Tensor& moment(int k) noexcept override {
     return k == 0 ? Base::exp_avg() : k == 1 ? Base::exp_avg_sq() : Base::max_exp_avg_sq();
@@ -112,13 +111,10 @@ using AdamOptions = torch::optim::AdamOptions;
 /// the next step that is called; replays do not see it, and a graph that captures that step writes
 /// it in every replay.
 struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim::AdamWParamState> {
-  using AdamState::AdamState;
 };
 
 /// Adam's state of a parameter; see AdamWParamState.
-struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {
-  using AdamState::AdamState;
-};
+struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the results of
 /// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments.

@@ -3,13 +3,21 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/adamw8bit_cpu.h>
+#include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/util/Exception.h>
 #include <torch/arg.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <unordered_set>
@@ -38,11 +46,21 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
 
  public:
   /// Returns a copy that shares the tensors.
-  MEZZO_INLINE std::unique_ptr<torch::optim::OptimizerParamState> clone() const override;
+  std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {
+    return std::make_unique<AdamW8bitParamState>(*this);
+  }
   /// Reads the state of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
+  void serialize(torch::serialize::InputArchive& archive) override {
+    AdamWParamState::serialize(archive);
+    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_scales);
+    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(at::Tensor, exp_avg_sq_scales);
+  }
   /// Writes the state.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    AdamWParamState::serialize(archive);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_scales);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(exp_avg_sq_scales);
+  }
 };
 
 /// AdamW whose moments take 2 bytes a parameter in place of 8: codes of 8 bits in blocks of 256
@@ -68,9 +86,9 @@ class AdamW8bit
   /// Takes param groups with libtorch's AdamWOptions, and options for those that have none.
   /// \throws c10::Error for options out of range, amsgrad among them, if there is no parameter, or
   ///   one is given twice, or `options.float_moments` names another tensor
-  MEZZO_INLINE explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                                  const torch::optim::AdamWOptions& defaults = {},
-                                  const AdamW8bitOptions& options = {});
+  explicit AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                     const torch::optim::AdamWOptions& defaults = {},
+                     const AdamW8bitOptions& options = {});
   /// Takes parameters, as one group.
   explicit AdamW8bit(std::vector<at::Tensor> parameters,
                      const torch::optim::AdamWOptions& defaults = {},
@@ -81,26 +99,155 @@ class AdamW8bit
   }
 
   /// Writes options, state and seed.
-  MEZZO_INLINE void save(torch::serialize::OutputArchive& archive) const override;
+  void save(torch::serialize::OutputArchive& archive) const override {
+    OrdinaryOptimizer::save(archive);
+    archive.write("seed", c10::IValue(static_cast<int64_t>(seed_)));
+  }
   /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
-  MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
+  void load(torch::serialize::InputArchive& archive) override {
+    c10::IValue seed;
+    archive.read("seed", seed);  // first: a file of another optimizer has none
+    OrdinaryOptimizer::load(archive);
+    seed_ = static_cast<std::uint64_t>(seed.toInt());
+  }
 
  private:
   friend OrdinaryOptimizer;
   static constexpr const char* kName = "AdamW8bit";
   static constexpr const char* kOptions = "torch::optim::AdamWOptions";
-  MEZZO_INLINE static void check_options(const torch::optim::AdamWOptions& options);
-  MEZZO_INLINE void check_gradient(const at::Tensor& parameter);
-  MEZZO_INLINE AdamW8bitParamState& made_state(const at::Tensor& parameter);
-  MEZZO_INLINE void update();
+  static void check_options(const torch::optim::AdamWOptions& options) {
+    detail::check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
+    TORCH_CHECK(!options.amsgrad(),
+                "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
+                "mezzo::optim::AdamW");
+  }
+  inline void check_gradient(const at::Tensor& parameter);
+  inline AdamW8bitParamState& made_state(const at::Tensor& parameter);
+  inline void update();
 
   std::unordered_set<const c10::TensorImpl*> float_moments_;
   std::uint64_t seed_;
 };
 
+inline AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                            const torch::optim::AdamWOptions& defaults,
+                            const AdamW8bitOptions& options)
+    : OrdinaryOptimizer(groups, defaults), seed_(options.seed) {
+  const std::vector<at::Tensor> all = words().parameters();
+  for (std::size_t i = 0; i < options.float_moments.size(); ++i) {
+    const at::Tensor& named = options.float_moments[i];
+    const auto is_named = [&](const at::Tensor& parameter) { return parameter.is_same(named); };
+    TORCH_CHECK(std::any_of(all.begin(), all.end(), is_named), "AdamW8bit: float_moments[", i,
+                "] is no parameter of this optimizer; name tensors of its groups, such as "
+                "embedding->weight");
+    float_moments_.insert(named.unsafeGetTensorImpl());
+  }
+}
+
+/// Checks a parameter that has a gradient, and its state, which a file may have brought.
+inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
+  const at::Tensor& gradient = parameter.grad();
+  const at::ScalarType dtype = parameter.scalar_type();
+  TORCH_CHECK(detail::has_own_kernels(parameter.device()),
+              "AdamW8bit: ", words().parameter(parameter),
+              " is on a device without mezzo's kernels; keep the "
+              "model on the CPU, or on CUDA and link the CMake target mezzo::cuda");
+  detail::check_dense_gradient(parameter, words());
+  TORCH_CHECK((dtype == at::kFloat || dtype == at::kBFloat16) &&
+                  (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
+              "AdamW8bit takes parameters of float32 or bfloat16 with gradients of the same dtype "
+              "or float32, and that of ",
+              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              "; cast the model before its optimizer is made");
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found == state_.end()) return;
+  const auto* const state = dynamic_cast<const AdamW8bitParamState*>(found->second.get());
+  const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
+    if (!moment.defined() || moment.device() != parameter.device() ||
+        moment.sizes() != parameter.sizes() || !detail::same_layout(parameter, moment)) {
+      return false;
+    }
+    if (!scales.defined()) return moment.scalar_type() == at::kFloat;
+    return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
+           scales.device() == parameter.device() && scales.is_contiguous() &&
+           scales.numel() == detail::blocks8_of(parameter.numel());
+  };
+  TORCH_CHECK(state != nullptr && fits(state->exp_avg(), state->exp_avg_scales()) &&
+                  fits(state->exp_avg_sq(), state->exp_avg_sq_scales()) &&
+                  state->exp_avg_scales().defined() == state->exp_avg_sq_scales().defined(),
+              "AdamW8bit: the state of ", words().parameter(parameter),
+              " is not that of a parameter of this shape, layout and device; load the optimizer's "
+              "own file, for a model that is where it was");
+}
+
+inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
+  auto& kept = state_[parameter.unsafeGetTensorImpl()];
+  if (kept != nullptr) return static_cast<AdamW8bitParamState&>(*kept);
+  auto made = std::make_unique<AdamW8bitParamState>();
+  const bool has_floats =
+      parameter.numel() < 4096 || float_moments_.count(parameter.unsafeGetTensorImpl()) != 0;
+  const auto options = parameter.options().requires_grad(false);
+  for (at::Tensor* const moment : {&made->exp_avg(), &made->exp_avg_sq()}) {
+    *moment = at::zeros_like(parameter, options.dtype(has_floats ? at::kFloat : at::kByte),
+                             at::MemoryFormat::Preserve);
+  }
+  if (!has_floats) {
+    for (at::Tensor* const scales : {&made->exp_avg_scales(), &made->exp_avg_sq_scales()}) {
+      *scales = at::zeros({detail::blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
+    }
+  }
+  kept = std::move(made);
+  return static_cast<AdamW8bitParamState&>(*kept);
+}
+
+inline void AdamW8bit::update() {
+  std::vector<detail::AdamW8bitStep> on_cpu;
+  std::vector<at::Tensor> gradients;  // kept alive
+  std::uint64_t number = 0;
+  for (const auto& group : param_groups_) {
+    const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
+    const auto [beta1, beta2] = options.betas();
+    const detail::AdamConstants constants{.beta1 = beta1,
+                                          .beta2 = beta2,
+                                          .eps = options.eps(),
+                                          .weight_decay = options.weight_decay(),
+                                          .is_decoupled = true};
+    for (const at::Tensor& parameter : group.params()) {
+      const std::uint64_t own_number = number++;
+      if (!parameter.grad().defined()) continue;
+      AdamW8bitParamState& state = made_state(parameter);
+      state.step(state.step() + 1);
+      gradients.push_back(detail::in_layout_of(parameter, parameter.grad()));
+      const auto scales = [](at::Tensor& kept) {
+        return kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
+      };
+      const detail::AdamW8bitStep step{
+          {parameter.mutable_data_ptr(),
+           const_cast<void*>(gradients.back().const_data_ptr()),
+           {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
+           parameter.numel()},
+          {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
+          parameter.scalar_type(),
+          gradients.back().scalar_type(),
+          constants.at(options.lr(), state.step()),
+          {.seed = seed_,
+           .step = static_cast<std::uint64_t>(state.step()),
+           .parameter = own_number}};
+      if (detail::has_cpu_loops(parameter.device())) {
+        on_cpu.push_back(step);
+#ifdef MEZZO_WITH_CUDA
+      } else {
+        detail::cuda::step_adamw8bit_(parameter.device(), step);
+#endif
+      }
+      detail::bump_version(parameter);
+    }
+  }
+  detail::step_adamw8bit_cpu(on_cpu);
+}
+
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/optim/detail/adamw8bit_impl.h>  // IWYU pragma: export
-#endif

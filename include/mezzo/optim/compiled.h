@@ -8,7 +8,7 @@
 ///
 /// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
 /// of `mezzo::cuda`. Results are the same bits. The library also holds GradScaler, MasterWeights,
-/// LAMB, op policies, checkpoints and a run's reports (`*/compiled/*.cpp`).
+/// op policies and checkpoints (`*/compiled/*.cpp`).
 ///
 /// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
 /// library. It is a choice for the whole program: define it nowhere else. Units without it hold the

@@ -11,7 +11,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
-#include <mezzo/optim/detail/step_count.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -19,15 +18,12 @@
 #include <ATen/ops/_foreach_lerp.h>
 #include <ATen/ops/_fused_sgd.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/full.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <concepts>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -43,16 +39,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct EmaOptions {
   /// The fraction of the average that an update keeps; at least 0 and less than 1.
   double decay = 0.999;
-  /// Returns float masters, which are averaged in place of the parameters: one tensor for each
-  /// parameter, in order; undefined, or the parameter itself, for a parameter without master.
-  /// Called at construction and at each update, since loading a file replaces masters:
+  /// Returns float masters, which are averaged in place of the first parameters: one tensor for
+  /// each, in order; undefined, or the parameter itself, for a parameter without master. Called at
+  /// construction and at each update, since loading a file replaces masters:
   ///
   ///     mezzo::Ema ema(model->parameters(),
   ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
   std::function<std::vector<at::Tensor>()> masters = nullptr;
-  /// Whether an Ema of a model averages its floating buffers too, as torch's
-  /// AveragedModel(use_buffers=True) does. Otherwise buffers keep their training values.
-  bool buffers = false;
 };
 
 /// Keeps an exponential moving average of each parameter. Works with any optimizer.
@@ -73,20 +66,16 @@ struct EmaOptions {
 /// torch's AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after one
 /// update_parameters(model) at construction. Memory: 4 bytes per element (8 for double).
 ///
-/// An Ema of a model (`mezzo::Ema ema(*model)`) also knows the buffers: it averages the floating
-/// ones if `buffers` is true, and `copy_to` writes a whole model.
+/// To average floating buffers too, as torch's AveragedModel(use_buffers=True) does, append them to
+/// the parameters.
 ///
 /// Holds the parameters, as an optimizer does: they may be written and given other memory.
 /// Parameters that are added later need another Ema. Movable, not copyable. One thread at a time.
 class Ema {
  public:
   /// \throws c10::Error unless decay is in [0, 1), the parameters are dense and floating, and
-  ///   masters, if given, have the same number and shapes
+  ///   masters, if given, are no more than the parameters and of their shapes
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
-  /// Makes an Ema of the parameters of `model`, and of its floating buffers if `options.buffers`.
-  /// `options.masters`, if given, returns masters of the parameters only. \throws c10::Error as
-  /// above
-  explicit Ema(const torch::nn::Module& model, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
   /// Takes the averages over.
@@ -105,38 +94,21 @@ class Ema {
   /// graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
-  /// Writes the averages to another model of the same structure. Buffers that are not averaged are
-  /// copied from the training model. For a separate evaluation model, or a file:
-  /// `ema.copy_to(*copy); torch::save(copy, path);`.
-  /// \throws c10::Error, and changes nothing, if the number or shapes of its parameters or buffers
-  ///   differ, or if this Ema was made from parameters and the model has buffers
-  void copy_to(const torch::nn::Module& model) const;
-
-  /// Returns the number of updates. Waits for the device if the device decides on steps.
-  std::int64_t updates() const;
   /// Returns the share of the averages that an update keeps.
   double decay() const noexcept { return options_.decay; }
-  /// Returns the averaged tensors: the parameters, followed by the floating buffers if `buffers`.
+  /// Returns the averaged parameters.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   /// Returns the averages, in the order of the parameters.
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
-  void begin();
   std::vector<at::Tensor> weights() const;
   void move(const at::Tensor& found_inf);
-  void restore(std::int64_t updates, const std::vector<at::Tensor>& averages);
+  void restore(const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-  std::size_t averaged_buffers_ = 0;        // the last of parameters_
-  std::vector<at::Tensor> copied_buffers_;  // the model's others
-  std::int64_t updates_on_host_ = 0;        // see StepCount
-  at::Tensor updates_on_device_;
-
-  /// A checkpoint of several ranks does not compare averages of buffers, which differ by rank.
-  friend bool differs_by_rank(const Ema& ema) { return ema.averaged_buffers_ > 0; }
 
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::InputArchive>
@@ -177,60 +149,8 @@ class [[nodiscard]] EmaScope {
   std::vector<Lent> lent_;
 };
 
-/// Save and load the averages and the number of updates, not the decay: `torch::save(ema, path)`
-/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
-/// changes nothing, if the shapes differ
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const Ema& ema);
-
-/// Loads averages and the number of updates; see operator<<.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Ema& ema);
-
-namespace detail {
-
-/// Returns the floating, or else the other, buffers of a model, in order.
-inline std::vector<at::Tensor> buffers_of(const torch::nn::Module& model, bool is_floating) {
-  std::vector<at::Tensor> buffers = model.buffers();
-  std::erase_if(buffers, [is_floating](const at::Tensor& buffer) {
-    return !buffer.defined() || at::isFloatingType(buffer.scalar_type()) != is_floating;
-  });
-  return buffers;
-}
-
-inline std::vector<at::Tensor> joined(std::vector<at::Tensor> first,
-                                      const std::vector<at::Tensor>& second) {
-  first.insert(first.end(), second.begin(), second.end());
-  return first;
-}
-
-}  // namespace detail
-
-inline Ema::Ema(const torch::nn::Module& model, EmaOptions options)
-    : parameters_(model.parameters()), options_(std::move(options)) {
-  const std::vector<at::Tensor> floating = detail::buffers_of(model, true);
-  if (options_.buffers) {
-    parameters_ = detail::joined(parameters_, floating);
-    averaged_buffers_ = floating.size();
-  } else {
-    copied_buffers_ = floating;
-  }
-  copied_buffers_ = detail::joined(copied_buffers_, detail::buffers_of(model, false));
-  begin();
-}
-
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     : parameters_(std::move(parameters)), options_(std::move(options)) {
-  TORCH_CHECK(!options_.buffers,
-              "Ema: options.buffers is for an Ema of a model; make it with Ema(*model, options), "
-              "or append the buffers to the parameters");
-  begin();
-}
-
-/// Makes the averages.
-inline void Ema::begin() {
   TORCH_CHECK(detail::is_at_least(options_.decay, 0) && options_.decay < 1, "Ema: decay is ",
               options_.decay, "; it should be at least 0 and less than 1");
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -257,10 +177,9 @@ inline std::vector<at::Tensor> Ema::weights() const {
   }
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
-  const std::size_t with_masters = parameters_.size() - averaged_buffers_;
-  TORCH_CHECK(weights.size() == with_masters, "Ema: options.masters returned ", weights.size(),
-              " tensors; it should return ", with_masters,
-              ", one for each parameter, undefined where there is no master");
+  TORCH_CHECK(weights.size() <= parameters_.size(), "Ema: options.masters returned ",
+              weights.size(), " tensors for ", parameters_.size(),
+              " parameters; it should return one for each, undefined where there is no master");
   weights.resize(parameters_.size());
   for (std::size_t i = 0; i < weights.size(); ++i) {
     if (!weights[i].defined()) weights[i] = parameters_[i];
@@ -274,32 +193,6 @@ inline std::vector<at::Tensor> Ema::weights() const {
                 "; options.masters should return one of the parameter's shape, or undefined");
   }
   return weights;
-}
-
-/// Buffers are ordered floating ones first, in both models.
-inline void Ema::copy_to(const torch::nn::Module& model) const {
-  const std::vector<at::Tensor> from = detail::joined(averages_, copied_buffers_);
-  const std::vector<at::Tensor> parameters = model.parameters();
-  const std::vector<at::Tensor> buffers =
-      detail::joined(detail::buffers_of(model, true), detail::buffers_of(model, false));
-  const std::size_t own_parameters = parameters_.size() - averaged_buffers_;
-  TORCH_CHECK(parameters.size() == own_parameters, "Ema::copy_to: the model has ",
-              parameters.size(), " parameters, and this Ema averages ", own_parameters,
-              "; give a model that is built as the averaged one is");
-  TORCH_CHECK(buffers.size() == from.size() - own_parameters, "Ema::copy_to: the model has ",
-              buffers.size(), " buffers, and this Ema knows ", from.size() - own_parameters,
-              "; make the Ema from the model, Ema(*model), and give a model that is built alike");
-  const std::vector<at::Tensor> to = detail::joined(parameters, buffers);
-  for (std::size_t i = 0; i < to.size(); ++i) {
-    TORCH_CHECK(to[i].sizes() == from[i].sizes(),
-                "Ema::copy_to: ", i < own_parameters ? "parameter " : "buffer ",
-                i < own_parameters ? i : i - own_parameters, " is ", detail::tensor_words(to[i]),
-                " in the model, and ", detail::tensor_words(from[i]),
-                " here; give a model that is built as the averaged one is");
-  }
-  const detail::NoGraphGuard no_graph;
-  for (std::size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
-  detail::drop_weight_casts();
 }
 
 namespace detail {
@@ -366,16 +259,6 @@ inline void Ema::move(const at::Tensor& found_inf) {
     some.weights.push_back(weight);
   }
   for (const detail::AveragedTogether& some : all) some.move(share, found_inf);
-  // Once the device decides, it also counts.
-  const detail::StepCount updates(updates_on_host_, updates_on_device_);
-  if (found_inf.defined() && !found_inf.is_cpu() && !updates_on_device_.defined()) {
-    detail::check_is_warm(found_inf.device(), "a number of updates");
-    const auto options = found_inf.options().dtype(at::kFloat);
-    updates.move_to(at::full({}, updates_on_host_, options));  // a copy from the host would wait
-  }
-  const at::Tensor& decides = found_inf.defined() ? found_inf : updates_on_device_;
-  detail::count_step(updates, decides.defined() ? decides.device() : at::Device(at::kCPU),
-                     found_inf);
 }
 
 inline void Ema::update() { move({}); }
@@ -389,13 +272,7 @@ inline void Ema::update(const StepResult& result) {
   }
 }
 
-inline std::int64_t Ema::updates() const {
-  return detail::steps_counted(updates_on_host_, updates_on_device_);
-}
-
-inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& averages) {
-  TORCH_CHECK(updates >= 0, "The archive of an Ema has ", updates,
-              " updates; it is damaged: load an earlier file");
+inline void Ema::restore(const std::vector<at::Tensor>& averages) {
   TORCH_CHECK(averages.size() == averages_.size(), "The archive of an Ema has ", averages.size(),
               " averages, and this Ema ", averages_.size(),
               " parameters; make it with the parameters that it had when it was saved");
@@ -409,7 +286,6 @@ inline void Ema::restore(std::int64_t updates, const std::vector<at::Tensor>& av
   }
   const c10::NoGradGuard no_grad;
   for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
-  detail::StepCount(updates_on_host_, updates_on_device_).overwrite(updates);
 }
 
 inline EmaScope::EmaScope(const Ema& ema) {
@@ -450,23 +326,26 @@ inline EmaScope::~EmaScope() {
 }
 
 // Templates, as for GradScaler, since the headers of archives take long to compile.
+
+/// Save and load the averages, not the decay: `torch::save(ema, path)`
+/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
+/// changes nothing, if the shapes differ
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const Ema& ema) {
-  archive.write("updates", c10::IValue(ema.updates()));
   archive.write("averages", c10::IValue(ema.averages()));
   return archive;
 }
 
+/// Loads averages; see operator<<.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
                                                                                    Ema& ema) {
-  c10::IValue updates, averages;
-  TORCH_CHECK(archive.try_read("updates", updates) && archive.try_read("averages", averages) &&
-                  updates.isInt() && averages.isTensorList(),
-              "This archive is not that of an Ema: it lacks \"updates\" or \"averages\"; load what "
+  c10::IValue averages;
+  TORCH_CHECK(archive.try_read("averages", averages) && averages.isTensorList(),
+              "This archive is not that of an Ema: it lacks \"averages\"; load what "
               "torch::save(ema, path) wrote");
-  ema.restore(updates.toInt(), averages.toTensorVector());
+  ema.restore(averages.toTensorVector());
   return archive;
 }
 

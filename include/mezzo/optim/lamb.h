@@ -7,28 +7,43 @@
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_addcmul.h>
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/_foreach_mul.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/_foreach_sqrt.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/arg.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
-#include <concepts>
+#include <array>
+#include <cmath>
+#include <map>
+#include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-struct LAMBOptions : public torch::optim::OptimizerCloneableOptions<LAMBOptions> {
+struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
+  /// The 2-norm of a parameter's step is lr times that of the parameter.
+  static constexpr double kLr = 1e-3;
+  /// The names of the options below in files.
+  static constexpr std::array kKeys{"betas", "eps", "weight_decay", "bias_correction",
+                                    "always_adapt"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  using ListedOptions::ListedOptions;
 
-  /// A template, so that a unit that only sees the class compiles no virtual functions.
-  template <std::convertible_to<double> Lr = double>
-  LAMBOptions(Lr lr = 1e-3) : lr_(lr) {}
-
-  /// The 2-norm of a parameter's step is lr times that of the parameter.
-  TORCH_ARG(double, lr) = 1e-3;
   /// Shares of the running means of gradients and of their squares that a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the root of the mean square; at least 0.
@@ -42,21 +57,10 @@ struct LAMBOptions : public torch::optim::OptimizerCloneableOptions<LAMBOptions>
   TORCH_ARG(bool, always_adapt) = false;
 
  public:
-  /// Reads the options of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the options.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-  /// Returns the learning rate, as libtorch's schedulers read it.
-  double get_lr() const override { return lr_; }
-  /// Sets the learning rate, as libtorch's schedulers do.
-  void set_lr(const double lr) override { lr_ = lr; }
-  /// Compares every option.
-  friend bool operator==(const LAMBOptions& left, const LAMBOptions& right) {
-    const auto all = [](const LAMBOptions& own) {
-      return std::tie(own.lr_, own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
-                      own.always_adapt_);
-    };
-    return all(left) == all(right);
+  /// Returns references to these options.
+  static auto values(auto& own) {
+    return std::tie(own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
+                    own.always_adapt_);
   }
 };
 
@@ -88,13 +92,72 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
   friend OrdinaryOptimizer;
   static constexpr const char* kName = "LAMB";
   static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
-  MEZZO_INLINE static void check_options(const LAMBOptions& options);
-  MEZZO_INLINE void update();
+  static void check_options(const LAMBOptions& options) {
+    detail::check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
+  }
+  inline void update();
 };
+
+inline void LAMB::update() {
+  /// The parameters of a group, a device and a dtype, which ATen's ops take together.
+  struct Together {
+    std::vector<at::Tensor> parameters, gradients, means, squares;
+    std::vector<at::Scalar> corrections, root_corrections;
+  };
+  for (const auto& group : param_groups_) {
+    const auto& options = static_cast<const LAMBOptions&>(group.options());
+    const auto [beta1, beta2] = options.betas();
+    std::map<std::pair<std::string, at::ScalarType>, Together> all;
+    for (const at::Tensor& parameter : group.params()) {
+      if (!parameter.grad().defined()) continue;
+      LAMBParamState& state = state_of(parameter);
+      if (!state.exp_avg().defined()) {
+        state.exp_avg(at::zeros_like(parameter)).exp_avg_sq(at::zeros_like(parameter));
+      } else if (state.exp_avg().scalar_type() != parameter.scalar_type()) {  // of other weights
+        state.exp_avg(state.exp_avg().to(parameter.scalar_type()));
+        state.exp_avg_sq(state.exp_avg_sq().to(parameter.scalar_type()));
+      }
+      state.step(state.step() + 1);
+      const auto steps = static_cast<double>(options.bias_correction() ? state.step() : 0);
+      const auto correction = [steps](double beta) {
+        return steps == 0 ? 1.0 : 1 - std::pow(beta, steps);
+      };
+      Together& own = all[{parameter.device().str(), parameter.scalar_type()}];
+      own.parameters.push_back(parameter);
+      own.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
+      own.means.push_back(state.exp_avg());
+      own.squares.push_back(state.exp_avg_sq());
+      own.corrections.emplace_back(correction(beta1));
+      own.root_corrections.emplace_back(std::sqrt(correction(beta2)));
+    }
+    for (const auto& [place, own] : all) {
+      at::_foreach_mul_(own.means, beta1);
+      at::_foreach_add_(own.means, own.gradients, 1 - beta1);
+      at::_foreach_mul_(own.squares, beta2);
+      at::_foreach_addcmul_(own.squares, own.gradients, own.gradients, 1 - beta2);
+      std::vector<at::Tensor> divisors = at::_foreach_sqrt(own.squares);
+      at::_foreach_div_(divisors, own.root_corrections);
+      at::_foreach_add_(divisors, options.eps());
+      at::_foreach_mul_(divisors, own.corrections);
+      const std::vector<at::Tensor> updates = at::_foreach_div(own.means, divisors);
+      if (options.weight_decay() != 0) {
+        at::_foreach_add_(updates, own.parameters, options.weight_decay());
+      }
+      if (options.weight_decay() != 0 || options.always_adapt()) {
+        const auto wide = own.parameters.front().is_mps() ? at::kFloat : at::kDouble;
+        const at::Tensor lengths = at::stack(at::_foreach_norm(own.parameters, 2, wide));
+        const at::Tensor steps = at::stack(at::_foreach_norm(updates, 2, wide));
+        const at::Tensor ratios = at::where((lengths == 0).logical_or(steps == 0),
+                                            at::ones_like(lengths), lengths / steps);
+        at::_foreach_mul_(updates, ratios.unbind());
+      }
+      at::_foreach_add_(own.parameters, updates, -options.lr());
+    }
+  }
+}
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/optim/detail/lamb_impl.h>  // IWYU pragma: export
-#endif

@@ -12,26 +12,23 @@
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 
 #include <array>
-#include <concepts>
 #include <tuple>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// Lion's options, with the paper's names and defaults.
-struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions> {
+struct LionOptions : public detail::ListedOptions<LionOptions> {
+  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
+  static constexpr double kLr = 1e-4;
+  /// The names of the options below in files.
+  static constexpr std::array kKeys{"betas", "weight_decay"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  using ListedOptions::ListedOptions;
 
-  /// A template, so that a unit that only sees the class compiles no virtual functions.
-  template <std::convertible_to<double> Lr = double>
-  LionOptions(Lr lr = 1e-4) : lr_(lr) {}
-
-  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
-  TORCH_ARG(double, lr) = 1e-4;
   /// The first weighs the running mean against the gradient in a step's direction. The second is
   /// the share of the running mean that a step keeps. Both are in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
@@ -39,27 +36,8 @@ struct LionOptions : public torch::optim::OptimizerCloneableOptions<LionOptions>
   TORCH_ARG(double, weight_decay) = 0;
 
  public:
-  /// Reads the options of a file.
-  void serialize(torch::serialize::InputArchive& archive) override {
-    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, lr);
-    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(betas_t, betas);
-    _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, weight_decay);
-  }
-  /// Writes the options.
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
-    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(betas);
-    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(weight_decay);
-  }
-  /// Returns the learning rate, as libtorch's schedulers read it.
-  double get_lr() const override { return lr_; }
-  /// Sets the learning rate, as libtorch's schedulers do.
-  void set_lr(const double lr) override { lr_ = lr; }
-  /// Compares every option.
-  friend bool operator==(const LionOptions& left, const LionOptions& right) {
-    return std::tie(left.lr_, left.betas_, left.weight_decay_) ==
-           std::tie(right.lr_, right.betas_, right.weight_decay_);
-  }
+  /// Returns references to these options.
+  static auto values(auto& own) { return std::tie(own.betas_, own.weight_decay_); }
 };
 
 /// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the

@@ -35,8 +35,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// MasterWeights is no optimizer: groups, options, rates and `zero_grad` are those of `sgd`, which
 /// must outlive it. Everything that takes an AnyOptimizer (GradScaler, clipping, LrSchedule,
-/// TrainingState) takes it. An optimizer of your own must find parameters in `param_groups()` and
-/// state in `state()`. mezzo's own optimizers do the same by WeightStorage::master, in one pass.
+/// TrainingState) takes it. mezzo's own optimizers do the same by WeightStorage::master, in one
+/// pass.
 ///
 /// docs/optimizers.md tells what a step does, what writing to a parameter between steps means, and
 /// what becomes of state from before. A skipped step leaves parameters, masters and the inner state

@@ -6,12 +6,20 @@
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 
+#include <ATen/ScalarOps.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/zeros_like.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
 #include <torch/arg.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
 
-#include <concepts>
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <tuple>
@@ -20,16 +28,16 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// The options of Python's torch.optim.Muon, with its names and defaults.
-struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
+struct MuonOptions : public detail::ListedOptions<MuonOptions> {
+  /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.
+  static constexpr double kLr = 1e-3;
+  /// The names of the options below in files.
+  static constexpr std::array kKeys{"weight_decay", "momentum", "nesterov",    "ns_coefficients",
+                                    "eps",          "ns_steps", "adjust_lr_fn"};
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
+  using ListedOptions::ListedOptions;
 
-  /// A template, so that a unit that only sees the class compiles no virtual functions.
-  template <std::convertible_to<double> Lr = double>
-  MuonOptions(Lr lr = 1e-3) : lr_(lr) {}
-
-  /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.
-  TORCH_ARG(double, lr) = 1e-3;
   /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0.1;
   /// The share of the running mean of gradients that a step keeps; at least 0.
@@ -47,14 +55,11 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
   TORCH_ARG(std::string, adjust_lr_fn) = "original";
 
  public:
-  /// Reads the options of a file.
-  MEZZO_INLINE void serialize(torch::serialize::InputArchive& archive) override;
-  /// Writes the options.
-  MEZZO_INLINE void serialize(torch::serialize::OutputArchive& archive) const override;
-  /// Returns the learning rate, as libtorch's schedulers read it.
-  double get_lr() const override { return lr_; }
-  /// Sets the learning rate, as libtorch's schedulers do.
-  void set_lr(const double lr) override { lr_ = lr; }
+  /// Returns references to these options.
+  static auto values(auto& own) {
+    return std::tie(own.weight_decay_, own.momentum_, own.nesterov_, own.ns_coefficients_, own.eps_,
+                    own.ns_steps_, own.adjust_lr_fn_);
+  }
 };
 
 /// Muon's state of a parameter: `momentum_buffer`, the running mean of gradients.
@@ -92,15 +97,70 @@ class Muon : public detail::OrdinaryOptimizer<Muon, MuonOptions, MuonParamState>
   friend OrdinaryOptimizer;
   static constexpr const char* kName = "Muon";
   static constexpr const char* kOptions = "mezzo::optim::MuonOptions";
-  MEZZO_INLINE static void check_options(const MuonOptions& options);
-  MEZZO_INLINE static void check_parameter(const at::Tensor& parameter,
-                                           const detail::OptimizerWords& words);
-  MEZZO_INLINE void update();
+  static void check_options(const MuonOptions& options) {
+    detail::check_numbers(kName, {{"lr", options.lr()},
+                                  {"weight_decay", options.weight_decay()},
+                                  {"momentum", options.momentum()},
+                                  {"eps", options.eps()}});
+    TORCH_CHECK(
+        options.ns_steps() >= 0 && options.ns_steps() < 100, "Muon: ns_steps is ",
+        options.ns_steps(),
+        ". Number of steps must be less than 100 for computational efficiency; give 0 to 99, "
+        "such as 5");
+    TORCH_CHECK(options.adjust_lr_fn() == "original" || options.adjust_lr_fn() == "match_rms_adamw",
+                "Muon: Adjust learning rate function ", options.adjust_lr_fn(),
+                " is not supported; give \"original\" or \"match_rms_adamw\"");
+  }
+  static void check_parameter(const at::Tensor& parameter, const detail::OptimizerWords& words) {
+    TORCH_CHECK(parameter.dim() == 2,
+                "Muon only supports 2D parameters whereas we found a parameter with size: ",
+                parameter.sizes(), ", ", words.parameter(parameter),
+                "; give it to an AdamW beside this Muon");
+    TORCH_CHECK(!parameter.is_complex(), "Muon does not support complex parameters, and ",
+                words.parameter(parameter), " is one; give it to another optimizer");
+  }
+  inline void update();
 };
+
+/// Returns the direction of a step along `update`, a matrix whose singular values are about 1, in
+/// bfloat16.
+inline at::Tensor orthogonalized(const at::Tensor& update, const MuonOptions& options) {
+  const bool is_tall = update.size(0) > update.size(1);
+  const auto [a, b, c] = options.ns_coefficients();
+  at::Tensor x = update.to(at::kBFloat16, /*non_blocking=*/false, /*copy=*/true);
+  if (is_tall) x = x.t();
+  x.div_(x.norm().clamp_min(options.eps()));
+  for (int64_t i = 0; i < options.ns_steps(); ++i) {
+    const at::Tensor gram = x.matmul(x.t());
+    x = at::addmm(x, at::addmm(gram, gram, gram, b, c), x, a);
+  }
+  return is_tall ? x.t() : x;
+}
+
+inline void Muon::update() {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  for (const auto& group : param_groups_) {
+    const auto& options = static_cast<const MuonOptions&>(group.options());
+    for (const at::Tensor& parameter : group.params()) {
+      const at::Tensor& gradient = parameter.grad();
+      if (!gradient.defined()) continue;
+      at::Tensor& mean = state_of(parameter).momentum_buffer();
+      if (!mean.defined()) mean = at::zeros_like(gradient);
+      mean = mean.to(gradient.scalar_type());  // where a file's gradients had another
+      mean.lerp_(gradient, 1 - options.momentum());
+      const at::Tensor along = options.nesterov() ? gradient.lerp(mean, options.momentum()) : mean;
+      const auto rows = static_cast<double>(parameter.size(0));
+      const auto columns = static_cast<double>(parameter.size(1));
+      const double ratio = options.adjust_lr_fn() == "original"
+                               ? std::sqrt(std::max(1.0, rows / columns))
+                               : 0.2 * std::sqrt(std::max(rows, columns));
+      at::Tensor weight = parameter;
+      // As Python multiplies by a number: mul_(Scalar) rounds it to the weight's dtype first.
+      weight.mul_(at::native::wrapped_scalar_tensor(1 - options.lr() * options.weight_decay()));
+      weight.add_(orthogonalized(along, options), -(options.lr() * ratio));
+    }
+  }
+}
 
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#ifndef MEZZO_LEFT_TO_LIBRARY
-#include <mezzo/optim/detail/muon_impl.h>  // IWYU pragma: export
-#endif

@@ -12,7 +12,7 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/optim/detail/step_count.h>
+#include <mezzo/optim/detail/param_slot.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/tensor.h>
@@ -286,14 +286,8 @@ class FusedOptimizer {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
     applied_count().overwrite(applied_steps);
-    applied_is_known_ = true;
     show_lrs(applied_steps);
   }
-
-  /// Returns whether `applied_steps` counts all steps of the run: false from the load of a file
-  /// without a count (torch::optim::SGD's) to the next `set_applied_steps` or load of a file with a
-  /// count. The file of an LrSchedule then sets it.
-  bool knows_applied_steps() const noexcept { return applied_is_known_; }
 
   /// Returns the plan of a step: one row for each parameter with a gradient. Writes no weight.
   /// \throws c10::Error, naming the parameter or option, if `apply` could not take the step
@@ -364,7 +358,6 @@ class FusedOptimizer {
   /// counts, until a device is to.
   void load_progress(const Progress& progress) {
     applied_count().set(progress.applied_steps.value_or(0));
-    applied_is_known_ = progress.applied_steps.has_value();
     scheduled_.set(progress.base_lrs, optimizer().param_groups());
     show_lrs(applied_steps());
   }
@@ -410,7 +403,6 @@ class FusedOptimizer {
   detail::ScheduledLrs scheduled_;
   at::Tensor lr_factors_on_device_;
   int64_t applied_on_host_ = 0;
-  bool applied_is_known_ = true;
   at::Tensor applied_on_device_;
 };
 

@@ -15,7 +15,6 @@
 #include <torch/optim/sgd.h>
 
 #include <array>
-#include <concepts>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
@@ -40,18 +39,8 @@ using SGDOptions = torch::optim::SGDOptions;
 /// device.
 struct SGDParamState
     : public detail::ParamState<SGDParamState, detail::CountedState<torch::optim::SGDParamState>> {
-  /// libtorch's class of this state.
-  using LibtorchState = torch::optim::SGDParamState;
   /// The keys of the moments in files.
   static constexpr std::array kMoments{"momentum_buffer"};
-
-  SGDParamState() = default;
-  /// Takes libtorch's buffer over. A state with a buffer counts as one step.
-  template <std::same_as<torch::optim::SGDParamState> Plain>
-  explicit SGDParamState(const Plain& state) {
-    momentum_buffer(state.momentum_buffer());
-    step(step_without_count());
-  }
 
   /// Returns the momentum buffer.
   at::Tensor& moment(int /*k*/) noexcept override { return momentum_buffer(); }

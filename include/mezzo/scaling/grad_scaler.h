@@ -2,13 +2,13 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/device_scale.h>
-#include <mezzo/scaling/detail/scaled_clipping.h>
 #include <mezzo/scaling/detail/step_letter.h>
 #include <mezzo/scaling/skipped_step.h>
 
@@ -19,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -42,6 +43,57 @@ class OutputArchive;
 }  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+namespace detail {
+
+/// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
+/// scale. The norm, with the scale, is then the same round number in step after step, while the
+/// largest gradient moves. Without the scale it is no round number, as a bound on true gradients
+/// is. Steps over one batch, or of a model that does not move, hold the largest gradient too.
+class ScaledClipping {
+ public:
+  /// Looks at one step. Steps without a norm, and with an inf or NaN, tell nothing.
+  void see(const StepOutcome& step) {
+    if (has_told_ || !step.grad_norm || nonfinite_bits(*step.grad_norm)) return;
+    const double norm = *step.grad_norm * step.scale;
+    const double largest = *step.grad_max_abs * step.scale;
+    if (!is_same(norm, norm_)) {
+      steps_ = 0;
+      norm_ = norm;
+      lowest_ = highest_ = largest;
+    }
+    lowest_ = std::min(lowest_, largest);
+    highest_ = std::max(highest_, largest);
+    const bool moves = highest_ - lowest_ > 1e-2 * highest_;
+    if (++steps_ < 5 || !moves || !is_round(norm)) return;
+    if (is_round(*step.grad_norm)) return;
+    has_told_ = true;
+    TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
+               " steps in a row: it looks as if gradients were clipped while they still carry the "
+               "loss scale ",
+               step.scale, ", which is a bound of ", *step.grad_norm,
+               " on the true ones; call scaler.unscale_(optimizer) before clipping, or leave "
+               "clipping to scaler.step(optimizer, {.max_norm = ...})");
+  }
+
+ private:
+  /// To four digits: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to 9e-5.
+  static bool is_same(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
+  /// Whether a number is a bound that people write: of two digits, or of three, as 0.125, if it is
+  /// not tiny.
+  static bool is_round(double value) {
+    if (!(value > 0)) return false;
+    const double digits = value < 1e-3 ? 2 : 3;
+    const double unit = std::pow(10.0, std::floor(std::log10(value)) - (digits - 1));
+    return is_same(value, std::round(value / unit) * unit);
+  }
+
+  double norm_ = 0, lowest_ = 0, highest_ = 0;
+  int steps_ = 0;
+  bool has_told_ = false;
+};
+
+}  // namespace detail
 
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
 /// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
@@ -253,21 +305,6 @@ class GradScaler {
   std::deque<Letters> iterations_;  // of which `on_skip` has yet to know
 };
 
-/// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
-/// disabled scaler writes nothing.
-/// \throws c10::Error in the middle of an iteration: save the scaler after `update`
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const GradScaler& scaler);
-
-/// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
-/// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
-/// forgotten. Clear the gradients before the next backward pass.
-/// \throws c10::Error as GradScaler::load_state_dict does
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, GradScaler& scaler);
-
 namespace detail {
 
 /// The keys of GradScaler::state_dict: torch's five, then mezzo's own.
@@ -326,6 +363,10 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 
 // Templates, since the archives' headers take 14 s to compile: a unit that saves or loads includes
 // them itself.
+
+/// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
+/// disabled scaler writes nothing.
+/// \throws c10::Error in the middle of an iteration: save the scaler after `update`
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
     Archive& archive, const GradScaler& scaler) {
@@ -339,6 +380,10 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+/// Loads a state from an archive: `torch::load(scaler, path)`. A disabled scaler stays as it is.
+/// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
+/// forgotten. Clear the gradients before the next backward pass.
+/// \throws c10::Error as GradScaler::load_state_dict does
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler) {
@@ -352,6 +397,14 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   scaler.load_state_dict(state);
   scaler.forget_iteration();
   return archive;
+}
+
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const GradScaler& scaler) {
+  GradScaler trial(scaler.is_enabled() ? scaler.rule() : LossScale{.enabled = false});
+  archive >> trial;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -2,6 +2,7 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <torch/torch.h>
 
@@ -47,16 +48,6 @@ TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
   EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
-}
-
-TEST_P(CheckpointAutocast, RecomputesInAnotherThreadAsInTheFirstRun) {
-  Tensor y;
-  {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
-    y = mezzo::activation_checkpoint(block(), x_);
-  }
-  std::thread([&] { y.sum().backward(); }).join();
-  EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
 }
 
 TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
@@ -140,29 +131,21 @@ TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
   EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
 }
 
-at::ScalarType dtype_in_backward = at::ScalarType::Undefined;
-struct Product : mezzo::AutocastFunction<Product> {
-  static Tensor forward(torch::autograd::AutogradContext* ctx, const Tensor& a, const Tensor& b) {
-    ctx->save_for_backward({a, b});
-    return a.mm(b);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 torch::autograd::variable_list gradients) {
-    const auto saved = ctx->get_saved_variables();
-    const auto gradient = gradients[0].mm(saved[1].t());
-    dtype_in_backward = gradient.scalar_type();
-    return {gradient, saved[0].t().mm(gradients[0])};
-  }
-};
-
-TEST_P(CheckpointAutocast, ReachesAutogradFunctionsInside) {
-  Tensor y;
+TEST_P(CheckpointAutocast, RecomputesInAnotherThreadUnderDtypeAndPolicyOfTheFirstRun) {
+  Tensor y, z;
   {
     const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
-    y = mezzo::activation_checkpoint([this](const Tensor& x) { return Product::apply(x, w_); }, x_);
+    y = mezzo::activation_checkpoint(block(), x_);
+    const mezzo::AutocastGuard denying(
+        {.device = at::kCPU,
+         .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::mm"))});
+    z = mezzo::activation_checkpoint(block(), x_);
   }
-  y.sum().backward();
-  EXPECT_EQ(dtype_in_backward, GetParam());
+  std::thread([&] {
+    y.sum().backward();
+    z.sum().backward();
+  }).join();
+  EXPECT_EQ(dtypes_, (std::vector{GetParam(), at::kFloat, GetParam(), at::kFloat}));
 }
 
 INSTANTIATE_TEST_SUITE_P(BothDtypes, CheckpointAutocast, testing::Values(at::kHalf, at::kBFloat16),

@@ -2,6 +2,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/op_policy.h>
 
 #include <torch/torch.h>
 
@@ -30,6 +31,7 @@ Seen seen_here() {
 
 thread_local Seen seen_in_forward;
 thread_local Seen seen_in_backward;
+thread_local at::ScalarType product_in_backward;
 
 // a.mm(b), which autocast lowers, with a backward of mm's.
 template <template <class> class Base>
@@ -43,7 +45,9 @@ struct StateProduct : Base<StateProduct<Base>> {
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
     seen_in_backward = seen_here();
     const auto saved = ctx->get_saved_variables();
-    return {gradients[0].mm(saved[1].t()), saved[0].t().mm(gradients[0])};
+    const Tensor of_a = gradients[0].mm(saved[1].t());
+    product_in_backward = of_a.scalar_type();
+    return {of_a, saved[0].t().mm(gradients[0])};
   }
 };
 
@@ -82,17 +86,6 @@ TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
   c.sum().backward();
   EXPECT_EQ(seen_in_backward, (Seen{true, GetParam()}));
   EXPECT_EQ(seen_here(), (Seen{true, other}));
-}
-
-TEST_P(AutocastFunction, ABackwardThatIsNotWrappedSeesTheCallersState) {
-  Tensor c;
-  {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
-    c = TheirMultiply::apply(a_.detach().to(GetParam()).requires_grad_(),
-                             b_.detach().to(GetParam()));
-  }
-  c.sum().backward();
-  EXPECT_FALSE(seen_in_backward.enabled);
 }
 
 TEST_P(AutocastFunction, WrapsAFunctionWrittenForLibtorch) {
@@ -156,6 +149,23 @@ TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
   EXPECT_FALSE(seen_in_forward.enabled);
   EXPECT_FALSE(seen_in_backward.enabled);
   EXPECT_TRUE(seen_here().enabled);
+}
+
+TEST(AutocastFunctionPolicy, OfTheForwardHoldsInBackwardWhateverSurroundsIt) {
+  const auto denying = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"));
+  const auto allowing = mezzo::install_op_overrides(mezzo::OpPolicy().allow("mm"));
+  const auto a = torch::randn({3, 4}).requires_grad_(), b = torch::randn({4, 5});
+  const auto dtype_of = [&](const mezzo::OpPolicy& in_forward, const mezzo::OpPolicy& around) {
+    const auto y = mezzo::autocast({.device = at::kCPU, .policy = in_forward},
+                                   [&] { return Multiply::apply(a, b).sum(); });
+    const mezzo::Autocast<torch::kCPU> autocast({.policy = around});
+    y.backward();
+    return product_in_backward;
+  };
+  EXPECT_EQ(dtype_of(denying, {}), at::kFloat);
+  EXPECT_EQ(dtype_of(denying, allowing), at::kFloat);
+  EXPECT_EQ(dtype_of({}, denying), at::kBFloat16);
+  std::thread([&] { EXPECT_EQ(dtype_of(denying, {}), at::kFloat); }).join();
 }
 
 struct Throws : mezzo::AutocastFunction<Throws> {

@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cstring>
+#include <sstream>
 
 namespace op_policy_test {
 namespace {
@@ -270,29 +271,13 @@ void add_indexing(std::vector<OpSample>& all) {
 }
 
 void add_linear_algebra(std::vector<OpSample>& all) {
-  for (const char* op : {"inverse",
-                         "linalg_cholesky",
-                         "linalg_cholesky_ex",
-                         "linalg_cond",
-                         "linalg_eig",
-                         "linalg_eigh",
-                         "linalg_eigvals",
-                         "linalg_eigvalsh",
-                         "linalg_inv",
-                         "linalg_inv_ex",
-                         "linalg_qr",
-                         "linalg_svd",
-                         "linalg_svdvals",
-                         "cholesky",
-                         "geqrf",
-                         "pinverse",
-                         "qr",
-                         "svd",
-                         "_lu_with_info",
-                         "linalg_matrix_rank.atol_rtol_float",
-                         "linalg_matrix_rank.atol_rtol_tensor"}) {
-    all.push_back({std::string("aten::") + op, {positive_definite()}});
-  }
+  std::istringstream of_one_matrix(
+      "inverse linalg_cholesky linalg_cholesky_ex linalg_cond linalg_eig linalg_eigh "
+      "linalg_eigvals "
+      "linalg_eigvalsh linalg_inv linalg_inv_ex linalg_qr linalg_svd linalg_svdvals cholesky geqrf "
+      "pinverse qr svd _lu_with_info linalg_matrix_rank.atol_rtol_float "
+      "linalg_matrix_rank.atol_rtol_tensor");
+  for (std::string op; of_one_matrix >> op;) all.push_back({"aten::" + op, {positive_definite()}});
   const auto triangle = [] { return torch::linalg_cholesky(positive_definite()); };
   const auto reflectors = torch::geqrf(normal({4, 4}));
   const Tensor a = std::get<0>(reflectors);

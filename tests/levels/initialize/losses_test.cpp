@@ -1,3 +1,4 @@
+#include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -17,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../support/scratch.h"
 #include "vector_model.h"
 
 namespace {
@@ -275,6 +277,24 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
   torch::save(amp, file);
   torch::load(resumed, file);
   EXPECT_EQ(resumed.state_dict(), state);
+}
+
+TEST(AmpState, InACheckpointIsCheckedBeforeAnythingIsLoaded) {
+  Vector model, other;
+  torch::optim::SGD optimizer(model->parameters(), 1.0), of_other(other->parameters(), 1.0);
+  Amp one = mezzo::initialize(model, optimizer, OptLevel::O1(), {.verbosity = 0});
+  Amp two = mezzo::initialize(other, of_other, OptLevel::O1(), {.num_losses = 2, .verbosity = 0});
+  const test_support::Scratch scratch;
+  const auto file = scratch.path() / "state.pt";
+  int64_t epoch = 1;
+  mezzo::save_checkpoint(file, mezzo::TrainingState().add("epoch", epoch).add("amp", one));
+  epoch = 9;
+  EXPECT_THAT(
+      [&] {
+        mezzo::load_checkpoint(file, mezzo::TrainingState().add("epoch", epoch).add("amp", two));
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("state_dict contains 1 entries, while 2")));
+  EXPECT_EQ(epoch, 9);
 }
 
 TEST(AmpState, OfWhichOneEntryIsBadLeavesAllAsTheyWere) {

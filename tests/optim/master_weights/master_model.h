@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -99,6 +100,7 @@ MakeOptimizer maker(const Options& options) {
   };
 }
 
+/// Optimizers that keep no masters themselves.
 inline std::vector<MakeOptimizer> libtorch_optimizers() {
   return {
       maker<torch::optim::SGD>(torch::optim::SGDOptions(0.01)),
@@ -107,7 +109,8 @@ inline std::vector<MakeOptimizer> libtorch_optimizers() {
       maker<torch::optim::Adam>(torch::optim::AdamOptions(1e-3).amsgrad(true)),
       maker<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1)),
       maker<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
-      maker<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2))};
+      maker<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2)),
+      maker<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1))};
 }
 
 }  // namespace master_weights_test

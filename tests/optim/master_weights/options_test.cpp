@@ -1,8 +1,6 @@
 // Groups, options and rates are the inner optimizer's alone: MasterWeights has none, and follows
 // whatever is done to them.
 
-#include <mezzo/optim/lr_schedule.h>
-
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -10,7 +8,6 @@
 
 #include <concepts>
 #include <memory>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -22,19 +19,13 @@ using namespace master_weights_test;
 using mezzo::MasterWeights;
 using torch::optim::Optimizer;
 using torch::optim::OptimizerParamGroup;
-using torch::optim::ReduceLROnPlateauScheduler;
 using torch::optim::SGDOptions;
-using torch::optim::StepLR;
 
 // Whoever has a reference to an optimizer has the one whose groups count.
 static_assert(!std::convertible_to<MasterWeights&, Optimizer&>);
 static_assert(std::convertible_to<MasterWeights&, mezzo::AnyOptimizer>);
 
 torch::Tensor half_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
-
-SGDOptions& sgd_options(Optimizer& optimizer, std::size_t group = 0) {
-  return static_cast<SGDOptions&>(optimizer.param_groups().at(group).options());
-}
 
 class OptionsOfTheInner : public testing::Test {
  protected:
@@ -58,41 +49,9 @@ TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
   inner_.param_groups()[0].options().set_lr(inner_.param_groups()[0].options().get_lr() * 0.125);
   step();
   EXPECT_EQ(parameter_[0].item<float>(), -0.0625F);
-  EXPECT_EQ(sgd_options(inner_).lr(), 0.0625);
-}
-
-TEST_F(OptionsOfTheInner, MayBeReplaced) {
   inner_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
   step();
-  inner_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.25));
-  step();
-  EXPECT_EQ(parameter_[0].item<float>(), -0.75F);
-}
-
-TEST(MasterWeightsOptions, MakeTheRatesOfOneOptimizerWithTwoSchedulers) {
-  torch::optim::SGD plain({half_parameter()}, SGDOptions(1.0));
-  torch::optim::SGD inner({half_parameter()}, SGDOptions(1.0));
-  MasterWeights masters(inner);
-  const auto plateau_of = [](Optimizer& optimizer) {
-    return ReduceLROnPlateauScheduler(optimizer, ReduceLROnPlateauScheduler::min, 0.5F,
-                                      /*patience=*/0, 1e-4, ReduceLROnPlateauScheduler::rel,
-                                      /*cooldown=*/0, /*min_lr=*/{0.015F});
-  };
-  auto expected_plateau = plateau_of(plain);
-  StepLR expected_steps(plain, 2, 0.5);
-  auto plateau = plateau_of(inner);
-  StepLR steps(inner, 2, 0.5);
-  for (int i = 0; i < 8; ++i) {
-    inner.param_groups()[0].params()[0].mutable_grad() = torch::zeros({2}, torch::kHalf);
-    masters.step();
-    expected_plateau.step(1.0F);
-    expected_steps.step();
-    plateau.step(1.0F);
-    steps.step();
-    EXPECT_EQ(inner.param_groups()[0].options().get_lr(),
-              plain.param_groups()[0].options().get_lr())
-        << i;
-  }
+  EXPECT_EQ(parameter_[0].item<float>(), -0.5625F);
 }
 
 TEST_F(OptionsOfTheInner, HoldForGroupsThatAreAddedLater) {
@@ -127,38 +86,6 @@ TEST_F(OptionsOfTheInner, AreReadAnewWhereItIsAssigned) {
   inner_ = torch::optim::SGD({other_}, SGDOptions(2.0));
   step();
   EXPECT_EQ(other_[0].item<float>(), -2.0F);
-}
-
-TEST_F(OptionsOfTheInner, AreReadFromAFileAndKeptWhereTheFileIsRefused) {
-  std::stringstream file;
-  torch::save(masters_, file);
-  sgd_options(inner_).lr(7).momentum(0.5);
-  torch::load(masters_, file);
-  EXPECT_EQ(sgd_options(inner_).lr(), 1.0);
-
-  torch::optim::Adam adam({half_parameter()}, torch::optim::AdamOptions(9.0));
-  MasterWeights others(adam);
-  adam.param_groups()[0].params()[0].mutable_grad() = torch::ones({2}, torch::kHalf);
-  others.step();
-  std::stringstream other_file;
-  torch::save(others, other_file);
-  EXPECT_THROW(torch::load(masters_, other_file), c10::Error);
-  EXPECT_EQ(sgd_options(inner_).lr(), 1.0);
-}
-
-TEST(MasterWeightsOptions, StayAsTheyWereWhereItIsRefused) {
-  const auto shared = half_parameter(), same_memory = shared.detach().requires_grad_();
-  torch::optim::SGD twice({OptimizerParamGroup({shared}), OptimizerParamGroup({same_memory})},
-                          SGDOptions(1.0));
-  EXPECT_THROW(MasterWeights{twice}, c10::Error);
-  EXPECT_EQ(sgd_options(twice, 1).lr(), 1.0);
-}
-
-TEST(MasterWeightsOptions, MayBeGoneBeforeTheMasterWeightsAre) {
-  auto inner = std::make_unique<torch::optim::SGD>(Tensors{half_parameter()}, SGDOptions(1.0));
-  auto masters = std::make_unique<MasterWeights>(*inner);
-  inner.reset();
-  masters.reset();
 }
 
 /// Has no options, neither of groups nor defaults.

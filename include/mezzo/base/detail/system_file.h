@@ -53,7 +53,7 @@ class OpenFile {
   }
   OpenFile(const OpenFile&) = delete;
   OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile();
+  ~OpenFile() { (void)close(); }
 
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
@@ -63,6 +63,8 @@ class OpenFile {
   std::ptrdiff_t read(void* to, std::size_t count, std::uint64_t offset) const noexcept;
   /// Brings the file to the disk. \returns 0 or the system's error
   int flush() const noexcept;
+  /// \returns 0 or the system's error; the file is closed in any case
+  int close() noexcept;
   /// Locks the file, for as long as this process or a child that it forked has it open.
   /// \returns 0, EWOULDBLOCK if somebody else has the lock, or another error of the system
   int lock() const noexcept;
@@ -92,8 +94,8 @@ inline int OpenFile::opened(const std::filesystem::path& path, FileUse use) noex
                                              : _O_RDWR | _O_CREAT;
   return _wopen(path.c_str(), flags | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
 }
-inline OpenFile::~OpenFile() {
-  if (is_open()) _close(descriptor_);
+inline int OpenFile::close() noexcept {
+  return !is_open() || _close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno;
 }
 inline std::ptrdiff_t OpenFile::write(const void* from, std::size_t count) const noexcept {
   return _write(descriptor_, from, static_cast<unsigned>(count < (1U << 30) ? count : 1U << 30));
@@ -156,8 +158,8 @@ inline int OpenFile::opened(const std::filesystem::path& path, FileUse use) noex
                                              : O_RDWR | O_CREAT;
   return ::open(path.c_str(), flags | O_CLOEXEC, 0666);
 }
-inline OpenFile::~OpenFile() {
-  if (is_open()) ::close(descriptor_);
+inline int OpenFile::close() noexcept {
+  return !is_open() || ::close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno;
 }
 inline std::ptrdiff_t OpenFile::write(const void* from, std::size_t count) const noexcept {
   return ::write(descriptor_, from, count);

@@ -15,6 +15,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <map>
 #include <string>
 #include <utility>
@@ -50,11 +51,19 @@ inline torch::jit::Module& module_in(torch::serialize::InputArchive& archive) {
   return archive.*private_member(ReadModule());
 }
 
+/// Stands for a list without elements, which would lose their type: {"empty_list_of": "int"}.
+inline constexpr const char* kEmptyList = "empty_list_of";
+
 /// Returns `value` without the element types of its lists, which Python does not read.
 inline c10::IValue without_types(const c10::IValue& value) {
   TORCH_CHECK(!value.isGenericDict(),
               "it writes a dict to its archive; let it write a nested archive");
   if (!value.isList()) return value;
+  if (value.toListRef().empty() && !value.isTensorList()) {
+    PythonDict empty = python_dict();
+    empty.insert(kEmptyList, value.toList().elementType()->str());
+    return empty;
+  }
   auto list = python_list();
   for (const c10::IValue& element : value.toListRef()) list.push_back(without_types(element));
   return list;
@@ -62,6 +71,12 @@ inline c10::IValue without_types(const c10::IValue& value) {
 
 /// The inverse of `without_types`: the first element has the type, and an empty list is of tensors.
 inline c10::IValue with_types(const c10::IValue& value) {
+  for (const c10::TypePtr& type : std::initializer_list<c10::TypePtr>{
+           c10::IntType::get(), c10::FloatType::get(), c10::BoolType::get(), c10::StringType::get(),
+           c10::AnyType::get()}) {
+    const c10::IValue name = item(value, kEmptyList);
+    if (name.isString() && name.toStringRef() == type->str()) return c10::impl::GenericList(type);
+  }
   if (!value.isList()) return value;
   std::vector<c10::IValue> elements;
   for (const c10::IValue& one : value.toListRef()) elements.push_back(with_types(one));
@@ -88,7 +103,7 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
     const c10::IValue& value = entry.value();
     if (value.isTensor()) {
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
-    } else if (value.isGenericDict()) {
+    } else if (value.isGenericDict() && item(value, kEmptyList).isNone()) {
       torch::serialize::OutputArchive nested(archive.compilation_unit());
       fill_archive(nested, value);
       archive.write(key, nested);

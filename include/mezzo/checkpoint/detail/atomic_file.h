@@ -92,15 +92,17 @@ class AtomicFile {
   /// Returns the CRC-32C of all bytes written.
   std::uint32_t crc() const noexcept { return crc_; }
 
-  /// Renames the temporary to the target. \returns 0, or the system's error if only the last step,
-  /// flushing the folder, failed: the file is then in place, but may not survive a crash
+  /// Renames the temporary to the target. \returns 0, or the system's error if only a last step
+  /// failed, closing the file or flushing the folder: the file is then in place, but may not
+  /// survive a crash
   [[nodiscard]] int commit() {
     if (const int error = file_.flush()) fail("cannot be brought to the disk", error);
     if (const int error = replace_file(temporary_, target_, file_)) {
       fail("cannot be put in its place", error);
     }
     is_committed_ = true;
-    return flush_folder(target_.parent_path());
+    const int of_file = file_.close(), of_folder = flush_folder(target_.parent_path());
+    return of_file != 0 ? of_file : of_folder;
   }
 
  private:

@@ -2,6 +2,7 @@
 
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 
@@ -432,7 +433,7 @@ inline ReadCheckpoint from_format_1(const c10::IValue& document) {
     const std::string& name = entry.key().toStringRef();
     const std::size_t rank = name.rfind(", rank ");
     if (rank == std::string::npos) {
-      read.values.insert(name, entry.value());
+      read.values.insert(name, python_form(entry.value()));
       continue;
     }
     const std::string common = name.substr(0, rank);  // rank 0's comes before
@@ -441,7 +442,7 @@ inline ReadCheckpoint from_format_1(const c10::IValue& document) {
       list.push_back(read.values.at(common));
       ranks.insert(common, list);
     }
-    ranks.at(common).toList().push_back(entry.value());
+    ranks.at(common).toList().push_back(python_form(entry.value()));
   }
   if (!ranks.empty()) read.ranks = ranks;
   return read;

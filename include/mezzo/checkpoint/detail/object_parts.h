@@ -113,20 +113,19 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
 inline CheckpointPart named_tensors_part(std::function<std::vector<NamedTensor>()> tensors) {
-  return {
-      .save =
-          [tensors](const ParameterNames&) {
-            PythonDict values = python_dict();
-            for (const auto& [name, tensor] : tensors()) values.insert(name, savable(tensor));
-            return c10::IValue(values);
-          },
-      .load = [tensors](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
-        auto own = tensors();
-        auto values = check_state_dict(value, own);
-        return [own = std::move(own), values = std::move(values)] {
-          for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
-        };
-      }};
+  return {.save =
+              [tensors] {
+                PythonDict values = python_dict();
+                for (const auto& [name, tensor] : tensors()) values.insert(name, savable(tensor));
+                return c10::IValue(values);
+              },
+          .load = [tensors](const c10::IValue& value) -> CheckpointPart::Apply {
+            auto own = tensors();
+            auto values = check_state_dict(value, own);
+            return [own = std::move(own), values = std::move(values)] {
+              for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
+            };
+          }};
 }
 
 /// The part of a module, or of the module that a holder has when a checkpoint is saved or loaded.
@@ -223,24 +222,26 @@ inline bool may_be_same(std::string_view a, std::string_view b) {
   return a == b || (b.starts_with(a) && a.ends_with(']'));
 }
 
-/// Returns what a file says of an optimizer, beside its state:
+/// Adds to an optimizer's value what a file says of it, beside its state:
 ///
 ///     {"class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
-inline PythonDict optimizer_identity(const AnyOptimizer& any, const ParameterNames& names) {
+MEZZO_INLINE c10::IValue saved_value(const CheckpointPart& part, const ParameterNames& names) {
+  c10::IValue value = part.save();
+  if (!part.optimizer) return value;
   auto groups = python_list();
-  for (const auto& group : any.optimizer().param_groups()) {
+  for (const auto& group : part.optimizer->optimizer().param_groups()) {
     auto parameters = python_list();
     for (const at::Tensor& parameter : group.params()) {
       parameters.push_back(parameter_words(parameter, names));
     }
     groups.push_back(parameters);
   }
-  PythonDict identity = python_dict();
-  identity.insert("class", class_in_files(any));
-  identity.insert("weight_storage", storage_in_files(any.optimizer()));
-  identity.insert("parameters", groups);
-  return identity;
+  PythonDict dict = value.toGenericDict();
+  dict.insert("class", class_in_files(*part.optimizer));
+  dict.insert("weight_storage", storage_in_files(part.optimizer->optimizer()));
+  dict.insert("parameters", groups);
+  return value;
 }
 
 /// Checks the options of a group of Python's against the optimizer.
@@ -325,68 +326,68 @@ inline c10::IValue copied(const c10::IValue& value,
   return dict;
 }
 
-/// The part of any optimizer, in the form of Python's `state_dict`.
-MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
-  return {.save =
-              [optimizer](const ParameterNames& names) {
-                const c10::NoGradGuard no_grad;
-                torch::serialize::OutputArchive archive;
-                optimizer.save(archive);
-                PythonDict form = python_form(dict_of(module_in(archive))).toGenericDict();
-                for (const auto& entry : optimizer_identity(optimizer, names)) {
-                  form.insert(entry.key(), entry.value());
-                }
-                return c10::IValue(form);
-              },
-          .load = [optimizer](const c10::IValue& value,
-                              const ParameterNames& names) -> CheckpointPart::Apply {
-            const c10::IValue saved = python_form(value);  // of a file of format 1
-            check_optimizer(saved, optimizer, names);
-            return [optimizer, saved] {
-              std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
-              const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
-              for (const auto& group : optimizer.optimizer().param_groups()) {
-                for (const at::Tensor& one : group.params()) {
-                  if (!is_sharded) devices.push_back(one.device());
-                }
-              }
-              optimizer.optimizer().state().clear();  // otherwise load keeps what the file lacks
-              auto archive = archive_of(archive_form(copied(saved, devices)));
-              optimizer.load(archive);
-            };
-          }};
+MEZZO_INLINE CheckpointPart::Apply checked_value(const CheckpointPart& part,
+                                                 const c10::IValue& value,
+                                                 const ParameterNames& names) {
+  if (part.optimizer) check_optimizer(value, *part.optimizer, names);
+  return part.load(value);
 }
 
 // --- Other objects -----------------------------------------------------------------------------
 
-/// The part of an object that torch::save and torch::load accept.
+/// The part of an object that torch::save and torch::load accept. `check` throws what `take` would.
 MEZZO_INLINE CheckpointPart
 archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-             std::function<void(torch::serialize::InputArchive&)> take) {
+             std::function<void(torch::serialize::InputArchive&)> take,
+             std::function<void(torch::serialize::InputArchive&)> check) {
   return {.save =
-              [put](const ParameterNames&) {
+              [put] {
                 const c10::NoGradGuard no_grad;
                 torch::serialize::OutputArchive archive;
                 put(archive);
                 return python_form(dict_of(module_in(archive)));
               },
-          .load = [take](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
+          .load = [take, check](const c10::IValue& value) -> CheckpointPart::Apply {
             check_value(value.isGenericDict(), value, "an object's dict");
+            auto archive = archive_of(archive_form(value));
+            check(archive);
             return [take, value] {
-              auto archive = archive_of(archive_form(copied(python_form(value))));
-              take(archive);
+              auto copy = archive_of(archive_form(copied(value)));
+              take(copy);
             };
           }};
+}
+
+/// The part of any optimizer, in the form of Python's `state_dict`.
+MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
+  CheckpointPart part =
+      archive_part([optimizer](auto& archive) { optimizer.save(archive); }, nullptr, nullptr);
+  part.optimizer = optimizer;
+  part.load = [optimizer](const c10::IValue& saved) -> CheckpointPart::Apply {
+    return [optimizer, saved] {
+      std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
+      const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
+      for (const auto& group : optimizer.optimizer().param_groups()) {
+        for (const at::Tensor& one : group.params()) {
+          if (!is_sharded) devices.push_back(one.device());
+        }
+      }
+      optimizer.optimizer().state().clear();  // otherwise load keeps what the file lacks
+      auto archive = archive_of(archive_form(copied(saved, devices)));
+      optimizer.load(archive);
+    };
+  };
+  return part;
 }
 
 MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
   return {
       .save =
-          [&tensor](const ParameterNames&) {
+          [&tensor] {
             TORCH_CHECK(tensor.defined(), "the tensor is undefined; give it a value before saving");
             return c10::IValue(savable(tensor));
           },
-      .load = [&tensor](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
+      .load = [&tensor](const c10::IValue& value) -> CheckpointPart::Apply {
         check_value(value.isTensor(), value, "a tensor");
         const at::Tensor read = value.toTensor();
         TORCH_CHECK(
@@ -412,27 +413,21 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
 inline CheckpointPart generators_part(std::function<std::vector<at::Generator>()> generators,
                                       bool as_list) {
   return {.save =
-              [generators, as_list](const ParameterNames&) {
+              [generators, as_list] {
                 auto states = python_list();
                 for (const at::Generator& one : generators()) states.push_back(state_of(one));
                 return as_list ? c10::IValue(states) : c10::IValue(states.get(0));
               },
-          .load = [generators, as_list](const c10::IValue& value,
-                                        const ParameterNames&) -> CheckpointPart::Apply {
+          .load = [generators, as_list](const c10::IValue& value) -> CheckpointPart::Apply {
+            check_value(value.isList() == as_list, value,
+                        as_list ? "random states" : "a generator's state");
             std::vector<at::Tensor> states;
-            const auto take = [&states](const c10::IValue& state) {
+            for (const c10::IValue& state : as_list ? value.toListRef() : at::ArrayRef(value)) {
               check_value(state.isTensor() && state.toTensor().scalar_type() == at::kByte, state,
                           "a generator's state");
               states.push_back(state.toTensor().clone());
-            };
-            check_value(value.isList() == as_list, value,
-                        as_list ? "random states" : "a generator's state");
-            if (as_list) {
-              for (const c10::IValue& one : value.toListRef()) take(one);
-            } else {
-              take(value);
             }
-            return [states = std::move(states), own = generators()]() mutable {
+            return [states = std::move(states), own = generators()] {
               if (states.size() != own.size()) {
                 TORCH_WARN("The checkpoint has random states of ", states.size(),
                            " generators, of the CPU and of CUDA devices, and here are ", own.size(),

@@ -23,6 +23,7 @@
 #include <limits>
 #include <locale>
 #include <memory>
+#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -77,12 +78,14 @@ struct CheckpointPart {
 
   /// Returns the object's value, with the object's own tensors, not copies of them. May call
   /// collectives (ShardedOptimizer).
-  std::function<c10::IValue(const ParameterNames& names)> save;
+  std::function<c10::IValue()> save;
   /// Checks a value, and returns a function that gives it to the object. Does not change the object
   /// itself. The tensors of a value are views of the file.
-  std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
+  std::function<Apply(const c10::IValue& value)> load;
   /// Returns the parameters of a module with their names; null for other objects.
   std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters = nullptr;
+  /// The optimizer; none for other objects.
+  std::optional<AnyOptimizer> optimizer = std::nullopt;
 };
 
 struct NamedPart {
@@ -119,13 +122,19 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 CheckpointPart module_part(std::function<std::shared_ptr<torch::nn::Module>()> module);
 CheckpointPart optimizer_part(AnyOptimizer optimizer);
 CheckpointPart archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-                            std::function<void(torch::serialize::InputArchive&)> take);
+                            std::function<void(torch::serialize::InputArchive&)> take,
+                            std::function<void(torch::serialize::InputArchive&)> check);
 CheckpointPart tensor_part(at::Tensor& tensor);
 CheckpointPart tensors_part(std::vector<at::Tensor>& tensors);
 CheckpointPart generator_part(at::Generator& generator);
 CheckpointPart random_states_part();
 /// Returns a holder's module. \throws c10::Error if it is null
 std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module);
+/// Calls `part.save`, and adds to an optimizer's value what a file says of the optimizer.
+c10::IValue saved_value(const CheckpointPart& part, const ParameterNames& names);
+/// Calls `part.load`, after a check that an optimizer is the one that the file speaks of.
+CheckpointPart::Apply checked_value(const CheckpointPart& part, const c10::IValue& value,
+                                    const ParameterNames& names);
 
 template <class T>
 concept IsModule = std::derived_from<T, torch::nn::Module>;
@@ -138,6 +147,12 @@ concept HoldsModule = requires(T& holder) {
 
 template <class T>
 concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
+
+/// A type that can say without a change to itself whether it will load an archive.
+template <class T>
+concept ChecksArchives = requires(torch::serialize::InputArchive& input, const T& object) {
+  check_archive(input, object);
+};
 
 template <class T>
 concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
@@ -267,9 +282,9 @@ CheckpointPart part_of(T& object) {
   } else if constexpr (std::same_as<T, at::Generator>) {
     return generator_part(object);
   } else if constexpr (IsValue<T>) {
-    return {.save = [&object](const ParameterNames&) { return value_of(object); },
+    return {.save = [&object] { return value_of(object); },
             .load =
-                [&object](const c10::IValue& value, const ParameterNames&) {
+                [&object](const c10::IValue& value) {
                   return [&object, ready = std::make_shared<T>(value_read<T>(value))] {
                     object = std::move(*ready);
                   };
@@ -284,7 +299,10 @@ CheckpointPart part_of(T& object) {
         "<torch/serialize/archive.h>");
     return archive_part(
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
-        [&object](torch::serialize::InputArchive& archive) { archive >> object; });
+        [&object](torch::serialize::InputArchive& archive) { archive >> object; },
+        [&object](torch::serialize::InputArchive& archive) {
+          if constexpr (ChecksArchives<T>) check_archive(archive, std::as_const(object));
+        });
   }
 }
 
@@ -298,13 +316,13 @@ CheckpointPart part_of_callables(Save save, Load load) {
   const auto value = std::make_shared<Value>();
   const CheckpointPart part = part_of(*value);
   return {.save =
-              [value, save, part](const ParameterNames& names) mutable {
+              [value, save, part]() mutable {
                 *value = save();
-                return part.save(names);
+                return part.save();
               },
           .load =
-              [value, load, part](const c10::IValue& saved, const ParameterNames& names) {
-                return [value, load, apply = part.load(saved, names)]() mutable {
+              [value, load, part](const c10::IValue& saved) {
+                return [value, load, apply = part.load(saved)]() mutable {
                   apply();
                   load(std::exchange(*value, Value()));
                 };

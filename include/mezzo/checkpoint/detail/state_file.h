@@ -50,7 +50,7 @@ inline PythonDict values_of(const std::vector<NamedPart>& parts) {
   PythonDict values = python_dict();
   for (const NamedPart& one : parts) {
     try {
-      values.insert(one.name, one.part.save(names));
+      values.insert(one.name, saved_value(one.part, names));
     } catch (...) {
       TORCH_CHECK(false, "\"", one.name, "\" cannot be saved: ", message_of_current_exception());
     }
@@ -81,8 +81,8 @@ inline std::uint64_t write_file(const std::filesystem::path& target, const c10::
   const int error = file_error != 0 ? file_error : folder_error;
   if (error != 0) {
     warn(target.string() +
-         " is in its place, but whether it would survive a crash of the machine is not known: the "
-         "folder cannot be flushed to the disk: " +
+         " is in its place, but whether it would survive a crash of the machine is not known: it "
+         "cannot be closed, or its folder not be flushed to the disk: " +
          reason(error));
   }
   return file.total();
@@ -140,10 +140,10 @@ inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoi
     return nullptr;
   }
   if (one.is_per_rank && who.ranks > 1) {
-    return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
+    return checked_value(one.part, of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
   }
   if (ranks > 1) notes.push_back(name + " is rank 0's: the file has what " + had);
-  return one.part.load(read.values.at(one.name), names);
+  return checked_value(one.part, read.values.at(one.name), names);
 }
 
 /// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit

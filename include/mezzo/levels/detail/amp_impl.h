@@ -1,17 +1,35 @@
 /// \file
-/// Implementation of Amp: calls of models, steps of optimizers, and state in files.
+/// Implementation of Amp: calls of models, losses and steps, and state in files.
+///
+///     pass:          set true gradients aside, run backward from the scaled loss,
+///                    take the scale off, move it, add back what was set aside
+///     delayed pass:  run backward from the scaled loss; the gradients keep the scale until
+///                    the next pass that is not delayed, a pass of another loss, or the step
+///     step:          skip if a gradient is inf or NaN
+///
+/// A scale moves whenever it is taken off, which is from all gradients that carry it. An inf stays
+/// in `.grad`, where the step finds it.
 #pragma once
 
-#include <mezzo/levels/detail/amp_call.h>
+#include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/precision.h>
 #include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/initialize.h>
+#include <mezzo/optim/detail/gradients.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/where.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <iostream>
+#include <limits>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -48,6 +66,55 @@ inline GradScaler::StateDict full_scaler_state(const std::string& key,
   return present;
 }
 
+/// Returns `value` with its tensors cast; what holds no tensors that a cast could reach is passed
+/// on as it is.
+template <class T>
+decltype(auto) cast_if(std::optional<at::ScalarType> dtype, T&& value) {
+  return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
+    return dtype ? as_training_dtype(tensor, *dtype) : tensor;
+  });
+}
+
+inline at::Tensor one_on(at::Device device) {
+  return at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
+}
+
+/// Returns the gradient of some parameter; undefined if there is none.
+inline at::Tensor a_gradient(const torch::optim::Optimizer& optimizer) {
+  at::Tensor found;
+  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    if (!found.defined()) found = parameter.mutable_grad();
+  });
+  return found;
+}
+
+/// If one of the optimizers has an inf or NaN, writes a NaN into the gradients of the others, so
+/// that their steps are skipped. Clearing the gradients clears this mark too. No host sync.
+inline void share_inf(const std::vector<const torch::optim::Optimizer*>& optimizers) {
+  if (optimizers.size() < 2) return;
+  const c10::NoGradGuard no_grad;
+  std::vector<StepPlan> plans;
+  std::vector<at::Tensor> found;
+  for (const auto* optimizer : optimizers) {
+    const StepPlan& plan = plans.emplace_back(plain_plan(*optimizer));
+    if (plan.rows.empty()) continue;
+    found.push_back(read_gradients(plan, one_on(plan.rows[0].gradient.device())).found_inf);
+  }
+  for (const StepPlan& plan : plans) {
+    for (const StepPlan::Row& row : plan.rows) {
+      at::Tensor first = gradient_values(*row.parameter);
+      if (first.numel() == 0) continue;
+      while (first.dim() > 0) first = first.select(0, 0);
+      for (const at::Tensor& one : found) {
+        const at::Tensor is_bad = on_device(one, first.device()).ne(0);
+        const double nan = std::numeric_limits<double>::quiet_NaN();
+        first.copy_(at::where(is_bad, at::full_like(first, nan), first));
+      }
+      break;
+    }
+  }
+}
+
 }  // namespace detail
 
 inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
@@ -56,18 +123,20 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   detail::check_initialize_options(options, level);
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
-    given_.emplace_back(*optimizer, enabled_ && level.master_weights());
-    passes_.add_optimizer(given_.back().stepper);
+    Given& one = given_.emplace_back(Given{optimizer, nullptr, *optimizer});
+    if (!enabled_ || !level.master_weights() || one.stepper.mezzos() != nullptr) continue;
+    one.masters = std::make_unique<MasterWeights>(*optimizer);
+    one.stepper = AnyOptimizer(*one.masters);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
-    const bool keeps_half = level.cast_model_type() == at::kHalf && !level.master_weights();
-    LossScale scaler_options = level.loss_scale();
-    scaler_options.enabled = enabled_;
-    scaler_options.allow_fp16_gradients = keeps_half;
-    scaler_options.loss_id = i;
-    passes_.add_loss(scaler_options);
-    if (options.verbosity < 1) scaler(i).on_skip(nullptr);
+    LossScale rule = level.loss_scale();
+    rule.enabled = enabled_;
+    rule.allow_fp16_gradients = level.cast_model_type() == at::kHalf && !level.master_weights();
+    rule.loss_id = i;
+    Loss& loss = losses_.emplace_back(Loss{GradScaler(rule)});
+    if (options.verbosity < 1) loss.scaler.on_skip(nullptr);
   }
+  verdict_.on_skip(nullptr);
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
     input_dtype_ = level.cast_model_type();
@@ -79,19 +148,27 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   for (const auto& model : models.modules()) models_.emplace_back(model);
 }
 
+// --- Models --------------------------------------------------------------------------------------
+
 template <class Model, class... Args>
 decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   static_assert(std::convertible_to<Model, ModelList>,
                 "amp(model, ...): the first argument is no model; give one that was given to "
                 "mezzo::initialize, or a module inside one");
-  const detail::CastDtypes dtypes{input_dtype_, output_dtype_};
   ForwardRegions regions;
   const auto module = detail::module_pointer(model);
   TORCH_CHECK(
       module != nullptr,
       "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
   find_and_enter(module.get(), module->name(), regions);
-  return detail::run_cast(*module, dtypes, std::forward<Args>(args)...);
+  const auto forward = [&]() -> decltype(auto) {
+    return module->forward(detail::cast_if(input_dtype_, std::forward<Args>(args))...);
+  };
+  if constexpr (detail::carries_tensors<decltype(forward())>()) {
+    return detail::cast_if(output_dtype_, forward());
+  } else {
+    return forward();
+  }
 }
 
 inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
@@ -113,6 +190,8 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
               "all models to one call, mezzo::initialize({a, b}, ...)");
 }
 
+// --- Losses and steps ----------------------------------------------------------------------------
+
 inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                             const ScaleLossOptions& options) {
   scale_loss(loss, optimizers, options, [](const at::Tensor& scaled) { scaled.backward(); });
@@ -121,16 +200,18 @@ inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimiz
 template <std::invocable<const at::Tensor&> Backward>
 void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
-  detail::LossPasses::Pass pass = begin_pass(loss, optimizers, options);
+  const Pass pass = begin_pass(loss, optimizers, options);
   try {
     {
       is_in_backward_ = true;
       const auto backward_ends = c10::make_scope_exit([this] { is_in_backward_ = false; });
       std::forward<Backward>(backward)(pass.scaled);
     }
-    if (enabled_) passes_.end(pass, options.delay_unscale);
-  } catch (...) {
-    if (enabled_) passes_.give_up(pass);
+    if (enabled_) end_pass(pass, options.delay_unscale);
+  } catch (...) {  // gradients that carried the same scale before stay as the pass left them
+    for (std::size_t i = 0; i < pass.aside.size(); ++i) {
+      if (pass.aside[i]) pass.optimizers[i]->scaled_by = nullptr;
+    }
     throw;
   }
 }
@@ -140,19 +221,69 @@ inline void Amp::refuse_within_backward(const char* call) const {
               ": called within the backward pass of a scale_loss; let that return first");
 }
 
-inline detail::LossPasses::Pass Amp::begin_pass(const at::Tensor& loss,
-                                                const OptimizerList& optimizers,
-                                                const ScaleLossOptions& options) {
+inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerList& optimizers,
+                                 const ScaleLossOptions& options) {
   refuse_within_backward("scale_loss");
-  const std::size_t id = checked_loss(options.loss_id);
-  TORCH_CHECK(loss.defined(),
+  Pass pass{&loss_of(options.loss_id), value};
+  TORCH_CHECK(value.defined(),
               "scale_loss: loss is undefined; give the tensor that the criterion returned");
   TORCH_CHECK(!optimizers.optimizers().empty(),
               "scale_loss: name the optimizers that the loss is for, one or several in braces");
-  for (const auto* optimizer : optimizers.optimizers()) given(*optimizer);
-  if (!enabled_) return {loss};
+  for (const auto* optimizer : optimizers.optimizers()) {
+    pass.optimizers.push_back(&given(*optimizer));
+  }
+  if (!enabled_) return pass;
   refuse_shared_parameters();
-  return passes_.begin(id, loss, optimizers.optimizers());
+  if (pass.loss->was_taken_off) take_scale_off(*pass.loss), end_iteration(*pass.loss);
+  for (const Given* one : pass.optimizers) {
+    Loss* const other = one->scaled_by;
+    if (other != nullptr && other != pass.loss) take_scale_off(*other), end_iteration(*other);
+  }
+  const bool is_low = detail::is_low_precision(value);
+  pass.scaled = pass.loss->scaler.scale(is_low ? value.to(at::kFloat) : value);
+  for (Given* one : pass.optimizers) {  // after all that may throw
+    auto& aside = pass.aside.emplace_back();
+    if (one->awaits_step && one->scaled_by == nullptr) {
+      aside = std::make_unique<detail::SetAside>(detail::parameters_of(*one->optimizer));
+    }
+    one->awaits_step = true;
+    one->scaled_by = pass.loss;
+  }
+  return pass;
+}
+
+/// Takes the scale off and moves it, and adds the gradients that were set aside; if `delays` is
+/// true, only where gradients were set aside. Without a delay an inf in the gradients of one
+/// optimizer counts for all optimizers of the pass, since the loss has overflowed.
+inline void Amp::end_pass(const Pass& pass, bool delays) {
+  const bool has_aside = std::any_of(pass.aside.begin(), pass.aside.end(),
+                                     [](const auto& one) { return one != nullptr; });
+  if (delays && !has_aside) return;
+  take_scale_off(*pass.loss);
+  if (!delays) {
+    std::vector<const torch::optim::Optimizer*> optimizers;
+    for (const Given* one : pass.optimizers) optimizers.push_back(one->optimizer);
+    detail::share_inf(optimizers);
+  }
+  for (const auto& one : pass.aside) {
+    if (one) one->add_back();
+  }
+  end_iteration(*pass.loss);
+}
+
+inline void Amp::take_scale_off(Loss& loss) {
+  for (Given& one : given_) {
+    if (one.scaled_by != &loss) continue;
+    if (detail::a_gradient(*one.optimizer).defined()) {
+      loss.scaler.unscale_(one.stepper);
+      loss.was_taken_off = true;
+    }
+    one.scaled_by = nullptr;
+  }
+}
+
+inline void Amp::end_iteration(Loss& loss) {
+  if (std::exchange(loss.was_taken_off, false)) loss.scaler.update();  // a callback may throw
 }
 
 /// Refuses a parameter of two optimizers: each would unscale its gradient.
@@ -171,18 +302,36 @@ inline void Amp::refuse_shared_parameters() const {
 
 inline StepResult Amp::step(torch::optim::Optimizer& optimizer, const StepOptions& options) {
   refuse_within_backward("step");
-  const AnyOptimizer stepper = given(optimizer).stepper;
-  if (!enabled_) return scaler().step(stepper, options);
-  TORCH_CHECK(passes_.awaits_step(optimizer),
+  Given& one = given(optimizer);
+  if (!enabled_) return scaler().step(one.stepper, options);
+  TORCH_CHECK(one.awaits_step,
               "step: no loss was scaled for this optimizer since its last step; call "
               "amp.scale_loss(loss, optimizer), which runs backward, before each amp.step");
-  return passes_.step(optimizer, options);
+  if (Loss* const loss = one.scaled_by) take_scale_off(*loss), end_iteration(*loss);
+  StepResult result = step_if_finite(one.stepper, options);
+  one.awaits_step = false;
+  return result;
+}
+
+/// Checks, clips and steps with true gradients.
+inline StepResult Amp::step_if_finite(AnyOptimizer optimizer, const StepOptions& options) {
+  const at::Tensor gradient = detail::a_gradient(optimizer.optimizer());
+  if (!gradient.defined()) return StepResult({.ran = true, .value = optimizer.step()});
+  if (!std::exchange(has_verdict_scale_, true)) {
+    (void)verdict_.scale(detail::one_on(gradient.device()));
+  }
+  verdict_.forget_iteration();  // of a step that threw
+  StepResult result = verdict_.step(optimizer, options);
+  verdict_.update();
+  return result;
 }
 
 inline void Amp::zero_grad(torch::optim::Optimizer& optimizer, bool set_to_none) {
   refuse_within_backward("zero_grad");
-  given(optimizer);
-  passes_.zero_grad(optimizer, set_to_none);
+  Given& one = given(optimizer);
+  optimizer.zero_grad(set_to_none);
+  one.awaits_step = false;
+  one.scaled_by = nullptr;
 }
 
 inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optimizer) {
@@ -193,22 +342,14 @@ inline AnyOptimizer& Amp::optimizer(torch::optim::Optimizer& optimizer) {
   return given(optimizer).stepper;
 }
 
-inline GradScaler& Amp::scaler(int64_t loss_id) { return passes_.scaler(checked_loss(loss_id)); }
-
-inline Amp::Given::Given(torch::optim::Optimizer& given, bool wants_masters)
-    : optimizer(&given),
-      stepper(given),
-      keeps_own_masters(wants_masters && stepper.mezzos() != nullptr) {
-  if (!wants_masters || keeps_own_masters) return;
-  masters = std::make_unique<MasterWeights>(given);
-  stepper = AnyOptimizer(*masters);
-}
+inline GradScaler& Amp::scaler(int64_t loss_id) { return loss_of(loss_id).scaler; }
 
 /// Returns the entry of an optimizer, after masters have been made for new groups.
 inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {
   Given* found = nullptr;
   for (Given& one : given_) {
-    if (one.keeps_own_masters) one.stepper.mezzos()->enable_master_weights();
+    const bool keeps_masters = enabled_ && level_.master_weights() && one.masters == nullptr;
+    if (keeps_masters) one.stepper.mezzos()->enable_master_weights();
     if (one.optimizer == &optimizer) found = &one;
   }
   TORCH_CHECK(found != nullptr,
@@ -216,15 +357,19 @@ inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {
   return *found;
 }
 
-inline std::size_t Amp::checked_loss(int64_t loss_id) const {
+inline Amp::Loss& Amp::loss_of(int64_t loss_id) {
   TORCH_CHECK(loss_id >= 0 && loss_id < num_losses(), "loss_id is ", loss_id,
               "; it should be between 0 and num_losses - 1, which is ", num_losses() - 1,
               " (mezzo::initialize takes {.num_losses = ...})");
-  return static_cast<std::size_t>(loss_id);
+  return losses_[static_cast<std::size_t>(loss_id)];
 }
 
+// --- State ---------------------------------------------------------------------------------------
+
 inline void Amp::require_between_iterations(const char* call) const {
-  TORCH_CHECK(!passes_.any_awaits_step(), call,
+  const bool is_outstanding =
+      std::any_of(given_.begin(), given_.end(), [](const Given& one) { return one.awaits_step; });
+  TORCH_CHECK(!is_outstanding, call,
               ": a loss was scaled for an optimizer that has not stepped yet; call it after "
               "amp.step, or amp.zero_grad to give the gradients up");
 }
@@ -233,8 +378,8 @@ inline Amp::StateDict Amp::state_dict() const {
   require_between_iterations("state_dict");
   StateDict all;
   if (!enabled_) return all;
-  for (std::size_t i = 0; i < passes_.losses(); ++i) {
-    GradScaler::StateDict entry = passes_.scaler(i).state_dict();
+  for (std::size_t i = 0; i < losses_.size(); ++i) {
+    GradScaler::StateDict entry = losses_[i].scaler.state_dict();
     entry["loss_scale"] = entry.at("scale");
     entry["unskipped"] = entry.at("_growth_tracker");
     all[detail::loss_scaler_key(i)] = std::move(entry);
@@ -242,25 +387,28 @@ inline Amp::StateDict Amp::state_dict() const {
   return all;
 }
 
-inline void Amp::load_state_dict(const StateDict& state) {
+inline void Amp::check_state_dict(const StateDict& state) const {
   if (!enabled_) return;
   require_between_iterations("load_state_dict");
-  TORCH_CHECK(state.size() == passes_.losses(), "load_state_dict: state_dict contains ",
-              state.size(), " entries, while ", passes_.losses(),
+  TORCH_CHECK(state.size() == losses_.size(), "load_state_dict: state_dict contains ", state.size(),
+              " entries, while ", losses_.size(),
               " loss_scalers are used; give mezzo::initialize the num_losses that was saved");
-  std::vector<GradScaler> loaded;
-  for (std::size_t i = 0; i < passes_.losses(); ++i) {
+  for (std::size_t i = 0; i < losses_.size(); ++i) {
     const std::string key = detail::loss_scaler_key(i);
-    const auto entry = state.find(key);
-    TORCH_CHECK(entry != state.end(), "load_state_dict: the state lacks \"", key,
+    TORCH_CHECK(state.count(key) == 1, "load_state_dict: the state lacks \"", key,
                 "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
-    GradScaler trial(passes_.scaler(i).rule());
-    trial.load_state_dict(
-        detail::full_scaler_state(key, entry->second, passes_.scaler(i).state_dict()));
-    loaded.push_back(std::move(trial));
+    const GradScaler& scaler = losses_[i].scaler;
+    GradScaler(scaler.rule())
+        .load_state_dict(detail::full_scaler_state(key, state.at(key), scaler.state_dict()));
   }
-  for (std::size_t i = 0; i < passes_.losses(); ++i) {
-    passes_.scaler(i).load_state_dict(loaded[i].state_dict());
+}
+
+inline void Amp::load_state_dict(const StateDict& state) {
+  check_state_dict(state);
+  for (std::size_t i = 0; i < losses_.size() && enabled_; ++i) {
+    const std::string key = detail::loss_scaler_key(i);
+    GradScaler& scaler = losses_[i].scaler;
+    scaler.load_state_dict(detail::full_scaler_state(key, state.at(key), scaler.state_dict()));
   }
 }
 

@@ -113,13 +113,22 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   });
 }
 
+/// Returns the parameters of all groups.
+inline std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
+  std::vector<at::Tensor> parameters;
+  for (const auto& group : optimizer.param_groups()) {
+    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+  }
+  return parameters;
+}
+
 /// Refuses an optimizer of another model. It would step parameters that never get a gradient, and
 /// nothing else would show the mistake.
 inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>& of_models,
                                const torch::optim::Optimizer& optimizer, std::size_t number) {
-  bool holds_one = false;
-  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
-    holds_one = holds_one || of_models.count(parameter.unsafeGetTensorImpl()) != 0;
+  const std::vector<at::Tensor> own = parameters_of(optimizer);
+  const bool holds_one = std::any_of(own.begin(), own.end(), [&](const at::Tensor& parameter) {
+    return of_models.count(parameter.unsafeGetTensorImpl()) != 0;
   });
   TORCH_CHECK(holds_one, "optimizer ", number,
               " holds no parameter of the models that were given; construct it with their "
@@ -146,11 +155,7 @@ inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size
   const bool is_mezzos = AnyOptimizer(optimizer).mezzos() != nullptr;
   if (!wants_masters || is_mezzos) return;
   (void)MasterWeights(optimizer);  // refuses what it cannot step
-  std::vector<at::Tensor> parameters;
-  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
-    parameters.push_back(parameter);
-  });
-  refuse_duplicates(parameters, {"MasterWeights", optimizer.param_groups()});
+  refuse_duplicates(parameters_of(optimizer), {"MasterWeights", optimizer.param_groups()});
 }
 
 inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,

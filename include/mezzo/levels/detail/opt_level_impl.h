@@ -23,15 +23,6 @@ namespace detail {
 
 inline LossScale apex_dynamic_scale() { return LossScale::dynamic({.max_scale = kApexMaxScale}); }
 
-inline LossScale loss_scale_of(std::string_view text) {
-  if (text == "dynamic") return apex_dynamic_scale();
-  double scale = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
-  TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
-              "\" is neither a number nor \"dynamic\"; write 128.0, \"128.0\" or \"dynamic\"");
-  return LossScale::fixed(scale);
-}
-
 inline std::string option_text(const char* name, at::ScalarType dtype) {
   return c10::str(name, " = ", dtype_name(dtype));
 }
@@ -42,10 +33,14 @@ inline std::string option_text(const char* name, bool value) {
 
 }  // namespace detail
 
-inline LossScaleChoice::LossScaleChoice(double scale) : rule_(LossScale::fixed(scale)) {}
-inline LossScaleChoice::LossScaleChoice(const char* text) : rule_(detail::loss_scale_of(text)) {}
-inline LossScaleChoice::LossScaleChoice(const std::string& text)
-    : rule_(detail::loss_scale_of(text)) {}
+inline LossScale LossScaleChoice::parsed(std::string_view text) {
+  if (text == "dynamic") return detail::apex_dynamic_scale();
+  double scale = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
+  TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
+              "\" is neither a number nor \"dynamic\"; write 128.0, \"128.0\" or \"dynamic\"");
+  return LossScale::fixed(scale);
+}
 
 inline const OptLevel::Defaults& OptLevel::defaults_of(std::string_view name) {
   constexpr auto kFloat = at::ScalarType::Float;
@@ -136,20 +131,6 @@ inline void OptLevel::check_against_level() const {
 
 inline OptLevel OptLevel::parse(std::string_view name, const OptLevelOverrides& overrides) {
   return {defaults_of(name), overrides};
-}
-
-inline OptLevel OptLevel::with(const OptLevelOverrides& overrides) const {
-  OptLevelOverrides all = overrides_;
-  const auto take = [](auto& mine, const auto& theirs) {
-    if (theirs) mine = theirs;
-  };
-  take(all.cast_model_type, overrides.cast_model_type);
-  take(all.patch_torch_functions, overrides.patch_torch_functions);
-  take(all.keep_batchnorm_fp32, overrides.keep_batchnorm_fp32);
-  take(all.master_weights, overrides.master_weights);
-  take(all.loss_scale, overrides.loss_scale);
-  take(all.cast_model_outputs, overrides.cast_model_outputs);
-  return {*defaults_, all};
 }
 
 inline Precision OptLevel::precision() const {

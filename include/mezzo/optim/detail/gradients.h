@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <optional>
 #include <unordered_set>
 #include <vector>
 
@@ -117,6 +118,16 @@ inline void join(Verdict& total, const Verdict& more) {
   total.found_inf = total.found_inf.add(on_device(more.found_inf, device));
   total.sum_of_squares = total.sum_of_squares.add(on_device(more.sum_of_squares, device));
   total.max_abs = at::maximum(total.max_abs, on_device(more.max_abs, device));
+}
+
+/// Returns what the gradients are to be multiplied with; none if the step is skipped. Waits for the
+/// verdict's device.
+inline std::optional<double> gradient_factor(const Verdict& verdict, double max_norm) {
+  if (!verdict.defined()) return 1.0;
+  if (verdict.found_inf.item<float>() != 0.0F) return std::nullopt;
+  const auto factor = verdict.inv_scale.item<double>();
+  if (!verdict.sum_of_squares.defined()) return factor;
+  return factor * clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm);
 }
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.

@@ -4,13 +4,11 @@
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/stack.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
@@ -22,11 +20,10 @@
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <initializer_list>
 #include <optional>
 #include <string>
-#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -71,99 +68,54 @@ inline void widen_state(torch::optim::OptimizerParamState& state,
   }
 }
 
-/// For the time of one step an optimizer finds masters where its parameters were: in the groups,
-/// and with the parameters' state. The end of the scope puts everything back where it belongs, what
-/// the step has made meanwhile too.
-class ParameterSwap {
+/// For the time of one step parameters have other gradients, and those with a master its memory;
+/// the groups have the rates of a schedule. The end of the scope gives back what was there.
+class LentStep {
  public:
-  explicit ParameterSwap(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
-  ParameterSwap(const ParameterSwap&) = delete;
-  ParameterSwap& operator=(const ParameterSwap&) = delete;
-
-  ~ParameterSwap() {
-    exchange(parameters_);
-    for (auto lent = gradients_.rbegin(); lent != gradients_.rend(); ++lent) {  // one may be twice
-      lent->first.mutable_grad() = lent->second;
+  explicit LentStep(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
+  LentStep(const LentStep&) = delete;
+  LentStep& operator=(const LentStep&) = delete;
+  ~LentStep() {
+    for (const Lent& one : lent_) {
+      exchange(one.parameter, one.memory);
+      one.parameter.mutable_grad() = one.gradient;
     }
-    for (const auto& [group, lr] : lrs_) {
-      optimizer_.param_groups()[group].options().set_lr(lr);
+    for (std::size_t group = 0; group < lrs_.size(); ++group) {
+      optimizer_.param_groups()[group].options().set_lr(lrs_[group]);
     }
   }
 
-  /// `tensor` has another gradient until the end.
-  void lend_gradient(const at::Tensor& tensor, at::Tensor gradient) {
-    gradients_.emplace_back(tensor, tensor.grad());
-    tensor.mutable_grad() = std::move(gradient);
+  /// \param memory  of the master, or the parameter itself
+  void lend(const at::Tensor& parameter, const at::Tensor& memory, at::Tensor gradient) {
+    lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
+    exchange(parameter, memory);
+    parameter.mutable_grad() = std::move(gradient);
   }
-
-  /// The groups have the rates `lrs` until the end.
   void lend_lrs(const std::vector<double>& lrs) {
     auto& groups = optimizer_.param_groups();
     for (std::size_t group = 0; group < groups.size(); ++group) {
       const double lr = groups[group].options().get_lr();
       groups[group].options().set_lr(lrs[group]);  // options of your own may refuse
-      lrs_.emplace_back(group, lr);
+      lrs_.push_back(lr);
     }
-  }
-
-  /// All at once, for the groups are walked.
-  void put_in(const std::vector<std::pair<at::Tensor, at::Tensor>>& parameters_and_masters) {
-    Places masters;
-    for (const auto& [parameter, master] : parameters_and_masters) {
-      masters.emplace(parameter.unsafeGetTensorImpl(), master);
-      parameters_.emplace(master.unsafeGetTensorImpl(), parameter);
-    }
-    for (auto& group : optimizer_.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        if (masters.count(parameter.unsafeGetTensorImpl()) == 0) continue;
-        const auto state = optimizer_.state().find(parameter.unsafeGetTensorImpl());
-        if (state != optimizer_.state().end()) widen_state(*state->second, group.options());
-      }
-    }
-    exchange(masters);
   }
 
  private:
-  using Places = std::unordered_map<c10::TensorImpl*, at::Tensor>;
+  struct Lent {
+    at::Tensor parameter, memory, gradient;
+  };
 
-  /// Puts each tensor where the one that it is named under is.
-  void exchange(const Places& places) {
-    if (places.empty()) return;
-    for (auto& group : optimizer_.param_groups()) {
-      for (at::Tensor& tensor : group.params()) {
-        const auto place = places.find(tensor.unsafeGetTensorImpl());
-        if (place != places.end()) tensor = place->second;
-      }
-    }
-    auto& states = optimizer_.state();
-    for (const auto& [from, to] : places) {
-      const auto state = states.find(from);
-      if (state == states.end()) continue;
-      auto moved = std::move(state->second);
-      states.erase(state);
-      states[to.unsafeGetTensorImpl()] = std::move(moved);
-    }
+  /// Does what Tensor::set_data does, but keeps the hooks of the gradient, which another dtype
+  /// ends.
+  static void exchange(const at::Tensor& parameter, const at::Tensor& memory) {
+    if (parameter.is_same(memory)) return;
+    parameter.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
   }
 
   torch::optim::Optimizer& optimizer_;
-  Places parameters_;  // under their masters
-  std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;
-  std::vector<std::pair<std::size_t, double>> lrs_;
+  std::vector<Lent> lent_;
+  std::vector<double> lrs_;
 };
-
-/// Returns what the gradients are to be multiplied with; none when the step is to be skipped. The
-/// one place where MasterWeights waits.
-inline std::optional<double> factor_on_host(const Verdict& verdict, double max_norm) {
-  if (!verdict.defined()) return 1.0;
-  const auto wide = verdict.inv_scale.is_mps() ? at::kFloat : at::kDouble;
-  std::vector<at::Tensor> values{verdict.inv_scale.to(wide), verdict.found_inf.to(wide)};
-  if (verdict.sum_of_squares.defined()) values.push_back(verdict.sum_of_squares.to(wide));
-  const at::Tensor on_host = at::stack(values).to(at::kCPU, at::kDouble);
-  const double* const value = on_host.const_data_ptr<double>();
-  if (value[1] != 0.0) return std::nullopt;
-  if (!verdict.sum_of_squares.defined()) return value[0];
-  return value[0] * clip_coefficient(value[2], max_norm);
-}
 
 /// Returns gradient * factor, in float where the gradient has 16 bits, and only then multiplied, so
 /// that nothing underflows on the way. Never the gradient itself where that would be written.
@@ -174,42 +126,17 @@ inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
 
 // --- Files -------------------------------------------------------------------------------------
 
-// An archive holds, beside the inner optimizer's own under "optimizer": how many parameters each
-// group has, which of them (counted through all groups) have 16 bits, and those masters that there
-// are. A parameter without one begins its master from its own value, in a resumed run as here.
+// An archive holds, beside the inner optimizer's own under "optimizer", the masters that there are,
+// by the number of their parameters, counted through all groups. A parameter without one begins its
+// master from its own value, in a resumed run as here.
 
 inline constexpr const char* kMasterWeightsKey = "mezzo_master_weights";  // the format's version
 inline constexpr int64_t kMasterWeightsFormat = 1;
 
-/// What a file has to agree in with the optimizer that loads it.
-struct MasterLayout {
-  std::vector<int64_t> group_sizes;
-  std::vector<int64_t> low_precision;
-  std::vector<at::Tensor> parameters;  // all
+inline std::string master_key(std::size_t number) { return "masters/" + std::to_string(number); }
 
-  explicit MasterLayout(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-    for (const auto& group : groups) {
-      group_sizes.push_back(static_cast<int64_t>(group.params().size()));
-      for (const at::Tensor& parameter : group.params()) {
-        const auto number = static_cast<int64_t>(parameters.size());
-        if (is_low_precision(parameter)) low_precision.push_back(number);
-        parameters.push_back(parameter);
-      }
-    }
-  }
-};
-
-inline std::string master_key(int64_t number) { return "masters/" + std::to_string(number); }
-
-inline std::vector<int64_t> read_numbers(torch::serialize::InputArchive& archive, const char* key) {
-  c10::IValue value;
-  TORCH_CHECK(archive.try_read(key, value), "MasterWeights: the archive lacks \"", key,
-              "\"; it is damaged: load an earlier one");
-  return value.toIntVector();
-}
-
-/// Throws unless the file is one of MasterWeights that fits.
-inline void check_file(torch::serialize::InputArchive& archive, const MasterLayout& layout) {
+/// Throws unless the file is one of MasterWeights.
+inline void check_file(torch::serialize::InputArchive& archive) {
   c10::IValue format;
   TORCH_CHECK(
       archive.try_read(kMasterWeightsKey, format),
@@ -219,31 +146,6 @@ inline void check_file(torch::serialize::InputArchive& archive, const MasterLayo
   TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
               "MasterWeights: the archive has a format that this version of mezzo does not know; "
               "read it with the version that wrote it, or, if it is damaged, load an earlier one");
-  const auto group_sizes = read_numbers(archive, "group_sizes");
-  TORCH_CHECK(group_sizes == layout.group_sizes, "MasterWeights: the archive has groups of ",
-              c10::IntArrayRef(group_sizes), " parameters, and this optimizer has groups of ",
-              c10::IntArrayRef(layout.group_sizes),
-              "; make the groups that were there when it was saved");
-  const auto low_precision = read_numbers(archive, "low_precision");
-  TORCH_CHECK(low_precision == layout.low_precision, "MasterWeights: the archive was saved with ",
-              low_precision.size(), " parameters of float16 or bfloat16, and this optimizer has ",
-              layout.low_precision.size(), ", or others; cast the model as it was then");
-}
-
-inline std::vector<std::pair<at::Tensor, at::Tensor>> read_masters(
-    torch::serialize::InputArchive& archive, const MasterLayout& layout) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> masters;
-  for (const int64_t number : layout.low_precision) {
-    const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
-    at::Tensor master;
-    if (!archive.try_read(master_key(number), master, /*is_buffer=*/true)) continue;
-    TORCH_CHECK(master.sizes() == parameter.sizes() && master.scalar_type() == at::kFloat,
-                "MasterWeights: the archive has the master ", tensor_words(master), " for ",
-                parameter_words(static_cast<std::size_t>(number), parameter),
-                "; it is another model's: load the file of this one");
-    masters.emplace_back(parameter, master.is_inference() ? master.clone() : master);
-  }
-  return masters;
 }
 
 /// Loads all of an optimizer's state, or leaves it as it was.
@@ -293,34 +195,24 @@ MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& param
   if (is_resized) weights.master = at::Tensor();  // all of the parameter was written
   detail::settle_master(parameter, weights);
   detail::heal_master(parameter, weights);
-  weights.master.set_requires_grad(parameter.requires_grad());  // an optimizer may look at it
   return weights;
 }
 
 /// Looks at the parameters when there are more or fewer than before.
 MEZZO_INLINE void MasterWeights::meet_parameters() {
   std::vector<at::Tensor> low_precision;
+  std::unordered_set<const c10::TensorImpl*> known;
   std::size_t parameters = 0;
-  for (const auto& group : inner_->param_groups()) {
-    parameters += group.params().size();
-    for (const at::Tensor& parameter : group.params()) {
-      if (detail::is_low_precision(parameter)) low_precision.push_back(parameter);
-    }
-  }
+  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
+    ++parameters;
+    if (!detail::is_low_precision(parameter)) return;
+    low_precision.push_back(parameter);
+    known.insert(parameter.unsafeGetTensorImpl());
+  });
   if (parameters == parameters_ && masters_.size() <= parameters) return;
   detail::refuse_duplicates(low_precision, words());
   parameters_ = parameters;
-  decltype(masters_) left;
-  for (const at::Tensor& parameter : low_precision) {
-    const auto found = masters_.find(parameter.unsafeGetTensorImpl());
-    if (found != masters_.end()) left.insert(std::move(*found));
-  }
-  for (const auto& [address, kept] : masters_) {
-    const bool is_gone = kept.parameter.defined() && kept.parameter.use_count() == 1;
-    if (is_gone)
-      inner_->state().erase(kept.parameter.unsafeGetTensorImpl());  // its address is free
-  }
-  masters_ = std::move(left);
+  std::erase_if(masters_, [&](const auto& kept) { return known.count(kept.first) == 0; });
 }
 
 MEZZO_INLINE StepPlan MasterWeights::plan() {
@@ -340,7 +232,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  const std::optional<double> factor = detail::factor_on_host(verdict, options.max_norm);
+  const std::optional<double> factor = detail::gradient_factor(verdict, options.max_norm);
   if (factor) {
     step_inner(plan, *factor);
     applied_count().set(applied_steps() + 1);
@@ -349,32 +241,34 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
-/// Steps the inner optimizer with masters in the places of parameters of 16 bits, and rounds them
+/// Steps the inner optimizer with masters in the memory of parameters of 16 bits, and rounds them
 /// to these.
 MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor) {
   std::vector<std::pair<at::Tensor, at::Tensor>> masters;  // and their parameters, first
+  for (const StepPlan::Row& row : plan.rows) {
+    if (!detail::is_low_precision(*row.parameter)) continue;
+    masters.emplace_back(*row.parameter, settled(*row.parameter).master);
+    const auto state = inner_->state().find(row.parameter->unsafeGetTensorImpl());
+    if (state == inner_->state().end()) continue;
+    detail::widen_state(*state->second, inner_->param_groups()[row.group].options());
+  }
   const auto round = [&masters] {
     for (const auto& [parameter, master] : masters) parameter.detach().copy_(master);
     detail::drop_weight_casts();
   };
-  {
-    detail::ParameterSwap swap(*inner_);
+  try {
+    detail::LentStep lent(*inner_);
+    auto master = masters.begin();
     for (const StepPlan::Row& row : plan.rows) {
-      at::Tensor trained = *row.parameter;
-      if (detail::is_low_precision(trained)) {
-        trained = settled(*row.parameter).master;
-        masters.emplace_back(*row.parameter, trained);
-      }
-      swap.lend_gradient(trained, detail::multiplied(row.gradient, factor));
+      const bool has_master = detail::is_low_precision(*row.parameter);
+      lent.lend(*row.parameter, has_master ? (master++)->second : *row.parameter,
+                detail::multiplied(row.gradient, factor));
     }
-    swap.put_in(masters);
-    if (has_schedule()) swap.lend_lrs(lrs());
-    try {
-      inner_->step();
-    } catch (...) {
-      round();  // as without masters, what was trained before it threw is trained
-      throw;
-    }
+    if (has_schedule()) lent.lend_lrs(lrs());
+    inner_->step();
+  } catch (...) {
+    round();  // as without masters, what was trained before it threw is trained
+    throw;
   }
   round();
 }
@@ -392,18 +286,15 @@ MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
 
 MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
-  const detail::MasterLayout layout(inner_->param_groups());
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
-  archive.write("group_sizes", c10::IValue(layout.group_sizes));
-  archive.write("low_precision", c10::IValue(layout.low_precision));
   save_progress(archive);
-  for (const int64_t number : layout.low_precision) {
-    const at::Tensor& parameter = layout.parameters[static_cast<std::size_t>(number)];
+  std::size_t number = 0;
+  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
     const auto kept = masters_.find(parameter.unsafeGetTensorImpl());
-    if (kept == masters_.end()) continue;
-    archive.write(detail::master_key(number), kept->second.weights.master.detach(),
-                  /*is_buffer=*/true);
-  }
+    const std::string key = detail::master_key(number++);
+    if (kept == masters_.end()) return;
+    archive.write(key, kept->second.weights.master.detach(), /*is_buffer=*/true);
+  });
   torch::serialize::OutputArchive inner(archive.compilation_unit());
   inner_->save(inner);
   archive.write("optimizer", inner);
@@ -411,19 +302,29 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const detail::NoGraphGuard no_graph;
-  const detail::MasterLayout layout(inner_->param_groups());
-  detail::check_file(archive, layout);
-  auto masters = detail::read_masters(archive, layout);
-  const Progress progress = read_progress(archive, layout.group_sizes.size());
+  detail::check_file(archive);
+  decltype(masters_) masters;
+  std::size_t number = 0;
+  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
+    at::Tensor master;
+    const std::string key = detail::master_key(number++);
+    if (!archive.try_read(key, master, /*is_buffer=*/true)) return;
+    TORCH_CHECK(detail::is_low_precision(parameter) && master.sizes() == parameter.sizes() &&
+                    master.scalar_type() == at::kFloat,
+                "MasterWeights: the archive has the master ", detail::tensor_words(master), " for ",
+                words().parameter(parameter),
+                "; it is another model's, or this one was cast: load the file of this model, cast "
+                "as it was then");
+    if (master.is_inference()) master = master.clone();
+    masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
+  });
+  const Progress progress = read_progress(archive, inner_->param_groups().size());
   torch::serialize::InputArchive inner;
   TORCH_CHECK(
       archive.try_read("optimizer", inner),
       "MasterWeights: the archive lacks the inner optimizer; it is damaged: load an earlier one");
   detail::load_whole(inner, *inner_);
-  masters_.clear();
-  for (auto& [parameter, master] : masters) {  // the next step compares it with the parameter
-    masters_[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
-  }
+  masters_ = std::move(masters);  // the next step compares them with the parameters
   load_progress(progress);
 }
 

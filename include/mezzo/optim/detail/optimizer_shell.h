@@ -97,12 +97,6 @@ class OptimizerShell : public StepEngine {
   }
   ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const override {
     if (state == nullptr) state = std::make_unique<State>();
-    using Plain = typename State::LibtorchState;
-    if constexpr (std::constructible_from<State, const Plain&>) {
-      const auto* const plain = dynamic_cast<const Plain*>(state.get());
-      const bool is_plain = plain != nullptr && dynamic_cast<State*>(state.get()) == nullptr;
-      if (is_plain) state = std::make_unique<State>(*plain);
-    }
     return dynamic_cast<State*>(state.get());
   }
   void aten_step([[maybe_unused]] const GroupNumbers& numbers,

@@ -6,10 +6,12 @@
 #include <mezzo/kernels/dense_memory.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <cstddef>
 #include <initializer_list>
@@ -55,6 +57,54 @@ struct OptimizerWords {
   }
 };
 
+/// Options of an optimizer that libtorch lacks. `Own` derives from it, inherits the constructor,
+/// and has, beside an argument (TORCH_ARG) for each option but lr:
+///
+///     static constexpr double kLr;            the rate where none is given
+///     static constexpr std::array kKeys;      the names of the others in files
+///     static auto values(auto& own);          std::tie of the others, in that order
+///
+/// It is a template, so that a unit that only sees the class compiles no virtual functions.
+template <class Own>
+class ListedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
+ public:
+  ListedOptions(double lr = Own::kLr) : lr_(lr) {}
+
+  double lr() const noexcept { return lr_; }
+  Own& lr(double lr) {
+    lr_ = lr;
+    return own();
+  }
+  double get_lr() const override { return lr_; }
+  void set_lr(const double lr) override { lr_ = lr; }
+
+  void serialize(torch::serialize::InputArchive& archive) override {
+    const auto read = [&archive]<class Value>(const char* key, Value& value) {
+      c10::IValue filed;
+      archive.read(key, filed);
+      value = filed.to<Value>();
+    };
+    read("lr", lr_);
+    std::size_t i = 0;
+    std::apply([&](auto&... value) { (read(Own::kKeys[i++], value), ...); }, Own::values(own()));
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("lr", c10::IValue(lr_));
+    const auto& self = static_cast<const Own&>(*this);
+    std::size_t i = 0;
+    std::apply([&](auto&... value) { (archive.write(Own::kKeys[i++], c10::IValue(value)), ...); },
+               Own::values(self));
+  }
+  friend bool operator==(const Own& left, const Own& right) {
+    return left.lr() == right.lr() && Own::values(left) == Own::values(right);
+  }
+
+ private:
+  Own& own() { return static_cast<Own&>(*this); }
+
+  double lr_;
+};
+
 /// Returns the loss that `closure` computes with autograd on; undefined without a closure.
 inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   const c10::AutoGradMode with_grad(true);
@@ -93,6 +143,27 @@ inline void check_numbers(const char* optimizer,
   const auto [beta1, beta2] = betas;
   TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
+
+/// \throws c10::Error unless parameter and gradient are dense, alike, and can be trained
+inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  const at::Tensor& gradient = parameter.grad();
+  TORCH_CHECK(!parameter.is_inference(), optimizer, ": ", optimizer.parameter(parameter),
+              " was made under c10::InferenceMode, and cannot be trained; make or load the model "
+              "outside of it");
+  TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
+              " takes dense parameters and gradients, and the gradient of ",
+              optimizer.parameter(parameter), " is ", tensor_words(gradient),
+              "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
+              "or make the embedding with sparse(false)");
+  TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
+              optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
+              tensor_words(gradient),
+              "; call zero_grad() after the model was moved or resized, and backward() after that");
+  TORCH_CHECK(
+      is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),
+      " has gaps in its memory, or elements that share it; give the whole tensor that it is "
+      "a view of, or make it contiguous() before the optimizer is made");
 }
 
 /// Names two tensors of `dense` that share memory, for a message.

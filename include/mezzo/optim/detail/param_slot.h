@@ -1,17 +1,19 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
+#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/detail/step_count.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros_like.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
@@ -83,15 +85,6 @@ inline at::Tensor is_rounded_from(const at::Tensor& master, const at::Tensor& pa
   at::Tensor is_nearest = master.to(own.scalar_type()).eq(own);
   if (own.scalar_type() != at::kBFloat16) return is_nearest;
   return is_nearest.logical_or(upper_half_of(master).eq(own.view(at::kShort)));
-}
-
-/// Returns, element by element, whether the float `parameter` holds `master` rounded to 16 bits.
-inline at::Tensor holds_rounded(const at::Tensor& master, const at::Tensor& parameter) {
-  const at::Tensor own = parameter.detach();
-  const at::Tensor low = own.to(at::kBFloat16);
-  const at::Tensor by_bfloat16 =
-      low.to(at::kFloat).eq(own).logical_and(is_rounded_from(master, low));
-  return by_bfloat16.logical_or(master.to(at::kHalf).to(at::kFloat).eq(own));
 }
 
 /// Returns the storage of `parameter`: the one that its group's options want, if it has 16 bits.
@@ -179,19 +172,6 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
   kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
 }
 
-/// Drops the master of a parameter that is trained as it is. A float parameter takes its value
-/// first: a float model made from a 16-bit one gets the bits that its optimizer's file has.
-inline void give_up_master(const at::Tensor& parameter, KeptWeights& kept) {
-  const bool has_room = parameter.scalar_type() == at::kFloat && kept.master.defined();
-  if (has_room && kept.master.sizes() == parameter.sizes()) {
-    const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
-    const at::Tensor own = parameter.detach();
-    own.copy_(at::where(holds_rounded(master, own), master, own));
-  }
-  kept.master = at::Tensor();
-  kept.lower_half = at::Tensor();
-}
-
 /// Makes `kept` hold the tensors that `storage` needs, and no others, in the parameter's layout.
 inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
                            KeptWeights& kept) {
@@ -204,7 +184,141 @@ inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage sto
       break;
     case optim::WeightStorage::plain:
     case optim::WeightStorage::stochastic:
-      give_up_master(parameter, kept);
+      kept.master = kept.lower_half = at::Tensor();
+  }
+}
+
+// --- Counts of steps ----------------------------------------------------------------------------
+
+/// The host's number while a device counts. A real count is never negative.
+inline constexpr int64_t kDeviceCounts = -1;
+
+inline void check_steps(int64_t steps) {
+  TORCH_CHECK(steps >= 0, "The state of an optimizer has step ", steps,
+              "; it should be at least 0");
+}
+
+/// A device's count, or none. Each copy has a tensor of its own.
+struct DeviceCount {
+  DeviceCount() = default;
+  DeviceCount(const DeviceCount& other) : tensor(copy_of(other.tensor)) {}
+  DeviceCount(DeviceCount&&) noexcept = default;
+  DeviceCount& operator=(DeviceCount other) noexcept {
+    tensor = std::move(other.tensor);
+    return *this;
+  }
+  ~DeviceCount() = default;
+
+  at::Tensor tensor{};
+
+ private:
+  static at::Tensor copy_of(const at::Tensor& count) {
+    const NoGraphGuard no_graph;
+    return count.defined() ? count.clone() : count;
+  }
+};
+
+/// Returns a count. Waits for the device if the device counts.
+inline int64_t steps_counted(int64_t on_host, const at::Tensor& on_device) {
+  if (on_host == kDeviceCounts && on_device.defined()) {
+    return static_cast<int64_t>(on_device.item<float>());
+  }
+  check_steps(on_host);  // libtorch's class takes any number
+  return on_host;
+}
+
+/// The number of steps applied to a parameter: a view of the two places that may hold it. For a
+/// parameter on the CPU the host counts; elsewhere the device counts, which decides whether a step
+/// is applied. It counts in a float, as libtorch's kernels require, and so to 2^24 at most, long
+/// after the corrections for early steps have ended.
+class StepCount {
+ public:
+  StepCount(int64_t& on_host, at::Tensor& on_device) noexcept
+      : on_host_(&on_host), on_device_(&on_device) {}
+
+  /// Checks the host's number, without waiting.
+  /// \throws c10::Error if it is negative, as a number written to libtorch's `step` may be
+  void check() const {
+    if (*on_host_ != kDeviceCounts || !on_device_->defined()) check_steps(*on_host_);
+  }
+
+  /// Returns whether the host counts, and has counted no step. Does not wait.
+  bool is_new() const noexcept { return *on_host_ == 0; }
+
+  int64_t value() const { return steps_counted(*on_host_, *on_device_); }
+
+  /// Sets the count. The host counts from here on, until `move_to`.
+  void set(int64_t value) const {
+    *on_host_ = value;
+    *on_device_ = at::Tensor();
+  }
+
+  /// Sets the count where it is counted, at the same place in memory.
+  void overwrite(int64_t value) const {
+    check_steps(value);
+    *on_host_ = value;
+    (void)on_device();
+  }
+
+  /// Lets a device count from here on, in a float of one element that holds the value already.
+  void move_to(at::Tensor on_device) const {
+    *on_host_ = kDeviceCounts;
+    *on_device_ = std::move(on_device);
+  }
+
+  /// Returns the device's count; undefined if the host counts. A number that was written to
+  /// libtorch's `step` meanwhile is sent to the device first.
+  const at::Tensor& on_device() const {
+    if (on_device_->defined() && *on_host_ != kDeviceCounts) {
+      check_steps(*on_host_);
+      check_is_warm(on_device_->device(), "a number of steps");
+      const c10::NoGradGuard no_grad;
+      on_device_->fill_(*on_host_);
+      *on_host_ = kDeviceCounts;
+    }
+    return *on_device_;
+  }
+
+ private:
+  int64_t* on_host_;
+  at::Tensor* on_device_;
+};
+
+/// Returns the counts as tensors on `device`. Counts that the host kept are sent there in one copy.
+inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<StepCount>& counts) {
+  std::vector<StepCount> newcomers;
+  std::vector<float> values;
+  for (const StepCount& count : counts) {
+    if (count.on_device().defined() && count.on_device().device() == device) continue;
+    newcomers.push_back(count);
+    values.push_back(static_cast<float>(count.value()));
+  }
+  if (!newcomers.empty()) {
+    check_is_warm(device, "a number of steps");
+    const NoGraphGuard no_graph;  // plain tensors, also in a step of inference tensors
+    const at::Tensor together = at::tensor(values).to(device);
+    for (std::size_t i = 0; i < newcomers.size(); ++i) {
+      newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));
+    }
+  }
+  std::vector<at::Tensor> tensors;
+  tensors.reserve(counts.size());
+  for (const StepCount& count : counts) tensors.push_back(count.on_device());
+  return tensors;
+}
+
+/// Adds one, unless `found_inf`, a float on `device` or undefined, says that the step was skipped.
+inline void count_step(const StepCount& count, at::Device device, const at::Tensor& found_inf) {
+  if (device.is_cpu()) {
+    const bool ran = !found_inf.defined() || *found_inf.const_data_ptr<float>() == 0.0F;
+    if (ran) count.set(count.value() + 1);
+    return;
+  }
+  at::Tensor on_device = counts_on(device, {count}).front();
+  if (found_inf.defined()) {
+    on_device.add_(found_inf.eq(0));
+  } else {
+    on_device.add_(1);
   }
 }
 
@@ -260,11 +374,6 @@ class CountedState : public Base {
 template <class Own, class Base>
 class ParamState : public Base, public ParamSlot {
  public:
-  using LibtorchState = Base;
-
-  ParamState() = default;
-  explicit ParamState(const Base& state) : Base(state) {}
-
   /// Returns how many steps were applied; waits for the parameter's device.
   int64_t step() const { return steps_counted(Base::step(), device_count_.tensor); }
   /// Sets the count. Where a device counts it is written there, without waiting, and captured
@@ -286,17 +395,6 @@ class ParamState : public Base, public ParamSlot {
   at::Tensor& lower_half() noexcept { return KeptWeights::lower_half; }
 
   StepCount count() noexcept override { return {Base::step(), device_count_.tensor}; }
-
-  /// Waits for devices that count steps.
-  friend bool operator==(const ParamState& left, const ParamState& right) {
-    const auto is_same = [](const auto& one, const auto& other) {
-      const at::Tensor &a = *one.second, &b = *other.second;
-      return a.defined() == b.defined() && (!a.defined() || a.equal(b));
-    };
-    const auto lefts = left.tensors(), rights = right.tensors();
-    return left.step() == right.step() &&
-           std::equal(lefts.begin(), lefts.end(), rights.begin(), is_same);
-  }
 
   /// Returns a copy of the whole state; libtorch's clone would copy only its own part.
   std::unique_ptr<torch::optim::OptimizerParamState> clone() const override {

@@ -93,8 +93,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   virtual GroupNumbers group_numbers(std::size_t group) const = 0;
   /// Returns the numbers of a group's step number `step`, counted from 1.
   virtual StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const = 0;
-  /// Returns a state as a slot: a new one in place of null, and one of libtorch's taken over; null
-  /// where the state is another optimizer's.
+  /// Returns a state as a slot: a new one in place of null; null where the state is another
+  /// optimizer's.
   virtual ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const = 0;
   /// Steps through ATen's fused kernel, if numbers.missing_in_aten is null.
   virtual void aten_step(const GroupNumbers& numbers, const AtenLists& lists,

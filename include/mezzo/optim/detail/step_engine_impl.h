@@ -129,26 +129,6 @@ MEZZO_INLINE at::Tensor& StepEngine::fitting_moment(const Row& row, int k,
 
 // --- The plan ----------------------------------------------------------------------------------
 
-inline void check_gradient(const at::Tensor& parameter, const at::Tensor& gradient,
-                           const OptimizerWords& optimizer) {
-  TORCH_CHECK(!parameter.is_inference(), optimizer, ": ", optimizer.parameter(parameter),
-              " was made under c10::InferenceMode, and cannot be trained; make or load the model "
-              "outside of it");
-  TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
-              " takes dense parameters and gradients, and the gradient of ",
-              optimizer.parameter(parameter), " is ", tensor_words(gradient),
-              "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
-              "or make the embedding with sparse(false)");
-  TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
-              optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
-              tensor_words(gradient),
-              "; call zero_grad() after the model was moved or resized, and backward() after that");
-  TORCH_CHECK(
-      is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),
-      " has gaps in its memory, or elements that share it; give the whole tensor that it is "
-      "a view of, or make it contiguous() before the optimizer is made");
-}
-
 /// Returns whether a step can read a gradient whose dtype is not the parameter's.
 inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
   if (parameter == at::kDouble && gradient == at::kFloat) return true;
@@ -197,7 +177,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   if (!gradient.defined()) return;
   ParamSlot* const slot = find_slot(parameter);
   if (slot != nullptr) check_slot(*slot, parameter, numbers);
-  check_gradient(parameter, gradient, words());
+  check_dense_gradient(parameter, words());
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   const StepLoop loop = numbers.loop(storage, has_master ? at::kFloat : own, best_isa());
@@ -368,15 +348,6 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
 }
 
 // --- The CPU -----------------------------------------------------------------------------------
-
-/// Returns the factor of the gradients on the CPU; none if the step is skipped.
-inline std::optional<double> gradient_factor(const Verdict& verdict, double max_norm) {
-  if (!verdict.defined()) return 1.0;
-  if (*verdict.found_inf.const_data_ptr<float>() != 0.0F) return std::nullopt;
-  const double factor = *verdict.inv_scale.const_data_ptr<float>();
-  if (!verdict.sum_of_squares.defined()) return factor;
-  return factor * clip_coefficient(*verdict.sum_of_squares.const_data_ptr<double>(), max_norm);
-}
 
 /// Returns the bytes of an element of each stream of `row`.
 inline StepElementSizes element_sizes(const StepPlan::Row& row) {

@@ -68,6 +68,16 @@ inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
     "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
+/// Returns the outcome of a step. Waits for the device of scale and verdict.
+inline StepOutcome outcome_on_host(const at::Tensor& scale, const Verdict& verdict,
+                                   bool was_unscaled) {
+  const bool has_norm = verdict.sum_of_squares.defined();
+  return StepOutcome::of({scale.item<double>(), verdict.found_inf.item<double>(),
+                          has_norm ? verdict.sum_of_squares.item<double>() : 0.0,
+                          has_norm ? verdict.max_abs.item<double>() : 0.0},
+                         has_norm, was_unscaled);
+}
+
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
 /// Multiplies the gradients of `plan` by `coefficient`, at most 1, in place: those of double by it,
@@ -248,7 +258,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   fused.apply(std::move(plan), verdict, options);
   record.stage = Stage::stepped;
   if (scale.is_cpu()) {
-    StepOutcome outcome = detail::outcome_on_cpu(scale, verdict.on(scale.device()), was_unscaled);
+    StepOutcome outcome = detail::outcome_on_host(scale, verdict, was_unscaled);
     clipping_.see(outcome);
     if (outcome.found_inf) skipped_scale_ = outcome.scale;
     return StepResult(std::move(outcome));
@@ -303,28 +313,20 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   Verdict verdict;
-  std::shared_ptr<detail::StepLetter> letter;
+  StepOutcome outcome{.ran = true, .value = at::Tensor()};
   if (detail::clips(options) && plan.has_rows()) {
-    const at::Device device =
-        plan.rows.empty() ? at::Device(at::kCPU) : plan.rows.front().gradient.device();
+    const at::Device device = plan.rows.empty() ? at::kCPU : plan.rows.front().gradient.device();
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
-    letter = letter_pool_.letter_for(verdict.inv_scale.device());
-    fused != nullptr ? letter->send(one, verdict) : letter->send_and_wait(one, verdict);
+    const bool is_known = fused == nullptr || device.is_cpu();
+    if (is_known) outcome = detail::outcome_on_host(one, verdict, /*was_unscaled=*/false);
   }
-  StepOutcome outcome{.ran = true, .value = at::Tensor()};
   if (fused != nullptr) {
     fused->apply(std::move(plan), verdict, options);
-    if (letter == nullptr) return StepResult(std::move(outcome));
-    if (letter->device().is_cpu()) return StepResult(letter->outcome());
-    return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+    return StepResult(std::move(outcome));
   }
-  if (letter != nullptr) {
-    outcome = letter->outcome();
-    detail::clip_in_place(plan,
-                          detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
-  }
+  detail::clip_in_place(plan, *detail::gradient_factor(verdict, options.max_norm));
   outcome.value = optimizer.step();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));

@@ -26,17 +26,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step whose scale and verdict lie on the CPU.
-inline StepOutcome outcome_on_cpu(const at::Tensor& scale, const Verdict& verdict,
-                                  bool was_unscaled) {
-  const bool has_norm = verdict.sum_of_squares.defined();
-  return StepOutcome::of(
-      {*scale.const_data_ptr<float>(), *verdict.found_inf.const_data_ptr<float>(),
-       has_norm ? *verdict.sum_of_squares.const_data_ptr<double>() : 0.0,
-       has_norm ? *verdict.max_abs.const_data_ptr<double>() : 0.0},
-      has_norm, was_unscaled);
-}
-
 /// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
 /// magnitude. Kernels of mezzo's write the numbers into pinned memory; on devices without them ATen
 /// copies the numbers there. An event behind the write tells when the numbers have arrived, and the

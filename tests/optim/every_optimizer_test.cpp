@@ -1,0 +1,239 @@
+// What every optimizer does alike: what it checks of the parameters and groups that it is given,
+// how it is passed on, closures and files.
+
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/adamw8bit.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/muon.h>
+#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/sgd.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <concepts>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/same_bits.h"
+
+namespace {
+
+using test_support::error_of;
+using testing::HasSubstr;
+using torch::optim::OptimizerParamGroup;
+
+template <class OptimizerType, class OptionsType>
+struct Kind {
+  using Optimizer = OptimizerType;
+  using Options = OptionsType;
+};
+
+template <class Kind>
+class ParamGroups : public testing::Test {
+ protected:
+  static torch::Tensor parameter() { return torch::ones({2, 2}).requires_grad_(); }
+  static OptimizerParamGroup group(const typename Kind::Options& options) {
+    return {{parameter()}, std::make_unique<typename Kind::Options>(options)};
+  }
+};
+
+using Kinds = testing::Types<Kind<mezzo::optim::Adam, mezzo::optim::AdamOptions>,
+                             Kind<mezzo::optim::AdamW, mezzo::optim::AdamWOptions>,
+                             Kind<mezzo::optim::LAMB, mezzo::optim::LAMBOptions>,
+                             Kind<mezzo::optim::Lion, mezzo::optim::LionOptions>,
+                             Kind<mezzo::optim::SGD, mezzo::optim::SGDOptions>,
+                             Kind<mezzo::optim::Muon, mezzo::optim::MuonOptions>,
+                             Kind<mezzo::optim::AdamW8bit, mezzo::optim::AdamWOptions>>;
+TYPED_TEST_SUITE(ParamGroups, Kinds);
+
+TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
+  using Options = typename TypeParam::Options;
+  typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
+  constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
+  std::vector<std::pair<Options, std::string>> bad{
+      {Options(-1.0), "lr is -1"},
+      {Options(kNan), "lr is nan"},
+      {Options(0.5).weight_decay(-1), "weight_decay is -1"}};
+  if constexpr (requires(Options any) { any.eps(1.0); }) {
+    bad.emplace_back(Options(0.5).eps(-2), "eps is -2");
+  }
+  if constexpr (requires(Options any) { any.momentum(1.0); }) {
+    bad.emplace_back(Options(0.5).momentum(-2), "momentum is -2");
+  }
+  if constexpr (requires(Options any) { any.betas(); }) {
+    bad.emplace_back(Options(0.5).betas({1.0, 0.5}), "betas are 1 and 0.5");
+    bad.emplace_back(Options(0.5).betas({0.5, -0.5}), "betas are 0.5 and -0.5");
+  }
+  for (const auto& [options, words] : bad) {
+    const std::string made =
+        error_of([&] { typename TypeParam::Optimizer({this->group(options)}, Options(0.5)); });
+    EXPECT_EQ(error_of([&] { optimizer.add_param_group(this->group(options)); }), made);
+    EXPECT_THAT(made, HasSubstr(words + "; "));
+    EXPECT_EQ(optimizer.param_groups().size(), 1U);
+  }
+  optimizer.add_param_group(this->group(Options(0.25)));
+  ASSERT_EQ(optimizer.param_groups().size(), 2U);
+  const torch::Tensor added = optimizer.param_groups().back().params().front();
+  added.mutable_grad() = torch::ones({2, 2});
+  optimizer.step();
+  EXPECT_FALSE(torch::equal(added, torch::ones({2, 2})))
+      << "what is added after a refusal is trained";
+}
+
+TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
+  using Options = typename TypeParam::Options;
+  typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
+  EXPECT_THAT(error_of([&] {
+                optimizer.add_param_group(OptimizerParamGroup(
+                    {this->parameter()}, std::make_unique<torch::optim::RMSpropOptions>(0.5)));
+              }),
+              HasSubstr("the options of parameter group 1 are not "));
+  EXPECT_EQ(optimizer.param_groups().size(), 1U);
+}
+
+// As in torch: a model that did not register its layers has no parameters, and would not learn.
+TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
+  using Own = typename TypeParam::Optimizer;
+  const typename TypeParam::Options options(0.5);
+  for (const std::string& error :
+       {error_of([&] { Own(std::vector<torch::Tensor>(), options); }),
+        error_of([&] { Own(std::vector<OptimizerParamGroup>(), options); })}) {
+    EXPECT_THAT(error, HasSubstr("optimizer got an empty parameter list"));
+    EXPECT_THAT(error, HasSubstr("register_module"));
+  }
+  // One group of several may be empty, as torch has it.
+  EXPECT_EQ(error_of([&] {
+              Own({OptimizerParamGroup(std::vector<torch::Tensor>()),
+                   OptimizerParamGroup({this->parameter()})},
+                  options);
+            }),
+            "no error");
+}
+
+// An overload for pointers beside one for AnyOptimizer is chosen by what can be called.
+TYPED_TEST(ParamGroups, AreReachedThroughAReferenceToTheOptimizerAndNoPointer) {
+  using Own = typename TypeParam::Optimizer;
+  static_assert(std::is_convertible_v<Own&, mezzo::AnyOptimizer>);
+  static_assert(!std::is_convertible_v<Own*, mezzo::AnyOptimizer>);
+  static_assert(!std::is_convertible_v<std::unique_ptr<Own>, mezzo::AnyOptimizer>);
+  static_assert(!std::is_constructible_v<mezzo::AnyOptimizer, std::shared_ptr<Own>&>);
+  Own optimizer({this->parameter()}, typename TypeParam::Options(0.5));
+  EXPECT_EQ(&mezzo::AnyOptimizer(optimizer).optimizer(), &optimizer);
+}
+
+TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
+  using Own = typename TypeParam::Optimizer;
+  const typename TypeParam::Options options(0.5);
+  const torch::Tensor x = this->parameter(), same_memory = x.detach().requires_grad_();
+  EXPECT_THAT(error_of([&] { Own({x, x}, options); }), HasSubstr("is given twice"));
+  EXPECT_THAT(error_of([&] {
+                Own({x, same_memory}, options);
+              }),
+              HasSubstr("parameter 0 of group 0 (float32 [2, 2] on cpu) and parameter 1 of group 0 "
+                        "(float32 [2, 2] on cpu) share memory"));
+  Own optimizer({x}, options);
+  x.mutable_grad() = torch::ones({2, 2});
+  EXPECT_THAT(error_of([&] {
+                optimizer.add_param_group(OptimizerParamGroup({x}));
+                optimizer.step();
+              }),
+              HasSubstr("is given twice"));
+  EXPECT_TRUE(x.equal(torch::ones({2, 2})));
+}
+
+TYPED_TEST(ParamGroups, AreSteppedWithTheGradientsOfAClosureWhoseLossIsReturned) {
+  const torch::Tensor x = this->parameter();
+  typename TypeParam::Optimizer optimizer({x}, typename TypeParam::Options(0.5));
+  int calls = 0;
+  const torch::NoGradGuard no_grad;
+  const torch::Tensor loss = optimizer.step([&] {
+    ++calls;
+    torch::Tensor value = x.square().sum();
+    value.backward();
+    return value;
+  });
+  EXPECT_EQ(calls, 1);
+  EXPECT_EQ(loss.item<float>(), 4.0F);
+  EXPECT_FALSE(x.equal(torch::ones({2, 2})));
+}
+
+/// Options that differ from the defaults.
+template <class Kind>
+typename Kind::Options unusual_options() {
+  typename Kind::Options options(0.0625);
+  options.weight_decay(0.25);
+  if constexpr (requires { options.betas({0.75, 0.875}).eps(0.125); }) {
+    options.betas({0.75, 0.875}).eps(0.125);
+  } else if constexpr (requires { options.betas(); }) {
+    options.betas({0.75, 0.875});
+  }
+  if constexpr (requires { options.momentum(0.75).nesterov(true); }) options.momentum(0.75);
+  if constexpr (requires { options.dampening(0); }) options.nesterov(true);
+  if constexpr (requires { options.ns_steps(3); }) {
+    options.nesterov(false).ns_steps(3).adjust_lr_fn("match_rms_adamw");
+  }
+  if constexpr (requires { options.always_adapt(true); }) {
+    options.bias_correction(false).always_adapt(true);
+  }
+  const bool has_amsgrad = !std::same_as<typename Kind::Optimizer, mezzo::optim::AdamW8bit>;
+  if constexpr (requires { options.amsgrad(true); }) options.amsgrad(has_amsgrad);
+  return options;
+}
+
+TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
+  using Own = typename TypeParam::Optimizer;
+  torch::manual_seed(1);
+  const torch::Tensor x = torch::randn({64, 80}), y = torch::empty({64, 80});
+  Own optimizer({x}, unusual_options<TypeParam>());
+  const auto step = [](Own& one, const torch::Tensor& parameter, int number) {
+    torch::manual_seed(static_cast<uint64_t>(number));
+    parameter.mutable_grad() = torch::randn({64, 80});
+    one.step();
+  };
+  for (int i = 0; i < 3; ++i) step(optimizer, x, i);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  y.copy_(x);
+  Own resumed({y}, typename TypeParam::Options(1.0));
+  torch::load(resumed, file);
+  EXPECT_TRUE(static_cast<typename TypeParam::Options&>(resumed.param_groups()[0].options()) ==
+              unusual_options<TypeParam>());
+  for (int i = 3; i < 6; ++i) {
+    step(optimizer, x, i);
+    step(resumed, y, i);
+  }
+  EXPECT_THAT(y, test_support::SameBits(x));
+}
+
+// libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's
+// rules notice; ordinary optimizers do not.
+TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
+  using Options = typename TypeParam::Options;
+  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::FusedOptimizer>) return;
+  typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
+  torch::Tensor& place = optimizer.param_groups()[0].params()[0];
+  torch::Tensor first_step;
+  for (int i = 0; i < 8; ++i) {
+    place = torch::Tensor();
+    place = this->parameter();
+    place.mutable_grad() = torch::ones({2, 2});
+    optimizer.step();
+    if (i == 0) first_step = place.detach().clone();
+    EXPECT_TRUE(place.equal(first_step)) << "of parameter " << i;
+    EXPECT_LE(optimizer.state().size(), 2U);
+    place.mutable_grad() = torch::full({2, 2}, 64.0);  // moments that the next parameter would feel
+    optimizer.step();
+  }
+}
+
+}  // namespace

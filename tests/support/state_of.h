@@ -1,0 +1,14 @@
+#pragma once
+
+#include <torch/optim/optimizer.h>
+#include <torch/types.h>
+
+namespace test_support {
+
+/// What `optimizer` keeps of a parameter, which is of the class `State`.
+template <class State>
+State& state_of(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
+  return static_cast<State&>(*optimizer.state().at(parameter.unsafeGetTensorImpl()));
+}
+
+}  // namespace test_support
