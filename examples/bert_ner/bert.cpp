@@ -78,11 +78,11 @@ BertLayerImpl::BertLayerImpl(const BertConfig& model_config) : config(model_conf
 torch::Tensor BertLayerImpl::forward(const torch::Tensor& hidden, const torch::Tensor& mask) {
   const auto heads = config.num_attention_heads;
   const auto dropped = [&](const torch::Tensor& x) {
-    return torch::dropout(x, config.hidden_dropout, is_training());
+    return torch::dropout(x, config.dropout, is_training());
   };
-  const auto context = attend(split_heads(query(hidden), heads), split_heads(key(hidden), heads),
-                              split_heads(value(hidden), heads), mask,
-                              is_training() ? config.attention_dropout : 0.0);
+  const auto context =
+      attend(split_heads(query(hidden), heads), split_heads(key(hidden), heads),
+             split_heads(value(hidden), heads), mask, is_training() ? config.dropout : 0.0);
   const auto attended =
       attention_norm(dropped(attention_output(context.transpose(1, 2).flatten(2))) + hidden);
   const auto wide = activate(intermediate(attended), config.hidden_act);
@@ -91,7 +91,7 @@ torch::Tensor BertLayerImpl::forward(const torch::Tensor& hidden, const torch::T
 
 BertForTokenClassificationImpl::BertForTokenClassificationImpl(const BertConfig& config,
                                                                int64_t num_labels)
-    : dropout(config.hidden_dropout) {
+    : dropout(config.dropout) {
   const auto table = [&](const std::string& name, int64_t rows) {
     return named(*this, "bert.embeddings." + name + "_embeddings",
                  nn::Embedding(rows, config.hidden_size));
@@ -104,7 +104,7 @@ BertForTokenClassificationImpl::BertForTokenClassificationImpl(const BertConfig&
     layers.push_back(named(*this, "bert.encoder.layer." + std::to_string(i), BertLayer(config)));
   }
   classifier = register_module("classifier", nn::Linear(config.hidden_size, num_labels));
-  nn::init::normal_(classifier->weight, 0.0, config.initializer_range);
+  nn::init::normal_(classifier->weight, 0.0, 0.02);
   nn::init::zeros_(classifier->bias);
 }
 

@@ -21,10 +21,8 @@ struct BertConfig {
   int64_t max_position_embeddings = 0;
   int64_t type_vocab_size = 0;
   double layer_norm_eps = 1e-12;
-  double hidden_dropout = 0.1;
-  double attention_dropout = 0.1;
-  double initializer_range = 0.02;
   std::string hidden_act = "gelu";  ///< gelu, gelu_new, gelu_pytorch_tanh or relu
+  double dropout = 0;               ///< between layers and in attention, of the run's options
 };
 
 /// A layer: attention of every token over the tokens that are no padding, then two linear layers.
@@ -42,7 +40,7 @@ TORCH_MODULE(BertLayer);
 
 /// The whole model. The segment of each token is 0.
 struct BertForTokenClassificationImpl : torch::nn::Module {
-  /// The classifier starts as normal(0, initializer_range) from torch's generator, its bias at 0.
+  /// The classifier starts as normal(0, 0.02) from torch's generator, its bias at 0.
   BertForTokenClassificationImpl(const BertConfig& config, int64_t num_labels);
 
   /// \param ids token ids, int64 [batch, length], length <= max_position_embeddings

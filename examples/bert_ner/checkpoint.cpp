@@ -1,11 +1,12 @@
 #include "checkpoint.h"
 
+#include <mezzo/checkpoint/checkpoint.h>
+
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <iostream>
-#include <nlohmann/json.hpp>
-#include <optional>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -44,39 +45,28 @@ auto with_checkpoints(const fs::path& dir, const Use& use) {
 
 }  // namespace
 
-SavedRun read_saved_run(const fs::path& dir) {
-  SavedRun saved;
-  std::string record;
-  mezzo::TrainingState state;
-  state.add("record", record).add("epoch", saved.position.epoch);
-  state.add("group", saved.position.group).add("steps", saved.position.steps);
+void load_checkpoint(const fs::path& dir, Trainer& trainer, const nlohmann::json& record) {
+  std::string text;
+  mezzo::TrainingState alone;
+  alone.add("record", text);
   const auto loaded = with_checkpoints(
-      dir, [&](auto&& checkpoints) { return checkpoints.load_newest(state, {.subset = true}); });
+      dir, [&](auto&& checkpoints) { return checkpoints.load_newest(alone, {.subset = true}); });
   if (!loaded) {
     throw InputError(checkpoints_of(dir).string() +
-                     ": holds no checkpoint; --resume takes a folder that --save wrote, and "
-                     "--model one that holds a model alone");
+                     ": holds no checkpoint; leave --resume out to begin a run");
   }
-  try {
-    saved.record = nlohmann::json::parse(record).get<RunRecord>();
-  } catch (const nlohmann::json::exception& error) {
-    throw InputError(loaded->file.string() +
-                     ": is of another program, or of another version of this one (" + error.what() +
-                     "); resume it with that one, or start a run with --model");
+  const auto saved = parse_json(text, loaded->file.string());
+  for (const auto& [word, value] : record.items()) {
+    if (saved.value(word, nlohmann::json()) == value) continue;
+    throw InputError(dir.string() + ": the run had other " + word +
+                     "; put back what it began with");
   }
-  return saved;
-}
-
-void load_checkpoint(const fs::path& dir, Trainer& trainer) {
-  std::string record;
-  const auto state = state_of(trainer, record);
+  const auto state = state_of(trainer, text);
   with_checkpoints(dir, [&](auto&& checkpoints) { checkpoints.load_newest(state); });
 }
 
-void save_checkpoint(const fs::path& dir, Trainer& trainer, const ModelFiles& files,
-                     const Labels& labels, const RunRecord& record) {
-  write_model_folder(dir, files, trainer.model, labels);
-  std::string text = nlohmann::json(record).dump();
+void save_checkpoint(const fs::path& dir, Trainer& trainer, const nlohmann::json& record) {
+  std::string text = record.dump();
   const auto state = state_of(trainer, text);
   with_checkpoints(dir,
                    [&](auto&& checkpoints) { checkpoints.save(state, trainer.position.steps); });

@@ -1,11 +1,9 @@
 #include "dataset.h"
 
 #include <algorithm>
-#include <charconv>
 #include <cmath>
 #include <numeric>
 #include <set>
-#include <sstream>
 #include <utility>
 
 #include "text.h"
@@ -39,20 +37,6 @@ void check(const Row& row, const std::string& where) {
     throw InputError(
         where + ": \"" + std::string(row.tag) +
         "\" is not a BIO tag; write O, B-TYPE or I-TYPE (convert other schemes first)");
-  }
-}
-
-/// A model cannot answer a label that it never saw: say so before an hour of training, not after.
-void check_labels(const std::vector<Sentence>& sentences, const std::string& file,
-                  const Labels& labels, const std::string& training_file) {
-  for (const auto& sentence : sentences) {
-    for (std::size_t word = 0; word < sentence.tags.size(); ++word) {
-      if (labels.id(sentence.tags[word])) continue;
-      throw InputError(place(file, sentence.line + word) + ": the label " + sentence.tags[word] +
-                       " does not occur in " + training_file + ", which has " +
-                       joined(labels.names()) +
-                       "; correct the label or add training sentences with it");
-    }
   }
 }
 
@@ -135,35 +119,9 @@ std::optional<int64_t> Labels::id(std::string_view name) const {
   return found - names_.begin();
 }
 
-std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels) {
-  std::vector<double> weights(labels.size(), 1.0);
-  std::istringstream entries(spec);
-  for (std::string entry; std::getline(entries, entry, ',');) {
-    const auto cut = std::min(entry.rfind('='), entry.size());
-    const std::string label(trimmed(entry.substr(0, cut)));
-    const auto id = labels.id(label);
-    if (!id) {
-      throw InputError("--class-weights: the training data has no label \"" + label +
-                       "\"; it has " + joined(labels.names()));
-    }
-    auto& weight = weights[static_cast<std::size_t>(*id)];
-    const char* const end = entry.data() + entry.size();
-    const auto [stop, error] =
-        std::from_chars(entry.data() + std::min(cut + 1, entry.size()), end, weight);
-    // The loss is computed in float32: a weight that is 0 or infinite there is none.
-    const auto in_loss = static_cast<float>(weight);
-    if (error != std::errc() || stop != end || !std::isfinite(in_loss) || in_loss <= 0) {
-      throw InputError(
-          "--class-weights: \"" + entry +
-          "\" has no number above 0 that float32 holds; write one, such as B-person=2.5");
-    }
-  }
-  return weights;
-}
-
 std::string Dataset::text() const {
   std::string text;
-  for (const auto* part : {&train, &valid, &test}) {
+  for (const auto* part : {&train, &valid}) {
     for (const auto& sentence : *part) {
       for (const auto& word : sentence.words) text += word + '\t';
       for (const auto& tag : sentence.tags) text += tag + '\t';
@@ -175,24 +133,19 @@ std::string Dataset::text() const {
 }
 
 Dataset load_dataset(const DataOptions& options, uint64_t seed) {
+  auto sentences = read_conll(options.data.empty() ? options.train : options.data);
   Dataset dataset;
-  if (!options.data.empty()) {
-    auto sentences = read_conll(options.data);
-    dataset.labels = Labels::of(sentences);
+  if (options.data.empty()) {
+    dataset.train = std::move(sentences);
+    dataset.valid = read_conll(options.valid);
+  } else {
     auto split = split_by_seed(std::move(sentences), options.held_out, seed);
     dataset.train = std::move(split.train);
     dataset.valid = std::move(split.valid);
-  } else {
-    dataset.train = read_conll(options.train);
-    dataset.labels = Labels::of(dataset.train);
-    dataset.valid = read_conll(options.valid);
-    check_labels(dataset.valid, options.valid, dataset.labels, options.train);
   }
-  if (!options.test.empty()) {
-    dataset.test = read_conll(options.test);
-    check_labels(dataset.test, options.test, dataset.labels,
-                 options.data.empty() ? options.train : options.data);
-  }
+  sentences = dataset.train;
+  sentences.insert(sentences.end(), dataset.valid.begin(), dataset.valid.end());
+  dataset.labels = Labels::of(sentences);
   return dataset;
 }
 

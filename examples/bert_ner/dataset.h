@@ -1,5 +1,5 @@
 /// \file
-/// Sentences with tags, the labels that a model learns from them, and their weights in the loss.
+/// Sentences with tags, and the labels that a model learns from them.
 #pragma once
 
 #include <cstddef>
@@ -61,30 +61,23 @@ class Labels {
   std::vector<std::string> names_;
 };
 
-/// The weight of each label in the loss, by id: 1 unless `spec` says otherwise.
-/// \param spec "B-person=2,O=0.5"; empty for none
-/// \throws InputError for an unknown label or a weight that is no finite number above 0 in float32
-std::vector<double> parse_class_weights(const std::string& spec, const Labels& labels);
-
 /// The files of sentences: one that is split, or one for each part.
 struct DataOptions {
-  std::string data, train, valid, test;
+  std::string data, train, valid;
   double held_out = 0.2;  ///< the part of `data` that is kept for the scores
 };
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataOptions, data, train, valid, test, held_out)
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(DataOptions, data, train, valid, held_out)
 
 struct Dataset {
   std::vector<Sentence> train;
   std::vector<Sentence> valid;  ///< scored after each epoch
-  std::vector<Sentence> test;   ///< scored at the end; empty where none was given
-  Labels labels;                ///< of the training part, or of the one file that was split
+  Labels labels;                ///< of both
 
   /// All words and tags as one text, to recognise the data when a run is resumed.
   std::string text() const;
 };
 
-/// \throws InputError naming file and line for what read_conll refuses and for a tag, in the
-/// validation or test part, that no training sentence has
+/// \throws InputError naming file and line for what read_conll refuses
 Dataset load_dataset(const DataOptions& options, uint64_t seed);
 
 }  // namespace bert_ner

@@ -32,42 +32,21 @@ Entities entities_of(const TagSequences& sentences) {
   return entities;
 }
 
-Score with_ratios(Score score) {
+}  // namespace
+
+Score entity_scores(const TagSequences& truth, const TagSequences& predicted) {
+  if (!std::ranges::equal(truth, predicted, {}, &Tags::size, &Tags::size)) {
+    throw std::invalid_argument("entity_scores: truth and prediction differ in sentences or words");
+  }
+  const auto wanted = entities_of(truth), found = entities_of(predicted);
+  Score score{.support = wanted.size(), .predicted = found.size()};
+  for (const auto& entity : found) score.correct += wanted.count(entity);
   const auto ratio = [](double part, double whole) { return whole == 0 ? 0. : part / whole; };
   const auto correct = static_cast<double>(score.correct);
   score.precision = ratio(correct, static_cast<double>(score.predicted));
   score.recall = ratio(correct, static_cast<double>(score.support));
   score.f1 = ratio(2 * score.precision * score.recall, score.precision + score.recall);
   return score;
-}
-
-}  // namespace
-
-std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
-                                                   const TagSequences& predicted) {
-  if (!std::ranges::equal(truth, predicted, {}, &Tags::size, &Tags::size)) {
-    throw std::invalid_argument("entity_scores: truth and prediction differ in sentences or words");
-  }
-  std::map<std::string, Score> scores;
-  const auto wanted = entities_of(truth), found = entities_of(predicted);
-  for (const auto& entity : wanted) ++scores[std::get<0>(entity)].support;
-  for (const auto& entity : found) {
-    auto& score = scores[std::get<0>(entity)];
-    ++score.predicted;
-    if (wanted.contains(entity)) ++score.correct;
-  }
-  for (auto& [type, score] : scores) score = with_ratios(score);
-  return scores;
-}
-
-Score entity_scores(const TagSequences& truth, const TagSequences& predicted) {
-  Score total;
-  for (const auto& [type, score] : entity_scores_by_type(truth, predicted)) {
-    total.support += score.support;
-    total.predicted += score.predicted;
-    total.correct += score.correct;
-  }
-  return with_ratios(total);
 }
 
 }  // namespace bert_ner

@@ -1,7 +1,6 @@
 #pragma once
 
-#include <cstdint>
-#include <map>
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -10,12 +9,12 @@ namespace bert_ner {
 /// Entity-level scores: an entity counts if its type, first and last word are right. A ratio with a
 /// denominator of 0 is 0.
 struct Score {
-  double precision = 0;      ///< correct / predicted
-  double recall = 0;         ///< correct / support
-  double f1 = 0;             ///< their harmonic mean
-  std::int64_t support = 0;  ///< entities in the truth
-  std::int64_t predicted = 0;
-  std::int64_t correct = 0;
+  double precision = 0;     ///< correct / predicted
+  double recall = 0;        ///< correct / support
+  double f1 = 0;            ///< their harmonic mean
+  std::size_t support = 0;  ///< entities in the truth
+  std::size_t predicted = 0;
+  std::size_t correct = 0;
 };
 
 /// One list of BIO tags a sentence.
@@ -25,9 +24,5 @@ using TagSequences = std::vector<std::vector<std::string>>;
 /// in their default mode, which reads tags as conlleval does (an I- after O, or after another type,
 /// begins an entity). \throws std::invalid_argument if the numbers of sentences or words differ
 Score entity_scores(const TagSequences& truth, const TagSequences& predicted);
-
-/// Scores for each type in the truth or the prediction.
-std::map<std::string, Score> entity_scores_by_type(const TagSequences& truth,
-                                                   const TagSequences& predicted);
 
 }  // namespace bert_ner

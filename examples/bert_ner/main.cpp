@@ -2,15 +2,11 @@
 /// bert_ner: fine-tunes BERT for named-entity recognition in mixed precision. See README.md.
 #include <torch/torch.h>
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <csignal>
 #include <exception>
 #include <iostream>
 #include <string>
 #include <string_view>
-#include <variant>
 #include <vector>
 
 #include "machine.h"
@@ -25,9 +21,8 @@ namespace {
 /// Runs what `make_rows` runs and prints its table, or JSON with "--json -"; `--json FILE` writes a
 /// file too.
 template <class MakeTable>
-void run_and_print(const bert_ner::RunOptions& given, MakeTable make_table) {
-  const auto options = bert_ner::options_in_effect(given);
-  const bool has_file = !given.json.empty() && given.json != "-";
+void run_and_print(const bert_ner::RunOptions& options, MakeTable make_table) {
+  const bool has_file = !options.json.empty() && options.json != "-";
   if (has_file) bert_ner::check_writable(options.json);  // now, not after hours of training
   const bert_ner::Table table = make_table();
   const auto json = bert_ner::table_json(table, options).dump(2) + "\n";
@@ -36,24 +31,28 @@ void run_and_print(const bert_ner::RunOptions& given, MakeTable make_table) {
 }
 
 void run(const std::vector<std::string>& arguments) {
-  if (fcntl(STDOUT_FILENO, F_GETFD) < 0) {  // the next file to be opened would take its place
-    throw bert_ner::InputError("standard output: is closed; send it to a file or to /dev/null");
-  }
-  const auto request = bert_ner::parse_command_line(arguments);
-  if (const auto* help = std::get_if<bert_ner::HelpRequest>(&request)) {
-    std::cout << help->text;
-  } else if (const auto* options = std::get_if<bert_ner::PredictOptions>(&request)) {
-    bert_ner::predict(*options, std::cout);
-  } else if (const auto* table = std::get_if<bert_ner::TableRequest>(&request)) {
-    run_and_print(table->options, [&] {
-      bert_ner::set_threads(table->options.threads);  // as the rows do
-      const auto warning = bert_ner::slow_autocast_warning(table->options);
-      if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
-      return bert_ner::run_rows(table->options, table->arguments);
-    });
-  } else {
-    const auto& one = std::get<bert_ner::RunOptions>(request);
-    run_and_print(one, [&] { return bert_ner::Table{{{bert_ner::run_training(one)}}, {}}; });
+  using Kind = bert_ner::Command::Kind;
+  const auto command = bert_ner::parse_command_line(arguments);
+  const auto& options = command.run;
+  switch (command.kind) {
+    case Kind::help:
+      std::cout << command.help;
+      break;
+    case Kind::predict:
+      bert_ner::predict(command.predict, std::cout);
+      break;
+    case Kind::run:
+      run_and_print(options, [&] {
+        return bert_ner::Table{{{bert_ner::run_training(options)}}, {}};
+      });
+      break;
+    case Kind::table:
+      run_and_print(options, [&] {
+        bert_ner::set_threads(options.threads);  // as the rows do
+        const auto warning = bert_ner::slow_autocast_warning(options);
+        if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
+        return bert_ner::run_rows(options, arguments);
+      });
   }
   if (std::cout.flush()) return;
   throw bert_ner::InputError(

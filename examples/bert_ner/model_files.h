@@ -3,12 +3,10 @@
 /// model.safetensors and the tokenizer's configuration.
 #pragma once
 
-#include <cstdint>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
 #include "bert.h"
 #include "dataset.h"
@@ -39,16 +37,12 @@ Labels labels_of(const ModelFiles& files);
 /// Whether the classifier's weights come from the file or keep their fresh start.
 enum class Head { fresh, from_file };
 
-/// Checks that a model of these sizes takes memory in proportion to `folder/model.safetensors`.
-/// \throws InputError
-void check_sizes(const BertConfig& config, const std::filesystem::path& folder);
-
 /// Fills `model` from `folder/model.safetensors`. Names may carry the prefix `bert.` or not and may
-/// end in the older `gamma` and `beta`; all floating-point dtypes are converted to float32.
-/// \returns the names of the tensors of other heads (pooler, language model), which are left alone.
-/// \throws InputError naming the tensors that are missing, unknown to the encoder, or misshapen.
-std::vector<std::string> load_weights(BertForTokenClassification& model,
-                                      const std::filesystem::path& folder, Head head);
+/// end in the older `gamma` and `beta`; all floating-point dtypes are converted to float32. Tensors
+/// of other heads (pooler, language model) are left out.
+/// \throws InputError naming a tensor that is missing, unknown to the encoder, or misshapen.
+void load_weights(BertForTokenClassification& model, const std::filesystem::path& folder,
+                  Head head);
 
 /// Configuration, with these labels, and tokenizer as one text.
 std::string text_of(const ModelFiles& files, const Labels& labels);

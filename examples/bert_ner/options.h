@@ -7,7 +7,6 @@
 #include <span>
 #include <stdexcept>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "dataset.h"
@@ -45,9 +44,8 @@ struct TrainingOptions {
   double warmup = 0.0;     ///< the part of all steps over which the learning rate rises
   double max_grad_norm = 1.0;
   double weight_decay = 0.01;
-  double dropout = 0.0;       ///< in place of the model's own: one epoch leaves nothing to overfit
-  std::string class_weights;  ///< as parse_class_weights takes them
-  uint64_t seed = 1;          ///< of the split, the batches' order, the classifier and dropout
+  double dropout = 0.0;  ///< in place of the model's own: one epoch leaves nothing to overfit
+  uint64_t seed = 1;     ///< of the split, the batches' order, the classifier and dropout
 };
 
 /// All options of a run. Those outside of `data` and `training` may change when it is resumed.
@@ -58,7 +56,8 @@ struct RunOptions {
   std::string device = "cpu";  ///< cpu or cuda
   int threads = 0;             ///< 0: as set_threads chooses
   int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
-  std::string save, resume;    ///< folders of checkpoints
+  std::string save;            ///< folder of model and checkpoints
+  bool resume = false;         ///< go on with the run that is saved there
   int64_t save_every = 0;      ///< steps; 0: only at the end
   std::string json;            ///< a file for the results
   std::string report;          ///< a file for the run as an HTML page
@@ -79,21 +78,16 @@ void to_json(nlohmann::json& json, Precision precision);
 void from_json(const nlohmann::json& json, Precision& precision);
 
 NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, learning_rate, epochs, batch_size,
-                                   accumulate, warmup, max_grad_norm, weight_decay, dropout,
-                                   class_weights, seed)
+                                   accumulate, warmup, max_grad_norm, weight_decay, dropout, seed)
 
-/// The text that `--help` prints.
-struct HelpRequest {
-  std::string text;
+/// What the arguments ask for.
+struct Command {
+  enum class Kind { help, predict, run, table };
+  Kind kind = Kind::help;
+  std::string help;  ///< the text that `--help` prints
+  PredictOptions predict;
+  RunOptions run;  ///< of one precision, or of each row
 };
-
-/// A table of all precisions. `arguments` are those of this program.
-struct TableRequest {
-  RunOptions options;
-  std::vector<std::string> arguments;
-};
-
-using Request = std::variant<HelpRequest, TableRequest, RunOptions, PredictOptions>;
 
 /// A flag that does not exist, lacks its value, is out of range or contradicts another. what() is
 /// one line.
@@ -102,6 +96,6 @@ struct UsageError : std::runtime_error {
 };
 
 /// Parses the arguments (without the program's name). \throws UsageError
-Request parse_command_line(const std::vector<std::string>& arguments);
+Command parse_command_line(const std::vector<std::string>& arguments);
 
 }  // namespace bert_ner

@@ -9,7 +9,6 @@
 #include <csignal>
 #include <functional>
 #include <iostream>
-#include <map>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -25,17 +24,8 @@
 namespace bert_ner {
 namespace {
 
-namespace fs = std::filesystem;
-
 /// Lengths of batches are rounded up to a multiple of this (benchmarks/results/bert_ner.md).
 constexpr int64_t kLengthMultiple = 8;
-
-/// The start of a run: a model, or a checkpoint.
-struct RunOrigin {
-  std::filesystem::path folder;   ///< of the model: --model, or --resume
-  std::optional<SavedRun> saved;  ///< the run to resume
-  RunOptions options;  ///< paths are absolute; a resumed run's own where they decide its outcome
-};
 
 /// A hash that tells whether a text is still the same, on one machine and in one build.
 std::string fingerprint(const std::string& text) {
@@ -44,8 +34,8 @@ std::string fingerprint(const std::string& text) {
 
 /// Everything that is read from files.
 struct RunInputs {
-  /// \throws InputError for unusable files, and for others than those of the run to resume
-  RunInputs(const RunOrigin& origin, torch::Device device);
+  /// \throws InputError for unusable files
+  RunInputs(const RunOptions& options, torch::Device device);
 
   torch::Device device;
   mezzo::AutocastSetting precision;
@@ -53,87 +43,38 @@ struct RunInputs {
   BertConfig config;  ///< with the dropout of the options
   WordPiece tokenizer;
   Dataset data;
-  std::vector<Example> train, valid, test;  ///< of `data`
-  BatchList batches;                        ///< of `train`
+  std::vector<Example> train, valid;  ///< of `data`
+  BatchList batches;                  ///< of `train`
   int64_t epoch_steps;
 
   Padding padding() const { return {tokenizer.pad_id(), kLengthMultiple}; }
 };
 
-std::string absolute(const std::string& path) {
-  return path.empty() ? path : fs::absolute(path).lexically_normal().string();
-}
-
-/// The properties that must be equal when a run is resumed, by name.
-nlohmann::json identity_of(const RunOptions& options, const RunInputs& inputs) {
-  return {{"sentences", fingerprint(inputs.data.text())},
-          {"labels", inputs.data.labels.names()},
-          {"config.json, vocab.txt or tokenizer",
-           fingerprint(text_of(inputs.files, inputs.data.labels))},
-          {"device (--device)", options.device},
-          {"autocast (MEZZO_AUTOCAST)", describe(inputs.precision)},
-          {"options", options.training}};
-}
-
-/// The name of the first property that differs; empty if none does.
-std::string first_difference(const nlohmann::json& one, const nlohmann::json& other) {
-  for (const auto& [word, value] : one.items()) {
-    if (other.value(word, nlohmann::json()) != value) return word;
-  }
-  return {};
-}
-
-/// Checks that the run can go on here exactly as it would have gone on there.
-void check_record(const RunOrigin& origin, const RunInputs& inputs) {
-  const auto& [record, position] = *origin.saved;
-  const auto other = first_difference(record.identity, identity_of(origin.options, inputs));
-  if (!other.empty()) {
-    throw InputError(origin.folder.string() + ": the run had other " + other +
-                     "; put back what it began with");
-  }
-  if (position.group <= inputs.epoch_steps &&
-      position.steps == position.epoch * inputs.epoch_steps + position.group) {
-    return;
-  }
-  throw InputError(origin.folder.string() +
-                   ": the run's epoch, group and steps do not fit together; resume from a folder "
-                   "that --save wrote");
-}
-
-RunOrigin origin_of(const RunOptions& options) {
-  RunOrigin origin{options.model, std::nullopt, options};
-  if (!options.resume.empty()) {
-    origin.folder = options.resume;
-    origin.saved = read_saved_run(origin.folder);
-    origin.options.model = origin.saved->record.model;
-    origin.options.data = origin.saved->record.data;
-    origin.options.training = origin.saved->record.training;
-    return origin;
-  }
-  auto& data = origin.options.data;
-  for (auto* path : {&origin.options.model, &data.data, &data.train, &data.valid, &data.test}) {
-    *path = absolute(*path);
-  }
-  return origin;
-}
-
-RunInputs::RunInputs(const RunOrigin& origin, torch::Device run_device)
+RunInputs::RunInputs(const RunOptions& options, torch::Device run_device)
     : device(run_device),
-      precision(setting_for(origin.options.training.precision, device)),
-      files(read_model_files(origin.folder)),
+      precision(setting_for(options.training.precision, device)),
+      files(read_model_files(options.model)),
       config(bert_config_of(files)),
       tokenizer(load_tokenizer(files, config)),
-      data(load_dataset(origin.options.data, origin.options.training.seed)) {
-  config.hidden_dropout = config.attention_dropout = origin.options.training.dropout;
+      data(load_dataset(options.data, options.training.seed)) {
+  config.dropout = options.training.dropout;
   const auto examples_of = [&](const std::vector<Sentence>& sentences) {
     return make_examples(sentences, tokenizer, data.labels, config.max_position_embeddings);
   };
   train = examples_of(data.train);
   valid = examples_of(data.valid);
-  test = examples_of(data.test);
-  batches = length_sorted_batches(train, origin.options.training.batch_size);
-  epoch_steps = steps_per_epoch(batches.size(), origin.options.training.accumulate);
-  if (origin.saved) check_record(origin, *this);
+  batches = length_sorted_batches(train, options.training.batch_size);
+  epoch_steps = steps_per_epoch(batches.size(), options.training.accumulate);
+}
+
+/// What must be the same when a run is resumed, by name.
+nlohmann::json record_of(const RunOptions& options, const RunInputs& inputs) {
+  nlohmann::json record = options.training;
+  record["sentences"] = fingerprint(inputs.data.text());
+  record["model files"] = fingerprint(text_of(inputs.files, inputs.data.labels));
+  record["device (--device)"] = options.device;
+  record["autocast (MEZZO_AUTOCAST)"] = describe(inputs.precision);
+  return record;
 }
 
 std::string score_text(const Score& score) {
@@ -195,24 +136,21 @@ class Run {
   void train();
   bool after_step(const StepReport& report);
   void save();
-  void score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples);
+  void score();
   void save_page(const RunResult& result, const std::string& ended);
   RunResult result() const;
 
-  const RunOptions& options() const { return origin_.options; }
   /// Waits for the steps that are under way.
   int64_t skipped_steps() const {
     return trainer_.position.steps - trainer_.schedule.applied_steps();
   }
   bool stopped_early() const {
     return stop_signal != 0 ||
-           (options().max_steps > 0 && trainer_.position.steps >= options().max_steps);
+           (options_.max_steps > 0 && trainer_.position.steps >= options_.max_steps);
   }
 
-  RunOrigin origin_;
+  const RunOptions& options_;
   RunInputs inputs_;
-  std::vector<double> class_weights_;
-  std::vector<std::string> passed_over_;  ///< in the model, and not needed
   Trainer trainer_;
   int64_t saved_at_ = -1, scored_at_ = -1;          ///< steps
   std::optional<mezzo::RunReport> page_;            ///< if it was asked for
@@ -221,50 +159,37 @@ class Run {
   std::optional<Progress> progress_;
   std::optional<mezzo::Telemetry> telemetry_;  ///< tells progress and page of each step
   Score score_;                                ///< the last one
-  std::map<std::string, Score> scores_by_type_;
 };
 
 Run::Run(const RunOptions& options)
-    : origin_(origin_of(options)),
-      inputs_(origin_, find_device(options.device)),
-      class_weights_(
-          parse_class_weights(origin_.options.training.class_weights, inputs_.data.labels)),
-      trainer_(load_model(), origin_.options.training, inputs_.precision, class_weights_,
-               inputs_.epoch_steps) {
-  if (origin_.saved) load_checkpoint(origin_.folder, trainer_);
+    : options_(options),
+      inputs_(options, find_device(options.device)),
+      trainer_(load_model(), options.training, inputs_.precision, inputs_.epoch_steps) {
+  if (options.resume) load_checkpoint(options.save, trainer_, record_of(options, inputs_));
 }
 
 BertForTokenClassification Run::load_model() {
-  check_sizes(inputs_.config, origin_.folder);
-  torch::manual_seed(options().training.seed);
+  torch::manual_seed(options_.training.seed);
   BertForTokenClassification model(inputs_.config,
                                    static_cast<int64_t>(inputs_.data.labels.size()));
-  passed_over_ = load_weights(model, origin_.folder, origin_.saved ? Head::from_file : Head::fresh);
+  load_weights(model, options_.model, Head::fresh);
   model->to(inputs_.device);
   return model;
 }
 
 void Run::introduce() const {
   const auto& data = inputs_.data;
-  progress_->say(title_of(options().training.precision) + ": autocast " +
+  progress_->say(title_of(options_.training.precision) + ": autocast " +
                  describe(inputs_.precision) + ", " + std::to_string(data.train.size()) +
                  " sentences to learn, " + std::to_string(data.valid.size()) +
                  " to be scored on, " + std::to_string(data.labels.size()) + " labels");
-  if (!passed_over_.empty()) {
-    progress_->say("not needed from the model: " + joined(passed_over_));
-  }
-  // The labels of --data are those of the whole file; by chance, training may see none of one.
-  const auto seen = Labels::of(data.train);
-  for (const auto& name : data.labels.names()) {
-    if (!seen.id(name)) progress_->say("note: no sentence to learn from has " + name);
-  }
 }
 
 RunResult Run::execute() {
-  const int64_t schedule_steps = options().training.epochs * inputs_.epoch_steps;
+  const int64_t schedule_steps = options_.training.epochs * inputs_.epoch_steps;
   const int64_t steps =
-      options().max_steps > 0 ? std::min(options().max_steps, schedule_steps) : schedule_steps;
-  progress_.emplace(options().quiet, options().training.epochs, inputs_.epoch_steps, steps,
+      options_.max_steps > 0 ? std::min(options_.max_steps, schedule_steps) : schedule_steps;
+  progress_.emplace(options_.quiet, options_.training.epochs, inputs_.epoch_steps, steps,
                     skipped_steps());
   telemetry_.emplace(trainer_.position.steps + 1);
   telemetry_->write_to(std::ref(*progress_));
@@ -273,10 +198,10 @@ RunResult Run::execute() {
     if (overflows_) (*overflows_)(skipped);
   });
   introduce();
-  if (!options().save.empty()) prepare_checkpoints(options().save);
-  if (!options().report.empty()) {
-    check_writable(options().report);
-    page_.emplace("BERT, " + title_of(options().training.precision) + " (autocast " +
+  if (!options_.save.empty()) prepare_checkpoints(options_.save);
+  if (!options_.report.empty()) {
+    check_writable(options_.report);
+    page_.emplace("BERT, " + title_of(options_.training.precision) + " (autocast " +
                   describe(inputs_.precision) + ")");
     telemetry_->write_to(std::ref(*page_));
     overflows_.emplace(*trainer_.model,
@@ -288,7 +213,7 @@ RunResult Run::execute() {
   stop_at_signals();
   train();
   telemetry_->flush();
-  if (!options().save.empty() && saved_at_ != trainer_.position.steps) save();
+  if (!options_.save.empty() && saved_at_ != trainer_.position.steps) save();
   trainer_.scaler.on_skip(nullptr);
   if (const int signal = stop_signal; signal != 0) {
     const std::string cause = signal == SIGINT ? "Ctrl-C" : "SIGTERM";
@@ -297,21 +222,14 @@ RunResult Run::execute() {
                    std::to_string(trainer_.position.steps));
     throw Interrupted{signal};
   }
-  if (!inputs_.test.empty()) {
-    score(inputs_.data.test, inputs_.test);
-  } else if (scored_at_ != trainer_.position.steps) {
-    score(inputs_.data.valid, inputs_.valid);
-  }
-  for (const auto& [type, type_score] : scores_by_type_) {
-    progress_->say("  " + type + ": " + score_text(type_score));
-  }
+  if (scored_at_ != trainer_.position.steps) score();
   const auto measured = result();
-  save_page(measured, options().max_steps > 0 ? "at --max-steps" : "with its schedule");
+  save_page(measured, options_.max_steps > 0 ? "at --max-steps" : "with its schedule");
   return measured;
 }
 
 void Run::train() {
-  const auto& training = options().training;
+  const auto& training = options_.training;
   while (trainer_.position.epoch < training.epochs && !stopped_early()) {
     const auto epoch = trainer_.position.epoch;
     telemetry_->restart_clock();
@@ -319,7 +237,7 @@ void Run::train() {
                          inputs_.padding(), inputs_.config.max_position_embeddings,
                          [&](const StepReport& report) { return after_step(report); });
     if (trainer_.position.epoch == epoch) return;  // stopped within the epoch
-    score(inputs_.data.valid, inputs_.valid);
+    score();
     progress_->say("epoch " + std::to_string(trainer_.position.epoch) + ": " + score_text(score_));
   }
 }
@@ -327,7 +245,7 @@ void Run::train() {
 bool Run::after_step(const StepReport& report) {
   telemetry_->record(report.result, report.loss,
                      {.tokens = report.tokens, .learning_rate = report.learning_rate});
-  if (options().save_every > 0 && trainer_.position.steps % options().save_every == 0) {
+  if (options_.save_every > 0 && trainer_.position.steps % options_.save_every == 0) {
     save();
     telemetry_->restart_clock();
   }
@@ -345,41 +263,38 @@ void Run::save_page(const RunResult& result, const std::string& ended) {
   }
   report.option("peak memory", std::to_string(result.peak_memory_bytes >> 20) + " MiB");
   report.option("ended", ended);
-  const nlohmann::json training = options().training;
+  const nlohmann::json training = options_.training;
   for (const auto& [name, value] : training.items()) report.option(name, value.dump());
-  report.option("model", options().model);
-  report.option("device", options().device);
+  report.option("model", options_.model);
+  report.option("device", options_.device);
   report.option("threads", std::to_string(at::get_num_threads()));
   if (!overflow_lines_.empty()) report.add("Overflows", overflow_lines_);
-  report.save(options().report);
+  report.save(options_.report);
 }
 
 void Run::save() {
-  const RunRecord record{.model = options().model,
-                         .data = options().data,
-                         .training = options().training,
-                         .identity = identity_of(options(), inputs_)};
-  save_checkpoint(options().save, trainer_, inputs_.files, inputs_.data.labels, record);
+  write_model_folder(options_.save, inputs_.files, trainer_.model, inputs_.data.labels);
+  save_checkpoint(options_.save, trainer_, record_of(options_, inputs_));
   saved_at_ = trainer_.position.steps;
-  progress_->say("saved step " + std::to_string(saved_at_) + " in " + options().save);
+  progress_->say("saved step " + std::to_string(saved_at_) + " in " + options_.save);
 }
 
-void Run::score(const std::vector<Sentence>& sentences, const std::vector<Example>& examples) {
+void Run::score() {
+  const auto& sentences = inputs_.data.valid;
   const auto answers =
-      tag_sentences(trainer_.model, examples, sentences.size(), inputs_.data.labels,
+      tag_sentences(trainer_.model, inputs_.valid, sentences.size(), inputs_.data.labels,
                     inputs_.padding(), inputs_.config.max_position_embeddings, inputs_.precision);
   TagSequences truth;
   for (const auto& sentence : sentences) truth.push_back(sentence.tags);
   score_ = entity_scores(truth, answers);
-  scores_by_type_ = entity_scores_by_type(truth, answers);
   scored_at_ = trainer_.position.steps;
 }
 
 RunResult Run::result() const {
-  return {.name = title_of(options().training.precision),
-          .seed = options().training.seed,
+  return {.name = title_of(options_.training.precision),
+          .seed = options_.training.seed,
           .autocast = describe(inputs_.precision),
-          .learning_rate = options().training.learning_rate,
+          .learning_rate = options_.training.learning_rate,
           .f1 = score_.f1,
           .precision = score_.precision,
           .recall = score_.recall,
@@ -392,8 +307,6 @@ RunResult Run::result() const {
 }
 
 }  // namespace
-
-RunOptions options_in_effect(const RunOptions& options) { return origin_of(options).options; }
 
 RunResult run_training(const RunOptions& options) {
   set_threads(options.threads);

@@ -34,13 +34,9 @@ struct Interrupted {
   int signal;
 };
 
-/// Returns the options with absolute paths; for a run that is resumed, with the model, data and
-/// training options of its checkpoint. \throws InputError
-RunOptions options_in_effect(const RunOptions& options);
-
-/// Trains as the options say, or resumes the run in `options.resume`, and scores the test part, or
-/// the validation part if there is none. Sets the number of threads and draws from torch's default
-/// generators. Progress and scores by type go to standard error.
+/// Trains as the options say, or resumes the run in `options.save`, and scores what was held out.
+/// Sets the number of threads and draws from torch's default generators. Progress and scores by
+/// type go to standard error.
 /// \throws InputError for files and values that cannot be used; Interrupted
 RunResult run_training(const RunOptions& options);
 

@@ -1,17 +1,11 @@
 #include "table.h"
 
-#include <fcntl.h>
-#include <signal.h>
-#include <sys/prctl.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
+#include <cstdio>
 #include <filesystem>
-#include <stdexcept>
-#include <system_error>
 #include <utility>
 
 #include "machine.h"
@@ -66,55 +60,29 @@ Cells cells_of(const TableRow& row, const TableRow& first) {
           std::to_string(skipped)};
 }
 
-/// Runs this very program with other arguments; it ends with this process, however this one ends.
-/// \returns what it prints, and its status as waitpid has it
-std::pair<std::string, int> run_self(const std::vector<std::string>& arguments) {
-  const auto fail = [] { throw std::system_error(errno, std::generic_category(), "cannot start"); };
-  const std::string self = std::filesystem::read_symlink("/proc/self/exe").string();
-  std::vector<char*> pointers{const_cast<char*>(self.c_str())};
-  for (const auto& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
-  pointers.push_back(nullptr);
-  std::array<int, 2> ends{};
-  if (pipe2(ends.data(), O_CLOEXEC) != 0) fail();
-  const pid_t parent = getpid(), child = fork();
-  if (child < 0) fail();
-  if (child == 0) {  // where only what is safe in a signal handler may be called
-    constexpr int kCannotRun = 127;
-    prctl(PR_SET_PDEATHSIG, SIGTERM);
-    if (getppid() != parent) _exit(kCannotRun);  // it ended before we asked
-    dup2(ends[1], STDOUT_FILENO);
-    execv(self.c_str(), pointers.data());
-    _exit(kCannotRun);
-  }
-  close(ends[1]);
-  std::string text;
-  std::array<char, 4096> buffer{};
-  for (ssize_t count = 1; count != 0;) {
-    count = read(ends[0], buffer.data(), buffer.size());
-    if (count > 0) text.append(buffer.data(), static_cast<std::size_t>(count));
-    if (count < 0 && errno != EINTR) break;
-  }
-  close(ends[0]);
-  int status = 0;
-  while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
-  }
-  return {text, status};
-}
-
 /// \param more flags, which win over those of `arguments`
 RunResult run_in_its_process(std::vector<std::string> arguments, Precision precision, uint64_t seed,
                              const std::vector<std::string>& more = {}) {
   arguments.insert(arguments.end(), {"--precision", flag_of(precision), "--seed",
                                      std::to_string(seed), "--seeds", "1", "--json", "-"});
   arguments.insert(arguments.end(), more.begin(), more.end());
-  const auto [results, status] = run_self(arguments);
-  const auto name = "the run of " + title_of(precision);
-  if (WIFSIGNALED(status)) {
-    throw std::runtime_error(name + " was ended by signal " + std::to_string(WTERMSIG(status)) +
-                             "; run it alone with --precision " + flag_of(precision));
+  // The shell becomes this very program.
+  std::string command = "exec " + std::filesystem::read_symlink("/proc/self/exe").string();
+  for (auto argument : arguments) {
+    for (std::size_t at = 0; (at = argument.find('\'', at)) != std::string::npos; at += 4) {
+      argument.replace(at, 1, "'\\''");
+    }
+    command += " '" + argument + "'";
   }
-  if (WEXITSTATUS(status) != 0) throw RowFailed{WEXITSTATUS(status)};
-  return parse_json(results, name).at("rows").at(0).get<RunResult>();
+  std::FILE* const output = popen(command.c_str(), "r");
+  std::string text;
+  for (int c = 0; output != nullptr && (c = std::fgetc(output)) != EOF;) {
+    text += static_cast<char>(c);
+  }
+  const int status = output == nullptr ? -1 : pclose(output);
+  if (WIFSIGNALED(status)) throw RowFailed{128 + WTERMSIG(status)};
+  if (status != 0) throw RowFailed{WEXITSTATUS(status)};
+  return parse_json(text, title_of(precision)).at("rows").at(0).get<RunResult>();
 }
 
 }  // namespace

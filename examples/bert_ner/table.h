@@ -44,13 +44,13 @@ std::string slow_autocast_warning(const RunOptions& options);
 
 /// Thrown if one of the runs failed. It has written why on standard error.
 struct RowFailed {
-  int status;  ///< exit status of its process
+  int status;  ///< exit status of its process, as a shell has it
 };
 
 /// Runs every row and seed in a process of its own, since the peak memory of one process is that of
-/// its largest run, and a few steps in float32 between them. These processes end with this one.
+/// its largest run, and a few steps in float32 between them.
 /// \param arguments this program's own; each process gets them too, with its --precision and --seed
-/// \throws RowFailed if one of them fails, std::runtime_error if one is ended by a signal
+/// \throws RowFailed if one of them fails
 Table run_rows(const RunOptions& options, const std::vector<std::string>& arguments);
 
 }  // namespace bert_ner

@@ -14,15 +14,6 @@
 namespace bert_ner {
 namespace {
 
-/// The index of each example's first word among the words of all examples; at the end their number.
-std::vector<int64_t> first_words(std::span<const Example> examples) {
-  std::vector<int64_t> begins{0};
-  for (const auto& example : examples) {
-    begins.push_back(begins.back() + static_cast<int64_t>(example.first_pieces.size()));
-  }
-  return begins;
-}
-
 std::vector<Sentence> read_sentences(const PredictOptions& options) {
   std::vector<Sentence> sentences;
   const auto take = [&](std::string_view line, std::size_t number) {
@@ -52,25 +43,22 @@ TagSequences tag_sentences(BertForTokenClassification& model, std::span<const Ex
   const mezzo::AutocastGuard autocast(precision);
   const auto device = model->parameters().front().device();
   model->eval();
-  const auto begins = first_words(examples);
-  const auto answers = torch::zeros({begins.back()}, torch::kInt64);  // one a word
+  TagSequences of_examples(examples.size());
   for (const auto& positions : length_sorted_batches(examples, kBatchSize)) {
     const auto batch = collate(examples, positions, padding, max_length, device);
     const auto best = model(batch.ids, batch.mask).argmax(-1).cpu();
     const auto ids = best.accessor<int64_t, 2>();
     for (std::size_t row = 0; row < positions.size(); ++row) {
-      const auto position = positions[row];
-      auto* answer = answers.mutable_data_ptr<int64_t>() + begins[position];
-      for (const auto piece : examples[position].first_pieces) {
-        *answer++ = ids[static_cast<int64_t>(row)][piece];
+      for (const auto piece : examples[positions[row]].first_pieces) {
+        const auto id = ids[static_cast<int64_t>(row)][piece];
+        of_examples[positions[row]].push_back(labels.name(id));
       }
     }
   }
   TagSequences tags(sentences);  // the parts of a long sentence come together again
   for (std::size_t i = 0; i < examples.size(); ++i) {
-    for (auto word = begins[i]; word < begins[i + 1]; ++word) {
-      tags[examples[i].sentence].push_back(labels.name(answers.const_data_ptr<int64_t>()[word]));
-    }
+    auto& own = tags[examples[i].sentence];
+    own.insert(own.end(), of_examples[i].begin(), of_examples[i].end());
   }
   return tags;
 }
@@ -84,7 +72,6 @@ void predict(const PredictOptions& options, std::ostream& out) {
   const auto config = bert_config_of(files);
   const auto tokenizer = load_tokenizer(files, config);
   const auto sentences = read_sentences(options);
-  check_sizes(config, folder);
   BertForTokenClassification model(config, static_cast<int64_t>(labels.size()));
   load_weights(model, folder, Head::from_file);
   model->to(device);

@@ -8,9 +8,7 @@
 #include <cstdio>
 #include <fstream>
 #include <iterator>
-#include <set>
 #include <system_error>
-#include <vector>
 
 namespace bert_ner {
 namespace {
@@ -21,23 +19,12 @@ fs::path aside_of(const fs::path& path) {
   return path.parent_path() / ("." + path.filename().string() + ".tmp");
 }
 
-/// Opens the temporary file; for a folder or a system error the stream is not good.
-std::ofstream open_aside(const fs::path& path) {
-  std::error_code ignored;
-  if (!path.has_filename() || fs::is_directory(path, ignored)) {
-    throw InputError(path.string() + ": is a folder; give the name of a file to write");
-  }
-  return std::ofstream(aside_of(path), std::ios::binary);
-}
-
 [[noreturn]] void fail_to_write(const fs::path& path, const char* what, int error) {
   std::error_code ignored;
   fs::remove(aside_of(path), ignored);
-  const bool is_full = error == ENOSPC || error == EDQUOT || error == EFBIG;
   throw InputError(path.string() + ": " + what + " (" + std::generic_category().message(error) +
-                   "); " +
-                   (is_full ? "make room and try again" : "check the folder and its permissions") +
-                   (fs::exists(path, ignored) ? ", the previous file is untouched" : ""));
+                   "); make room, or check the folder and its permissions" +
+                   (fs::exists(path, ignored) ? ": the previous file is untouched" : ""));
 }
 
 }  // namespace
@@ -76,39 +63,15 @@ std::optional<std::size_t> first_invalid_utf8(std::string_view text) {
   return std::nullopt;
 }
 
-char32_t next_code_point(std::string_view utf8, std::size_t& offset) {
-  utf8proc_int32_t code_point = 0;
-  const auto length =
-      utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(utf8.data()) + offset,
-                       static_cast<utf8proc_ssize_t>(utf8.size() - offset), &code_point);
-  offset += static_cast<std::size_t>(length);
-  return static_cast<char32_t>(code_point);
-}
-
-std::string to_utf8(std::u32string_view text) {
-  std::string utf8;
-  for (const char32_t c : text) {
-    std::array<utf8proc_uint8_t, 4> bytes{};
-    const auto length = utf8proc_encode_char(static_cast<utf8proc_int32_t>(c), bytes.data());
-    utf8.append(reinterpret_cast<const char*>(bytes.data()), static_cast<std::size_t>(length));
-  }
-  return utf8;
-}
-
 std::string place(const fs::path& path, std::size_t line) {
   return path.string() + ":" + std::to_string(line);
 }
 
 std::string read_file(const fs::path& path) {
-  std::error_code error;
-  const auto status = fs::status(path, error);
-  if (fs::exists(status) && !fs::is_regular_file(status)) {
-    throw InputError(path.string() + ": is not a regular file; give the path of a file");
-  }
   std::ifstream file(path, std::ios::binary);
-  if (file) return {std::istreambuf_iterator<char>(file), {}};
-  throw InputError(path.string() + ": cannot be opened (" + std::generic_category().message(errno) +
-                   "); check the path and its permissions");
+  std::error_code ignored;
+  if (file && !fs::is_directory(path, ignored)) return {std::istreambuf_iterator<char>(file), {}};
+  throw InputError(path.string() + ": cannot be read; give the path of a file");
 }
 
 void for_each_line(const fs::path& path,
@@ -131,7 +94,7 @@ void for_each_line(const fs::path& path,
 }
 
 void write_file(const fs::path& path, const std::function<void(std::ostream&)>& write) {
-  auto file = open_aside(path);
+  std::ofstream file(aside_of(path), std::ios::binary);
   if (!file) fail_to_write(path, "cannot be created", errno);
   write(file);
   file.close();
@@ -142,33 +105,17 @@ void write_file(const fs::path& path, const std::function<void(std::ostream&)>& 
 }
 
 void check_writable(const fs::path& path) {
-  if (!open_aside(path)) fail_to_write(path, "cannot be created", errno);
+  if (!std::ofstream(aside_of(path))) fail_to_write(path, "cannot be created", errno);
   fs::remove(aside_of(path));
 }
 
 nlohmann::json parse_json(std::string_view text, const std::string& origin) {
-  std::vector<std::set<std::string>> keys;  // nlohmann/json keeps the last of two equal ones
-  const auto check = [&](int, nlohmann::json::parse_event_t event, const nlohmann::json& parsed) {
-    if (event == nlohmann::json::parse_event_t::object_start) keys.emplace_back();
-    if (event == nlohmann::json::parse_event_t::object_end) keys.pop_back();
-    if (event != nlohmann::json::parse_event_t::key) return true;
-    if (keys.back().insert(parsed.get<std::string>()).second) return true;
-    throw InputError(origin + ": the JSON key " + parsed.dump() +
-                     " stands twice in one object; remove one of them");
-  };
   try {
-    return nlohmann::json::parse(text.begin(), text.end(), check);
-  } catch (const nlohmann::json::exception& error) {  // "[json.exception.ID] what and where"
-    constexpr std::size_t kShown = 160;
-    const std::string_view what = error.what();
-    throw InputError(origin + ": is not valid JSON (" +
-                     std::string(what.substr(what.find(' ') + 1, kShown)) +
+    return nlohmann::json::parse(text);
+  } catch (const nlohmann::json::exception& error) {
+    throw InputError(origin + ": is not valid JSON (" + error.what() +
                      "); correct it or fetch the file again");
   }
-}
-
-nlohmann::json read_json(const fs::path& path) {
-  return parse_json(read_file(path), path.string());
 }
 
 }  // namespace bert_ner

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <iosfwd>
@@ -34,14 +33,10 @@ std::string_view trimmed(std::string_view text);
 /// Offset of the first byte that is no part of well-formed UTF-8.
 std::optional<std::size_t> first_invalid_utf8(std::string_view text);
 
-/// Decodes the code point at `offset` of well-formed UTF-8, and moves `offset` behind it.
-char32_t next_code_point(std::string_view utf8, std::size_t& offset);
-std::string to_utf8(std::u32string_view text);
-
 /// "FILE:LINE", the opening of an error message.
 std::string place(const std::filesystem::path& path, std::size_t line);
 
-/// A whole file. \throws InputError if it cannot be opened or is not a regular file
+/// A whole file. \throws InputError if it cannot be read
 std::string read_file(const std::filesystem::path& path);
 
 /// Calls `take(line, number)` for each line of a UTF-8 file, numbered from 1, without "\n" or
@@ -56,9 +51,7 @@ void write_file(const std::filesystem::path& path, const std::function<void(std:
 /// Checks that write_file can create its temporary file. \throws InputError
 void check_writable(const std::filesystem::path& path);
 
-/// Parses JSON, and refuses a key that appears twice in one object.
-/// \throws InputError that opens with `origin` and names line and column
+/// Parses JSON. \throws InputError that opens with `origin` and says where it is wrong
 nlohmann::json parse_json(std::string_view text, const std::string& origin);
-nlohmann::json read_json(const std::filesystem::path& path);
 
 }  // namespace bert_ner

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "machine.h"
 
@@ -57,26 +57,6 @@ mezzo::LinearCurve learning_rate_curve(const TrainingOptions& options, int64_t e
           .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
 }
 
-/// A loss that is summed over the labels; loss_of divides it by the weight of the batch.
-torch::nn::CrossEntropyLoss weighted_loss(const std::vector<double>& class_weights,
-                                          torch::Device device) {
-  const auto weights = torch::tensor(class_weights, torch::kFloat64).to(device, torch::kFloat32);
-  return torch::nn::CrossEntropyLoss(torch::nn::CrossEntropyLossOptions()
-                                         .weight(weights)
-                                         .ignore_index(kIgnoredLabel)
-                                         .reduction(torch::kSum));
-}
-
-double label_weight_of(std::span<const Example> examples, std::span<const std::size_t> positions,
-                       const std::vector<double>& class_weights) {
-  double sum = 0;
-  for (const auto position : positions) {
-    for (const auto label : examples[position].labels)
-      sum += class_weights[static_cast<std::size_t>(label)];
-  }
-  return sum;
-}
-
 }  // namespace
 
 int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
@@ -84,16 +64,14 @@ int64_t steps_per_epoch(std::size_t batches, int64_t accumulate) {
 }
 
 Trainer::Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
-                 mezzo::AutocastSetting precision, std::vector<double> class_weights,
-                 int64_t epoch_steps)
+                 mezzo::AutocastSetting precision, int64_t epoch_steps)
     : model(stored_as(options.precision, std::move(trained_model))),
       optimizer(make_optimizer(model, options)),
       schedule(*optimizer, learning_rate_curve(options, epoch_steps)),
       scaler({.enabled = scales_loss(options.precision)}),
       options_(options),
       precision_(std::move(precision)),
-      class_weights_(std::move(class_weights)),
-      criterion_(weighted_loss(class_weights_, model->parameters().front().device())),
+      criterion_(torch::nn::CrossEntropyLossOptions().ignore_index(kIgnoredLabel)),
       device_(model->parameters().front().device()) {}
 
 double Trainer::bytes_a_parameter() const {
@@ -121,24 +99,20 @@ double Trainer::bytes_a_parameter() const {
   return bytes / parameters;
 }
 
-torch::Tensor Trainer::loss_of(const MicroBatch& micro_batch) {
-  // Forward and loss in low precision where it pays.
-  mezzo::AutocastGuard autocast(precision_);
-  const auto& [ids, mask, labels, tokens] = micro_batch.batch;
-  const auto logits = model(ids, mask);
-  return criterion_(logits.flatten(0, 1).to(torch::kFloat32), labels.flatten()) /
-         micro_batch.label_weight;
-}
-
-StepReport Trainer::train_step(std::span<const MicroBatch> micro_batches) {
+StepReport Trainer::train_step(std::span<const Batch> micro_batches) {
   const auto parts = static_cast<double>(micro_batches.size());  // gradients add up to a mean
   torch::Tensor loss_sum = torch::zeros({}, device_);
   int64_t tokens = 0;
-  for (const auto& micro_batch : micro_batches) {
-    const auto loss = loss_of(micro_batch);
+  for (const auto& batch : micro_batches) {
+    torch::Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision
+      const auto logits = model(batch.ids, batch.mask);
+      loss = criterion_(logits.flatten(0, 1).to(torch::kFloat32), batch.labels.flatten());
+    }
     scaler.scale(loss / parts).backward();
     loss_sum += loss.detach();
-    tokens += micro_batch.batch.tokens;
+    tokens += batch.tokens;
   }
   const double learning_rate = optimizer->param_groups().front().options().get_lr();
   // Unscales, clips and steps, unless there is an inf or a NaN.
@@ -161,10 +135,9 @@ void Trainer::train_epoch(std::span<const Example> examples, const BatchList& ba
     const auto begin = static_cast<std::size_t>(position.group * options_.accumulate);
     const auto end =
         std::min(begin + static_cast<std::size_t>(options_.accumulate), batches.size());
-    std::vector<MicroBatch> micro_batches;
+    std::vector<Batch> micro_batches;
     for (auto i = begin; i < end; ++i) {
-      micro_batches.push_back({collate(examples, batches[i], padding, max_length, device_),
-                               label_weight_of(examples, batches[i], class_weights_)});
+      micro_batches.push_back(collate(examples, batches[i], padding, max_length, device_));
     }
     const auto report = train_step(micro_batches);
     ++position.group;

@@ -14,7 +14,6 @@
 #include <functional>
 #include <memory>
 #include <span>
-#include <vector>
 
 #include "batches.h"
 #include "bert.h"
@@ -29,12 +28,6 @@ struct TrainingPosition {
   int64_t steps = 0;  ///< steps since the start, skipped ones too
 };
 
-/// A batch of a step.
-struct MicroBatch {
-  Batch batch;
-  double label_weight;  ///< sum of the class weights of the batch's labels
-};
-
 /// The outcome of one step.
 struct StepReport {
   torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
@@ -47,10 +40,9 @@ struct StepReport {
 class Trainer {
  public:
   /// Casts the model if `options.precision` stores it in bfloat16.
-  /// \param class_weights one for each label; \param steps_per_epoch scales the schedule
+  /// \param steps_per_epoch scales the schedule
   Trainer(BertForTokenClassification model, const TrainingOptions& options,
-          mezzo::AutocastSetting precision, std::vector<double> class_weights,
-          int64_t steps_per_epoch);
+          mezzo::AutocastSetting precision, int64_t steps_per_epoch);
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
@@ -59,8 +51,7 @@ class Trainer {
   void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
                    int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
 
-  /// Returns the bytes of parameters, gradients, the optimizer's state and the copies of weights
-  /// that autocast reads, for each parameter.
+  /// Returns the bytes of parameters, gradients and the optimizer's state, for each parameter.
   double bytes_a_parameter() const;
 
   BertForTokenClassification model;
@@ -70,13 +61,10 @@ class Trainer {
   TrainingPosition position;
 
  private:
-  StepReport train_step(std::span<const MicroBatch> micro_batches);
-  torch::Tensor loss_of(const MicroBatch& micro_batch);
+  StepReport train_step(std::span<const Batch> micro_batches);
 
   TrainingOptions options_;
   mezzo::AutocastSetting precision_;
-  /// Copies of the weights that autocast reads, written by the optimizer.
-  std::vector<double> class_weights_;
   torch::nn::CrossEntropyLoss criterion_;
   torch::Device device_;
 };

@@ -3,6 +3,7 @@
 #include <utf8proc.h>
 
 #include <algorithm>
+#include <array>
 
 #include "text.h"
 
@@ -41,6 +42,16 @@ bool is_ideograph(char32_t c) {
          (c >= 0x20000 && c <= 0x2A6DF) || (c >= 0x2A700 && c <= 0x2B73F) ||
          (c >= 0x2B740 && c <= 0x2B81F) || (c >= 0x2B920 && c <= 0x2CEAF) ||
          (c >= 0xF900 && c <= 0xFAFF) || (c >= 0x2F800 && c <= 0x2FA1F);
+}
+
+std::string to_utf8(std::u32string_view text) {
+  std::string utf8;
+  for (const char32_t c : text) {
+    std::array<utf8proc_uint8_t, 4> bytes{};
+    const auto length = utf8proc_encode_char(static_cast<utf8proc_int32_t>(c), bytes.data());
+    utf8.append(reinterpret_cast<const char*>(bytes.data()), static_cast<std::size_t>(length));
+  }
+  return utf8;
 }
 
 /// NFD without its non-spacing marks.
@@ -83,145 +94,85 @@ std::vector<std::u32string_view> split_words(std::u32string_view text) {
   return words;
 }
 
-std::vector<std::string> read_vocabulary(const std::filesystem::path& path) {
-  std::vector<std::string> tokens;
-  for_each_line(path, [&](std::string_view line, std::size_t number) {
-    if (line.empty()) {
-      throw InputError(place(path, number) + ": holds no token; remove the blank line");
-    }
-    tokens.emplace_back(line);
-  });
-  return tokens;
-}
-
-WordPieceOptions read_options(const std::filesystem::path& path) {
-  WordPieceOptions options;
-  if (!std::filesystem::exists(path)) return options;
-  const auto json = read_json(path);
-  const auto flag = [&](const char* key, bool fallback) {
-    const auto value = json.is_object() ? json.value(key, nlohmann::json()) : json;
-    if (value.is_null()) return fallback;
-    if (value.is_boolean()) return value.get<bool>();
-    throw InputError(path.string() + ": \"" + key + "\" is " + value.dump() +
-                     "; write true or false");
-  };
-  if (!flag("do_basic_tokenize", true)) {
-    throw InputError(path.string() +
-                     ": \"do_basic_tokenize\" is false; only BERT's own splitting is known");
-  }
-  options.do_lower_case = flag("do_lower_case", true);
-  options.strip_accents = flag("strip_accents", options.do_lower_case);
-  options.tokenize_chinese_chars = flag("tokenize_chinese_chars", true);
-  return options;
-}
-
 }  // namespace
 
 WordPiece WordPiece::from_folder(const std::filesystem::path& folder) {
-  const auto vocabulary = folder / "vocab.txt";
-  return {read_vocabulary(vocabulary), read_options(folder / "tokenizer_config.json"), vocabulary};
-}
-
-WordPiece::WordPiece(std::vector<std::string> tokens, WordPieceOptions options,
-                     const std::filesystem::path& origin)
-    : options_(options), tokens_(std::move(tokens)) {
-  for (std::size_t id = 0; id < tokens_.size(); ++id) {
-    const auto [first, is_new] = vocabulary_.emplace(tokens_[id], static_cast<std::int64_t>(id));
-    if (is_new) continue;
-    throw InputError(place(origin, id + 1) + ": the token \"" + tokens_[id] +
-                     "\" already stands in line " + std::to_string(first->second + 1) +
-                     "; keep one of them");
-  }
-  const auto required = [&](const std::string& token) {
-    const auto found = vocabulary_.find(token);
-    if (found != vocabulary_.end()) return found->second;
-    throw InputError(origin.string() + ": lacks the token " + token +
+  WordPiece made;
+  const auto path = folder / "vocab.txt";
+  for_each_line(path, [&](std::string_view line, std::size_t number) {
+    const bool is_new =
+        made.vocabulary_.emplace(line, static_cast<std::int64_t>(number) - 1).second;
+    if (!is_new) throw InputError(place(path, number) + ": stands there twice; keep one of them");
+  });
+  const auto required = [&](const char* token) {
+    const auto found = made.vocabulary_.find(token);
+    if (found != made.vocabulary_.end()) return found->second;
+    throw InputError(path.string() + ": lacks the token " + token +
                      "; give the vocabulary that belongs to the model");
   };
-  unk_id_ = required("[UNK]");
-  cls_id_ = required("[CLS]");
-  sep_id_ = required("[SEP]");
-  pad_id_ = required("[PAD]");
-  special_ids_ = {unk_id_, cls_id_, sep_id_, pad_id_};
-  const auto mask = vocabulary_.find("[MASK]");
-  if (mask != vocabulary_.end()) special_ids_.push_back(mask->second);
-}
-
-std::vector<std::string> WordPiece::pre_tokenize(std::string_view utf8) const {
-  std::vector<std::string> words;
-  const auto text = normalize(utf8);
-  for (const auto word : split_words(text)) words.push_back(to_utf8(word));
-  return words;
-}
-
-WordPiece::Ids WordPiece::encode(std::string_view utf8) const {
-  Ids ids;
-  std::size_t done = 0;
-  for (auto at = utf8.find('['); at != std::string_view::npos; at = utf8.find('[', at)) {
-    const auto special = std::ranges::find_if(
-        special_ids_, [&](std::int64_t id) { return utf8.substr(at).starts_with(token(id)); });
-    if (special == special_ids_.end()) {
-      ++at;
-      continue;
-    }
-    append_text(utf8.substr(done, at - done), ids);
-    ids.push_back(*special);
-    done = at += token(*special).size();
-  }
-  append_text(utf8.substr(done), ids);
-  return ids;
+  made.unk_id_ = required("[UNK]");
+  made.cls_id_ = required("[CLS]");
+  made.sep_id_ = required("[SEP]");
+  made.pad_id_ = required("[PAD]");
+  const auto configuration = folder / "tokenizer_config.json";
+  if (!std::filesystem::exists(configuration)) return made;
+  const auto json = parse_json(read_file(configuration), configuration.string());
+  const auto flag = [&](const char* key, bool otherwise) {
+    const auto found = json.find(key);
+    return found != json.end() && found->is_boolean() ? found->get<bool>() : otherwise;
+  };
+  made.do_lower_case_ = flag("do_lower_case", true);
+  made.strip_accents_ = flag("strip_accents", made.do_lower_case_);
+  made.tokenize_chinese_chars_ = flag("tokenize_chinese_chars", true);
+  return made;
 }
 
 WordPiece::Ids WordPiece::encode_word(std::string_view word) const {
-  auto ids = encode(word);
+  Ids ids;
+  const auto text = normalize(word);
+  for (const auto part : split_words(text)) append_pieces(part, ids);
   if (ids.empty()) ids.push_back(unk_id_);
   return ids;
-}
-
-void WordPiece::append_text(std::string_view utf8, Ids& ids) const {
-  const auto text = normalize(utf8);
-  for (const auto word : split_words(text)) append_pieces(word, ids);
 }
 
 /// Drops control characters, makes all white space a space, parts ideographs from their neighbours,
 /// and then strips accents and lowers the case, if the options say so.
 std::u32string WordPiece::normalize(std::string_view utf8) const {
   constexpr char32_t kReplacement = 0xFFFD;
-  if (const auto invalid = first_invalid_utf8(utf8)) {
-    throw InputError("byte " + std::to_string(*invalid + 1) +
-                     " of the text is not UTF-8; give the text as UTF-8");
-  }
   std::u32string text;
   for (std::size_t offset = 0; offset < utf8.size();) {
-    const char32_t c = next_code_point(utf8, offset);
+    utf8proc_int32_t code_point = 0;
+    const auto length =
+        utf8proc_iterate(reinterpret_cast<const utf8proc_uint8_t*>(utf8.data()) + offset,
+                         static_cast<utf8proc_ssize_t>(utf8.size() - offset), &code_point);
+    if (length <= 0) throw InputError("the text is not UTF-8; give it as UTF-8");
+    offset += static_cast<std::size_t>(length);
+    const auto c = static_cast<char32_t>(code_point);
     if (c == 0 || c == kReplacement || is_control(c)) continue;
     if (is_white_space(c)) {
       text += U' ';
-    } else if (options_.tokenize_chinese_chars && is_ideograph(c)) {
+    } else if (tokenize_chinese_chars_ && is_ideograph(c)) {
       text += {U' ', c, U' '};
     } else {
       text += c;
     }
   }
-  if (options_.strip_accents) text = without_accents(text);
-  return options_.do_lower_case ? lower_cased(text) : text;
+  if (strip_accents_) text = without_accents(text);
+  return do_lower_case_ ? lower_cased(text) : text;
 }
 
 /// Covers the word from the left with the longest pieces; if that fails, the word is [UNK].
 void WordPiece::append_pieces(std::u32string_view word, Ids& ids) const {
   const auto pieces_before = ids.size();
   bool is_known = word.size() <= kMaxWordCharacters;
-  for (std::size_t first = 0; is_known && first < word.size();) {
-    auto length = word.size() - first;
-    std::string piece = (first > 0 ? "##" : "") + to_utf8(word.substr(first));
-    auto found = vocabulary_.find(piece);
-    while (found == vocabulary_.end() && length > 0) {
-      piece.resize(piece.size() - to_utf8(word.substr(first + --length, 1)).size());
-      found = length > 0 ? vocabulary_.find(piece) : vocabulary_.end();
+  for (std::size_t first = 0, end = 0; is_known && first < word.size(); first = end) {
+    auto found = vocabulary_.end();
+    for (end = word.size() + 1; found == vocabulary_.end() && end > first + 1;) {
+      --end;
+      found = vocabulary_.find((first > 0 ? "##" : "") + to_utf8(word.substr(first, end - first)));
     }
-    is_known = length > 0;
+    is_known = found != vocabulary_.end();
     if (is_known) ids.push_back(found->second);
-    first += length;
   }
   if (is_known) return;
   ids.resize(pieces_before);

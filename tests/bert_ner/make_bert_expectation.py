@@ -2,8 +2,8 @@
 
     python3 make_bert_expectation.py
 
-needs torch, transformers and safetensors. Written once and committed: bert_test.cpp compares
-with it, and the tests of training, checkpoints and the command line train it. Logits and gradients
+needs torch, transformers and safetensors. Written once and committed: parts_test.cpp compares
+with it; program_test.cpp trains it. Logits and gradients
 are of the evaluation mode (no dropout).
 """
 

@@ -5,9 +5,6 @@
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/accumulate_if_finite.h>
 
-#include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
@@ -91,51 +88,6 @@ TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
   for (const auto& sum : sums) {
     EXPECT_EQ(std::bit_cast<uint64_t>(sum.item<double>()),
               std::bit_cast<uint64_t>(sums.front().item<double>()));
-  }
-}
-
-TEST_F(GradBucketsCuda, SummaryIsCapturedInAGraph) {
-  auto gradient = torch::ones({100000}, torch::kCUDA);
-  const auto inv_scale = torch::ones({}, torch::kCUDA);
-  mezzo::detail::summarize_gradients({gradient}, inv_scale);
-  at::cuda::CUDAGraph graph;
-  std::optional<mezzo::Verdict> summary;
-  {
-    const c10::cuda::CUDAStreamGuard stream(c10::cuda::getStreamFromPool());
-    graph.capture_begin();
-    summary = mezzo::detail::summarize_gradients({gradient}, inv_scale);
-    graph.capture_end();
-  }
-  for (const float value : {2.0F, kNan, 3.0F}) {
-    gradient.fill_(value);
-    inv_scale.fill_(0.5F);
-    torch::cuda::synchronize();
-    graph.replay();
-    torch::cuda::synchronize();
-    EXPECT_EQ(summary->found_inf.item<float>(), std::isnan(value) ? 1.0F : 0.0F);
-    if (!std::isnan(value)) {
-      EXPECT_EQ(summary->sum_of_squares.item<double>(), 1e5 * value * value / 4);
-    }
-  }
-}
-
-TEST_F(GradBucketsCuda, HaveEveryGradientInItsPlace) {
-  torch::nn::Sequential model(torch::nn::Linear(40, 300), torch::nn::ReLU(),
-                              torch::nn::Linear(300, 900), torch::nn::Linear(900, 3));
-  model->to(torch::kCUDA);
-  GradBuckets buckets(model->parameters());
-  for (int step = 0; step < 3; ++step) {
-    model->zero_grad();
-    const auto input = torch::full({2, 40}, 0.1, torch::kCUDA);
-    model->forward(input).square().sum().backward();
-    buckets.reattach_gradients();
-    double sum = 0;
-    for (const auto& parameter : model->parameters()) {
-      EXPECT_TRUE(parameter.grad().storage().is_alias_of(buckets.buckets()[0].flat.storage()));
-      sum += parameter.grad().to(torch::kDouble).square().sum().item<double>();
-    }
-    const auto flat = buckets.buckets()[0].flat.to(torch::kDouble);
-    EXPECT_NEAR(flat.square().sum().item<double>(), sum, 1e-9 * sum);
   }
 }
 

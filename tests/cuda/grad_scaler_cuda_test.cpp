@@ -116,24 +116,6 @@ TEST_F(GradScalerCuda, ScalesUnscalesAndUpdatesWithoutASync) {
   scaler.update();
 }
 
-TEST_F(GradScalerCuda, SkipsBacksOffAndGrows) {
-  const auto x = torch::zeros({1}, torch::device(torch::kCUDA).requires_grad(true));
-  torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler({.init_scale = 4, .growth_interval = 2});
-  scaler.on_skip(nullptr);
-  std::vector<double> scales;
-  std::vector<bool> ran;
-  for (const float gradient : {1.0F, kInfinity, 1.0F, 1.0F}) {
-    (void)scaler.scale(torch::zeros({}, torch::kCUDA));
-    x.mutable_grad() = torch::full({1}, gradient, torch::kCUDA);
-    ran.push_back(scaler.step(optimizer).ran());
-    scaler.update();
-    scales.push_back(scaler.get_scale());
-  }
-  EXPECT_EQ(ran, (std::vector<bool>{true, false, true, true}));
-  EXPECT_EQ(scales, (std::vector<double>{4, 2, 2, 4}));
-}
-
 TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
   const auto make = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));

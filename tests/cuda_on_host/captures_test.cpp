@@ -71,44 +71,6 @@ std::vector<TrainingOptions> all_options() {
   return all;
 }
 
-TEST_P(Captures, EagerStepsAreTheCpus) {
-  for (const TrainingOptions& options : all_options()) {
-    Training cpu(at::kCPU, options);
-    Training gpu(host_gpu::device(), options);
-    std::vector<mezzo::StepResult> of_cpu;
-    std::vector<mezzo::StepResult> of_gpu;
-    for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, 3.0F}) {
-      cpu.input.fill_(value);
-      gpu.input.fill_(value);
-      of_cpu.push_back(cpu.iterate());
-      of_gpu.push_back(gpu.iterate());
-    }
-    for (std::size_t i = 0; i < of_cpu.size(); ++i) expect_same(of_gpu[i], of_cpu[i]);
-    expect_same(gpu, cpu);
-  }
-}
-
-TEST_P(Captures, ReplaysAreTheCpusSteps) {
-  for (const TrainingOptions& options : all_options()) {
-    Training cpu(at::kCPU, options);
-    Training gpu(host_gpu::device(), options);
-    const c10::StreamGuard stream(host_gpu::new_stream());
-    cpu.iterate();
-    gpu.iterate();
-    host_gpu::Graph graph;
-    std::optional<mezzo::StepResult> result;
-    host_gpu::capture(graph, [&] { result = gpu.iterate(); });
-    for (const float value : {1.0F, kInfinity, 2.0F, 0.5F, kInfinity, kInfinity, 3.0F}) {
-      cpu.input.fill_(value);
-      gpu.input.fill_(value);
-      const mezzo::StepResult expected = cpu.iterate();
-      graph.replay();
-      expect_same(*result, expected);
-    }
-    expect_same(gpu, cpu);
-  }
-}
-
 /// A captured step, and what it says.
 class CapturedStep {
  public:
@@ -127,38 +89,31 @@ class CapturedStep {
 /// The same on the CPU and on a GPU, whose steps are taken this way or that.
 class Pair {
  public:
-  explicit Pair(const TrainingOptions& options)
-      : cpu_(at::kCPU, options), gpu_(host_gpu::device(), options) {}
+  /// With `asks_at_once` the host waits for what each step says, and otherwise for none until the
+  /// end.
+  Pair(const TrainingOptions& options, bool asks_at_once)
+      : cpu_(at::kCPU, options), gpu_(host_gpu::device(), options), asks_at_once_(asks_at_once) {}
 
-  Training& cpu() { return cpu_; }
   Training& gpu() { return gpu_; }
 
   void eager(float value) {
     fill(value);
     of_cpu_.push_back(cpu_.iterate());
     of_gpu_.push_back(gpu_.iterate());
+    if (asks_at_once_) expect_same(of_gpu_.back(), of_cpu_.back());
   }
   void replay(CapturedStep& step, float value) {
     fill(value);
-    of_cpu_.push_back(cpu_.iterate());
+    last_replay_ = cpu_.iterate();
     step.replay();
-    last_replay_ = of_cpu_.size() - 1;
-    of_gpu_.push_back(step.result());
+    if (asks_at_once_) expect_same(step.result(), *last_replay_);
   }
 
   /// Of eager steps all, however late they are asked; of replays the last.
   void expect_same_so_far(const CapturedStep& last) {
-    for (std::size_t i = 0; i < of_cpu_.size(); ++i) {
-      if (i == last_replay_) {
-        expect_same(last.result(), of_cpu_[i]);
-      } else if (of_gpu_[i].ready()) {
-        expect_same(of_gpu_[i], of_cpu_[i]);
-      }
-    }
+    expect_same(last.result(), *last_replay_);
     expect_same(gpu_, cpu_);
-    for (std::size_t i = 0; i < of_cpu_.size(); ++i) {
-      if (of_gpu_[i].ready()) expect_same(of_gpu_[i], of_cpu_[i]);
-    }
+    for (std::size_t i = 0; i < of_cpu_.size(); ++i) expect_same(of_gpu_[i], of_cpu_[i]);
   }
 
  private:
@@ -169,89 +124,44 @@ class Pair {
 
   Training cpu_;
   Training gpu_;
-  std::vector<mezzo::StepResult> of_cpu_;
+  bool asks_at_once_;
+  std::vector<mezzo::StepResult> of_cpu_;  // of eager steps
   std::vector<mezzo::StepResult> of_gpu_;
-  std::size_t last_replay_ = 0;
+  std::optional<mezzo::StepResult> last_replay_;
 };
 
-void mix_eager_steps_and_replays(const TrainingOptions& options) {
-  Pair pair(options);
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  pair.eager(1.0F);
-  CapturedStep step(pair.gpu());
-  pair.eager(2.0F);  // before the first replay
-  pair.replay(step, kInfinity);
-  pair.eager(0.5F);
-  pair.eager(kInfinity);
-  pair.replay(step, 3.0F);
-  pair.eager(kInfinity);
-  pair.replay(step, 0.25F);
-  pair.expect_same_so_far(step);
-}
-
-TEST_P(Captures, EagerStepsBetweenReplaysHaveLettersOfTheirOwn) {
-  for (const TrainingOptions& options : all_options()) mix_eager_steps_and_replays(options);
-}
-
-void replay_in_another_order(const TrainingOptions& options) {
-  Pair pair(options);
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  pair.eager(1.0F);
-  CapturedStep a(pair.gpu());
-  CapturedStep b(pair.gpu());
-  pair.replay(b, 2.0F);
-  pair.replay(b, kInfinity);
-  pair.replay(a, 3.0F);
-  pair.eager(0.5F);
-  pair.replay(b, 0.25F);
-  pair.expect_same_so_far(b);
-}
-
-TEST_P(Captures, GraphsAreReplayedInAnyOrder) {
-  for (const TrainingOptions& options : all_options()) replay_in_another_order(options);
-}
-
-TEST(CapturesOfManyParameters, HaveTablesOfTheirOwn) {
-  host_gpu::begin(1);
-  replay_in_another_order(kManyParameters);
-}
-
-// As libtorch's documentation has it: warm up on a stream of its own, and wait for it.
-TEST_P(Captures, TheWarmUpMayBeOnAnotherStream) {
-  for (const TrainingOptions& options : all_options()) {
-    Pair pair(options);
+void expect_the_cpus_steps(const TrainingOptions& options) {
+  for (const bool asks_at_once : {true, false}) {
+    Pair pair(options, asks_at_once);
     {
+      // As libtorch's documentation has it: warm up on a stream of its own, and wait for it.
       const c10::StreamGuard warm_up(host_gpu::new_stream());
       pair.eager(1.0F);
       host_gpu::run_all();
     }
     const c10::StreamGuard stream(host_gpu::new_stream());
-    CapturedStep step(pair.gpu());
-    pair.replay(step, 2.0F);
-    pair.replay(step, kInfinity);
-    pair.replay(step, 2.0F);
-    pair.expect_same_so_far(step);
+    CapturedStep a(pair.gpu());
+    CapturedStep b(pair.gpu());
+    pair.eager(2.0F);  // before the first replay
+    pair.replay(b, 3.0F);
+    pair.replay(b, kInfinity);
+    pair.eager(0.5F);
+    pair.eager(kInfinity);
+    pair.replay(a, kInfinity);
+    pair.replay(a, 3.0F);
+    pair.eager(kInfinity);
+    pair.replay(b, 0.25F);
+    pair.expect_same_so_far(b);
   }
 }
 
-// A table that the capture copies is there when the graph has been replayed, and not before.
-void step_before_the_first_replay(const TrainingOptions& options) {
+TEST_P(Captures, EagerStepsAndReplaysInAnyOrderAreTheCpusSteps) {
+  for (const TrainingOptions& options : all_options()) expect_the_cpus_steps(options);
+}
+
+TEST(CapturesOfManyParameters, HaveTablesOfTheirOwn) {
   host_gpu::begin(1);
-  Pair pair(options);
-  {
-    const c10::StreamGuard warm_up(host_gpu::new_stream());
-    pair.eager(1.0F);
-    host_gpu::run_all();
-  }
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  CapturedStep step(pair.gpu());
-  pair.eager(2.0F);
-  pair.replay(step, 3.0F);
-  pair.expect_same_so_far(step);
-}
-
-TEST(CapturesOfManyParameters, LeaveTheirTablesToTheirGraph) {
-  step_before_the_first_replay(kManyParameters);
+  expect_the_cpus_steps(kManyParameters);
 }
 
 TEST_P(Captures, OfManyCountersCountEachOnce) {

@@ -3,13 +3,10 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
-#include <mutex>
 #include <numeric>
 #include <random>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -317,7 +314,7 @@ std::vector<SharedMemory>& shared_memories() {
   return memories;
 }
 
-Schedule current_schedule;
+uint64_t current_seed = 1;
 bool is_device_on = false;
 
 std::map<std::string, int64_t>& all_launches() {
@@ -325,40 +322,9 @@ std::map<std::string, int64_t>& all_launches() {
   return launches;
 }
 
-/// Takes blocks from `order`, and runs them one after the other.
-class Worker {
- public:
-  Worker(const std::vector<int64_t>& order, std::atomic<std::size_t>& next, int threads,
-         const std::function<void()>& work, uint64_t seed)
-      : order_(order), next_(next), threads_(threads), work_(work), seed_(seed) {}
-
-  void operator()() noexcept {
-    try {
-      static thread_local Stacks stacks;
-      for (std::size_t i = next_++; i < order_.size(); i = next_++) {
-        for (const SharedMemory& shared : shared_memories()) {
-          std::memset(shared.memory, 0xFF, shared.bytes);
-        }
-        Block(order_[i], threads_, work_, seed_ + static_cast<uint64_t>(order_[i]), stacks).run();
-      }
-    } catch (...) {
-      failure = std::current_exception();
-    }
-  }
-
-  std::exception_ptr failure;
-
- private:
-  const std::vector<int64_t>& order_;
-  std::atomic<std::size_t>& next_;
-  int threads_;
-  const std::function<void()>& work_;
-  uint64_t seed_;
-};
-
 }  // namespace
 
-void set_schedule(const Schedule& schedule) { current_schedule = schedule; }
+void set_seed(uint64_t seed) { current_seed = seed; }
 void set_is_on(bool on) { is_device_on = on; }
 bool serves(c10::Device device) {
   return device.is_privateuseone() || (device.is_cpu() && is_device_on);
@@ -390,24 +356,17 @@ void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread
     throw Fault("a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threads) +
                 " threads");
   }
-  std::mt19937_64 random(current_schedule.seed);
+  std::mt19937_64 random(current_seed);
   std::vector<int64_t> order(static_cast<std::size_t>(blocks));
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
-  std::atomic<std::size_t> next{0};
   const uint64_t seed = random();
-  std::vector<Worker> workers(
-      std::min(order.size(), static_cast<std::size_t>(current_schedule.blocks_at_once)),
-      Worker(order, next, threads, thread, seed));
-  if (workers.size() == 1) {
-    workers.front()();
-  } else {
-    std::vector<std::thread> running;
-    for (Worker& worker : workers) running.emplace_back(std::ref(worker));
-    for (std::thread& one : running) one.join();
-  }
-  for (const Worker& worker : workers) {
-    if (worker.failure != nullptr) std::rethrow_exception(worker.failure);
+  static thread_local Stacks stacks;
+  for (const int64_t number : order) {
+    for (const SharedMemory& shared : shared_memories()) {
+      std::memset(shared.memory, 0xFF, shared.bytes);
+    }
+    Block(number, threads, thread, seed + static_cast<uint64_t>(number), stacks).run();
   }
 }
 

@@ -35,12 +35,8 @@ struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-/// How launches run from here on, in the process.
-struct Schedule {
-  uint64_t seed = 1;
-  int blocks_at_once = 1;  ///< each on a system's thread of its own, where more than one
-};
-void set_schedule(const Schedule& schedule);
+/// Draws the order of blocks and threads from `seed` for launches from here on. It is 1 at first.
+void set_seed(uint64_t seed);
 
 /// Whether tensors of the CPU are the device's. False at first.
 void set_is_on(bool is_on);

@@ -159,17 +159,16 @@ class StepParameters {
     return {data(0), data(1), {data(2), data(3), data(4)}, sizes_[i], data(5)};
   }
 
-  bool is_same(const StepParameters& other) const {
+  /// The first stream that differs, in words; empty where none does.
+  std::string difference(const StepParameters& other) const {
     for (std::size_t i = 0; i < size(); ++i) {
       for (std::size_t k = 0; k < streams_[i].size(); ++k) {
-        if (!is_same(other, i, k)) return false;
+        const at::Tensor &own = streams_[i][k], &others = other.streams_[i][k];
+        if (!own.defined() || same_bits(with_margin(own), with_margin(others))) continue;
+        return "stream " + std::to_string(k) + " of parameter " + std::to_string(i);
       }
     }
-    return true;
-  }
-  bool is_same(const StepParameters& other, std::size_t i, std::size_t k) const {
-    if (!streams_[i][k].defined()) return true;
-    return same_bits(with_margin(streams_[i][k]), with_margin(other.streams_[i][k]));
+    return "";
   }
 
  private:
@@ -267,18 +266,6 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
     }
   }
   mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
-}
-
-/// The first stream that is not what it should be, in words; empty where all are.
-inline std::string difference(const StepParameters& actual, const StepParameters& expected) {
-  for (std::size_t i = 0; i < actual.size(); ++i) {
-    for (std::size_t k = 0; k < 6; ++k) {
-      if (!actual.is_same(expected, i, k)) {
-        return "stream " + std::to_string(k) + " of parameter " + std::to_string(i);
-      }
-    }
-  }
-  return "";
 }
 
 }  // namespace cuda_on_host

@@ -13,13 +13,6 @@
 
 namespace fuzz {
 
-// Of the BERT example.
-void safetensors(std::string_view bytes);
-void wordpiece(std::string_view bytes);
-void conll(std::string_view bytes);
-void model_config(std::string_view bytes);
-void finetune(std::string_view bytes);  ///< of the example bert_finetune
-// Of the library.
 void checkpoint(std::string_view bytes);
 void policy(std::string_view bytes);
 void scaler_state(std::string_view bytes);

@@ -1,7 +1,6 @@
 // The CPU loops against plain references: every dtype, every instruction set that this machine has,
 // odd tails, misaligned starts, values at the edges of the formats.
 
-#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/unscale.h>
 #include <mezzo/kernels/work_chunks.h>
 
@@ -317,31 +316,6 @@ TEST(UnscaleCpu, WritesNothingWhenTheInverseScaleIsOne) {
   mezzo::detail::unscale_and_check_({gradient}, found, torch::ones({}));
   EXPECT_EQ(found.item<float>(), 0);
   EXPECT_EQ(gradient._version(), before);
-}
-
-// How the CUDA kernel cuts its tensors, walked on the host.
-TEST(GradientTable, ItsBlocksCoverEveryElementOfEveryTensorOnce) {
-  constexpr int kPerBlock = 16;
-  mezzo::detail::GradientTable table(kPerBlock);
-  std::vector<std::vector<char>> tensors;
-  for (int64_t i = 0; i < mezzo::detail::GradientTable::kCapacity; ++i) {
-    tensors.emplace_back(static_cast<std::size_t>(1 + i * 7 % 50));
-  }
-  for (auto& tensor : tensors) {
-    ASSERT_FALSE(table.full());
-    table.push_back({tensor.data(), static_cast<int64_t>(tensor.size())});
-  }
-  EXPECT_TRUE(table.full());
-  for (int64_t block = 0; block < table.blocks(); ++block) {
-    const auto slice = table.slice_of(block);
-    ASSERT_LT(slice.begin, slice.end);
-    ASSERT_LE(slice.end - slice.begin, kPerBlock);
-    for (int64_t i = slice.begin; i < slice.end; ++i) ++static_cast<char*>(slice.data)[i];
-  }
-  for (const auto& tensor : tensors) EXPECT_EQ(tensor, std::vector<char>(tensor.size(), 1));
-  table.clear();
-  EXPECT_TRUE(table.empty());
-  EXPECT_EQ(table.blocks(), 0);
 }
 
 }  // namespace

@@ -145,9 +145,6 @@ struct PlainWeight {
   int64_t count = 0;
   bool is_written = false;  ///< since the last step, by others
   Vector trained{};         ///< the value before that
-  /// The dtype that a float parameter's value is rounded to until its next step: that of the model
-  /// whose file was loaded.
-  std::optional<torch::ScalarType> rounded_to{};
 
   std::optional<PlainGradient> gradient{};
   void zero_gradient(bool set_to_none) {
@@ -248,7 +245,6 @@ inline void update(Kind kind, PlainWeight& weight, const Vector& gradient, doubl
     weight.error[i] += 0x1p-22 * std::abs(weight.value[i]);
   }
   weight.is_written = false;
-  weight.rounded_to.reset();
 }
 
 /// How the weights of an optimizer are made and kept.
@@ -526,7 +522,6 @@ inline void write_plain_weight(PlainWeight& weight, const Vector& present, Rando
     weight.error[k] = is_split ? half_ulp(weight.dtype) * std::abs(weight.value[k]) : 0;
   }
   weight.is_written = true;
-  weight.rounded_to.reset();
 }
 
 // --- Their tensors -----------------------------------------------------------------------------
@@ -695,7 +690,7 @@ inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
                            const std::string& name) {
   const Vector actual = values_of(parameter);
   Vector tolerance = plain.error;
-  const double unit = half_ulp(plain.rounded_to.value_or(plain.dtype));
+  const double unit = half_ulp(plain.dtype);
   for (std::size_t i = 0; i < tolerance.size(); ++i) {
     // Of 16 bits that are trained as they are one in the last place; of others half a one.
     const double ulps = plain.trains_float ? 1.01 : 2.02;
@@ -705,7 +700,6 @@ inline void compare_weight(PlainWeight& plain, const Tensor& parameter,
     report.fail(name, " is ", words(actual), " of ", c10::toString(parameter.scalar_type()),
                 "; right is ", words(plain.value), ", within ", words(tolerance));
   }
-  if (plain.rounded_to) return;
   if (!plain.trains_float || !is_16_bit(plain.dtype)) {
     plain.value = actual;
     std::fill(plain.error.begin(), plain.error.end(), 0.0);

@@ -99,7 +99,6 @@ class Program {
   }
 
   // --- Calls that both kinds of program have
-  // ---------------------------------------------------------
 
   /// libtorch's clipping, of the weights' gradients or of their masters'.
   void clip(std::size_t i) {
@@ -223,6 +222,33 @@ class Program {
     const Tensor own = std::exchange(parameter.mutable_grad(), bad_gradient(parameter, has_shape));
     expect(true, call);
     parameter.mutable_grad() = own;
+  }
+
+  /// What a step said, against what is right.
+  void compare_result(const mezzo::StepResult& result, bool ran, std::optional<double> norm) {
+    report_.line(result.ran() ? "    ran" : "    skipped");
+    if (result.ran() != ran || result.found_inf() == ran) {
+      report_.fail("ran() is ", result.ran(), ", found_inf() ", result.found_inf(), "; right is ",
+                   ran, ", ", !ran);
+    }
+    const auto actual = result.grad_norm();
+    if (actual && norm && std::isfinite(*norm) && !is_near(*actual, *norm, 1e-5 * *norm + 1e-6)) {
+      report_.fail("grad_norm() is ", *actual, "; right is ", *norm);
+    }
+  }
+
+  /// Plain weights that a file has are there, with the gradients of before unless all is new.
+  void take_plain(const std::vector<PlainSide>& saved, bool is_fresh) {
+    const std::vector<PlainSide> before = std::exchange(plain_, saved);
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      for (std::size_t j = 0; j < plain_[i].weights.size(); ++j) {
+        PlainWeight& weight = plain_[i].weights[j];
+        weight.gradient = is_fresh ? std::nullopt : before[i].weights[j].gradient;
+        if (!is_fresh) weight.is_frozen = before[i].weights[j].is_frozen;
+        if (!weight.is_written) weight.trained = weight.value;
+        weight.is_written = true;  // until the next step settles what the file has
+      }
+    }
   }
 
   Random random_;

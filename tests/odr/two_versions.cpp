@@ -104,9 +104,6 @@ at::ScalarType dtype_of_mm(const Library& library) {
 std::string deny(const Library& library, const std::string& op) {
   return library.call<std::string, const std::string&>("deny", op);
 }
-std::string allow(const Library& library, const std::string& op) {
-  return library.call<std::string, const std::string&>("allow", op);
-}
 
 /// Both may override an op, and regions of the one do not feel the other's policies.
 void expect_policies_of_two_versions(const Library& first, const Library& second) {

@@ -107,9 +107,6 @@ C10_EXPORT std::string deny(const std::string& op) {
   return error_of(
       [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
 }
-C10_EXPORT std::string allow(const std::string& op) {
-  return error_of([&] { (void)mezzo::install_op_overrides(mezzo::OpPolicy().allow(op)); });
-}
 
 /// A region with all that was denied, from here to leave().
 C10_EXPORT void enter() { region.emplace(mezzo::AutocastSetting{.policy = denied}); }

@@ -56,7 +56,7 @@ if(PART STREQUAL "cuda")
   list(APPEND options "-DCUDAToolkit_ROOT=${machine}")  # or /usr/local/cuda would be found without a path to it
 endif()
 if(PART STREQUAL "python")
-  list(APPEND options -DBERT_NER_PYTHON=BERT_NER_PYTHON-NOTFOUND -DPython3_FIND_VIRTUALENV=STANDARD)
+  list(APPEND options -DPython3_FIND_VIRTUALENV=STANDARD)
 endif()
 
 execute_process(

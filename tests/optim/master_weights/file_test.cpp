@@ -1,6 +1,8 @@
 // MasterWeights in files: a resumed run takes the steps of one that was not interrupted, and files
 // of something else are refused whole.
 
+#include <mezzo/checkpoint/checkpoint.h>
+
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -10,6 +12,7 @@
 #include <string>
 
 #include "../../support/saved.h"
+#include "../../support/scratch.h"
 #include "master_model.h"
 
 namespace {
@@ -154,6 +157,17 @@ TEST_F(RefusedFile, OfMastersOfAnotherShape) {
   train(model, other, 0, 2);
   EXPECT_THAT(error_of_loading(saved(other)),
               HasSubstr("the master float32 [5, 7] on cpu for parameter 0 of group 0"));
+}
+
+TEST(MasterWeightsFile, OfAFloatModelIsReadFromACheckpoint) {
+  const torch::nn::Linear model(2, 2);
+  torch::optim::SGD sgd(model->parameters(), 0.1);
+  MasterWeights masters(sgd);
+  mezzo::TrainingState state;
+  state.add("optimizer", masters);
+  const test_support::Scratch scratch;
+  mezzo::save_checkpoint(scratch / "checkpoint", state);
+  EXPECT_NO_THROW(mezzo::load_checkpoint(scratch / "checkpoint", state));
 }
 
 }  // namespace

@@ -1,4 +1,7 @@
-#pragma once
+// What fuzzing has found in the library's readers, once more: tests/fuzz/run finds new cases.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
 
 #include <exception>
 #include <filesystem>
@@ -7,13 +10,16 @@
 #include <vector>
 
 #include "../support/scratch.h"
+#include "targets.h"
 
-namespace fuzz {
+namespace {
+
+using testing::IsEmpty;
 
 /// Gives `target` every input that is kept for it in corpus/. It ends the process at the first that
 /// it does not survive.
 /// \returns the inputs that it did not read: those at which it threw, or that there is none
-inline std::vector<std::string> unread(std::string_view name, void (*target)(std::string_view)) {
+std::vector<std::string> unread(std::string_view name, void (*target)(std::string_view)) {
   std::vector<std::string> failed = {"no input is kept in corpus/" + std::string(name)};
   for (const auto& entry :
        std::filesystem::directory_iterator(std::filesystem::path(MEZZO_FUZZ_CORPUS) / name)) {
@@ -28,4 +34,15 @@ inline std::vector<std::string> unread(std::string_view name, void (*target)(std
   return failed;
 }
 
-}  // namespace fuzz
+TEST(FuzzedLibrary, ReadsCheckpoints) {
+  EXPECT_THAT(unread("checkpoint", fuzz::checkpoint), IsEmpty());
+}
+TEST(FuzzedLibrary, ReadsPolicies) { EXPECT_THAT(unread("policy", fuzz::policy), IsEmpty()); }
+TEST(FuzzedLibrary, ReadsStatesOfScalers) {
+  EXPECT_THAT(unread("scaler_state", fuzz::scaler_state), IsEmpty());
+}
+TEST(FuzzedLibrary, ReadsWordsOfFlagsAndVariables) {
+  EXPECT_THAT(unread("words", fuzz::words), IsEmpty());
+}
+
+}  // namespace

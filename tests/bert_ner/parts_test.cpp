@@ -1,0 +1,120 @@
+// The parts of bert_ner against what Python's packages recorded: the model, the tokenizer, the
+// score.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "../support/scratch.h"
+#include "bert.h"
+#include "entity_scores.h"
+#include "model_files.h"
+#include "safetensors.h"
+#include "wordpiece.h"
+
+namespace bert_ner {
+namespace {
+
+/// Hugging Face's model and what it answers (make_bert_expectation.py).
+class Bert : public testing::Test {
+ protected:
+  const std::filesystem::path data_ = BERT_NER_TEST_DATA;
+  std::map<std::string, torch::Tensor> expected_ =
+      read_safetensors(data_ / "tiny_bert_expectation.safetensors");
+
+  BertForTokenClassification model(double dropout = 0) const {
+    auto config = bert_config_of(read_model_files(data_ / "tiny_bert"));
+    config.dropout = dropout;
+    BertForTokenClassification made(config, 5);
+    load_weights(made, data_ / "tiny_bert", Head::from_file);
+    return made;
+  }
+};
+
+double largest_difference(const torch::Tensor& a, const torch::Tensor& b) {
+  return (a - b).abs().max().item<double>();
+}
+
+TEST_F(Bert, HasTheLogitsOfHuggingFaceWithBothKindsOfAttention) {
+  const auto real = expected_["mask"].unsqueeze(-1);  // what stands on padding is nobody's business
+  for (const double dropout : {0.0, 1e-30}) {         // with dropout the fused kernel is not taken
+    const auto logits = model(dropout)(expected_["ids"], expected_["mask"]);
+    EXPECT_LT(largest_difference(logits * real, expected_["logits"] * real), 1e-5) << dropout;
+  }
+}
+
+TEST_F(Bert, HasTheGradientsOfHuggingFace) {
+  auto trained = model();
+  const auto logits = trained(expected_["ids"], expected_["mask"]);
+  const auto loss =
+      torch::nn::functional::cross_entropy(logits.flatten(0, 1), expected_["labels"].flatten());
+  EXPECT_NEAR(loss.item<double>(), expected_["loss"].item<double>(), 1e-5);
+  loss.backward();
+  for (const auto& parameter : trained->named_parameters()) {
+    const auto reference = expected_["grad." + parameter.key()];
+    EXPECT_LT(largest_difference(parameter.value().grad(), reference), 2e-5) << parameter.key();
+  }
+}
+
+TEST(WordPieces, AreThoseOfTokenizers) {
+  // BertWordPieceTokenizer of tokenizers 0.23.3, with and without lower-casing, stripped accents
+  // and parted ideographs.
+  struct Recorded {
+    std::string word;
+    WordPiece::Ids uncased, cased, with_accents, with_joined_ideographs;
+  };
+  const std::string vocabulary =
+      "[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nun\n##aff\n##able\nna\n##ive\nna\u00efve\ndon\n'"
+      "\nt\nis\n"
+      "##tan\n##bul\ni\n##\u0307\n\u4e2d\n\u6587\n\u4e2d\u6587\n$\na\n##b\nab\nUn\n##"
+      "Aff\n\u00e9\ne\n"
+      "ss\nstra\u00dfe\n##s\n##z\n";
+  const std::vector<Recorded> all{
+      {"Unaffable", {5, 6, 7}, {26, 6, 7}, {5, 6, 7}, {5, 6, 7}},
+      {"UnAff", {5, 6}, {26, 27}, {5, 6}, {5, 6}},
+      {"na\u00efve", {8, 9}, {10}, {10}, {8, 9}},
+      {"Na\u00efve", {8, 9}, {1}, {10}, {8, 9}},
+      {"don't", {11, 12, 13}, {11, 12, 13}, {11, 12, 13}, {11, 12, 13}},
+      {"\u0130stanbul", {14, 15, 16}, {1}, {17, 18, 32, 15, 16}, {14, 15, 16}},
+      {"\u4e2d\u6587", {19, 20}, {19, 20}, {19, 20}, {21}},
+      {"a\u200bb", {25}, {25}, {25}, {25}},
+      {"e\u0301", {29}, {1}, {1}, {29}},
+      {"\u00c9", {29}, {1}, {28}, {29}},
+      {"$ab", {22, 25}, {22, 25}, {22, 25}, {22, 25}},
+      {"Stra\u00dfe", {31}, {1}, {31}, {31}},
+      {std::string(101, 'a'), {1}, {1}, {1}, {1}},
+      {"a\u00a0b", {23, 1}, {23, 1}, {23, 1}, {23, 1}},
+      {"\u200b", {1}, {1}, {1}, {1}}};  // here a word has a piece
+  const test_support::Scratch scratch;
+  scratch.write("vocab.txt", vocabulary);
+  const auto expect = [&](const char* json, WordPiece::Ids Recorded::*ids) {
+    scratch.write("tokenizer_config.json", json);
+    const auto tokenizer = WordPiece::from_folder(scratch.path());
+    for (const auto& one : all) EXPECT_EQ(tokenizer.encode_word(one.word), one.*ids) << one.word;
+  };
+  expect(R"({"do_lower_case": true, "strip_accents": null})", &Recorded::uncased);
+  expect(R"({"do_lower_case": false})", &Recorded::cased);
+  expect(R"({"strip_accents": false})", &Recorded::with_accents);
+  expect(R"({"tokenize_chinese_chars": false})", &Recorded::with_joined_ideographs);
+}
+
+TEST(EntityScores, AreThoseOfSeqeval) {
+  const auto score = [](const std::string& truth, const std::string& predicted) {
+    const auto tags = [](const std::string& text) {
+      std::istringstream words(text);
+      return TagSequences{{std::istream_iterator<std::string>(words), {}}};
+    };
+    const auto found = entity_scores(tags(truth), tags(predicted));
+    return std::vector{found.precision, found.recall, found.f1};
+  };
+  using Scores = std::vector<double>;  // of seqeval 1.2.2: precision, recall, F1
+  EXPECT_EQ(score("O O", "B-LOC I-LOC"), (Scores{0, 0, 0}));
+  EXPECT_EQ(score("B-LOC O", "O O"), (Scores{0, 0, 0}));
+  EXPECT_EQ(score("I-geo O O B-LOC", "I-geo O O B-LOC"), (Scores{1, 1, 1}));
+  EXPECT_EQ(score("B-O I-O O O O O", "B-O I-O I-person O O I-geo"), (Scores{1 / 3., 1, 0.5}));
+  EXPECT_EQ(score("B-LOC O O O O B-person I-person", "B-LOC B-O O O O I-geo I-person"),
+            (Scores{0.25, 0.5, 1 / 3.}));
+}
+
+}  // namespace
+}  // namespace bert_ner
