@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../support/saved.h"
 #include "../support/state_of.h"
 
 namespace {
@@ -19,6 +20,7 @@ namespace {
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::AdamWParamState;
+using mezzo::optim::WeightStorage;
 using test_support::state_of;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -213,18 +215,17 @@ TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
 }
 
 TEST(AdamWErrors, RefuseAStateOfAnotherShape) {
-  const auto small = torch::ones({4});
-  small.mutable_grad() = torch::ones({4});
-  AdamW saved({small});
-  saved.step();
-  std::stringstream archive;
-  torch::save(saved, archive);
-  const auto large = torch::ones({5});
-  large.mutable_grad() = torch::ones({5});
-  AdamW loaded({large});
-  EXPECT_THAT([&] { torch::load(loaded, archive); },
-              ThrowsMessage<c10::Error>(HasSubstr("another model's")));
-  EXPECT_TRUE(loaded.state().empty());
+  for (const auto storage : {WeightStorage::plain, WeightStorage::master}) {
+    const auto small = torch::ones({4}, torch::kBFloat16);
+    small.mutable_grad() = torch::ones({4}, torch::kBFloat16);
+    AdamW saved({small}, {}, {.weight_storage = storage});
+    saved.step();
+    const auto large = torch::ones({5}, torch::kBFloat16);
+    AdamW loaded({large});
+    EXPECT_THAT([&] { test_support::load(loaded, test_support::saved(saved)); },
+                ThrowsMessage<c10::Error>(HasSubstr("of the shape [4]; it is another model's")));
+    EXPECT_TRUE(loaded.state().empty());
+  }
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 // Steps under c10::InferenceMode, and of gradients that were made under it.
 
 #include <mezzo/optim/adamw.h>
-#include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -23,10 +22,6 @@ using mezzo::optim::WeightStorage;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-struct AdamThere {
-  using Optimizer = mezzo::optim::Adam;
-  static mezzo::optim::AdamOptions options() { return {0.1}; }
-};
 struct AdamWThere {
   using Optimizer = mezzo::optim::AdamW;
   static mezzo::optim::AdamWOptions options() { return {0.1}; }
@@ -35,11 +30,6 @@ struct SgdThere {
   using Optimizer = mezzo::optim::SGD;
   static mezzo::optim::SGDOptions options() { return mezzo::optim::SGDOptions(0.1).momentum(0.9); }
 };
-struct LionThere {
-  using Optimizer = mezzo::optim::Lion;
-  static mezzo::optim::LionOptions options() { return {0.1}; }
-};
-
 constexpr int64_t kNumel = 70;
 
 torch::Tensor slope_like(const torch::Tensor& parameter) {
@@ -75,7 +65,7 @@ class StepUnderInference : public testing::Test {
   }
 };
 
-using AllThere = testing::Types<AdamThere, AdamWThere, SgdThere, LionThere>;
+using AllThere = testing::Types<AdamWThere, SgdThere>;
 TYPED_TEST_SUITE(StepUnderInference, AllThere);
 
 TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {

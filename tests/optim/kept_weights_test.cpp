@@ -5,7 +5,6 @@
 
 #include <torch/torch.h>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -24,8 +23,6 @@ using mezzo::optim::SGDOptions;
 using mezzo::optim::SGDParamState;
 using mezzo::optim::WeightStorage;
 using test_support::state_of;
-using testing::HasSubstr;
-using testing::ThrowsMessage;
 
 torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
   return mezzo::detail::joined(parameter,
@@ -105,37 +102,6 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   optimizer.step();
   EXPECT_EQ(state_of<SGDParamState>(optimizer, parameter_).lower_half().numel(), 100000);
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
-}
-
-TEST_F(SplitParameter, NoticesNewMemoryAtTheOldAddress) {
-  auto memory = torch::full({100}, 2.0F).to(torch::kBFloat16);
-  const auto seen_anew = [&] {
-    return torch::from_blob(memory.data_ptr(), {100}, torch::kBFloat16);
-  };
-  parameter_.set_data(seen_anew());
-  options().lr(1e-4);
-  set_gradient(parameter_, 1);
-  optimizer_.step();
-  memory.fill_(3);
-  parameter_.set_data(seen_anew());  // as an allocator may give the same memory again
-  step_without_moving();
-  EXPECT_TRUE(torch::allclose(whole(optimizer_, parameter_), torch::full({100}, 3.0F),
-                              /*rtol=*/0x1p-8, /*atol=*/0));
-}
-
-TEST(KeptWeights, OfAnotherShapeAreRefused) {
-  const auto small = torch::ones({2}, torch::kBFloat16).requires_grad_();
-  const auto large = torch::ones({100000}, torch::kBFloat16).requires_grad_();
-  SGD saved({small}, SGDOptions(1), {.weight_storage = WeightStorage::master});
-  set_gradient(small, 1);
-  saved.step();
-  std::stringstream file;
-  torch::save(saved, file);
-  SGD loaded({large}, SGDOptions(1));
-  EXPECT_THAT([&] { torch::load(loaded, file); },
-              ThrowsMessage<c10::Error>(HasSubstr("of the shape [2]; it is another model's")));
-  set_gradient(large, 1);
-  EXPECT_TRUE(torch::equal(large, torch::ones({100000}, torch::kBFloat16)));
 }
 
 TEST(KeptWeights, OfADtypeThatSomebodySetAreConverted) {

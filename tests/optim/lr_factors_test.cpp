@@ -109,21 +109,6 @@ TEST(LrFactors, AreChecked) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-// A captured graph counts there, and looks there for its factor.
-TEST(AppliedSteps, AreWrittenWhereADeviceCountsThem) {
-  const auto on_device = torch::full({}, 5.0F);
-  int64_t on_host = 0;
-  torch::Tensor counting_device;
-  const mezzo::detail::StepCount count(on_host, counting_device);
-  count.overwrite(3);
-  EXPECT_EQ(count.value(), 3);
-  count.move_to(on_device);
-  count.overwrite(7);
-  EXPECT_EQ(on_device.item<float>(), 7.0F);
-  EXPECT_TRUE(count.on_device().is_same(on_device));
-  EXPECT_EQ(count.value(), 7);
-}
-
 TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
   const auto parameter = torch::zeros({4}).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(0.1));

@@ -180,19 +180,6 @@ TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
   EXPECT_EQ(z.item<float>(), -1) << "stepped once";
 }
 
-TYPED_TEST(UnplannedScalerCalls, ParametersThatComeOneByOneAreOfTheSameRecord) {
-  auto x = parameter({0}), y = parameter({0}), z = parameter({0});
-  auto optimizer = this->sgd({x, y});
-  auto& parameters = optimizer.param_groups().front().params();
-  auto scaler = quiet_scaler({.init_scale = 4});
-  for (const auto& each : {x, y, z}) set_gradient(each, {4});
-  scaler.unscale_(optimizer);
-  parameters = {y, z};
-  scaler.step(optimizer);
-  parameters = {z};
-  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
-}
-
 TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
   auto scaler = quiet_scaler({.init_scale = 4});
   for (const auto dtype :

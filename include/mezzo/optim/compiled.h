@@ -42,18 +42,6 @@ namespace detail {
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)                                               \
   EXTERN template class OptimizerShell<LionTraits<optim::LionOptions, optim::LionParamState>>; \
   EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
-
-// States, in the namespace above: their files, comparisons and copies.
-#define MEZZO_COMPILED_STATE_OF(EXTERN, Name, Base) \
-  EXTERN template class detail::ParamState<optim::Name##ParamState, Base>;
-
-#define MEZZO_COMPILED_ADAM_STATES(EXTERN)                            \
-  MEZZO_COMPILED_STATE_OF(EXTERN, Adam, torch::optim::AdamParamState) \
-  MEZZO_COMPILED_STATE_OF(EXTERN, AdamW, torch::optim::AdamWParamState)
-
-#define MEZZO_COMPILED_LION_AND_SGD_STATES(EXTERN)              \
-  MEZZO_COMPILED_STATE_OF(EXTERN, Lion, detail::CountedState<>) \
-  MEZZO_COMPILED_STATE_OF(EXTERN, SGD, detail::CountedState<torch::optim::SGDParamState>)
 /// \endcond
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
@@ -62,10 +50,4 @@ MEZZO_COMPILED_LION_AND_SGD(extern)
 #endif
 
 }  // namespace detail
-
-#ifdef MEZZO_LEFT_TO_LIBRARY
-MEZZO_COMPILED_ADAM_STATES(extern)
-MEZZO_COMPILED_LION_AND_SGD_STATES(extern)
-#endif
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/optim/optimizer.h>
 #include <mezzo/scaling/detail/set_aside.h>
 
 #include <ATen/core/Tensor.h>
@@ -45,21 +45,14 @@ namespace detail {
 
 /// Returns whether any gradient is inf or NaN. Waits for each device once.
 /// \param gradients  dense or sparse, on any devices; undefined ones are left out
-inline bool any_bad(std::vector<at::Tensor> gradients) {
-  std::erase_if(gradients, [](const at::Tensor& gradient) { return !gradient.defined(); });
-  bool is_bad = false;
-  while (!gradients.empty()) {
-    const at::Device device = gradients.front().device();
-    std::vector<at::Tensor> dense;
-    for (const at::Tensor& one : gradients) {
-      if (one.device() != device) continue;
-      dense.push_back(one.is_sparse() ? one.coalesce()._values() : one);
-    }
-    const auto one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    is_bad |= summarize_gradients(dense, one).found_inf.item<float>() != 0.0F;
-    std::erase_if(gradients, [device](const at::Tensor& any) { return any.device() == device; });
+inline bool any_bad(const std::vector<at::Tensor>& gradients) {
+  StepPlan plan{.is_checked = true};
+  for (const at::Tensor& one : gradients) {
+    if (!one.defined()) continue;
+    plan.rows.push_back({&one, one.is_sparse() ? one.coalesce()._values() : one, 0, 0});
   }
-  return is_bad;
+  group_by_device(plan);
+  return read_gradients(plan, at::ones({})).found_inf.item<float>() != 0.0F;
 }
 
 }  // namespace detail

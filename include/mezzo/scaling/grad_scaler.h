@@ -265,8 +265,7 @@ class GradScaler {
   };
   using Letters = std::vector<std::shared_ptr<detail::StepLetter>>;
 
-  Record& record_of(AnyOptimizer optimizer) { return records_[&optimizer.optimizer()]; }
-  Record& record_to_step(AnyOptimizer optimizer);
+  Record& record_to_step(const torch::optim::Optimizer& optimizer);
   void unscale_into(AnyOptimizer optimizer);
   void check_verdict(Record& record, Verdict& verdict);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);

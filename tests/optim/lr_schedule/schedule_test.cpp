@@ -356,27 +356,6 @@ TEST(LrSchedule, MovesToAStepOfYourOwnFile) {
   EXPECT_THAT(table.lrs(), ElementsAre(0.25));
 }
 
-TEST(LrSchedule, GoesOnFromAFileOfTheOptimizerAloneAndANumberOfSteps) {
-  const torch::Tensor parameter = weight();
-  const mezzo::LinearCurve curve{.warmup_steps = 2, .total_steps = 10};
-  const auto options = torch::optim::SGDOptions(1.0).momentum(0.5);
-  torch::optim::SGD before({parameter}, options);
-  LinearSchedule schedule(before, curve);
-  for (int i = 0; i < 6; ++i) {
-    parameter.mutable_grad() = torch::ones({1});
-    before.step();
-    schedule.step();
-  }
-  torch::optim::SGD resumed({parameter}, options);
-  LinearSchedule next(resumed, curve);
-  std::stringstream file;
-  torch::save(before, file);
-  torch::load(resumed, file);
-  next.set_applied_steps(6);
-  EXPECT_EQ(lr_of(resumed), lr_of(before));
-  EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
-}
-
 TEST(LrSchedule, CountsStepsWithoutGradients) {
   const auto steps_of_five = [](auto& stepper, auto& optimizer, const torch::Tensor& parameter) {
     LinearSchedule schedule(stepper, {.total_steps = 10});

@@ -6,7 +6,4 @@ namespace detail {
 MEZZO_COMPILED_ADAM()
 
 }  // namespace detail
-
-MEZZO_COMPILED_ADAM_STATES()
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -6,7 +6,4 @@ namespace detail {
 MEZZO_COMPILED_LION_AND_SGD()
 
 }  // namespace detail
-
-MEZZO_COMPILED_LION_AND_SGD_STATES()
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -77,7 +77,7 @@ class LentStep {
   LentStep& operator=(const LentStep&) = delete;
   ~LentStep() {
     for (const Lent& one : lent_) {
-      exchange(one.parameter, one.memory);
+      if (one.memory.defined()) exchange(one.parameter, one.memory);
       one.parameter.mutable_grad() = one.gradient;
     }
     for (std::size_t group = 0; group < lrs_.size(); ++group) {
@@ -85,10 +85,13 @@ class LentStep {
     }
   }
 
-  /// \param memory  of the master, or the parameter itself
-  void lend(const at::Tensor& parameter, const at::Tensor& memory, at::Tensor gradient) {
-    lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
-    exchange(parameter, memory);
+  /// \param master  undefined where the parameter is trained in its own memory
+  void lend(const at::Tensor& parameter, const at::Tensor& master, at::Tensor gradient) {
+    lent_.push_back({parameter, {}, parameter.grad()});
+    if (master.defined()) {
+      lent_.back().memory = parameter.variable_data();
+      exchange(parameter, master);
+    }
     parameter.mutable_grad() = std::move(gradient);
   }
   void lend_lrs(const std::vector<double>& lrs) {
@@ -108,7 +111,6 @@ class LentStep {
   /// Does what Tensor::set_data does, but keeps the hooks of the gradient, which another dtype
   /// ends.
   static void exchange(const at::Tensor& parameter, const at::Tensor& memory) {
-    if (parameter.is_same(memory)) return;
     parameter.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
   }
 
@@ -261,7 +263,7 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
     auto master = masters.begin();
     for (const StepPlan::Row& row : plan.rows) {
       const bool has_master = detail::is_low_precision(*row.parameter);
-      lent.lend(*row.parameter, has_master ? (master++)->second : *row.parameter,
+      lent.lend(*row.parameter, has_master ? (master++)->second : at::Tensor(),
                 detail::multiplied(row.gradient, factor));
     }
     if (has_schedule()) lent.lend_lrs(lrs());

@@ -174,10 +174,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
                                    const StepOptions& options);
   MEZZO_INLINE void add_to_call(const Row& row, const GroupNumbers& numbers, bool copies_gradient,
-                                std::vector<AtenCall>& calls, std::vector<StepCount>& counts,
-                                Copies& copies);
-  MEZZO_INLINE void make_calls(std::vector<AtenCall>& calls, const std::vector<at::Tensor>& counts,
-                               const AtenVerdict& verdict);
+                                std::vector<AtenCall>& calls, Copies& copies);
 
   CudaRule rule_;
   std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them

@@ -487,11 +487,9 @@ MEZZO_INLINE at::Tensor StepEngine::applied_on(at::Device device, bool counts_th
   return counts_on(device, {applied_count()}).front();
 }
 
-/// The arguments of one call of ATen's kernel.
+/// One call of ATen's kernel: its group and arguments.
 struct StepEngine::AtenCall {
   std::size_t group;
-  bool counted;
-  const GroupNumbers* numbers;
   AtenLists lists{};
 };
 
@@ -518,25 +516,6 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   return {factor.reciprocal().to(at::kFloat), verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
-/// Calls ATen with counts increased by one, as its kernels expect them, and takes the increase back
-/// if the step was skipped, as torch does.
-MEZZO_INLINE void StepEngine::make_calls(std::vector<AtenCall>& calls,
-                                         const std::vector<at::Tensor>& counts,
-                                         const AtenVerdict& verdict) {
-  if (!counts.empty()) at::_foreach_add_(counts, 1);
-  auto next = counts.begin();
-  for (AtenCall& call : calls) {
-    const auto size = static_cast<std::ptrdiff_t>(call.lists.parameters.size());
-    if (call.counted) call.lists.counts.assign(next, next + size);
-    aten_step(*call.numbers, call.lists, verdict);
-    bump_versions(call.lists);
-    if (call.counted) next += size;
-  }
-  if (!counts.empty() && verdict.found_inf) {
-    at::_foreach_add_(counts, verdict.found_inf->ne(0).to(at::kFloat).neg());
-  }
-}
-
 /// Steps through ATen's fused optimizers, without a wait. ATen's kernels write to gradients, so
 /// that these are copied first.
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
@@ -551,26 +530,36 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
         applied_on(device, /*counts_there=*/false).clamp_max(factors.numel() - 1).to(at::kLong);
     own.lr_factor = factors.take(number).to(at::kFloat);
   }
+  std::vector<StepCount> own_counts;
+  for (const Row& row : rows) {
+    if (row.slot != nullptr) own_counts.push_back(row.slot->count());
+  }
+  const std::vector<at::Tensor> counts = counts_on(device, own_counts);
   Copies copies;
   std::vector<AtenCall> calls;
-  std::vector<StepCount> counts;
   // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
   // Gradients that are cleared in the end may be written, unless one is shared: it would be
   // unscaled twice.
   const bool copies_gradients =
       own.grad_scale.has_value() && (!options.zero_grad || share_gradients(rows));
   for (const Row& row : rows) {
-    add_to_call(row, groups[row.group], copies_gradients, calls, counts, copies);
+    add_to_call(row, groups[row.group], copies_gradients, calls, copies);
   }
   const auto write_back = [&] {
     for (const auto& [original, copy] : copies) original.copy_(copy);
   };
+  // ATen's kernels expect counts of this step, also where they skip it.
+  if (!counts.empty()) at::_foreach_add_(counts, 1);
   try {
-    make_calls(calls, counts_on(device, counts), own);
+    for (const AtenCall& call : calls) {
+      aten_step(groups[call.group], call.lists, own);
+      bump_versions(call.lists);
+    }
   } catch (...) {
     write_back();  // of the calls before the one that threw
     throw;
   }
+  if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
   write_back();
   finish(rows, options.zero_grad, /*are_cleared=*/false, {});
 }
@@ -578,25 +567,26 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
 /// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.
 MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& numbers,
                                           bool copies_gradient, std::vector<AtenCall>& calls,
-                                          std::vector<StepCount>& counts, Copies& copies) {
+                                          Copies& copies) {
   at::Tensor parameter = *row.parameter;
   if (row.storage == optim::WeightStorage::master) {
     heal_master(parameter, *row.slot);
     parameter = row.slot->master;
     copies.emplace_back(*row.parameter, parameter);
   }
-  const bool counted = row.slot != nullptr;
-  const bool joins = !calls.empty() && calls.back().group == row.group &&
-                     calls.back().counted == counted &&
-                     calls.back().lists.parameters.back().scalar_type() == parameter.scalar_type();
-  if (!joins) calls.push_back({row.group, counted, &numbers});
+  const auto fits = [&](const AtenCall& call) {
+    return call.group == row.group && call.lists.counts.empty() == (row.slot == nullptr) &&
+           call.lists.parameters.back().scalar_type() == parameter.scalar_type();
+  };
+  const bool joins = !calls.empty() && fits(calls.back());
+  if (!joins) calls.push_back({row.group});
   AtenLists& lists = calls.back().lists;
   lists.parameters.push_back(parameter);
   const bool is_written_back = !copies_gradient && !row.gradient.is_inference();
   const at::Tensor gradient = is_written_back ? row.gradient : row.gradient.clone();
   lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
-  if (!counted) return;
-  counts.push_back(row.slot->count());
+  if (row.slot == nullptr) return;
+  lists.counts.push_back(row.slot->count().on_device());
   for (int k = 0; k < numbers.moments; ++k) {
     lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, *row.parameter));
   }

@@ -24,6 +24,7 @@
 #include <cstdint>
 #include <iostream>
 #include <limits>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -163,7 +164,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
     return;
   }
   require_scale("unscale_");
-  const Stage stage = record_of(optimizer).stage;
+  const Stage stage = records_[&optimizer.optimizer()].stage;
   TORCH_CHECK(
       stage != Stage::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
@@ -179,7 +180,7 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
 MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
   optim::FusedOptimizer* const fused = optimizer.mezzos();
-  Record& record = record_of(optimizer);
+  Record& record = records_[&optimizer.optimizer()];
   StepPlan plan = detail::plan_of(optimizer);
   if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
@@ -220,9 +221,10 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
   return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
 }
 
-MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(AnyOptimizer optimizer) {
+MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(
+    const torch::optim::Optimizer& optimizer) {
   require_scale("step");
-  Record& record = record_of(optimizer);
+  Record& record = records_[&optimizer];
   TORCH_CHECK(
       record.stage != Stage::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
@@ -241,7 +243,7 @@ MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
-  Record& record = record_to_step(fused);
+  Record& record = record_to_step(fused.optimizer());
   const at::Tensor& scale = scale_->original();
   const bool was_unscaled = record.stage == Stage::unscaled;
   StepPlan plan = fused.plan();
@@ -272,7 +274,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 /// they lie, and the host decides, for which it waits.
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
                                                  const StepOptions& options) {
-  Record& record = record_to_step(optimizer);
+  Record& record = record_to_step(optimizer.optimizer());
   const at::Tensor& scale = scale_->original();
   const bool was_unscaled = record.stage == Stage::unscaled;
   if (!was_unscaled) unscale_into(optimizer);
@@ -459,42 +461,6 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 
 // --- State -------------------------------------------------------------------------------------
 
-namespace detail {
-
-/// Reads numbers from a state dictionary. A key without a fallback has to be there.
-class StateReader {
- public:
-  explicit StateReader(const std::map<std::string, double>& state) : state_(state) {}
-
-  double value(const char* key) const {
-    const auto found = state_.find(key);
-    TORCH_CHECK(found != state_.end(), "The source state dict lacks \"", key,
-                "\"; give load_state_dict what state_dict() of a GradScaler returned");
-    return found->second;
-  }
-  double value(const char* key, double fallback) const {
-    const auto found = state_.find(key);
-    return found == state_.end() ? fallback : found->second;
-  }
-  int64_t count(const char* key) const { return whole(key, value(key)); }
-  int64_t count(const char* key, int64_t fallback) const {
-    return whole(key, value(key, static_cast<double>(fallback)));
-  }
-
- private:
-  static int64_t whole(const char* key, double value) {
-    constexpr double kLargest = std::numeric_limits<int32_t>::max();
-    TORCH_CHECK(is_finite(value) && value >= 0 && value <= kLargest && value == std::floor(value),
-                "The source state dict has ", key, " = ", value,
-                "; it should be a whole number from 0 to 2147483647");
-    return static_cast<int64_t>(value);
-  }
-
-  const std::map<std::string, double>& state_;
-};
-
-}  // namespace detail
-
 MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
 
 template <class Number>
@@ -545,24 +511,37 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
               "instance of GradScaler. In C++: make this scaler with "
               "GradScaler({.enabled = false}) too, or leave load_state_dict out and begin with "
               "a new scale");
-  const detail::StateReader reader(state);
-  const int64_t kind = reader.count("_loss_scale_kind", static_cast<int64_t>(rule_.kind));
+  const auto value = [&state](const char* key, std::optional<double> fallback = std::nullopt) {
+    const auto found = state.find(key);
+    TORCH_CHECK(found != state.end() || fallback, "The source state dict lacks \"", key,
+                "\"; give load_state_dict what state_dict() of a GradScaler returned");
+    return found != state.end() ? found->second : *fallback;
+  };
+  const auto count = [&value](const char* key, std::optional<double> fallback = std::nullopt) {
+    const double number = value(key, fallback);
+    TORCH_CHECK(detail::is_finite(number) && number >= 0 &&
+                    number <= std::numeric_limits<int32_t>::max() && number == std::floor(number),
+                "The source state dict has ", key, " = ", number,
+                "; it should be a whole number from 0 to 2147483647");
+    return static_cast<int64_t>(number);
+  };
+  const int64_t kind = count("_loss_scale_kind", static_cast<double>(rule_.kind));
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule = LossScale{.init_scale = reader.value("scale"),
-                                   .growth_factor = reader.value("growth_factor"),
-                                   .backoff_factor = reader.value("backoff_factor"),
-                                   .growth_interval = reader.count("growth_interval"),
-                                   .min_scale = reader.value("min_scale", rule_.min_scale),
-                                   .max_scale = reader.value("max_scale", rule_.max_scale),
-                                   .hysteresis = reader.count("hysteresis", rule_.hysteresis),
-                                   .kind = static_cast<LossScaleKind>(kind)}
-                             .checked();
+  const LossScale rule =
+      LossScale{.init_scale = value("scale"),
+                .growth_factor = value("growth_factor"),
+                .backoff_factor = value("backoff_factor"),
+                .growth_interval = count("growth_interval"),
+                .min_scale = value("min_scale", rule_.min_scale),
+                .max_scale = value("max_scale", rule_.max_scale),
+                .hysteresis = count("hysteresis", static_cast<double>(rule_.hysteresis)),
+                .kind = static_cast<LossScaleKind>(kind)}
+          .checked();
   LossScaleState next = rule.initial_state();
-  next.growth_tracker = static_cast<int32_t>(reader.count("_growth_tracker"));
-  next.hysteresis_left =
-      static_cast<int32_t>(reader.count("_hysteresis_left", next.hysteresis_left));
+  next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
+  next.hysteresis_left = static_cast<int32_t>(count("_hysteresis_left", next.hysteresis_left));
   if (scale_->defined()) detail::require_update_kernel(rule, scale_->original().device());
   rule_ = rule;
   initial_state_ = next;
