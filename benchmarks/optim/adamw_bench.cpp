@@ -4,9 +4,12 @@
 // of each round's ratio.
 //
 //   mezzo    scaler.step(optimizer, {.max_norm = 1, .zero_grad = true})
-//   block8   the same with moments in 8 bits: 24 bytes a parameter in place of 36
-//   bf16     mezzo with bfloat16 weights and moments, rounded stochastically: 18 bytes
-//   bf16/8   the same with moments in 8 bits: 14 bytes
+//   8bit     AdamW8bit, whose gradients are unscaled and clipped before its step
+//   bf16     mezzo with bfloat16 weights and moments, rounded stochastically: 18 bytes a parameter
+//            in place of 36
+//   split    bfloat16 weights, the upper halves of floats: 30 bytes
+//   master   bfloat16 weights beside float masters: 34 bytes
+//   bf16/8   AdamW8bit with bfloat16 weights
 //   loop     what a C++ user writes today: foreach unscale, clip_grad_norm_, torch::optim::AdamW
 //   chain    what torch.amp documents: foreach unscale, foreach norm, foreach mul, _fused_adamw_
 //   folded   the fewest bytes that libtorch allows: foreach norm of scaled gradients, then
@@ -323,6 +326,8 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
   add("mezzo", mezzo(at::kFloat, WeightStorage::plain));
   add("8bit", in_8_bits(at::kFloat));
   add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic));
+  add("split", mezzo(at::kBFloat16, WeightStorage::split_master));
+  add("master", mezzo(at::kBFloat16, WeightStorage::master));
   add("bf16/8", in_8_bits(at::kBFloat16));
   add("loop", [&] { return std::make_unique<Loop>(model); });
   add("chain", [&] { return std::make_unique<Chain>(model); });

@@ -4,7 +4,7 @@
 //            included, and the most within a step. Of eight bias-free Linear modules of 1024 x 1024
 //            with one row of input, so that next to nothing is activations.
 //   a step   forward, backward and update of a BERT-shaped encoder with a small batch, where casts
-//            of weights weigh most; the casts made in its forward pass.
+//            of weights weigh most.
 //
 // All ways keep their gradients (cleared in place). Ways take turns, and ratios are medians of
 // those within a round.
@@ -12,7 +12,6 @@
 //   training_step_bench [rounds]
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/diagnose/cast_trace.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -126,15 +125,6 @@ void print_memory() {
   }
 }
 
-/// The number of tensors that autocast casts in a step.
-int64_t casts_of(Training<bench::Encoder>& training, const torch::Tensor& tokens) {
-  const mezzo::CastTrace trace;
-  training.step(tokens);
-  int64_t casts = 0;
-  for (const auto& record : trace.records()) casts += record.casts;
-  return casts;
-}
-
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
   return values[values.size() / 2];
@@ -157,17 +147,16 @@ void print_steps(int64_t batch, int rounds) {
       if (round >= 0) times[i].push_back(time.count());
     }
   }
-  std::printf("\n%-40s %8s %24s %7s\n",
-              ("a step of " + std::to_string(batch) + " x 32 tokens").c_str(), "ms",
-              "x at::autocast, mezzo's", "casts");
+  std::printf("\n%-40s %8s %24s\n", ("a step of " + std::to_string(batch) + " x 32 tokens").c_str(),
+              "ms", "x at::autocast, mezzo's");
   constexpr std::size_t kReference = 2;
   for (std::size_t i = 0; i < all.size(); ++i) {
     std::vector<double> ratios;
     for (std::size_t r = 0; r < times[i].size(); ++r) {
       ratios.push_back(times[i][r] / times[kReference][r]);
     }
-    std::printf("%-40s %8.2f %24.3f %7lld\n", all[i]->way().name.c_str(), median(times[i]),
-                median(ratios), static_cast<long long>(casts_of(*all[i], tokens)));
+    std::printf("%-40s %8.2f %24.3f\n", all[i]->way().name.c_str(), median(times[i]),
+                median(ratios));
   }
 }
 

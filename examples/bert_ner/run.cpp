@@ -244,9 +244,7 @@ void Run::train() {
 
 bool Run::after_step(const StepReport& report) {
   telemetry_->record(report.result, report.loss,
-                     {.max_norm = options_.training.max_grad_norm,
-                      .tokens = report.tokens,
-                      .learning_rate = report.learning_rate});
+                     {.tokens = report.tokens, .learning_rate = report.learning_rate});
   if (options_.save_every > 0 && trainer_.position.steps % options_.save_every == 0) {
     save();
     telemetry_->restart_clock();

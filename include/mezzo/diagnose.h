@@ -4,7 +4,6 @@
 #pragma once
 
 #include <mezzo/diagnose/anomaly_trace.h>     // IWYU pragma: export
-#include <mezzo/diagnose/cast_trace.h>        // IWYU pragma: export
 #include <mezzo/diagnose/divergence_watch.h>  // IWYU pragma: export
 #include <mezzo/diagnose/doctor.h>            // IWYU pragma: export
 #include <mezzo/diagnose/finding.h>           // IWYU pragma: export
@@ -13,5 +12,4 @@
 #include <mezzo/diagnose/run_report.h>        // IWYU pragma: export
 #include <mezzo/diagnose/summarize.h>         // IWYU pragma: export
 #include <mezzo/diagnose/telemetry.h>         // IWYU pragma: export
-#include <mezzo/diagnose/telemetry_files.h>   // IWYU pragma: export
 #include <mezzo/diagnose/underflow.h>         // IWYU pragma: export

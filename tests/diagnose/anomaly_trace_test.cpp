@@ -66,9 +66,7 @@ TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
   EXPECT_EQ(first.inputs[1].name, "2.weight");
   EXPECT_EQ(first.inputs[1].largest, 3e4F);
   EXPECT_EQ(first.cause, AnomalyCause::low_precision);
-  EXPECT_EQ(first.wide_dtype, torch::kFloat);
-  EXPECT_GT(first.wide_largest, 65504);
-  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to"));
+  EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to 4.44e+05"));
 }
 
 /// The gradient of the second layer's input, 300 times the scale, is too large for half.
@@ -98,15 +96,13 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
     EXPECT_EQ(anomalies[0].frame.op, "aten::mm");
     EXPECT_EQ(anomalies[0].frame.node, "AddmmBackward0");
     EXPECT_EQ(anomalies[0].frame.module, "2");
-    EXPECT_EQ(anomalies[0].loss_scale, scale);
     EXPECT_EQ(anomalies[0].cause,
               scale > 1 ? AnomalyCause::loss_scale : AnomalyCause::low_precision)
         << trace;
-    EXPECT_NEAR(anomalies[0].wide_largest, 2048 * 60, 1);
-    if (scale > 1) {
-      EXPECT_THAT(anomalies[0].message(),
-                  HasSubstr("the dtype would hold it without the loss scale of 2048"));
-    }
+    EXPECT_THAT(anomalies[0].message(), HasSubstr("it is finite, up to 1.23e+05"));
+    EXPECT_THAT(anomalies[0].message(),
+                HasSubstr(scale > 1 ? "the dtype would hold it without the loss scale of 2048"
+                                    : "use bfloat16, or run this op"));
   }
 }
 
@@ -211,7 +207,7 @@ TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::to");
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
-  EXPECT_EQ(trace.anomalies()[0].wide_largest, 1e9);
+  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 1e+09"));
 }
 
 TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
@@ -223,7 +219,7 @@ TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::mul_");
   EXPECT_NEAR(trace.anomalies()[0].inputs[0].largest, 1e4, 10);
   EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
-  EXPECT_NEAR(trace.anomalies()[0].wide_largest, 5e5, 500);
+  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 5e+05"));
   values.add_(1);
   EXPECT_THAT(trace.anomalies(), SizeIs(1)) << "it spreads";
 }
@@ -305,13 +301,12 @@ TEST(AnomalyTrace, LeavesNumbersGradientsAndTheGeneratorAlone) {
 
 TEST(AnomalyTrace, IsNotThereBeforeAndAfter) {
   auto model = traced_model();
-  ASSERT_FALSE(at::hasThreadLocalCallbacks());
+  ASSERT_FALSE(at::hasGlobalCallbacks());
   {
     AnomalyTrace trace(*model);
-    EXPECT_TRUE(at::hasThreadLocalCallbacks());
-    EXPECT_TRUE(at::hasThreadLocalCallbacks());
+    EXPECT_TRUE(at::hasGlobalCallbacks());
   }
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
 }
 
 TEST(AnomalyTrace, TwoOfAThreadEachSeeTheirModelAndEndInAnyOrder) {
@@ -327,11 +322,11 @@ TEST(AnomalyTrace, TwoOfAThreadEachSeeTheirModelAndEndInAnyOrder) {
   EXPECT_EQ(first->anomalies()[0].frame.module, "");
   EXPECT_EQ(second->anomalies()[0].frame.module, "other.2");
   first.reset();
-  EXPECT_TRUE(at::hasThreadLocalCallbacks());
+  EXPECT_TRUE(at::hasGlobalCallbacks());
   torch::zeros({2}).div(0);
   EXPECT_GT(second->anomalies().size(), 1);
   second.reset();
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
 }
 
 TEST(AnomalyWatch, TwoWakeInTheSameStep) {
@@ -368,7 +363,7 @@ TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
   mezzo::optim::SGD optimizer(model->parameters(), 0.1);
   std::vector<int> watched;
   for (int step = 1; step <= 8; ++step) {
-    if (at::hasThreadLocalCallbacks()) watched.push_back(step);
+    if (at::hasGlobalCallbacks()) watched.push_back(step);
     optimizer.zero_grad();
     torch::Tensor loss = model->forward(torch::ones({3, 4})).square().sum();
     if (step != 2) loss = loss / (loss - loss);
@@ -389,7 +384,7 @@ TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {
   model->forward(torch::ones({3, 4})).sum().backward();
   third(record);
   EXPECT_EQ(other.str(), "") << "a rank that found nothing";
-  EXPECT_FALSE(at::hasThreadLocalCallbacks());
+  EXPECT_FALSE(at::hasGlobalCallbacks());
   EXPECT_THAT([&] { mezzo::AnomalyWatch(*model, {.skips_in_a_row = 0}); },
               testing::ThrowsMessage<c10::Error>(HasSubstr("skips_in_a_row is 0")));
 }

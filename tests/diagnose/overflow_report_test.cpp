@@ -162,20 +162,6 @@ TEST(OverflowReport, SaysWhereThereIsNothingToSeeAnyMore) {
   EXPECT_THAT(out.str(), HasSubstr("no gradient is inf or NaN now: they were set to zero"));
 }
 
-TEST(OverflowReport, WritesOnRankZeroAlone) {
-  torch::nn::Sequential model = with_gradients();
-  gradient_of(model, "1.weight")[0][1] = kInf;
-  std::ostringstream first, second;
-  int heard = 0;
-  OverflowReport(*model, {.stream = &first, .rank = 0})({.scale = 2});
-  OverflowReport(*model, {.stream = &second,
-                          .callback = [&](const Overflow& overflow) { heard = *overflow.rank; },
-                          .rank = 3})({.scale = 2});
-  EXPECT_THAT(first.str(), HasSubstr("\n  rank 0: 1.weight, in 1 of 3 layers"));
-  EXPECT_EQ(second.str(), "");
-  EXPECT_EQ(heard, 3);
-}
-
 TEST(OverflowReport, TellsRarelyOfAScaleThatStays) {
   torch::nn::Sequential model = with_gradients();
   int heard = 0;

@@ -50,18 +50,19 @@ TEST(Summarize, GivesRangesWithSignAndCountsOfEachDtypeLayoutAndStride) {
   EXPECT_EQ(all[8].to_string(), "float32 [2] 2 inf");
 }
 
-TEST(RoundingEnds, AreThoseOfLibtorchsConversions) {
-  const auto rounded = [](double value, at::ScalarType dtype) {
-    return torch::scalar_tensor(value, torch::kDouble).to(dtype).item<double>();
-  };
+TEST(ExponentRange, HasTheRoundingOfLibtorchsConversions) {
   for (const auto dtype : {torch::kHalf, torch::kBFloat16, torch::kFloat}) {
-    const auto [overflow, underflow] = mezzo::detail::rounding_ends(dtype);
-    EXPECT_TRUE(mezzo::detail::nonfinite_bits(rounded(overflow, dtype))) << dtype;
-    EXPECT_FALSE(mezzo::detail::nonfinite_bits(rounded(overflow * (1 - 0x1p-20), dtype))) << dtype;
-    EXPECT_EQ(rounded(underflow, dtype), 0) << dtype;
-#ifndef __FAST_MATH__  // where a program is linked so, subnormal numbers are 0
-    EXPECT_GT(rounded(underflow * (1 + 0x1p-10), dtype), 0) << dtype;
+    for (const double end : {0x1p-25, 0x1p-134, 0x1p-150, 65520.0, 0x1.FFp+127, 0x1.FFFFFFp+127}) {
+      for (const double value : {end * (1 - 0x1p-20), end, -end * (1 + 0x1p-10)}) {
+#ifdef __FAST_MATH__  // where a program is linked so, subnormal numbers are 0
+        if (end < 1) continue;
 #endif
+        const auto cast = torch::scalar_tensor(value, torch::kDouble).to(dtype).item<double>();
+        EXPECT_EQ(mezzo::detail::overflows(value, dtype), mezzo::detail::nonfinite_bits(cast))
+            << value << " in " << dtype;
+        EXPECT_EQ(mezzo::detail::vanishes(value, dtype), cast == 0) << value << " in " << dtype;
+      }
+    }
   }
 }
 

@@ -2,7 +2,6 @@
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/diagnose/telemetry_files.h>
 #include <mezzo/diagnose/underflow.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -127,19 +126,16 @@ TEST(Telemetry, RecordsWhatARunOfTheScalerDid) {
     scaler.scale(loss * factor).backward();
     const auto result = scaler.step(optimizer, {.max_norm = 0.5});
     scaler.update();
-    telemetry.record(result, loss, {.max_norm = 0.5, .tokens = 10, .underflow = 0.25});
+    telemetry.record(result, loss, {.tokens = 10});
   }
   telemetry.flush();
   ASSERT_EQ(records.size(), 3);
   EXPECT_EQ(records[0].scale, 16);
   EXPECT_EQ(records[2].scale, 8);
   EXPECT_TRUE(records[1].skipped);
-  EXPECT_EQ(records[1].clip_ratio, std::nullopt);
-  EXPECT_NEAR(records[0].clip_ratio.value(), 0.5 / records[0].grad_norm.value(), 1e-4);
-  EXPECT_LT(records[0].clip_ratio.value(), 1);
+  EXPECT_GT(records[0].grad_norm.value(), 0.5) << "before clipping";
   EXPECT_EQ(records[0].tokens_per_second, std::nullopt) << "since when?";
   EXPECT_GT(records[1].tokens_per_second.value(), 0);
-  EXPECT_EQ(records[1].underflow, 0.25);
   EXPECT_GT(records[1].memory_bytes.value(), 1 << 20);
   EXPECT_GT(records[0].wall_time, 1.7e9);
 }
@@ -234,12 +230,11 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   add_sections(report);
   report.save(folder + "/run.html");
 
-  EXPECT_THAT(
-      test_support::bytes_of(folder + "/run.csv"),
-      testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,clip_ratio,underflow,"
-                          "tokens_per_second,memory_bytes,learning_rate\n1,1750000001,"));
   EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
-              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,,,4096.5,1e+09,\n"));
+              testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,"
+                                  "tokens_per_second,memory_bytes,learning_rate\n1,1750000001,"));
+  EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
+              HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,4096.5,1e+09,\n"));
   const std::string page = test_support::bytes_of(folder + "/run.html");
   EXPECT_THAT(page, HasSubstr("<title>run &lt;1&gt; &amp; &quot;more&quot;</title>"));
   EXPECT_THAT(page, HasSubstr("<title>step 7 skipped</title>"));
@@ -308,15 +303,6 @@ TEST(RunReport, SaysTheMeanRateOverAllStepsAndDrawsWhatWasMeasured) {
   mezzo::RunReport nothing("nothing measured");
   nothing({.step = 1});
   EXPECT_THAT(nothing.html(), Not(HasSubstr("<figcaption>learning rate")));
-}
-
-TEST(RunReport, HasRoundTicks) {
-  mezzo::RunReport report("long");
-  for (int step = 1; step <= 400; ++step) report({.step = step, .loss = step % 2});
-  const std::string page = report.html();
-  for (const char* const tick : {">100<", ">200<", ">300<", ">400<"}) {
-    EXPECT_THAT(page, HasSubstr(tick));
-  }
 }
 
 TEST(Telemetry, DoesNotCountWhatTheHostDidAfterRestartClock) {

@@ -1,9 +1,7 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/activation_checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -11,10 +9,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <functional>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -41,28 +37,6 @@ std::string hard_error(const std::function<void()>& call) {
 }
 
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
-
-/// Its backward pass throws once it has come to `x`.
-at::Tensor throwing(const at::Tensor& x) {
-  const at::Tensor y = x * 2;
-  y.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
-  return y;
-}
-
-// Whoever clears gradients by the module tells the buckets nothing.
-TEST(HardUse, APassThatThrewIsToldInTheNextHoweverGradientsWereCleared) {
-  for (const bool by_buckets : {false, true}) {
-    const at::Tensor first = leaf_number(1), second = leaf_number(2), unused = leaf_number(3);
-    GradAllReduce all_reduce({first, second, unused}, alike_ranks(2));
-    EXPECT_THAT(hard_error([&] { (throwing(first) * second).sum().backward(); }),
-                testing::HasSubstr("on purpose"));
-    if (by_buckets) all_reduce.buckets().zero_grad();
-    for (const at::Tensor& one : {first, second}) one.mutable_grad() = at::Tensor();
-    EXPECT_THAT(hard_error([&] { (first * second).sum().backward(); }),
-                testing::HasSubstr("an earlier backward pass did not end"))
-        << by_buckets;
-  }
-}
 
 TEST(HardUse, AReductionThatTakesTheOldOnesPlaceStays) {
   const at::Tensor weight = leaf_number(1);
@@ -100,9 +74,8 @@ TEST(HardUse, AShardedOptimizerOfADataParallelsModelIsRefused) {
 }
 
 /// As `train` leaves the weights of a small net with SGD: alone, and as one of 2 or 4 ranks.
-struct HardNetImpl : torch::nn::Cloneable<HardNetImpl> {
-  HardNetImpl() { reset(); }
-  void reset() override {
+struct HardNetImpl : torch::nn::Module {
+  HardNetImpl() {
     torch::manual_seed(5);
     body = register_module("body", torch::nn::Linear(6, 8));
     head = register_module("head", torch::nn::Linear(8, 3));
@@ -137,56 +110,6 @@ void expect_same_as_alone(const HardTrain& train) {
 }
 
 const mezzo::optim::SGDOptions kSgd = mezzo::optim::SGDOptions(1e-2).momentum(0.9);
-
-TEST(HardUse, APassAfterUnscaleIsDividedForAnOptimizerOfLibtorch) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
-    torch::optim::SGD optimizer(net->parameters(), 1e-2);
-    GradScaler scaler({.init_scale = 1.0, .growth_interval = 1000});
-    for (int64_t i = 0; i < 3; ++i) {
-      net->zero_grad();
-      scaler.scale(net->loss(2 * i)).backward();
-      scaler.unscale_(optimizer);
-      scaler.scale(net->loss(2 * i + 1)).backward();
-      scaler.step(optimizer);
-      scaler.update();
-    }
-  });
-}
-
-TEST(HardUse, AScaleThatUndoesTheNumberOfRanksDividesAllTheSame) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
-    torch::optim::SGD optimizer(net->parameters(), 1e-3);
-    GradScaler scaler({.init_scale = 0.5, .growth_interval = 1000});
-    for (int64_t i = 0; i < 3; ++i) {
-      scaler.scale(net->loss(i)).backward();  // onto what the step before left
-      scaler.step(optimizer, {.max_norm = 1e9, .zero_grad = false});
-      scaler.update();
-    }
-  });
-}
-
-TEST(HardUse, FilesAndClonesMayBeMadeBetweenBackwardAndStep) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>&, int) {
-    mezzo::optim::SGD optimizer(net->parameters(), kSgd);
-    for (int64_t i = 0; i < 3; ++i) {
-      net->zero_grad();
-      net->loss(i).backward();
-      std::stringstream file;
-      torch::save(net, file);
-      const auto clone = std::dynamic_pointer_cast<HardNetImpl>(net->clone());
-      clone->loss(i).backward();  // reduced by nobody
-      EXPECT_TRUE(clone->parameters()[0].grad().defined());
-      optimizer.step();
-      HardNet other;
-      torch::load(other, file);
-      other->loss(i).backward();
-      EXPECT_TRUE(torch::equal(other->parameters()[0].grad(), clone->parameters()[0].grad()));
-      if (i != 1) continue;
-      std::stringstream same(file.str());
-      torch::load(net, same);
-    }
-  });
-}
 
 TEST(HardUse, ANewDataParallelMayTakeTheOldOnesPlaceUnderTheOptimizer) {
   expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int ranks) {
@@ -255,45 +178,6 @@ TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
                 }),
                 testing::HasSubstr("cast and move the model first"));
   }
-}
-
-TEST(HardUse, LossesOfAmpAddUpOnMasters) {
-  expect_same_as_alone([](HardNet& net, std::unique_ptr<HardDdp>& ddp, int ranks) {
-    ddp = nullptr;
-    mezzo::optim::SGD optimizer(net->parameters(), kSgd);
-    auto amp = mezzo::initialize(net, optimizer, mezzo::OptLevel::O2_bf16(),
-                                 {.num_losses = 2, .verbosity = 0});
-    ddp = std::make_unique<HardDdp>(net, alike_ranks(ranks),
-                                    mezzo::DataParallelOptions{.bucket_bytes = 128});
-    EXPECT_EQ(net->parameters()[0].scalar_type(), at::kBFloat16);
-    for (int64_t i = 0; i < 4; ++i) {
-      amp.zero_grad(optimizer);
-      for (int64_t id = 0; id < 2; ++id) {
-        const double factor = static_cast<double>(2 * i + id + 1);
-        const at::Tensor x = torch::sin(torch::arange(24.).view({4, 6}) * factor);
-        const at::Tensor y = (*ddp)(x.to(at::kBFloat16)).to(at::kFloat);
-        amp.scale_loss(y.square().sum(), optimizer, {.loss_id = id});
-      }
-      amp.step(optimizer, {.max_norm = 0.5});
-    }
-  });
-}
-
-TEST(HardUse, CheckpointedLayersHaveTheAveragesOfTheRanks) {
-  std::vector<std::string> log;
-  HardNet net, like;
-  DataParallel ddp(net, recording_ranks(alike_ranks(2), log), {.bucket_bytes = 128});
-  log.clear();
-  at::Tensor x = torch::ones({4, 6}).requires_grad_();
-  x = mezzo::activation_checkpoint(net->body, x);
-  mezzo::activation_checkpoint(net->head, x).square().sum().backward();
-  like->forward(torch::ones({4, 6})).square().sum();
-  at::Tensor y = like->body->forward(torch::ones({4, 6}));
-  like->head->forward(y).square().sum().backward();
-  for (std::size_t i = 0; i < 4; ++i) {
-    EXPECT_TRUE(torch::equal(net->parameters()[i].grad(), like->parameters()[i].grad())) << i;
-  }
-  EXPECT_EQ(std::count(log.begin(), log.end(), "max"), 1);
 }
 
 TEST(HardUse, WeightsMayBeLoadedInAnotherLayout) {

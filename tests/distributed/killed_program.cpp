@@ -1,11 +1,11 @@
-// One rank of a run that is killed again and again: killed_program ddp|zero FOLDER STEPS. Started
-// by kills_test.cpp under mpirun (over MPI), by torchrun_kills_test.cpp under torchrun or by
-// hosts_test.py (over Gloo), it goes on from the last checkpoint in FOLDER, and says what it does,
-// a line each, on stdout.
+// One rank of a run over Gloo that is killed again and again: killed_program ddp|zero FOLDER STEPS.
+// Started by torchrun_kills_test.cpp under torchrun, or by hosts_test.py, it goes on from the last
+// checkpoint in FOLDER, and says what it does, a line each, on stdout.
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/checkpoint_manager.h>
 #include <mezzo/distributed/data_parallel.h>
+#include <mezzo/distributed/gloo_backend.h>
 #include <mezzo/distributed/rendezvous.h>
 #include <mezzo/distributed/sharded_optimizer.h>
 #include <mezzo/optim/adamw.h>
@@ -19,17 +19,13 @@
 #include <exception>
 #include <filesystem>
 #include <iostream>
-#include <optional>
 #include <string>
 #include <vector>
-
-#include "ranks.h"
 
 namespace {
 
 using namespace std::chrono_literals;
-using distributed_test::everyone;
-using distributed_test::Ranks;
+using Ranks = c10::intrusive_ptr<c10d::Backend>;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 
@@ -87,22 +83,10 @@ void train(Ranks world, const std::filesystem::path& folder, int64_t steps,
   say("own " + std::to_string(world->getRank()) + ' ' + digest_of(own));
 }
 
-/// The ranks that torchrun, or hosts_test.py, has started.
-Ranks over_gloo() {
-#if defined(USE_C10D_GLOO)
-  const auto environment = mezzo::ProcessGroupEnvironment::read();
-  return mezzo::gloo_backend(mezzo::rendezvous(environment, 60s), environment.rank,
-                             environment.world_size, 30s);
-#else
-  TORCH_CHECK(false, "killed_program was built without Gloo");
-#endif
-}
-
 int run(const std::string& way, const std::filesystem::path& folder, int64_t steps) {
-  std::optional<mezzo::MpiEnvironment> mpi;
-  const bool is_over_mpi = std::getenv("OMPI_COMM_WORLD_RANK") != nullptr;
-  if (is_over_mpi) mpi.emplace();
-  const Ranks world = is_over_mpi ? everyone() : over_gloo();
+  const auto environment = mezzo::ProcessGroupEnvironment::read();
+  const Ranks world = mezzo::gloo_backend(mezzo::rendezvous(environment, 60s), environment.rank,
+                                          environment.world_size, 30s);
   const torch::nn::Sequential model = make_model();
   if (way == "zero") {
     mezzo::ShardedOptimizer<AdamW> optimizer(model->parameters(), world, AdamWOptions(1e-3));
@@ -125,8 +109,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   at::set_num_threads(1);
-  const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
-  if (rank == nullptr) rank = std::getenv("RANK");
+  const char* const rank = std::getenv("RANK");
   say("rank " + std::string(rank == nullptr ? "?" : rank) + " is " + std::to_string(::getpid()));
   try {
     return run(argv[1], argv[2], std::atoll(argv[3]));

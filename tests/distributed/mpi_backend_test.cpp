@@ -227,17 +227,6 @@ TEST_F(MpiBackendTest, TensorsThatAreNotContiguousAreRefused) {
               HasSubstr("must be dense, contiguous and on the CPU"));
 }
 
-TEST_F(MpiBackendTest, ListsOfTensorsAreGathered) {
-  std::vector<std::vector<at::Tensor>> gathered(1);
-  for (int of = 0; of < size; ++of) gathered[0].push_back(torch::empty({2, 5}, at::kLong));
-  std::vector<at::Tensor> inputs = {torch::arange(10).view({2, 5}) + 1000 * rank};
-  world->allgather(gathered, inputs)->wait();
-  for (int of = 0; of < size; ++of) {
-    EXPECT_TRUE(at::equal(gathered[0][static_cast<std::size_t>(of)],
-                          torch::arange(10).view({2, 5}) + 1000 * of));
-  }
-}
-
 TEST_F(MpiBackendTest, ServesAProcessGroup) {
   const auto ranks = c10::make_intrusive<c10d::ProcessGroup>(rank, size);
   ranks->setBackend(at::kCPU, c10d::ProcessGroup::BackendType::MPI,

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "../support/error_of.h"
-#include "alike_ranks.h"
 #include "free_port.h"
 
 namespace rendezvous_test {
@@ -184,13 +183,10 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
   EXPECT_EQ(second->get_to_str("key"), "new");
 }
 
-TEST(BroadcastParameters, RefuseANullGroupAndARootThatIsNoRank) {
+TEST(BroadcastParameters, RefuseANullGroup) {
   const mezzo::NamedTensors tensors = {{"weight", at::zeros({2})}};
   EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
               HasSubstr("broadcast_parameters: `group` is null"));
-  EXPECT_THAT(
-      error_of([&] { mezzo::broadcast_parameters(tensors, distributed_test::alike_ranks(2), -1); }),
-      HasSubstr("`root` must be 0 to 1, but is -1"));
 }
 
 }  // namespace

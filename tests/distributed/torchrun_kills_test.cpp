@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdio>
@@ -16,6 +17,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "../support/scratch.h"
@@ -32,23 +34,24 @@ constexpr int kRanks = 2;
 struct Outcome {
   int status = -1;
   int kills = 0;
-  std::vector<std::string> digests{};  ///< of the weights at the end
+  std::vector<std::string> digests{};  ///< of the weights and each rank's own at the end, sorted
   double longest_recovery = 0;         ///< seconds from a kill to the next step
   std::string printed{};
 };
 
 /// Runs to the end, and kills a rank in each of the first `kills` attempts, within a step after its
 /// fifth.
-Outcome run(const std::string& launcher, const Scratch& folder, int steps, int kills) {
+Outcome run(const std::string& launcher, const std::string& way, const Scratch& folder, int steps,
+            int kills) {
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
                               (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
                               std::to_string(kRanks) + " --max-restarts 99 --no-python " +
-                              MEZZO_KILLED_PROGRAM + " ddp " + folder.path().string() + ' ' +
-                              std::to_string(steps) + " 2>&1";
+                              MEZZO_KILLED_PROGRAM + ' ' + way + ' ' + folder.path().string() +
+                              ' ' + std::to_string(steps) + " 2>&1";
   std::mt19937 random(7);  // NOLINT: the same each time
   Outcome outcome;
   std::array<pid_t, kRanks> processes{};
-  int did = 0;
+  int did = 0, saved = 0, from = 0;
   Clock::time_point killed{};
   FILE* const pipe = popen(command.c_str(), "r");
   std::array<char, 4096> block{};
@@ -59,8 +62,12 @@ Outcome run(const std::string& launcher, const Scratch& folder, int steps, int k
     if (std::sscanf(line.c_str(), "rank %d is %d", &rank, &process) == 2 && rank < kRanks) {
       processes.at(static_cast<std::size_t>(rank)) = process;
     }
-    if (line.starts_with("from ")) did = 0;
-    if (line.starts_with("end ")) outcome.digests.push_back(line.substr(4));
+    std::sscanf(line.c_str(), "saved %d", &saved);
+    if (std::sscanf(line.c_str(), "from %d", &from) == 1) {
+      did = 0;
+      EXPECT_GE(from, saved) << "only steps since the last file are lost";
+    }
+    if (line.starts_with("end ") || line.starts_with("own ")) outcome.digests.push_back(line);
     if (!line.starts_with("did ")) continue;
     if (++did == 1 && outcome.kills > 0) {
       const double seconds = std::chrono::duration<double>(Clock::now() - killed).count();
@@ -73,11 +80,13 @@ Outcome run(const std::string& launcher, const Scratch& folder, int steps, int k
     }
   }
   const int status = pclose(pipe);
+  std::sort(outcome.digests.begin(), outcome.digests.end());
   outcome.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
   return outcome;
 }
 
-class TorchrunKills : public testing::TestWithParam<std::string> {};
+/// The ways to launch and to train.
+class TorchrunKills : public testing::TestWithParam<std::pair<std::string, std::string>> {};
 
 TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedRun) {
   if (std::system((std::string(MEZZO_TORCHRUN) + " --help > /dev/null 2>&1").c_str()) != 0) {
@@ -86,18 +95,19 @@ TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedR
   const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
   const int kills = wanted == nullptr ? 3 : std::atoi(wanted);
   const int steps = 3 * kills + 8;
-  const bool is_static = GetParam() == "Static";
+  const auto& [rendezvous, way] = GetParam();
+  const bool is_static = rendezvous == "Static";
   const auto launcher = [&] {
     return is_static ? "--nnodes 1 --node-rank 0 --master-addr 127.0.0.1 --master-port " +
                            std::to_string(free_port())
                      : std::string("--standalone");
   };
   const Scratch undisturbed_folder, folder;
-  const Outcome undisturbed = run(launcher(), undisturbed_folder, steps, 0);
+  const Outcome undisturbed = run(launcher(), way, undisturbed_folder, steps, 0);
   ASSERT_EQ(undisturbed.status, 0) << undisturbed.printed;
-  ASSERT_EQ(undisturbed.digests.size(), 2U);
+  ASSERT_EQ(undisturbed.digests.size(), 4U);
   EXPECT_THAT(undisturbed.printed, testing::Not(testing::HasSubstr("ailed to bind")));
-  const Outcome outcome = run(launcher(), folder, steps, kills);
+  const Outcome outcome = run(launcher(), way, folder, steps, kills);
   SCOPED_TRACE(outcome.printed);
   EXPECT_EQ(outcome.status, 0);
   EXPECT_EQ(outcome.kills, kills);
@@ -107,7 +117,9 @@ TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedR
             << " s until the next step\n";
 }
 
-INSTANTIATE_TEST_SUITE_P(Of, TorchrunKills, testing::Values("Standalone", "Static"),
-                         [](const auto& test) { return test.param; });
+INSTANTIATE_TEST_SUITE_P(Of, TorchrunKills,
+                         testing::Values(std::pair("Standalone", "ddp"),
+                                         std::pair("Static", "zero")),
+                         [](const auto& test) { return test.param.first + test.param.second; });
 
 }  // namespace

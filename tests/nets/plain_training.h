@@ -64,8 +64,7 @@ inline double half_ulp(torch::ScalarType dtype) {
 }
 
 inline Vector values_of(const Tensor& tensor) {
-  const Tensor all = tensor.is_sparse() ? tensor.detach().to_dense() : tensor.detach();
-  const Tensor dense = all.to(torch::kDouble).contiguous();
+  const Tensor dense = tensor.detach().to(torch::kDouble).contiguous();
   const double* const values = dense.const_data_ptr<double>();
   return {values, values + dense.numel()};
 }
@@ -114,7 +113,6 @@ struct PlainGradient {
   Vector values;
   torch::ScalarType dtype;
   double tolerance = 0;  ///< relative: what was rounded in an order of libtorch's or mezzo's own
-  bool is_bare = false;  ///< sparse, without an element
 };
 
 inline constexpr double kLr = 0.25;
@@ -134,9 +132,8 @@ struct PlainWeight {
   double hook = 1;  ///< what a hook multiplies each incoming gradient with
   double lr = kLr;  ///< its group's
   bool is_frozen = false;
-  bool is_sparse = false;  ///< an embedding, with sparse gradients
-  bool is_tied = false;    ///< used twice in a forward pass
-  bool is_late = false;    ///< added after the optimizer was made
+  bool is_tied = false;  ///< used twice in a forward pass
+  bool is_late = false;  ///< added after the optimizer was made
   bool begins_group = false;
 
   Vector value;
@@ -152,7 +149,6 @@ struct PlainWeight {
     if (!gradient) return;
     std::fill(gradient->values.begin(), gradient->values.end(), 0.0);
     gradient->tolerance = 0;
-    gradient->is_bare = is_sparse;
   }
   /// The gradient of a weight with a master becomes float.
   void widen() {
@@ -161,7 +157,6 @@ struct PlainWeight {
   /// What autograd does with what a backward pass brings, which has the weight's dtype.
   void accumulate(const Vector& incoming) {
     if (!gradient) gradient = PlainGradient{Vector(incoming.size(), 0.0), new_gradients};
-    gradient->is_bare = false;
     for (std::size_t i = 0; i < incoming.size(); ++i) {
       double& own = gradient->values[i];
       own = rounded(own + rounded(incoming[i], dtype) * hook, gradient->dtype);
@@ -262,7 +257,6 @@ struct Recipe {
   bool has_hooks = false;
   bool has_frozen = false;
   bool has_ties = false;
-  bool has_sparse = false;
   bool has_schedule = false;
 
   bool is_norm(std::size_t i) const { return last_is_norm && i + 1 == weights; }
@@ -280,7 +274,6 @@ struct Recipe {
     if (has_hooks) text << ", with hooks";
     if (has_frozen) text << ", some frozen";
     if (has_ties) text << ", some tied";
-    if (has_sparse) text << ", some sparse";
     if (has_schedule) text << ", with a schedule";
     return text.str();
   }
@@ -465,12 +458,6 @@ inline PlainWeight make_plain_weight(const Recipe& recipe, torch::ScalarType dty
     size = static_cast<std::size_t>(c10::multiply_integers(weight.shape));
     if (size == 4) weight.layout = Layout::transposed;
   }
-  if (recipe.has_sparse && random.one_in(2)) {
-    size = static_cast<std::size_t>(1 + random.below(3));
-    weight.shape = {static_cast<int64_t>(size), 1};
-    weight.layout = Layout::contiguous;
-    weight.is_sparse = true;
-  }
   if (recipe.has_hooks && random.one_in(2)) weight.hook = random.one_in(2) ? 2 : 0.5;
   weight.is_frozen = recipe.has_frozen && random.one_in(3);
   weight.is_tied = recipe.has_ties && random.one_in(2);
@@ -580,7 +567,7 @@ inline void put_gradients_in_bucket(const std::vector<Tensor>& parameters) {
   std::vector<Tensor> owners;
   std::vector<Tensor> flat;
   for (const Tensor& one : parameters) {
-    if (!one.grad().defined() || one.grad().is_sparse()) continue;
+    if (!one.grad().defined()) continue;
     if (!owners.empty() && owners[0].grad().scalar_type() != one.grad().scalar_type()) continue;
     owners.push_back(one);
     flat.push_back(one.grad().reshape({-1}));

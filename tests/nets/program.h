@@ -104,9 +104,6 @@ class Program {
   void clip(std::size_t i) {
     PlainSide& side = plain_[i];
     if (!is_true(i)) return;
-    for (const PlainWeight& one : side.weights) {
-      if (one.is_sparse) return;  // libtorch's calls leave sparse gradients as they are
-    }
     const bool by_value = random_.one_in(3);
     const bool at_masters = side.counts() && side.has_master_params() && random_.one_in(2);
     const double limit = random_.of<double>({0.5, 1, 2});

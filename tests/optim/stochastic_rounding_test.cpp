@@ -9,6 +9,7 @@
 
 #include <torch/torch.h>
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <array>
@@ -53,38 +54,42 @@ TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
   }
 }
 
-/// Elements of a key's stream, as the kernel draws them for the parameter and the first moment.
-std::array<double, 2> mean_noise(RandomKey key, uint32_t count) {
-  std::array<double, 2> sums{};
-  for (uint32_t i = 0; i < count; ++i) {
-    uint32_t bits = i ^ key.first;
-    mezzo::detail::mix(bits);
-    sums[0] += bits & 0xFFFFU;
-    sums[1] += bits >> 16;
-  }
-  return {sums[0] / count / 65536, sums[1] / count / 65536};
+/// The random bits of an element's parameter and moments, as the kernel draws them.
+std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
+  uint32_t bits = static_cast<uint32_t>(number) ^ key;
+  mezzo::detail::mix(bits);
+  return {bits & 0xFFFFU, bits >> 16, (bits * 0x9E3779B1U) >> 16, (bits * 0x85EBCA77U) >> 16};
 }
 
 TEST(RandomBits, AreEvenlySpreadForEveryStepAndParameter) {
-  constexpr uint32_t kCount = 100000;
+  constexpr uint32_t kCount = 20000;
   const double tolerance = 5 / std::sqrt(12.0 * kCount);  // five standard deviations
   for (uint64_t step = 1; step <= 20; ++step) {
     for (uint64_t parameter = 0; parameter < 5; ++parameter) {
-      const auto means = mean_noise(mezzo::detail::random_key(0, step, parameter, 0), kCount);
-      EXPECT_NEAR(means[0], 0.5, tolerance);
-      EXPECT_NEAR(means[1], 0.5, tolerance);
+      const RandomKey key = mezzo::detail::random_key(0, step, parameter, 0);
+      std::array<double, 4> means{};
+      std::array<double, 4> products{};  // of neighbours in the order of streams
+      for (uint32_t i = 0; i < kCount; ++i) {
+        const std::array<uint32_t, 4> noise = noise_of(i, key);
+        for (std::size_t k = 0; k < 4; ++k) {
+          const auto fraction = [&](std::size_t of) { return noise[of % 4] / 65536.0 - 0.5; };
+          means[k] += fraction(k) / kCount;
+          products[k] += 12 * fraction(k) * fraction(k + 1) / kCount;
+        }
+      }
+      EXPECT_THAT(means, testing::Each(testing::DoubleNear(0, tolerance)));
+      EXPECT_THAT(products, testing::Each(testing::DoubleNear(0, 5 / std::sqrt(kCount))));
     }
   }
 }
 
 TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
-  std::set<std::pair<uint32_t, uint32_t>> keys;
+  std::set<RandomKey> keys;
   for (uint64_t seed = 0; seed < 4; ++seed) {
     for (uint64_t step = 1; step < 20; ++step) {
       for (uint64_t parameter = 0; parameter < 20; ++parameter) {
         for (uint64_t block = 0; block < 3; ++block) {
-          const RandomKey key = mezzo::detail::random_key(seed, step, parameter, block);
-          EXPECT_TRUE(keys.emplace(key.first, key.second).second);
+          EXPECT_TRUE(keys.insert(mezzo::detail::random_key(seed, step, parameter, block)).second);
         }
       }
     }
@@ -113,14 +118,10 @@ StepBuffers expected_after(const StepBuffers& before,
       moments[k] = float_of(before.moments[k], i);
     }
     update(parameter, gradient, moments);
-    uint32_t noise = static_cast<uint32_t>(number) ^ key.first;
-    mezzo::detail::mix(noise);
-    uint32_t more = noise + key.second;
-    mezzo::detail::mix(more);
-    const std::array<uint32_t, 3> own{noise >> 16, more & 0xFFFFU, more >> 16};
-    after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise & 0xFFFFU);
+    const std::array<uint32_t, 4> noise = noise_of(number, key);
+    after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise[0]);
     for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
-      after.moments[k].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], own[k]);
+      after.moments[k].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], noise[k + 1]);
     }
   }
   return after;

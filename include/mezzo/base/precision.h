@@ -9,16 +9,37 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 
 #include <iosfwd>
 #include <optional>
 #include <ostream>
 #include <string>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Returns a tensor of one of the four dtypes as `dtype`, and any other as it is.
+inline at::Tensor as_training_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
+  return tensor.defined() && is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
+}
+
+/// Returns `value` with its tensors cast to the dtype of a Precision's `member`.
+template <class T>
+OwningType<T> cast_tensors(T&& value, const char* member, at::ScalarType dtype) {
+  TORCH_CHECK(is_training_dtype(dtype), "Precision: ", member, " is ", dtype_name(dtype),
+              "; it should be float32, bfloat16, float16 or float64");
+  static_assert(carries_tensors<OwningType<T>>(),
+                "mezzo::Precision: this type holds no tensors that a cast could reach; give it a "
+                "tensor, a container of tensors, or a struct with tensors()");
+  return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
+    return as_training_dtype(tensor, dtype);
+  });
+}
+
+}  // namespace detail
 
 /// The dtypes of a model's weights, of its computation and of its results, each float32, bfloat16,
 /// float16 or float64. jmp calls it a Policy.
@@ -50,13 +71,19 @@ struct Precision {
   /// module, use its `to(dtype)`.
   /// \throws c10::Error if `param` is none of the four dtypes
   template <class T>
-  [[nodiscard]] auto cast_to_param(T&& value) const;
+  [[nodiscard]] auto cast_to_param(T&& value) const {
+    return detail::cast_tensors(std::forward<T>(value), "param", param);
+  }
   /// Returns `value` with its tensors cast to `compute`, as `cast_to_param` casts them.
   template <class T>
-  [[nodiscard]] auto cast_to_compute(T&& value) const;
+  [[nodiscard]] auto cast_to_compute(T&& value) const {
+    return detail::cast_tensors(std::forward<T>(value), "compute", compute);
+  }
   /// Returns `value` with its tensors cast to `output`, as `cast_to_param` casts them.
   template <class T>
-  [[nodiscard]] auto cast_to_output(T&& value) const;
+  [[nodiscard]] auto cast_to_output(T&& value) const {
+    return detail::cast_tensors(std::forward<T>(value), "output", output);
+  }
 
   /// Returns a text such as "params=float32,compute=bfloat16,output=float32".
   std::string to_string() const;
@@ -67,11 +94,6 @@ struct Precision {
 inline std::ostream& operator<<(std::ostream& stream, const Precision& precision);
 
 namespace detail {
-
-inline void check_precision_dtype(const char* member, at::ScalarType dtype) {
-  TORCH_CHECK(is_training_dtype(dtype), "Precision: ", member, " is ", dtype_name(dtype),
-              "; it should be float32, bfloat16, float16 or float64");
-}
 
 inline std::string_view trimmed(std::string_view text) {
   constexpr std::string_view kBlanks = " \t\r\n";
@@ -112,21 +134,6 @@ struct PrecisionText {
   }
 };
 
-/// Returns a tensor of one of the four dtypes as `dtype`, and any other as it is.
-inline at::Tensor as_training_dtype(const at::Tensor& tensor, at::ScalarType dtype) {
-  return tensor.defined() && is_training_dtype(tensor.scalar_type()) ? tensor.to(dtype) : tensor;
-}
-
-template <class T>
-OwningType<T> cast_tensors(T&& value, at::ScalarType dtype) {
-  static_assert(carries_tensors<OwningType<T>>(),
-                "mezzo::Precision: this type holds no tensors that a cast could reach; give it a "
-                "tensor, a container of tensors, or a struct with tensors()");
-  return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
-    return as_training_dtype(tensor, dtype);
-  });
-}
-
 }  // namespace detail
 
 inline Precision Precision::parse(std::string_view text) {
@@ -146,32 +153,9 @@ inline Precision Precision::parse(std::string_view text) {
   return {.param = param, .compute = compute, .output = read.output.value_or(compute)};
 }
 
-template <class T>
-auto Precision::cast_to_param(T&& value) const {
-  detail::check_precision_dtype("param", param);
-  return detail::cast_tensors(std::forward<T>(value), param);
-}
-
-template <class T>
-auto Precision::cast_to_compute(T&& value) const {
-  detail::check_precision_dtype("compute", compute);
-  return detail::cast_tensors(std::forward<T>(value), compute);
-}
-
-template <class T>
-auto Precision::cast_to_output(T&& value) const {
-  detail::check_precision_dtype("output", output);
-  return detail::cast_tensors(std::forward<T>(value), output);
-}
-
 inline std::string Precision::to_string() const {
-  std::string text("params=");
-  text += detail::dtype_name(param);
-  text += ",compute=";
-  text += detail::dtype_name(compute);
-  text += ",output=";
-  text += detail::dtype_name(output);
-  return text;
+  return c10::str("params=", detail::dtype_name(param), ",compute=", detail::dtype_name(compute),
+                  ",output=", detail::dtype_name(output));
 }
 
 /// Writes `to_string()`.

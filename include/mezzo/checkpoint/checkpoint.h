@@ -187,7 +187,6 @@ class CheckpointManager {
   void pass_over(const std::filesystem::path& file, const std::string& words);
   void warn(const std::string& text) const;
 
-  friend struct detail::CheckpointAccess;
   friend class DistributedCheckpointManager;
 
   std::filesystem::path folder_;

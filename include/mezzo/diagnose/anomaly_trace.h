@@ -1,26 +1,13 @@
 /// \file
-/// Where did the inf or NaN begin? Watches every op of a step, forward and backward:
-///
-///     mezzo::AnomalyTrace trace(*model, {.loss_scale = [&] { return scaler.get_scale(); }});
-///     scaler.scale(criterion(model->forward(x), y)).backward();
-///     std::cerr << trace;                              // one step, on request
-///
-/// or by itself, once three steps in a row were skipped:
-///
-///     telemetry.write_to(mezzo::AnomalyWatch(*model, {.skips_in_a_row = 3}));
-///
-/// The trace names the op that made the first inf or NaN, with the ranges of what the op read, its
-/// module and its autograd node; says whether a wider type would have held the result, and whether
-/// the loss scale alone is to blame; and prints the ops before it with their ranges, as Hugging
-/// Face's DebugUnderflowOverflow does in Python.
+/// AnomalyTrace and AnomalyWatch: where did the inf or NaN begin?
 #pragma once
 
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/detail/op_observer.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -44,15 +31,15 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <initializer_list>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <set>
 #include <string>
 #include <string_view>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -97,20 +84,11 @@ struct Anomaly {
   AnomalyFrame frame = {};                     ///< the op, and what it returned
   std::vector<TensorSummary> inputs = {};      ///< before the op ran
   AnomalyCause cause = AnomalyCause::unknown;  ///< what made the inf or NaN
-  /// The dtype in which the op ran again, float32 or, of an op in float32, float64; unset where it
-  /// could not.
-  std::optional<at::ScalarType> wide_dtype = std::nullopt;
-  double wide_largest = 0;  ///< the largest magnitude of the result in `wide_dtype`
-  double loss_scale = 1;    ///< at that time; 1 in the forward pass
-  /// Whether an op ran in 16 bits before: what this op read may carry its rounding.
-  bool after_low_precision = false;
-  std::optional<int> rank = std::nullopt;  ///< of AnomalyTraceOptions
+  std::string why = {};                        ///< the cause in a sentence, with what to do
+  std::optional<int> rank = std::nullopt;      ///< of AnomalyTraceOptions
 
   /// Returns all of this as one line.
   std::string message() const;
-
- private:
-  std::string cause_text() const;
 };
 
 /// What a trace records.
@@ -127,12 +105,6 @@ namespace detail {
 inline bool all_finite(const std::vector<TensorSummary>& summaries) {
   return std::all_of(summaries.begin(), summaries.end(),
                      [](const TensorSummary& summary) { return summary.is_finite(); });
-}
-
-inline double largest_of(const std::vector<TensorSummary>& summaries) {
-  double largest = 0;
-  for (const TensorSummary& summary : summaries) largest = std::max(largest, summary.largest);
-  return largest;
 }
 
 /// Whether the op computed its results: they are no view of what it read, and no uninitialised
@@ -197,245 +169,6 @@ inline std::optional<std::vector<TensorSummary>> run_again(const ObservedOp& op,
   return summaries;
 }
 
-/// Judges the results of ops in their order.
-///
-/// An inf or NaN is noted when an op makes it. The note counts while some memory carries the value
-/// and no op has read it and returned finite numbers: 1 / (1 + exp(100)) is 0, and nothing is
-/// wrong.
-class AnomalyJudge {
- public:
-  AnomalyJudge(const Names& names, AnomalyTraceOptions options)
-      : names_(names), options_(std::move(options)) {
-    const Unobserved unobserved;
-    std::vector<at::Tensor> gradients;  // a step before may have left inf in them
-    for (const auto& [name, parameter] : names.all()) gradients.push_back(parameter.grad());
-    note(gradients, summarize(gradients), kOld);
-  }
-
-  std::vector<Anomaly> anomalies() const {
-    constexpr std::size_t kMostTold = 4;
-    std::vector<Anomaly> told;
-    for (const Found& found : found_) {
-      if (!found.carriers.empty() && told.size() < kMostTold) told.push_back(found.anomaly);
-    }
-    return told;
-  }
-
-  std::vector<AnomalyFrame> frames() const {
-    const auto first = std::find_if(found_.begin(), found_.end(),
-                                    [](const Found& found) { return !found.carriers.empty(); });
-    const std::deque<AnomalyFrame>& frames = first == found_.end() ? frames_ : first->frames;
-    return {frames.begin(), frames.end()};
-  }
-
-  /// Replaces what the op is going to overwrite by copies, and drops arguments that it only writes.
-  void keep_overwritten(ObservedOp& op) {
-    const auto& arguments = op.handle.schema().arguments();
-    if (op.depth > 0 || is_full() || arguments.size() != op.inputs.size()) return;
-    std::vector<const c10::StorageImpl*> written;
-    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
-      const auto* const alias = arguments[i].alias_info();
-      if (alias == nullptr || !alias->isWrite() || !op.inputs[i].isTensor()) continue;
-      written.push_back(storage_of(op.inputs[i].toTensor()));
-      const std::string_view name = op.name();
-      if (arguments[i].is_out() || name == "aten::copy_" || name == "aten::fill_" ||
-          name == "aten::zero_") {
-        op.inputs[i] = at::Tensor();
-      }
-    }
-    if (written.empty()) return;
-    for (c10::IValue& input : op.inputs) {
-      if (!input.isTensor() || !is_readable(input.toTensor())) continue;
-      const at::Tensor tensor = input.toTensor();
-      if (std::find(written.begin(), written.end(), storage_of(tensor)) == written.end()) continue;
-      const at::Tensor copy = tensor.clone();
-      if (const Fact* const fact = fact_of(tensor)) remember(copy, *fact);
-      input = copy;
-    }
-  }
-
-  /// Takes what an op returned that the program, or an autograd node, called.
-  void take(const ObservedOp& op, const std::vector<at::Tensor>& outputs) {
-    if (op.depth > 0 || is_full() || !computed(op, outputs)) return;
-    if (!std::any_of(outputs.begin(), outputs.end(), is_readable)) return;
-    AnomalyFrame frame{.op = op.name(),
-                       .node = op.node,
-                       .module = op.module,
-                       .reads_module = op.reads_module,
-                       .outputs = summarize(outputs)};
-    for (const TensorSummary& output : frame.outputs) {
-      ran_in_16_bits_ |= output.dtype == at::kHalf || output.dtype == at::kBFloat16;
-    }
-    if (!all_finite(frame.outputs)) {
-      judge(op, frame, outputs);
-      return;
-    }
-    forgive(op);
-    keep(std::move(frame));
-  }
-
- private:
-  /// Where an inf or NaN of a tensor's memory comes from: the number of an anomaly, or one of
-  /// these.
-  static constexpr std::int64_t kAsked = -1;  // the program gave it as a scalar
-  static constexpr std::int64_t kOld = -2;    // from before the trace
-
-  struct Fact {
-    std::int64_t origin;
-    const c10::StorageImpl* memory;                  // of a copy that of the original
-    c10::weak_intrusive_ptr<c10::StorageImpl> held;  // so that no other memory gets its address
-  };
-  struct Found {
-    Anomaly anomaly;
-    std::deque<AnomalyFrame> frames;                       // before it
-    std::unordered_set<const c10::StorageImpl*> carriers;  // that no op has made finite
-  };
-
-  bool is_full() const {  // then nothing is read any more
-    constexpr std::ptrdiff_t kMost = 32;
-    return std::count_if(found_.begin(), found_.end(),
-                         [](const Found& found) { return !found.carriers.empty(); }) >= kMost;
-  }
-
-  void keep(AnomalyFrame frame) {
-    if (options_.frames == 0) return;
-    if (frames_.size() == options_.frames) frames_.pop_front();
-    frames_.push_back(std::move(frame));
-  }
-
-  const Fact* fact_of(const at::Tensor& tensor) const {
-    const auto found = facts_.find(storage_of(tensor));
-    return found == facts_.end() ? nullptr : &found->second;
-  }
-  void remember(const at::Tensor& tensor, Fact fact) {
-    fact.held = tensor.storage().getWeakStorageImpl();
-    facts_.insert_or_assign(storage_of(tensor), std::move(fact));
-  }
-  /// Notes where the inf and NaN of `tensors` come from.
-  void note(const std::vector<at::Tensor>& tensors, const std::vector<TensorSummary>& summaries,
-            std::int64_t origin) {
-    for (std::size_t i = 0; i < tensors.size(); ++i) {
-      const auto* const memory = storage_of(tensors[i]);
-      if (summaries[i].is_finite() || memory == nullptr) continue;
-      remember(tensors[i], {origin, memory, tensors[i].storage().getWeakStorageImpl()});
-      if (origin >= 0) found_[static_cast<std::size_t>(origin)].carriers.insert(memory);
-    }
-  }
-
-  static std::vector<at::Tensor> tensors_read(const ObservedOp& op) {
-    std::vector<at::Tensor> read = tensors_in(arguments_in(op.inputs));
-    std::erase_if(read, [](const at::Tensor& tensor) { return !is_readable(tensor); });
-    return read;
-  }
-
-  /// Ends what an op carried that read an inf or NaN and returned finite numbers.
-  void forgive(const ObservedOp& op) {
-    const std::string_view name = op.name();
-    if (name.ends_with("_like") || name.starts_with("aten::new_")) return;  // they read no value
-    for (const at::Tensor& tensor : tensors_read(op)) {
-      const Fact* const fact = fact_of(tensor);
-      if (fact == nullptr || fact->origin < 0) continue;
-      auto& carriers = found_[static_cast<std::size_t>(fact->origin)].carriers;
-      if (carriers.contains(fact->memory) && !all_finite(summarize({tensor}))) {
-        carriers.erase(fact->memory);
-      }
-    }
-  }
-
-  /// Decides whether the inf or NaN began in this op.
-  void judge(const ObservedOp& op, AnomalyFrame& frame, const std::vector<at::Tensor>& outputs) {
-    const std::vector<at::Tensor> read = tensors_read(op);
-    std::vector<TensorSummary> inputs = summarize(read);
-    bool spreads = false, arrives = false;
-    bool asks_low = false, asks_high = false;  // for -inf, and for inf
-    for (const c10::IValue& input : op.inputs) {
-      const double value = input.isDouble() ? input.toDouble() : 0;
-      asks_low |= nonfinite_bits(value) && value < 0;
-      asks_high |= nonfinite_bits(value) && value > 0;
-    }
-    std::vector<std::int64_t> origins;
-    for (std::size_t i = 0; i < read.size(); ++i) {
-      inputs[i].name = names_.name_of(read[i]);
-      if (inputs[i].is_finite()) continue;
-      const Fact* const fact = fact_of(read[i]);
-      const bool is_mask = inputs[i].nans == 0 && inputs[i].name.empty();
-      if (fact != nullptr && fact->origin != kAsked) {
-        spreads = true;
-        origins.push_back(fact->origin);
-        if (fact->origin >= 0) {
-          found_[static_cast<std::size_t>(fact->origin)].carriers.erase(fact->memory);
-        }
-      } else if (is_mask && (fact != nullptr || inputs[i].infs == inputs[i].negative_infs)) {
-        asks_low = true;
-        asks_high |= fact != nullptr;
-      } else {
-        arrives = true;
-      }
-    }
-    if (spreads) {
-      for (const std::int64_t origin : origins) note(outputs, frame.outputs, origin);
-      return;
-    }
-    // One number of many, as a loss is, has no place for a mask's inf.
-    const bool is_total = outputs.front().defined() && outputs.front().dim() == 0 &&
-                          !read.empty() && read.front().numel() > 1;
-    const bool is_asked =
-        std::all_of(frame.outputs.begin(), frame.outputs.end(), [&](const TensorSummary& output) {
-          return output.nans == 0 && (output.infs == output.negative_infs || asks_high) &&
-                 (output.negative_infs == 0 || asks_low);
-        });
-    if (!arrives && !is_total && is_asked) {
-      note(outputs, frame.outputs, kAsked);
-      keep(std::move(frame));
-      return;
-    }
-    Anomaly anomaly{
-        .inputs = std::move(inputs), .after_low_precision = ran_in_16_bits_, .rank = options_.rank};
-    anomaly.frame = std::move(frame);
-    if (arrives) {
-      anomaly.cause = AnomalyCause::arrived;
-    } else {
-      find_cause(op, anomaly);
-    }
-    const auto number = static_cast<std::int64_t>(found_.size());
-    found_.push_back({std::move(anomaly), frames_, {}});
-    note(outputs, found_.back().anomaly.frame.outputs, number);
-    if (!arrives) return;
-    for (std::size_t i = 0; i < read.size(); ++i) {  // whoever reads it next is not the first
-      const auto* const memory = storage_of(read[i]);
-      if (memory == nullptr || fact_of(read[i]) != nullptr) continue;
-      if (found_.back().anomaly.inputs[i].is_finite()) continue;
-      remember(read[i], {number, memory, read[i].storage().getWeakStorageImpl()});
-    }
-  }
-
-  void find_cause(const ObservedOp& op, Anomaly& anomaly) const {
-    const auto bad = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
-                                  [](const TensorSummary& output) { return !output.is_finite(); });
-    const bool is_wide = bad->dtype == at::kFloat || bad->dtype == at::kDouble;
-    const at::ScalarType wide = is_wide ? at::kDouble : at::kFloat;
-    const auto outputs = run_again(op, wide);
-    if (!outputs) return;
-    anomaly.wide_dtype = wide;
-    if (!all_finite(*outputs)) return;
-    anomaly.wide_largest = largest_of(*outputs);
-    anomaly.cause = AnomalyCause::low_precision;
-    if (!anomaly.frame.is_backward() || options_.loss_scale == nullptr) return;
-    anomaly.loss_scale = options_.loss_scale();
-    if (anomaly.loss_scale > 1 &&
-        !overflows(anomaly.wide_largest / anomaly.loss_scale, bad->dtype)) {
-      anomaly.cause = AnomalyCause::loss_scale;
-    }
-  }
-
-  const Names& names_;
-  AnomalyTraceOptions options_;
-  std::vector<Found> found_;
-  std::deque<AnomalyFrame> frames_;
-  std::unordered_map<const c10::StorageImpl*, Fact> facts_;
-  bool ran_in_16_bits_ = false;
-};
-
 inline std::string summaries_text(const std::vector<TensorSummary>& summaries) {
   std::string text;
   for (const TensorSummary& summary : summaries) {
@@ -452,47 +185,21 @@ inline std::string Anomaly::message() const {
          (frame.is_backward() ? "backward pass: " : "forward pass: ") + frame.place() +
          (cause == AnomalyCause::arrived ? " passed on " : " made ") +
          detail::summaries_text(frame.outputs) + ". It read " + detail::summaries_text(inputs) +
-         ". " + cause_text();
-}
-
-inline std::string Anomaly::cause_text() const {
-  using detail::digits;
-  const std::string wide(detail::dtype_name(wide_dtype.value_or(at::kFloat)));
-  switch (cause) {
-    case AnomalyCause::arrived:
-      for (const TensorSummary& input : inputs) {
-        if (input.is_finite() || input.name.empty()) continue;
-        return "The parameter " + input.name +
-               " is not finite: no step repairs it, load a checkpoint from before";
-      }
-      return "An input is not finite, and no op that was watched made it: look at the batch, at "
-             "constants and buffers, and at what was computed before the trace";
-    case AnomalyCause::loss_scale:
-      return "In " + wide + " it is finite, up to " + digits(wide_largest) +
-             ", and the dtype would hold it without the loss scale of " + digits(loss_scale, 6) +
-             ": the scaler lowers that, nothing is wrong with the model";
-    case AnomalyCause::low_precision:
-      return "In " + wide + " it is finite, up to " + digits(wide_largest) +
-             (loss_scale > 1 ? ", too large even without the loss scale: " : ": ") +
-             (wide_dtype == at::kDouble
-                  ? "keep its result smaller"
-                  : "use bfloat16, or run this op and those that read its result in float32");
-    case AnomalyCause::unknown:
-      break;
-  }
-  if (!wide_dtype) return "It could not be run again in a wider type: why is not known";
-  return "In " + wide +
-         " it is not finite either: why is not known; look at the ranges of what it "
-         "read, for 0, for numbers that the op does not take, for inf and for no elements" +
-         (after_low_precision ? ". Ops before it ran in 16 bits, and rounding can make 0 or a "
-                                "negative number of a small positive one: trace the step in float32"
-                              : "");
+         ". " + why;
 }
 
 /// Checks what each op that the creating thread calls returns, and each op of the backward passes
-/// that it calls, for inf and NaN, while it exists. An inf that the program asks for by a scalar
-/// (the mask of attention, the start of a running minimum) is no anomaly, nor where it is carried
-/// on, unless one number of many becomes inf; nor is what later ops make finite again.
+/// that it calls, for inf and NaN, while it exists. Names the op that made the first, with the
+/// ranges of what it read, its module and its autograd node; says whether a wider type would have
+/// held the result, and whether the loss scale alone is to blame.
+///
+///     mezzo::AnomalyTrace trace(*model, {.loss_scale = [&] { return scaler.get_scale(); }});
+///     scaler.scale(criterion(model->forward(x), y)).backward();
+///     std::cerr << trace;
+///
+/// A -inf that the program gives by a scalar or an
+/// unnamed tensor (the mask of attention), and an inf by a scalar (the start of a running minimum),
+/// are no anomaly, unless one number of many becomes inf; nor is what later ops make finite again.
 ///
 /// A debugging tool: a read of every result, on a device a host sync an op, and a copy of what an
 /// op overwrites. Not for a thread that captures a CUDA graph. Results, gradients and random
@@ -511,7 +218,10 @@ class AnomalyTrace final : private detail::OpObserver {
       : AnomalyTrace(name_parameters(model), std::move(options)) {}
   /// Names the modules of these parameters.
   explicit AnomalyTrace(const NamedTensors& parameters, AnomalyTraceOptions options = {})
-      : OpObserver(parameters), judge_(names(), std::move(options)) {
+      : OpObserver(parameters), options_(std::move(options)) {
+    std::vector<at::Tensor> gradients;  // a step before may have left inf in them
+    for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
+    note(gradients, summarize(gradients), {kOld});
     start();
   }
   ~AnomalyTrace() override { stop(); }
@@ -520,31 +230,230 @@ class AnomalyTrace final : private detail::OpObserver {
   /// listed again. An anomaly goes from the list when every result that carries it was read by ops
   /// whose results are finite.
   std::vector<Anomaly> anomalies() const {
+    constexpr std::size_t kMostTold = 4;
     const auto locked = lock();
-    return judge_.anomalies();
+    std::vector<Anomaly> told;
+    for (std::size_t i = 0; i < found_.size() && told.size() < kMostTold; ++i) {
+      if (is_carried(i)) told.push_back(found_[i].anomaly);
+    }
+    return told;
   }
 
   /// Returns the last ops before the first anomaly, or so far, the earliest first. Views are left
   /// out.
   std::vector<AnomalyFrame> frames() const {
     const auto locked = lock();
-    return judge_.frames();
+    const std::deque<AnomalyFrame>* frames = &frames_;
+    for (std::size_t i = found_.size(); i-- > 0;) {
+      if (is_carried(i)) frames = &found_[i].frames;
+    }
+    return {frames->begin(), frames->end()};
   }
 
   /// Returns whether a backward pass has run a node since this object was made.
   using OpObserver::saw_backward;
 
  private:
-  void entered(detail::ObservedOp& op) override {
-    const detail::Unobserved unobserved;
-    judge_.keep_overwritten(op);
+  struct Found {
+    Anomaly anomaly;
+    std::deque<AnomalyFrame> frames;  // before it
+  };
+  using Origins = std::set<std::size_t>;  // numbers in found_, or kOld
+  /// Which anomalies the inf or NaN in a tensor's memory came from. Once an op has read them, its
+  /// results carry the anomaly, if they are not finite: 1 / (1 + exp(100)) is 0, and nothing is
+  /// wrong.
+  struct Fact {
+    Origins origins;
+    std::shared_ptr<bool> was_read;
+    c10::weak_intrusive_ptr<c10::StorageImpl> held;  // so that no other memory gets its address
+  };
+
+  static constexpr auto kOld = std::numeric_limits<std::size_t>::max();  // from before the trace
+
+  bool is_carried(std::size_t anomaly) const {
+    return std::any_of(facts_.begin(), facts_.end(), [&](const auto& of) {
+      return of.second.origins.contains(anomaly) && !*of.second.was_read;
+    });
   }
-  void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
-    const detail::Unobserved unobserved;
-    judge_.take(op, detail::tensors_in(returned));
+  const Fact* fact_of(const at::Tensor& tensor) const {
+    const auto found = facts_.find(detail::storage_of(tensor));
+    return found == facts_.end() ? nullptr : &found->second;
+  }
+  void remember(const at::Tensor& tensor, Origins origins, std::shared_ptr<bool> was_read) {
+    if (detail::storage_of(tensor) == nullptr) return;
+    facts_.insert_or_assign(
+        detail::storage_of(tensor),
+        Fact{std::move(origins), std::move(was_read), tensor.storage().getWeakStorageImpl()});
+  }
+  /// Notes where the inf and NaN of an op's results come from.
+  void note(const std::vector<at::Tensor>& outputs, const std::vector<TensorSummary>& summaries,
+            const Origins& origins) {
+    for (std::size_t i = 0; i < outputs.size(); ++i) {
+      if (!summaries[i].is_finite()) remember(outputs[i], origins, std::make_shared<bool>(false));
+    }
   }
 
-  detail::AnomalyJudge judge_;
+  /// Replaces what the op is going to overwrite by copies, and drops arguments that it only writes.
+  void entered(detail::ObservedOp& op) override {
+    const detail::Unobserved unobserved;
+    const auto& arguments = op.handle.schema().arguments();
+    if (op.depth > 0 || arguments.size() != op.inputs.size()) return;
+    std::vector<const c10::StorageImpl*> written;
+    for (std::size_t i = 0; i < op.inputs.size(); ++i) {
+      const auto* const alias = arguments[i].alias_info();
+      if (alias == nullptr || !alias->isWrite() || !op.inputs[i].isTensor()) continue;
+      written.push_back(detail::storage_of(op.inputs[i].toTensor()));
+      const std::string_view name = op.name();
+      if (arguments[i].is_out() || name == "aten::copy_" || name == "aten::fill_" ||
+          name == "aten::zero_") {
+        op.inputs[i] = at::Tensor();
+      }
+    }
+    if (written.empty()) return;
+    for (c10::IValue& input : op.inputs) {
+      if (!input.isTensor() || !detail::is_readable(input.toTensor())) continue;
+      const at::Tensor tensor = input.toTensor();
+      const auto* const memory = detail::storage_of(tensor);
+      if (std::find(written.begin(), written.end(), memory) == written.end()) continue;
+      input = tensor.clone();
+      if (const Fact* const fact = fact_of(tensor)) {
+        remember(input.toTensor(), fact->origins, fact->was_read);
+      }
+    }
+  }
+
+  /// Takes what an op returned that the program, or an autograd node, called.
+  void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
+    const detail::Unobserved unobserved;
+    const std::vector<at::Tensor> outputs = detail::tensors_in(returned);
+    if (op.depth > 0 || !detail::computed(op, outputs)) return;
+    if (!std::any_of(outputs.begin(), outputs.end(), detail::is_readable)) return;
+    AnomalyFrame frame{.op = op.name(),
+                       .node = op.node,
+                       .module = op.module,
+                       .reads_module = op.reads_module,
+                       .outputs = summarize(outputs)};
+    for (const TensorSummary& output : frame.outputs) {
+      ran_in_16_bits_ |= output.dtype == at::kHalf || output.dtype == at::kBFloat16;
+    }
+    std::vector<at::Tensor> read = detail::tensors_in(detail::arguments_in(op.inputs));
+    const bool reads_values = !frame.op.ends_with("_like") && !frame.op.starts_with("aten::new_");
+    std::erase_if(read, [&](const at::Tensor& tensor) {
+      return !reads_values || !detail::is_readable(tensor);
+    });
+    Origins origins;
+    for (const at::Tensor& tensor : read) {
+      const Fact* const fact = fact_of(tensor);
+      if (fact == nullptr || summarize({tensor}).front().is_finite()) continue;
+      *fact->was_read = true;
+      origins.insert(fact->origins.begin(), fact->origins.end());
+    }
+    if (!detail::all_finite(frame.outputs)) {
+      if (!origins.empty()) return note(outputs, frame.outputs, origins);
+      if (judge(op, frame, read, outputs)) return;
+    }
+    if (options_.frames == 0) return;
+    if (frames_.size() == options_.frames) frames_.pop_front();
+    frames_.push_back(std::move(frame));
+  }
+
+  /// Returns whether an inf or NaN began in this op, or arrived there, and notes it.
+  bool judge(const detail::ObservedOp& op, const AnomalyFrame& frame,
+             const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& outputs) {
+    Anomaly anomaly{.frame = frame, .inputs = summarize(read), .rank = options_.rank};
+    std::string bad_parameter;
+    bool arrives = false;
+    bool asks_low = false, asks_high = false;  // for -inf, and for inf
+    for (const c10::IValue& input : op.inputs) {
+      const double value = input.isDouble() ? input.toDouble() : 0;
+      asks_low |= detail::nonfinite_bits(value) && value < 0;
+      asks_high |= detail::nonfinite_bits(value) && value > 0;
+    }
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      TensorSummary& input = anomaly.inputs[i];
+      input.name = names().name_of(read[i]);
+      if (input.is_finite()) continue;
+      const bool is_mask =
+          input.nans == 0 && input.infs == input.negative_infs && input.name.empty();
+      (is_mask ? asks_low : arrives) = true;
+      if (bad_parameter.empty()) bad_parameter = input.name;
+    }
+    // One number of many, as a loss is, has no place for a mask's inf.
+    const bool is_total = outputs.front().defined() && outputs.front().dim() == 0 &&
+                          !read.empty() && read.front().numel() > 1;
+    const bool is_asked =
+        std::all_of(frame.outputs.begin(), frame.outputs.end(), [&](const TensorSummary& output) {
+          return output.nans == 0 && (output.infs == output.negative_infs || asks_high) &&
+                 (output.negative_infs == 0 || asks_low);
+        });
+    if (!arrives && !is_total && is_asked) return false;
+    if (arrives) {
+      anomaly.cause = AnomalyCause::arrived;
+      anomaly.why =
+          bad_parameter.empty()
+              ? "An input is not finite, and no op that was watched made it: look at the batch, at "
+                "constants and buffers, and at what was computed before the trace"
+              : "The parameter " + bad_parameter +
+                    " is not finite: no step repairs it, load a checkpoint from before";
+    } else {
+      find_cause(op, anomaly);
+    }
+    note(outputs, frame.outputs, {found_.size()});
+    for (std::size_t i = 0; arrives && i < read.size(); ++i) {  // a later reader is not the first
+      if (anomaly.inputs[i].is_finite()) continue;
+      remember(read[i], {found_.size()}, std::make_shared<bool>(true));
+    }
+    found_.push_back({std::move(anomaly), frames_});
+    return true;
+  }
+
+  /// Runs the op again in a wider type.
+  void find_cause(const detail::ObservedOp& op, Anomaly& anomaly) const {
+    using detail::digits;
+    const auto bad = std::find_if(anomaly.frame.outputs.begin(), anomaly.frame.outputs.end(),
+                                  [](const TensorSummary& output) { return !output.is_finite(); });
+    const bool is_wide = bad->dtype == at::kFloat || bad->dtype == at::kDouble;
+    const at::ScalarType wide = is_wide ? at::kDouble : at::kFloat;
+    const std::string in_wide = "In " + std::string(detail::dtype_name(wide)) + " it is ";
+    const auto outputs = detail::run_again(op, wide);
+    if (!outputs) {
+      anomaly.why = "It could not be run again in a wider type: why is not known";
+      return;
+    }
+    if (!detail::all_finite(*outputs)) {
+      anomaly.why = in_wide +
+                    "not finite either: why is not known; look at the ranges of what it read, for "
+                    "0, for numbers that the op does not take, for inf and for no elements";
+      if (ran_in_16_bits_) {
+        anomaly.why +=
+            ". Ops before it ran in 16 bits, and rounding can make 0 or a negative "
+            "number of a small positive one: trace the step in float32";
+      }
+      return;
+    }
+    double largest = 0;
+    for (const TensorSummary& output : *outputs) largest = std::max(largest, output.largest);
+    const bool asks = anomaly.frame.is_backward() && options_.loss_scale != nullptr;
+    const double scale = asks ? options_.loss_scale() : 1;
+    const bool by_scale = scale > 1 && !detail::overflows(largest / scale, bad->dtype);
+    anomaly.cause = by_scale ? AnomalyCause::loss_scale : AnomalyCause::low_precision;
+    anomaly.why = in_wide + "finite, up to " + digits(largest);
+    if (by_scale) {
+      anomaly.why += ", and the dtype would hold it without the loss scale of " + digits(scale, 6) +
+                     ": the scaler lowers that, nothing is wrong with the model";
+    } else {
+      anomaly.why += scale > 1 ? ", too large even without the loss scale: " : ": ";
+      anomaly.why += is_wide
+                         ? "keep its result smaller"
+                         : "use bfloat16, or run this op and those that read its result in float32";
+    }
+  }
+
+  AnomalyTraceOptions options_;
+  std::vector<Found> found_;
+  std::deque<AnomalyFrame> frames_;
+  std::unordered_map<const c10::StorageImpl*, Fact> facts_;
+  bool ran_in_16_bits_ = false;
 };
 
 /// Writes the anomalies, a line each, and the frames before the first as a table.

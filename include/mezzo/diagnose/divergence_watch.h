@@ -1,24 +1,16 @@
 /// \file
-/// DivergenceWatch, a writer for a Telemetry, says when a run is lost, and what was not finite:
-///
-///     mezzo::Telemetry telemetry;
-///     telemetry.write_to(mezzo::DivergenceWatch(*model, {.policy = mezzo::DivergencePolicy::stop}));
-///     ...
-///     telemetry.record(result, loss);                // each step, after scaler.update()
+/// DivergenceWatch says when a run is lost, and what was not finite.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
 #include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -28,7 +20,6 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -48,9 +39,10 @@ struct DivergenceOptions {
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
 };
 
-/// Watches for skips in a row, for a skip at a scale of `min_scale` or less, and for a loss that is
-/// inf or NaN. After such a sign it reads weights and gradients, which waits for the device, and
-/// tells what is not finite, at most once in 1000 steps. Other steps cost a few comparisons.
+/// A writer for a Telemetry. Watches for skips in a row, for a skip at a scale of `min_scale` or
+/// less, and for a loss that is inf or NaN. After such a sign it reads weights and gradients, which
+/// waits for the device, and tells what is not finite, at most once in 1000 steps. Other steps cost
+/// a few comparisons.
 ///
 /// The watch names what it saw and what to try next. It claims a cause only of a weight that was
 /// inf or NaN from the start: a record comes after its step, and a step that was not skipped has

@@ -1,12 +1,6 @@
 /// \file
-/// What will low precision do to this model, on this machine? Looks at the hardware, the model's
-/// values and one traced forward pass, and says what to change, before a run is spent on it:
-///
-///     const auto diagnosis = mezzo::diagnose(model, batch.ids, torch::kCPU);
-///     std::cout << diagnosis;                            // a report for people
-///     return diagnosis.exit_status();                    // and a number for scripts
-///
-/// The command `mezzo-doctor model.pt` does it for a TorchScript file. docs/doctor.md has examples.
+/// The doctor: what will low precision do to this model, on this machine? docs/doctor.md has
+/// examples.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -48,7 +42,6 @@
 #include <set>
 #include <sstream>
 #include <string>
-#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -241,7 +234,7 @@ class DoctorTrace final : public OpObserver {
     } else {
       finding.severity = FindingSeverity::warning;
       finding.reason += ", whose smallest number is " +
-                        digits(2 * rounding_ends(dtype).underflow, 2) +
+                        digits(std::ldexp(1, ExponentRange::of(dtype).smallest), 2) +
                         ": it becomes 0 and guards nothing";
       finding.remedy =
           "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps);  // a larger eps may overflow it";
@@ -353,7 +346,7 @@ class Doctor {
   }
 
   /// Runs the pass. If it throws, tells where.
-  Outcome traced_run(std::optional<at::ScalarType> low, DoctorTrace& trace) {
+  Outcome traced_run(std::optional<at::ScalarType> low, const DoctorTrace& trace) {
     const Outcome outcome = run(low);
     if (outcome.thrown.empty()) return outcome;
     const std::string when =
@@ -369,24 +362,18 @@ class Doctor {
   void examine_forward() {
     NamedTensors others = case_.buffers;
     others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
-    Outcome exact;
-    {
-      DoctorTrace trace(case_.parameters, others, found_.dtype);
-      exact = traced_run(std::nullopt, trace);
-      found_.findings.insert(found_.findings.end(), trace.constants.begin(), trace.constants.end());
-    }
-    if (!exact.thrown.empty()) return;  // there is nothing to compare with
-    if (!exact.is_finite) tell_nonfinite(std::nullopt);
     DoctorTrace trace(case_.parameters, others, found_.dtype);
+    const Outcome exact = traced_run(std::nullopt, trace);
+    if (exact.thrown.empty()) compare(exact, trace);
+    found_.findings.insert(found_.findings.end(), trace.constants.begin(), trace.constants.end());
+  }
+
+  /// Runs the pass under autocast.
+  void compare(const Outcome& exact, DoctorTrace& trace) {
+    if (!exact.is_finite) tell_nonfinite(std::nullopt);
     const Outcome low = traced_run(found_.dtype, trace);
     // bfloat16 asks for the same casts, and may get to the end.
     if (!low.thrown.empty() && found_.dtype == at::kHalf) run(at::kBFloat16);
-    for (const Finding& finding : trace.constants) {
-      const auto known = std::find_if(
-          found_.findings.begin(), found_.findings.end(),
-          [&](auto& one) { return one.where == finding.where && one.reason == finding.reason; });
-      if (known == found_.findings.end()) found_.findings.push_back(finding);
-    }
     add_dimensions(trace);
     if (!low.thrown.empty()) return;
     casts_ = trace.casts;
@@ -433,21 +420,23 @@ class Doctor {
     }
   }
 
-  /// Tensors whose values the dtype does not hold. A mask of -inf is fine; a weight of inf is not.
+  /// Tensors whose values the dtype does not hold, if an op casts them or no run tells. A mask of
+  /// -inf is fine; a weight of inf is not.
   void examine_values(const std::string& kind, const NamedTensors& tensors) {
     const bool is_parameter = kind == "parameter";
-    std::vector<std::string> bad, large, idle, lost;
+    std::vector<std::string> bad, large, lost;
     double largest = 0;
     for (const auto& [name, tensor] : tensors) {
       if (!tensor.is_floating_point() || !is_readable(tensor)) continue;
       const TensorSummary summary = summarize({tensor}).front();
       const bool is_cast = !casts_ || casts_->contains(name);
       if (summary.nans > 0 || (is_parameter && summary.infs > 0)) bad.push_back(name);
+      if (!is_cast) continue;
       if (overflows(summary.largest, found_.dtype)) {
-        (is_cast ? large : idle).push_back(name);
-        if (is_cast) largest = std::max(largest, summary.largest);
+        large.push_back(name);
+        largest = std::max(largest, summary.largest);
       }
-      if (!is_parameter || !is_cast) continue;
+      if (!is_parameter) continue;
       const at::NoGradGuard no_grad;
       const at::Tensor values = ordered_values(tensor);
       const auto used = values.count_nonzero().item<double>();
@@ -464,11 +453,6 @@ class Doctor {
           "this " + kind + " holds " + digits(largest) + " in magnitude, beyond " +
               end_of(found_.dtype) + ": a cast makes it inf",
           kind == "buffer" ? "mask.clamp_min(-65504.0);  // or -inf, or bfloat16" : in_bfloat16);
-    }
-    if (!idle.empty()) {
-      add(FindingSeverity::note, "range", some_of(idle),
-          "this " + kind + " holds values beyond " + end_of(found_.dtype) +
-              ", and no op of the traced run casts it");
     }
     if (!lost.empty()) {
       add(FindingSeverity::warning, "range", some_of(lost),
@@ -565,6 +549,10 @@ Diagnosis diagnose_module(Module& module, const Sample& sample, c10::Device devi
 /// Examines `model`: reads its parameters and buffers, and runs `forward` on `sample` in float32
 /// and under autocast, with gradients enabled but no backward pass. Nothing of it needs a GPU, and
 /// half can be examined on a CPU without instructions for it.
+///
+///     const auto diagnosis = mezzo::diagnose(model, batch.ids, torch::kCPU);
+///     std::cout << diagnosis;                            // a report for people
+///     return diagnosis.exit_status();                    // and a number for scripts
 ///
 /// \param model   a module holder, a std::shared_ptr to a module, a module, or a torch::jit::Module
 /// \param sample  what `forward` takes; a std::tuple where it takes several arguments; of a

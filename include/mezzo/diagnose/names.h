@@ -6,7 +6,7 @@
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -58,8 +58,6 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 class Names {
  public:
   explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {}
-
-  const NamedTensors& all() const { return tensors_; }
 
   /// Returns the name of the tensor that `tensor` is or is a view of; empty of another one.
   std::string name_of(const at::Tensor& tensor) const {

@@ -1,19 +1,10 @@
 /// \file
-/// Why was that step skipped? One line for a GradScaler that names the parameters whose gradients
-/// were inf or NaN:
-///
-///     scaler.on_skip(mezzo::OverflowReport(*model));
-///
-/// Then a skipped step writes the scaler's line, and a second one that names the gradients:
-///
-///     Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32768.0
-///       head.weight and 3 more, in 2 of 6 layers: head.weight has 3 inf and 1 NaN in 512 gradients,
-///       the first, inf, at [0, 17], found after the backward pass
+/// OverflowReport: why was that step skipped? Names the gradients that were inf or NaN.
 #pragma once
 
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/scaling/skipped_step.h>
@@ -27,7 +18,6 @@
 #include <cstdint>
 #include <functional>
 #include <iostream>
-#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -50,8 +40,7 @@ struct OverflowedParameter {
 
 /// What the gradients of a skipped step look like.
 struct Overflow {
-  SkippedStep step = {};                   ///< what the GradScaler told of the step
-  std::optional<int> rank = std::nullopt;  ///< of the process, where it was told
+  SkippedStep step = {};  ///< what the GradScaler told of the step
   /// The one that the model registers last comes first. A backward pass comes from there, so that
   /// it is most often where the inf or NaN was first.
   std::vector<OverflowedParameter> parameters = {};
@@ -61,20 +50,17 @@ struct Overflow {
   /// Returns one line without an end; also where there is nothing to be seen any more, and why.
   std::string cause() const {
     using std::to_string;
-    const std::string where = rank ? "rank " + to_string(*rank) + ": " : std::string();
     if (parameters.empty()) {
-      return where +
-             "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
+      return "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
              "step's, as on a device; call find_overflow after the step, before they are cleared";
     }
     const OverflowedParameter& first = parameters.front();
     const std::size_t others = parameters.size() - 1;
-    return where + first.name + (others > 0 ? " and " + to_string(others) + " more" : "") +
-           ", in " + to_string(overflowed_layers) + " of " + to_string(layers) +
-           " layers: " + first.name + " has " + to_string(first.infs) + " inf and " +
-           to_string(first.nans) + " NaN in " + to_string(first.elements) +
-           " gradients, the first, " + detail::number_text(first.value) + ", at " +
-           detail::sizes_text(first.first) + ", " +
+    return first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
+           to_string(overflowed_layers) + " of " + to_string(layers) + " layers: " + first.name +
+           " has " + to_string(first.infs) + " inf and " + to_string(first.nans) + " NaN in " +
+           to_string(first.elements) + " gradients, the first, " +
+           detail::number_text(first.value) + ", at " + detail::sizes_text(first.first) + ", " +
            (first.by_unscaling ? "made by dividing by a loss scale below 1"
                                : "found after the backward pass");
   }
@@ -137,14 +123,12 @@ inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale 
 struct OverflowReportOptions {
   std::ostream* stream = &std::cerr;  ///< gets two lines; null: none. Lives as long as the report
   std::function<void(const Overflow&)> callback = {};  ///< called with each skip that is told
-  /// Of this process in a job of several: lines are written on rank 0 alone, and name it; the
-  /// callback hears on all.
-  std::optional<int> rank = std::nullopt;
 };
 
 /// For `GradScaler::on_skip`. One report takes all models that a scaler serves, and names their
 /// parameters "generator.0.weight": two reports would write each skip twice.
 ///
+///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
 /// Costs nothing until a step is skipped, and then a find_overflow. Of steps that are skipped at
@@ -156,7 +140,8 @@ struct OverflowReportOptions {
 ///
 ///     if (!result.ran()) std::cerr << mezzo::find_overflow(names, result.scale()).cause();
 ///
-/// Ranks that average their gradients all have the same ones. An AnomalyWatch on each rank tells
+/// Ranks that average their gradients all have the same ones: let one write, with
+/// `{.stream = rank == 0 ? &std::cerr : nullptr}`. An AnomalyWatch on each rank tells
 /// whose forward or backward pass an inf or NaN began in.
 class OverflowReport {
  public:
@@ -172,12 +157,11 @@ class OverflowReport {
     constexpr std::int64_t kAtFirst = 3, kRarely = 1000;
     skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
     if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
-    const bool writes = options_.stream != nullptr && options_.rank.value_or(0) == 0;
-    if (!writes && !options_.callback) return;
+    if (options_.stream == nullptr && !options_.callback) return;
     Overflow overflow = find_overflow(parameters_, step.scale);
     overflow.step = step;
-    overflow.rank = options_.rank;
-    if (writes) *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
+    if (options_.stream != nullptr)
+      *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
     if (options_.callback) options_.callback(overflow);
   }
 

@@ -1,24 +1,12 @@
 /// \file
-/// A run as one HTML page: its scores and options, the loss scale's staircase with skipped steps
-/// marked, loss, gradient norm, learning rate, speed and memory, and what other tools print. The
-/// page needs no network and no script, follows the reader's light or dark setting, and fits a
-/// phone.
-///
-///     mezzo::RunReport report("BERT on tweets, half");
-///     telemetry.write_to(std::ref(report));
-///     ...                                    // train
-///     telemetry.flush();
-///     report.score("F1", f1);
-///     report.option("seed", "1");
-///     report.save("run.html");
+/// RunReport: a run as one HTML page.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/diagnose/telemetry_files.h>
 
 #include <torch/version.h>
 
@@ -102,16 +90,6 @@ struct Chart {
   std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
 };
 
-/// Returns the next of 1, 2 and 5 times a power of ten, for steps between lines of an axis.
-inline double round_step(double step) {
-  if (!(step > 0)) return 1;
-  const double power = std::pow(10, std::floor(std::log10(step)));
-  for (const double factor : {1, 2, 5}) {
-    if (step <= factor * power) return factor * power;
-  }
-  return 10 * power;
-}
-
 /// Returns at most 1000 points: means of as many neighbours as it takes.
 inline std::vector<std::pair<double, double>> few_points(
     const std::vector<std::pair<double, double>>& points) {
@@ -144,10 +122,11 @@ inline std::string chart_html(const Chart& chart) {
     high = std::max(high, y);
   }
   if (low > high) low = high = 0;
-  const double step =
-      chart.logarithmic ? std::max(1.0, std::ceil((high - low) / 3)) : round_step((high - low) / 3);
-  low = std::floor(low / step) * step;
-  high = std::max(std::ceil(high / step) * step, low + step);
+  if (low == high) high = low + 1;
+  if (chart.logarithmic) {  // a quarter is a power of two
+    low = std::floor(low);
+    high = low + 4 * std::ceil((high - low) / 4);
+  }
   const double first = chart.points.front().first;
   const double width = std::max(chart.points.back().first - first, 1.0);
   // Places in a square of 100 by 100, which has y downwards.
@@ -155,13 +134,12 @@ inline std::string chart_html(const Chart& chart) {
   const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
 
   std::string labels, lines, curve, ticks;
-  for (int i = 0; low + i * step < high + step / 2; ++i) {
-    const double y = low + i * step;
-    const bool is_power = chart.logarithmic && (y > 16 || y < -10);
-    labels += "<span style='bottom:" + digits(100 * (y - low) / (high - low), 4) + "%'>" +
-              (is_power ? "2^" + digits(y, 5) : digits(chart.logarithmic ? std::exp2(y) : y, 5)) +
-              "</span>";
+  for (const int quarter : {0, 1, 2, 3, 4}) {
+    const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
+    labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
+              (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
     lines += "<path class=grid d='M0 " + down(y) + "H100'/>";
+    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
   }
   for (const auto& [where, why] : chart.marks) {
     lines += "<path class=mark d='M" + across(where) + " 0V100'><title>" + html_text(why) +
@@ -174,10 +152,6 @@ inline std::string chart_html(const Chart& chart) {
     if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
     is_drawing = !is_gap;
   }
-  const double tick = std::max(1.0, round_step(width / 5));
-  for (double x = std::ceil(first / tick) * tick; x <= first + width; x += tick) {
-    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
-  }
   return html + "<div class=chart><div class=y>" + labels +
          "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" + title +
          "'>" + lines + "<path class=curve d='" + curve + "'/></svg><div class=ticks>" + ticks +
@@ -186,8 +160,17 @@ inline std::string chart_html(const Chart& chart) {
 
 }  // namespace detail
 
-/// Keeps the records of a run, 150 bytes each, and makes the page of them. Give a Telemetry
-/// `std::ref(report)`.
+/// Keeps the records of a run, 150 bytes each, and makes a page of them: its scores and options,
+/// the loss scale's staircase with skipped steps marked, loss, gradient norm, learning rate, speed
+/// and memory, and what other tools print. The page needs no network and no script, follows the
+/// reader's light or dark setting, and fits a phone.
+///
+///     mezzo::RunReport report("BERT on tweets, half");
+///     telemetry.write_to(std::ref(report));
+///     ...                                    // train
+///     telemetry.flush();
+///     report.score("F1", f1);
+///     report.save("run.html");
 class RunReport {
  public:
   /// Begins an empty report.

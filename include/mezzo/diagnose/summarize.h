@@ -5,7 +5,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -13,6 +13,7 @@
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,6 +24,25 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// What a floating type can hold, by the power of two below a value's magnitude.
+struct ExponentRange {
+  int smallest = 0;  ///< of the smallest subnormal number: -24 of half
+  int normal = 0;    ///< of the smallest normal number: -14
+  int largest = 0;   ///< of the largest number: 15
+
+  /// Returns the range of half, bfloat16, float32 or float8 (e4m3fn, e5m2).
+  /// \throws c10::Error for another dtype
+  static ExponentRange of(at::ScalarType dtype) {
+    if (dtype == at::kHalf) return {-24, -14, 15};
+    if (dtype == at::kBFloat16) return {-133, -126, 127};
+    if (dtype == at::kFloat8_e4m3fn) return {-9, -6, 8};
+    if (dtype == at::kFloat8_e5m2) return {-16, -14, 15};
+    TORCH_CHECK(dtype == at::kFloat, "ExponentRange: dtype is ", dtype,
+                "; it should be torch::kHalf, torch::kBFloat16, torch::kFloat or a float8");
+    return {-149, -126, 127};
+  }
+};
 
 /// What one tensor holds. The range is that of the finite values, of complex ones their magnitudes;
 /// 0 where there are none.
@@ -81,26 +101,26 @@ inline at::Tensor numbers_on_host(std::vector<at::Tensor> numbers) {
   return at::stack(numbers).cpu();
 }
 
-/// The magnitudes that a dtype rounds to inf, from half a step beyond its largest number on, and to
-/// 0, up to half of its smallest. (c10's own conversions are inlined, and wrong under -ffast-math.)
-struct RoundingEnds {
-  double overflow = std::numeric_limits<double>::infinity();
-  double underflow = 0;
-};
-
-inline RoundingEnds rounding_ends(at::ScalarType dtype) {
-  if (dtype == at::kHalf) return {65520, 0x1p-25};
-  if (dtype == at::kBFloat16) return {0x1.FFp+127, 0x1p-134};
-  if (dtype == at::kFloat) return {0x1.FFFFFFp+127, 0x1p-150};
-  return {};
+// c10's own conversions are inlined, and wrong under -ffast-math.
+inline bool has_rounding_ends(double value, at::ScalarType dtype) {
+  return !nonfinite_bits(value) &&
+         (dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat);
 }
 
+/// Returns whether a cast to `dtype` makes inf of a finite value: one that is half a step beyond
+/// the largest number.
 inline bool overflows(double value, at::ScalarType dtype) {
-  return !nonfinite_bits(value) && std::abs(value) >= rounding_ends(dtype).overflow;
+  if (!has_rounding_ends(value, dtype)) return false;
+  const ExponentRange range = ExponentRange::of(dtype);
+  const double step = std::ldexp(1, range.smallest - range.normal);
+  return std::abs(value) >= std::ldexp(2 - step / 2, range.largest);
 }
 
+/// Returns whether a cast to `dtype` makes 0 of another value: one up to half of the smallest
+/// number.
 inline bool vanishes(double value, at::ScalarType dtype) {
-  return value != 0 && !nonfinite_bits(value) && std::abs(value) <= rounding_ends(dtype).underflow;
+  return value != 0 && has_rounding_ends(value, dtype) &&
+         std::abs(value) <= std::ldexp(1, ExponentRange::of(dtype).smallest - 1);
 }
 
 }  // namespace detail

@@ -1,22 +1,12 @@
 /// \file
-/// What a run did, step by step, without making the host wait for it:
-///
-///     mezzo::Telemetry telemetry;
-///     telemetry.write_to(mezzo::CsvFile("run.csv"));
-///     mezzo::RunReport report("BERT, half");
-///     telemetry.write_to(std::ref(report));
-///     for (...) {
-///       auto result = scaler.step(optimizer, {.max_norm = 1.0});
-///       scaler.update();
-///       telemetry.record(result, loss, {.max_norm = 1.0, .tokens = 4096});
-///     }
-///     telemetry.flush();
-///     report.save("run.html");
+/// Telemetry: what a run did, step by step, without making the host wait for it; and the files that
+/// it writes.
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
+#include <mezzo/diagnose/finding.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -26,7 +16,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -35,10 +24,14 @@
 #include <cstdint>
 #include <deque>
 #include <exception>
+#include <filesystem>
+#include <fstream>
 #include <functional>
-#include <limits>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -99,9 +92,7 @@ struct TelemetryRecord {
   std::optional<double> loss = std::nullopt;  ///< as given to `record`
   double scale = 1;                           ///< the loss scale that the gradients carried
   bool skipped = false;  ///< whether an inf or NaN in a gradient skipped the step
-  std::optional<double> grad_norm = std::nullopt;   ///< unscaled, before clipping
-  std::optional<double> clip_ratio = std::nullopt;  ///< what clipping multiplied gradients by
-  std::optional<double> underflow = std::nullopt;   ///< share of gradient values that are lost
+  std::optional<double> grad_norm = std::nullopt;          ///< unscaled, before clipping
   std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before
   double seconds = 0;                                  ///< since the record before; 0: not known
   std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
@@ -110,13 +101,11 @@ struct TelemetryRecord {
   std::optional<double> memory_bytes = std::nullopt;
 
   /// Returns the columns of files, with their names; `skipped` is 0 or 1.
-  std::array<std::pair<const char*, std::optional<double>>, 9> numbers() const {
+  std::array<std::pair<const char*, std::optional<double>>, 7> numbers() const {
     return {{{"loss", loss},
              {"scale", scale},
              {"skipped", skipped ? 1.0 : 0.0},
              {"grad_norm", grad_norm},
-             {"clip_ratio", clip_ratio},
-             {"underflow", underflow},
              {"tokens_per_second", tokens_per_second},
              {"memory_bytes", memory_bytes},
              {"learning_rate", learning_rate}}};
@@ -125,9 +114,7 @@ struct TelemetryRecord {
 
 /// What only the training program knows of a step.
 struct TelemetryStep {
-  double max_norm = std::numeric_limits<double>::infinity();  ///< that gradients were clipped to
   std::int64_t tokens = 0;  ///< or samples, since the step before; 0: not counted
-  std::optional<double> underflow = std::nullopt;      ///< as UnderflowReport::lost gives it
   std::optional<double> learning_rate = std::nullopt;  ///< that the step had
 };
 
@@ -157,6 +144,14 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
 /// earliest. A step costs some microseconds on the host, and on a device one copy of the loss. Give
 /// each of several models a Telemetry of its own.
 ///
+///     mezzo::Telemetry telemetry;
+///     telemetry.write_to(mezzo::CsvFile("run.csv"));
+///     for (...) {
+///       auto result = scaler.step(optimizer, {.max_norm = 1.0});
+///       scaler.update();
+///       telemetry.record(result, loss, {.tokens = 4096});
+///     }
+///
 /// One thread at a time. Writers are called from `record`, `flush` and the destructor.
 class Telemetry {
  public:
@@ -176,7 +171,7 @@ class Telemetry {
   Telemetry(const Telemetry&) = delete;
   Telemetry& operator=(const Telemetry&) = delete;
 
-  /// `writer` gets all records that are not handed over yet. A file (telemetry_files.h), a
+  /// `writer` gets all records that are not handed over yet. A CsvFile, a TensorBoardFile, a
   /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
   void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
@@ -188,7 +183,6 @@ class Telemetry {
     detail::LateNumber late_loss(loss);
     TelemetryRecord record{.step = next_step_++,
                            .wall_time = detail::seconds_since_1970(),
-                           .underflow = step.underflow,
                            .learning_rate = step.learning_rate,
                            .memory_bytes = detail::memory_in_use(loss)};
     const auto before = std::exchange(last_call_, std::chrono::steady_clock::now());
@@ -196,7 +190,7 @@ class Telemetry {
     if (before && step.tokens > 0) {
       record.tokens_per_second = static_cast<double>(step.tokens) / record.seconds;
     }
-    pending_.push_back({record, result, std::move(late_loss), step.max_norm});
+    pending_.push_back({record, result, std::move(late_loss)});
     if (pending_.size() > kMost) hand_over_first();
     while (!pending_.empty() && pending_.front().result.ready() && pending_.front().loss.ready()) {
       hand_over_first();
@@ -217,7 +211,6 @@ class Telemetry {
     TelemetryRecord record;
     StepResult result;
     detail::LateNumber loss;
-    double max_norm;
   };
 
   /// May wait for the device.
@@ -229,9 +222,6 @@ class Telemetry {
     record.scale = first.result.scale();
     record.skipped = !first.result.ran();
     record.grad_norm = first.result.grad_norm();
-    if (record.grad_norm && !record.skipped && !detail::is_positive_infinity(first.max_norm)) {
-      record.clip_ratio = std::min(1.0, first.max_norm / (*record.grad_norm + 1e-6));
-    }
     std::exception_ptr error;
     for (const Writer& writer : writers_) {
       try {
@@ -247,6 +237,154 @@ class Telemetry {
   std::optional<std::chrono::steady_clock::time_point> last_call_;
   std::deque<Pending> pending_;
   std::vector<Writer> writers_;
+};
+
+namespace detail {
+
+/// A file that is written a record at a time, and shared by its copies. What was written is the
+/// operating system's at once, so that a run that is killed leaves all of it. Numbers read back to
+/// the bit, in any locale.
+class RecordFile {
+ public:
+  RecordFile(std::string path, std::ios::openmode mode)
+      : path_(std::move(path)), file_(std::make_shared<std::ofstream>(path_, mode)) {
+    TORCH_CHECK(file_->is_open(), path_, ": cannot be written; does its folder exist?");
+  }
+
+  /// Whether nothing stands in it; of a file that is appended to.
+  bool is_empty() {
+    file_->seekp(0, std::ios::end);
+    return file_->tellp() == std::streampos(0);
+  }
+
+  void write(const std::string& text) {
+    file_->write(text.data(), static_cast<std::streamsize>(text.size()));
+    file_->flush();
+    TORCH_CHECK(file_->good(), path_, ": could not be written; is the disk full?");
+  }
+
+ private:
+  std::string path_;
+  std::shared_ptr<std::ofstream> file_;
+};
+
+// The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
+// is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
+
+/// Little-endian, whatever the machine.
+template <class Unsigned>
+std::string fixed_bytes(Unsigned value) {
+  std::string bytes;
+  for (std::size_t i = 0; i < sizeof(value); ++i) {
+    bytes += static_cast<char>(static_cast<unsigned char>(value >> (8 * i)));
+  }
+  return bytes;
+}
+
+inline std::string varint(std::uint64_t value) {
+  std::string bytes;
+  for (; value >= 0x80U; value >>= 7U) bytes += static_cast<char>(0x80U | (value & 0x7FU));
+  return bytes + static_cast<char>(value);
+}
+
+/// A field of bytes. Keys of other fields below are number << 3 | type: 0 a varint, 1 eight bytes,
+/// 5 four.
+inline std::string bytes_field(std::uint64_t number, std::string_view bytes) {
+  return varint(number << 3U | 2U) + varint(bytes.size()) + std::string(bytes);
+}
+
+/// The sum that stands in a file, so that sums of data that holds sums are not weak.
+inline std::string masked_crc(std::string_view bytes) {
+  return fixed_bytes(std::rotr(crc32c(bytes.data(), bytes.size()), 15) + 0xA282EAD8U);
+}
+
+/// `message` as a TFRecord.
+inline std::string framed(std::string_view message) {
+  const std::string length = fixed_bytes(static_cast<std::uint64_t>(message.size()));
+  return length + masked_crc(length) + std::string(message) + masked_crc(message);
+}
+
+/// An Event with its wall time, and the fields that follow.
+inline std::string event_record(double wall_time, const std::string& fields) {
+  return framed("\x09" + fixed_bytes(std::bit_cast<std::uint64_t>(wall_time)) + fields);
+}
+
+}  // namespace detail
+
+/// How a CsvFile is written.
+struct CsvFileOptions {
+  /// Keeps what is in the file and writes behind it, as a resumed run needs. Steps that ran after
+  /// the checkpoint then stand there twice.
+  bool append = false;
+};
+
+/// A writer for Telemetry::write_to: a line a step under a line of names; a field is empty where
+/// there is no number. "nan", "inf" and
+/// "-inf" are written so. What was in the file goes, unless the options say `append`.
+class CsvFile {
+ public:
+  /// Opens the file, and writes the line of names into an empty one.
+  explicit CsvFile(const std::string& path, CsvFileOptions options = {})
+      : file_(path, options.append ? std::ios::app : std::ios::trunc) {
+    if (options.append && !file_.is_empty()) return;
+    std::string line = "step,wall_time";
+    for (const auto& [name, value] : TelemetryRecord().numbers()) line += std::string(",") + name;
+    file_.write(line + "\n");
+  }
+
+  /// Writes a line.
+  void operator()(const TelemetryRecord& record) {
+    std::string line = std::to_string(record.step) + "," + detail::number_text(record.wall_time);
+    for (const auto& [name, value] : record.numbers()) {
+      line += ",";
+      if (value) line += detail::number_text(*value);
+    }
+    file_.write(line + "\n");
+  }
+
+ private:
+  detail::RecordFile file_;
+};
+
+/// A writer for Telemetry::write_to: a TensorBoard event file in `folder`, which is made where it
+/// is missing: `tensorboard --logdir folder` shows a curve for each number that there is. In float,
+/// as TensorBoard's scalars are.
+class TensorBoardFile {
+ public:
+  /// Opens a new event file in `folder`.
+  explicit TensorBoardFile(const std::string& folder)
+      : file_(new_path(folder), std::ios::trunc | std::ios::binary) {
+    file_.write(detail::event_record(detail::seconds_since_1970(),
+                                     detail::bytes_field(3, "brain.Event:2")));
+  }
+
+  /// Writes the scalars of a record.
+  void operator()(const TelemetryRecord& record) {
+    std::string values;
+    for (const auto& [name, value] : record.numbers()) {
+      if (!value) continue;
+      const auto number = std::bit_cast<std::uint32_t>(static_cast<float>(*value));
+      values += detail::bytes_field(
+          1, detail::bytes_field(1, name) + "\x15" + detail::fixed_bytes(number));
+    }
+    file_.write(detail::event_record(
+        record.wall_time, "\x10" + detail::varint(static_cast<std::uint64_t>(record.step)) +
+                              detail::bytes_field(5, values)));
+  }
+
+ private:
+  /// A name of its own for each file of the process: TensorBoard reads all in a folder as one run.
+  static std::string new_path(const std::string& folder) {
+    static std::atomic<int> files = 0;
+    std::error_code error;
+    std::filesystem::create_directories(folder, error);
+    TORCH_CHECK(!error, folder, ": cannot be made: ", error.message());
+    const auto seconds = static_cast<std::int64_t>(detail::seconds_since_1970());
+    return folder + "/events.out.tfevents." + std::to_string(seconds) + ".mezzo." +
+           std::to_string(detail::process_id()) + "." + std::to_string(files++);
+  }
+
+  detail::RecordFile file_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,57 +1,31 @@
 /// \file
-/// Would these numbers survive in a low type? Counts values of gradients or activations by exponent
-/// against what half, bfloat16 or float8 can hold:
-///
-///     mezzo::UnderflowReport gradients(torch::kHalf, {.loss_scale = scaler.get_scale()});
-///     gradients.add_gradients(*model);                  // after backward, before the step
-///     std::cout << gradients << mezzo::suggest_loss_scale(gradients);
+/// UnderflowReport: would these numbers survive in a low type? Counts values of gradients or
+/// activations by exponent against what half, bfloat16 or float8 can hold.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/detail/number_text.h>
+#include <mezzo/diagnose/finding.h>
+#include <mezzo/diagnose/summarize.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/ones_like.h>
-#include <ATen/ops/where.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <ostream>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-/// What a floating type can hold, by the power of two below a value's magnitude.
-struct ExponentRange {
-  int smallest = 0;  ///< of the smallest subnormal number: -24 of half
-  int normal = 0;    ///< of the smallest normal number: -14
-  int largest = 0;   ///< of the largest number: 15
-
-  /// Returns the range of half, bfloat16, float32 or float8 (e4m3fn, e5m2).
-  /// \throws c10::Error for another dtype
-  static ExponentRange of(at::ScalarType dtype) {
-    if (dtype == at::kHalf) return {-24, -14, 15};
-    if (dtype == at::kBFloat16) return {-133, -126, 127};
-    if (dtype == at::kFloat8_e4m3fn) return {-9, -6, 8};
-    if (dtype == at::kFloat8_e5m2) return {-16, -14, 15};
-    TORCH_CHECK(dtype == at::kFloat, "ExponentRange: dtype is ", dtype,
-                "; it should be torch::kHalf, torch::kBFloat16, torch::kFloat or a float8");
-    return {-149, -126, 127};
-  }
-};
 
 /// One layer's sampled values; shares are of all of them, from 0 to 1.
 struct LayerExponents {
@@ -78,21 +52,22 @@ struct UnderflowOptions {
 /// be of any floating dtype. Values that were in the low type before, as gradients of float32
 /// weights under autocast were, have lost what it does not hold already, and count as zero.
 ///
-/// Adding launches some small kernels and does not wait for a device; the questions do. One thread
-/// at a time.
+///     mezzo::UnderflowReport gradients(torch::kHalf, {.loss_scale = scaler.get_scale()});
+///     gradients.add_gradients(*model);                  // after backward, before the step
+///     std::cout << gradients << mezzo::suggest_loss_scale(gradients);
 class UnderflowReport {
  public:
   /// \throws c10::Error for a dtype without an ExponentRange, or options that are not positive
   explicit UnderflowReport(at::ScalarType dtype, const UnderflowOptions& options = {})
-      : dtype_(dtype), options_(options) {
-    ExponentRange::of(dtype);
+      : dtype_(dtype), options_(options), range_(ExponentRange::of(dtype)) {
     TORCH_CHECK(options.samples > 0, "UnderflowReport: samples is ", options.samples,
                 "; it should be positive");
     TORCH_CHECK(detail::is_above(options.loss_scale, 0), "UnderflowReport: loss_scale is ",
                 options.loss_scale, "; it should be positive, as scaler.get_scale() is");
   }
 
-  /// Counts some of `values`: an activation, a gradient. Calls for the same layer add up.
+  /// Counts some of `values`: an activation, a gradient. Calls for the same layer add up. Waits for
+  /// the device.
   void add(const std::string& layer, const at::Tensor& values) {
     if (!values.defined() || values.numel() == 0) return;
     TORCH_CHECK(values.is_floating_point(), "UnderflowReport::add: ", layer, " is ",
@@ -102,17 +77,15 @@ class UnderflowReport {
     const at::Tensor flat = dense.reshape({-1});
     // An odd stride, so that it does not walk down one column of a matrix.
     const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
-    const at::Tensor some = flat.slice(0, 0, flat.numel(), stride).to(at::kFloat).contiguous();
-    const at::Tensor bits = some.view(at::kInt).bitwise_and(0x7FFFFFFF);
-    const at::Tensor columns = at::where(bits.eq(0), kZero, bits.bitwise_right_shift(23));
-    const at::Tensor counts = at::zeros({kZero + 1}, columns.options().dtype(at::kLong));
-    counts.scatter_add_(0, columns.to(at::kLong), at::ones_like(some, at::kLong));  // no wait
-    for (auto& [name, sums] : counts_) {
-      if (name == layer && sums.device() == counts.device()) {
-        return static_cast<void>(sums += counts);
-      }
+    const at::Tensor some =
+        flat.slice(0, 0, flat.numel(), stride).cpu().to(at::kFloat).contiguous();
+    auto sums = std::find_if(counts_.begin(), counts_.end(),
+                             [&](const LayerExponents& known) { return known.layer == layer; });
+    if (sums == counts_.end()) sums = counts_.insert(sums, LayerExponents{.layer = layer});
+    for (std::int64_t i = 0; i < some.numel(); ++i) {
+      const auto bits = std::bit_cast<std::uint32_t>(some.const_data_ptr<float>()[i]) & 0x7FFFFFFFU;
+      for (LayerExponents* const counts : {&*sums, &all_}) count(*counts, bits);
     }
-    counts_.emplace_back(layer, counts);
   }
 
   /// Counts the gradients of all parameters that have one; a layer is a module with parameters of
@@ -126,23 +99,12 @@ class UnderflowReport {
   /// Returns the layers, in the order in which they were added.
   std::vector<LayerExponents> layers() const {
     std::vector<LayerExponents> layers;
-    for (const auto& [name, counts] : counts_) layers.push_back(exponents_of(name, counts.cpu()));
+    for (const LayerExponents& counts : counts_) layers.push_back(shares_of(counts));
     return layers;
   }
 
   /// Returns all layers as one, called "all layers".
-  LayerExponents total() const {
-    at::Tensor sum = at::zeros({kZero + 1}, at::kLong);
-    for (const auto& [name, counts] : counts_) sum += counts.cpu();
-    return exponents_of("all layers", sum);
-  }
-
-  /// Returns the lost share of the values that are not zero, for TelemetryStep::underflow. Zeros
-  /// are left out because most are gradients of weights that were not used.
-  double lost() const {
-    const LayerExponents all = total();
-    return all.zero < 1 ? all.lost / (1 - all.zero) : 0;
-  }
+  LayerExponents total() const { return shares_of(all_); }
 
   /// Returns the dtype that the report is about.
   at::ScalarType dtype() const noexcept { return dtype_; }
@@ -150,37 +112,37 @@ class UnderflowReport {
   const UnderflowOptions& options() const noexcept { return options_; }
 
  private:
-  /// The column of zeros, behind those of a float's 256 exponents, of which the first is of its own
-  /// subnormals and the last of inf and NaN.
-  static constexpr int kZero = 256;
-
-  LayerExponents exponents_of(std::string name, const at::Tensor& counts) const {
-    const auto* const count = counts.const_data_ptr<int64_t>();
-    const ExponentRange range = ExponentRange::of(dtype_);
-    LayerExponents layer{.layer = std::move(name), .sampled = counts.sum().item<int64_t>()};
-    const auto share = [&](int column) {
-      return static_cast<double>(count[column]) / static_cast<double>(layer.sampled);
-    };
-    for (int column = 0; column < kZero - 1; ++column) {
-      if (count[column] == 0) continue;
-      const int exponent = column - 127;
-      if (!layer.smallest) layer.smallest = exponent;
-      layer.largest = exponent;
-      if (exponent < range.smallest - 1) {
-        layer.lost += share(column);  // above half of the smallest number rounding goes up
-      } else if (exponent < range.normal) {
-        layer.subnormal += share(column);
-      } else if (exponent > range.largest) {
-        layer.overflow += share(column);
-      }
+  /// Counts a float by its bits without the sign.
+  void count(LayerExponents& counts, std::uint32_t bits) const {
+    ++counts.sampled;
+    const int exponent = static_cast<int>(bits >> 23U) - 127;
+    if (bits == 0) return static_cast<void>(++counts.zero);
+    if (exponent == 128) return static_cast<void>(++counts.non_finite);
+    counts.smallest = std::min(counts.smallest.value_or(exponent), exponent);
+    counts.largest = std::max(counts.largest.value_or(exponent), exponent);
+    if (exponent < range_.smallest - 1) {
+      ++counts.lost;  // above half of the smallest number rounding goes up
+    } else if (exponent < range_.normal) {
+      ++counts.subnormal;
+    } else if (exponent > range_.largest) {
+      ++counts.overflow;
     }
-    if (layer.sampled > 0) layer.zero = share(kZero), layer.non_finite = share(kZero - 1);
-    return layer;
+  }
+
+  static LayerExponents shares_of(LayerExponents counts) {
+    const auto sampled = static_cast<double>(std::max<std::int64_t>(counts.sampled, 1));
+    for (double* const share :
+         {&counts.zero, &counts.lost, &counts.subnormal, &counts.overflow, &counts.non_finite}) {
+      *share /= sampled;
+    }
+    return counts;
   }
 
   at::ScalarType dtype_;
   UnderflowOptions options_;
-  std::vector<std::pair<std::string, at::Tensor>> counts_;  // by layer, where its values are
+  ExponentRange range_;
+  std::vector<LayerExponents> counts_;  // of values, in place of their shares
+  LayerExponents all_{.layer = "all layers"};
 };
 
 /// Returns the largest power of two up to 2^24 (Apex's ceiling) under which the largest value seen
@@ -211,22 +173,21 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
   const auto power = [](std::optional<int> exponent) {
     return exponent ? "2^" + std::to_string(*exponent) : std::string("-");
   };
-  const auto line = [](const std::vector<std::string>& cells) {
-    return detail::table_line({-36, 10, 12, 12, 12, 12, 12, 10, 10}, cells);
-  };
+  const std::vector<int> widths = {-36, 10, 12, 12, 12, 12, 12, 10, 10};
   const ExponentRange range = ExponentRange::of(report.dtype());
   std::string text = "values in " + std::string(detail::dtype_name(report.dtype())) + ", " +
                      power(range.smallest) + " to " + power(range.largest) +
                      ", in percent of those sampled\n" +
-                     line({"layer", "sampled", "zero", "lost", "subnormal", "overflow",
-                           "inf or NaN", "smallest", "largest"});
+                     detail::table_line(widths, {"layer", "sampled", "zero", "lost", "subnormal",
+                                                 "overflow", "inf or NaN", "smallest", "largest"});
   const LayerExponents all = report.total();
   std::vector<LayerExponents> layers = report.layers();
   layers.push_back(all);
   for (const LayerExponents& one : layers) {
-    text += line({one.layer, std::to_string(one.sampled), digits(100 * one.zero),
-                  digits(100 * one.lost), digits(100 * one.subnormal), digits(100 * one.overflow),
-                  digits(100 * one.non_finite), power(one.smallest), power(one.largest)});
+    text += detail::table_line(
+        widths, {one.layer, std::to_string(one.sampled), digits(100 * one.zero),
+                 digits(100 * one.lost), digits(100 * one.subnormal), digits(100 * one.overflow),
+                 digits(100 * one.non_finite), power(one.smallest), power(one.largest)});
   }
   const std::string scale = digits(report.options().loss_scale, 6);
   if (all.zero == 1) {

@@ -22,14 +22,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Compares names, dtypes, shapes and whether gradients are wanted, and lines of `options` before;
-/// then gives every rank the root's values.
-inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group, int root,
+/// then gives every rank rank 0's values.
+inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group,
                             const std::string& options) {
   checked(group, "broadcast_parameters");
-  TORCH_CHECK(root >= 0 && root < group->getSize(), "broadcast_parameters on rank ",
-              group->getRank(), ": `root` must be 0 to ", group->getSize() - 1, ", but is ", root);
   std::ostringstream lines;
-  lines << "root: " << root << '\n' << options;
+  lines << options;
   std::vector<at::Tensor> defined;
   for (const auto& [name, tensor] : tensors) {
     lines << name << ": ";
@@ -42,20 +40,20 @@ inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group, 
     defined.push_back(tensor);
   }
   check_alike(group, "broadcast_parameters", lines.str(),
-              "build the same model on all ranks, and give them the same options", root);
-  broadcast(group, defined, root);
+              "build the same model on all ranks, and give them the same options");
+  broadcast(group, defined, 0);
 }
 
 }  // namespace detail
 
-/// Gives every rank the values of `root`'s tensors, in place, after it has compared what the ranks
-/// have: `root`, names, dtypes, shapes and whether gradients are wanted, in their order. All ranks
-/// call it. Waits until the values are there.
+/// Gives every rank the values of rank 0's tensors, in place, after it has compared what the ranks
+/// have: names, dtypes, shapes and whether gradients are wanted, in their order. All ranks call it.
+/// Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
-///   differs from `root` and the tensor in which it does
+///   differs from rank 0 and the tensor in which it does
 inline void broadcast_parameters(const NamedTensors& tensors,
-                                 c10::intrusive_ptr<c10d::Backend> group, int root = 0) {
-  detail::broadcast_alike(tensors, group, root, "");
+                                 c10::intrusive_ptr<c10d::Backend> group) {
+  detail::broadcast_alike(tensors, group, "");
 }
 
 /// Compares a number that must be the same on all ranks, such as the number of batches of an epoch:

@@ -16,10 +16,8 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/jit/serialization/pickle.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <locale>
 #include <optional>
 #include <set>
 #include <sstream>
@@ -65,8 +63,8 @@ class DistributedCheckpointManager {
 
   /// Does what CheckpointManager::save does. All ranks return when the file is in its place. The
   /// ranks compare names, steps and the bits of all models' parameters before anything is
-  /// written. Rank 0 needs memory for the other ranks' own objects, and for what a ShardedOptimizer
-  /// gathers.
+  /// written. Each rank needs memory for all ranks' own objects, and rank 0 for what a
+  /// ShardedOptimizer gathers.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps or
   ///   parameters differ; earlier files are then untouched, and the next `save` may succeed
   inline SavedCheckpoint save(const TrainingState& state, std::int64_t step);
@@ -142,14 +140,8 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
   }
   detail::throw_together(group_, kCaller, failure);
   const std::vector<char> bytes = torch::jit::pickle_save(own);
-  std::vector<std::string> of_ranks;  // on rank 0
-  for (int from = 0; from < group_->getSize(); ++from) {
-    const bool is_own = from == group_->getRank();
-    std::string text = detail::broadcast_text(
-        group_, is_own ? std::string(bytes.begin(), bytes.end()) : std::string(), from);
-    if (group_->getRank() == 0) of_ranks.push_back(std::move(text));
-  }
-  std::istringstream outcome(detail::from_rank_0(group_, kCaller, [&] {
+  const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
+  const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
     detail::check_can_be_saved("CheckpointManager::save", parts, step);
     detail::PythonDict ranks = detail::python_dict();  // a list of values by name
     for (const std::string& text : of_ranks) {
@@ -162,17 +154,9 @@ inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& s
     const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
     const SavedCheckpoint written = files_.write(
         detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
-    std::ostringstream lines;
-    lines.imbue(std::locale::classic());
-    lines << written.file.filename().string() << '\n' << written.bytes;
-    return lines.str();
-  }));
-  outcome.imbue(std::locale::classic());
-  SavedCheckpoint result;
-  std::string file;
-  std::getline(outcome, file) >> result.bytes;
-  result.file = folder_ / file;
-  return result;
+    return std::to_string(written.bytes) + ' ' + written.file.filename().string();
+  });
+  return {folder_ / outcome.substr(outcome.find(' ') + 1), std::stoull(outcome)};
 }
 
 inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest(

@@ -31,11 +31,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 struct DataParallelOptions {
   /// The most bytes of a bucket of gradients, as in GradAllReduceOptions.
   int64_t bucket_bytes = kDefaultBucketBytes;
-  /// Whether the ranks get the root's buffers (running statistics and other registered buffers)
+  /// Whether the ranks get rank 0's buffers (running statistics and other registered buffers)
   /// before each training forward, so that the models stay equal.
   bool broadcast_buffers = true;
-  /// The rank whose weights and buffers the others get.
-  int root = 0;
   /// bfloat16 or half: gradients are sent in this dtype, as in GradAllReduceOptions.
   std::optional<at::ScalarType> compress_dtype = std::nullopt;
 };
@@ -50,7 +48,6 @@ class Replica {
       : parameters_(once_.all(module.named_parameters())),
         buffers_(once_.all(module.named_buffers())),
         group_(group),
-        root_(options.root),
         broadcasts_(options.broadcast_buffers),
         all_reduce_(
             broadcast_and_select_trained(), group,
@@ -67,7 +64,7 @@ class Replica {
   void broadcast_buffers() const {
     std::vector<at::Tensor> tensors;
     for (const auto& [name, buffer] : buffers_) tensors.push_back(buffer.variable_data());
-    broadcast(group_, tensors, root_);
+    broadcast(group_, tensors, 0);
   }
 
   void begin_forward(bool is_training) const {
@@ -82,12 +79,12 @@ class Replica {
   }
 
  private:
-  /// Gives all ranks the root's values; returns the parameters that require grad.
+  /// Gives all ranks rank 0's values; returns the parameters that require grad.
   std::vector<at::Tensor> broadcast_and_select_trained() const {
     checked(group_, "DataParallel");
     NamedTensors all = parameters_;
     all.insert(all.end(), buffers_.begin(), buffers_.end());
-    broadcast_alike(all, group_, root_,
+    broadcast_alike(all, group_,
                     broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
     std::vector<at::Tensor> trained;
     for (const auto& [name, parameter] : parameters_) {
@@ -102,7 +99,6 @@ class Replica {
   NamedOnce once_;  // has a tensor of several names under the first one
   NamedTensors parameters_, buffers_, frozen_;
   GroupPtr group_;
-  int root_;
   bool broadcasts_;
   GradAllReduce all_reduce_;
 };
@@ -139,7 +135,7 @@ template <detail::ModelHandle M>
 class DataParallel {
  public:
   /// All ranks call it together, with models of the same names, shapes, dtypes and frozen
-  /// parameters. Waits until the ranks have `root`'s values.
+  /// parameters. Waits until the ranks have rank 0's values.
   /// \throws c10::Error, on every rank, naming the first rank whose model or options differ and
   ///   where; for an empty holder, and for a model without a parameter to train
   explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
@@ -163,11 +159,6 @@ class DataParallel {
       return model_(std::forward<Args>(args)...);
     }
   }
-  /// Does what the call operator does.
-  template <class... Args>
-  decltype(auto) forward(Args&&... args) {
-    return (*this)(std::forward<Args>(args)...);
-  }
 
   /// Returns the model.
   const M& module() const noexcept { return model_; }
@@ -185,9 +176,9 @@ class DataParallel {
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  NoSync no_sync() { return replica_->all_reduce().no_sync(); }
+  [[nodiscard]] NoSync no_sync() { return replica_->all_reduce().no_sync(); }
 
-  /// Gives all ranks the root's buffers, as every training forward does. All ranks call it. Call it
+  /// Gives all ranks rank 0's buffers, as every training forward does. All ranks call it. Call it
   /// before an evaluation, for the last training forward has changed the buffers of each rank. The
   /// buffers' version counters do not change, as they do not when modules write their statistics.
   void broadcast_buffers() { replica_->broadcast_buffers(); }

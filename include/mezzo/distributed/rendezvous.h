@@ -85,16 +85,13 @@ inline int number_from_env(const char* name, int from, int to) {
 inline ProcessGroupEnvironment ProcessGroupEnvironment::read() {
   struct Launcher {
     const char *rank, *world_size, *local_rank;
-  };
-  constexpr Launcher kTorchrun{"RANK", "WORLD_SIZE", "LOCAL_RANK"};
-  constexpr Launcher kOpenMpi{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE",
-                              "OMPI_COMM_WORLD_LOCAL_RANK"};
-  constexpr Launcher kSlurm{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"};
+  } launcher = {"RANK", "WORLD_SIZE", "LOCAL_RANK"};
   const auto is_set = [](const char* name) { return !detail::text_from_env(name).empty(); };
-  const Launcher& launcher = is_set(kTorchrun.rank)  ? kTorchrun
-                             : is_set(kOpenMpi.rank) ? kOpenMpi
-                             : is_set(kSlurm.rank)   ? kSlurm
-                                                     : kTorchrun;
+  for (const Launcher& other :
+       {Launcher{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"},
+        Launcher{"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"}}) {
+    if (!is_set(launcher.rank) && is_set(other.rank)) launcher = other;
+  }
   constexpr int kMost = std::numeric_limits<int>::max();
   ProcessGroupEnvironment environment;
   environment.world_size = detail::number_from_env(launcher.world_size, 1, kMost);

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/StringUtil.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -25,6 +26,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <numeric>
 #include <sstream>
@@ -178,13 +180,62 @@ class Shards {
         if (parameter.requires_grad()) trained.push_back(parameter);
       }
     }
-    broadcast_alike(named, group_, /*root=*/0, options);
+    broadcast_alike(named, group_, options);
     return trained;
   }
 
   GroupPtr group_;
   GradAllReduce all_reduce_;
   std::unordered_map<const void*, int> owners_;  // by the parameter's address
+};
+
+/// What ShardedOptimizer is for every OptimizerType: one that has the states of its rank's
+/// parameters alone.
+template <class OptimizerType>
+class Sharded : public OptimizerType, public optim::ShardedState {
+ public:
+  /// Returns a guard under which backward passes add to this rank's own gradients and average
+  /// nothing: for all micro-batches but the last.
+  [[nodiscard]] NoSync no_sync() { return shards_.all_reduce().no_sync(); }
+
+  /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
+  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
+  /// \throws c10::Error, on all ranks, what one of them throws
+  void save(torch::serialize::OutputArchive& archive) const override {
+    if constexpr (std::derived_from<OptimizerType, StepEngine>) {
+      FiledOptimizer whole;
+      for (const auto& group : this->param_groups_) whole.param_groups().push_back(group);
+      shards_.gather(*this, whole, make_);
+      if (shards_.rank() == 0) this->write_file(archive, whole);
+    } else {
+      const auto whole = make_(this->param_groups_);
+      shards_.gather(*this, *whole, make_);
+      if (shards_.rank() == 0) whole->save(archive);
+    }
+  }
+
+  /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or
+  /// libtorch's optimizer of the same name wrote. Each rank reads the archive and keeps the states
+  /// of its parameters. \throws c10::Error as OptimizerType does
+  void load(torch::serialize::InputArchive& archive) override {
+    OptimizerType::load(archive);
+    shards_.keep_own(*this, make_);
+  }
+
+ protected:
+  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+
+  template <class... Arguments>
+  Sharded(const Groups& groups, GroupPtr group, const GradAllReduceOptions& options,
+          const Arguments&... arguments)
+      : OptimizerType(groups, arguments...),
+        make_([arguments...](Groups of) {
+          return std::make_unique<OptimizerType>(std::move(of), arguments...);
+        }),
+        shards_(this->param_groups_, std::move(group), options) {}
+
+  std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
+  Shards shards_;
 };
 
 }  // namespace detail
@@ -213,7 +264,7 @@ class Shards {
 /// All ranks construct the optimizer together, and call backward, `step` and `save` alike. Errors
 /// of the group are thrown by these calls; after one, begin again from a checkpoint.
 template <class OptimizerType>
-class ShardedOptimizer : public torch::optim::Optimizer, public optim::ShardedState {
+class ShardedOptimizer : public detail::Sharded<OptimizerType> {
  public:
   /// Gives all ranks rank 0's parameters. `defaults` are options of `OptimizerType`.
   /// \throws c10::Error as OptimizerType does; on all ranks, naming the first one whose parameters or
@@ -222,12 +273,7 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::ShardedSt
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
                    const GradAllReduceOptions& options = {})
-      : Optimizer(groups, std::make_unique<Options>(defaults)),
-        shards_(param_groups_, std::move(group), options),
-        make_([defaults](auto of) {
-          return std::make_unique<OptimizerType>(std::move(of), defaults);
-        }),
-        own_(make_(own_groups())) {}
+      : detail::Sharded<OptimizerType>(groups, std::move(group), options, defaults) {}
   /// Makes one group of `parameters`.
   template <std::derived_from<torch::optim::OptimizerOptions> Options>
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
@@ -235,82 +281,41 @@ class ShardedOptimizer : public torch::optim::Optimizer, public optim::ShardedSt
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options) {}
 
-  /// Steps this rank's parameters and gets the others'.
-  at::Tensor step(LossClosure closure = nullptr) override {
+  /// Steps this rank's parameters, from which the gradients of the others are hidden, and gets the
+  /// others'.
+  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
     at::Tensor loss;
     if (closure) {
       const at::AutoGradMode with_gradients(true);
       loss = closure();
     }
-    TORCH_CHECK(
-        own_->param_groups().size() == param_groups_.size(),
-        "ShardedOptimizer: a group was added after it was made; make a new ShardedOptimizer "
-        "with all groups");
     std::vector<at::Tensor> stepped;
-    for (std::size_t i = 0; i < param_groups_.size(); ++i) {
-      own_->param_groups()[i].set_options(param_groups_[i].options().clone());
-      for (const at::Tensor& parameter : param_groups_[i].params()) {
-        if (parameter.grad().defined()) stepped.push_back(parameter);
+    std::vector<std::pair<at::Tensor, at::Tensor>> hidden;
+    for (const auto& group : this->param_groups_) {
+      for (const at::Tensor& parameter : group.params()) {
+        if (!parameter.grad().defined()) continue;
+        stepped.push_back(parameter);
+        if (this->shards_.owner_of(parameter) != this->shards_.rank()) {
+          hidden.emplace_back(parameter, parameter.grad());
+        }
       }
     }
-    for (const at::Tensor& parameter : stepped) (void)shards_.owner_of(parameter);
-    own_->step();
-    shards_.exchange(stepped);
+    {
+      const auto show = c10::make_scope_exit([&hidden] {
+        for (auto& [parameter, gradient] : hidden) parameter.mutable_grad() = gradient;
+      });
+      for (auto& [parameter, gradient] : hidden) parameter.mutable_grad().reset();
+      OptimizerType::step();
+    }
+    this->shards_.exchange(stepped);
     return loss;
   }
-
-  /// Returns a guard under which backward passes add to this rank's own gradients and average
-  /// nothing: for all micro-batches but the last.
-  NoSync no_sync() { return shards_.all_reduce().no_sync(); }
-
-  /// Returns the optimizer of this rank's parameters, which has their state.
-  OptimizerType& own() noexcept { return *own_; }
-
-  /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
-  /// \throws c10::Error, on all ranks, what one of them throws
-  void save(torch::serialize::OutputArchive& archive) const override {
-    const auto whole = make_(param_groups_);
-    shards_.gather(*own_, *whole, make_);
-    if (shards_.rank() == 0) whole->save(archive);
-  }
-
-  /// Loads an archive that a ShardedOptimizer with any number of ranks or `OptimizerType` alone
-  /// wrote. Each rank reads the archive and keeps the states of its parameters.
-  void load(torch::serialize::InputArchive& archive) override {
-    const auto whole = make_(param_groups_);
-    whole->load(archive);
-    shards_.keep_own(*whole, make_);
-    own_->state() = std::move(whole->state());
-    for (std::size_t i = 0; i < param_groups_.size(); ++i) {
-      param_groups_[i].set_options(whole->param_groups()[i].options().clone());
-    }
-  }
-
- private:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
-  Groups own_groups() const {
-    Groups own;
-    for (const auto& group : param_groups_) {
-      std::vector<at::Tensor> parameters;
-      for (const at::Tensor& parameter : group.params()) {
-        if (!shards_.is_others(parameter.unsafeGetTensorImpl())) parameters.push_back(parameter);
-      }
-      own.emplace_back(std::move(parameters), group.options().clone());
-    }
-    return own;
-  }
-
-  detail::Shards shards_;
-  std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
-  std::unique_ptr<OptimizerType> own_;
 };
 
 /// Shards mezzo's fused optimizers: plan and read see all averaged gradients, and `apply`
 /// steps the rows of this rank's parameters.
 template <std::derived_from<detail::StepEngine> OptimizerType>
-class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::ShardedState {
+class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
  public:
   /// OptimizerType's options.
   using typename OptimizerType::Options;
@@ -322,9 +327,7 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
                    const GradAllReduceOptions& options = {},
                    const optim::WeightOptions& weights = {})
-      : OptimizerType(groups, defaults, weights),
-        defaults_(defaults),
-        shards_(this->param_groups_, std::move(group), options) {}
+      : detail::Sharded<OptimizerType>(groups, std::move(group), options, defaults, weights) {}
   /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
                    const Options& defaults, const GradAllReduceOptions& options = {},
@@ -335,7 +338,7 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
   /// Returns a row for each parameter that has a gradient, whoever owns it.
   StepPlan plan() override {
     StepPlan plan = OptimizerType::plan();
-    for (const StepPlan::Row& row : plan.rows) (void)shards_.owner_of(*row.parameter);
+    for (const StepPlan::Row& row : plan.rows) (void)this->shards_.owner_of(*row.parameter);
     return plan;
   }
 
@@ -345,54 +348,22 @@ class ShardedOptimizer<OptimizerType> : public OptimizerType, public optim::Shar
     std::vector<at::Tensor> stepped;
     for (const StepPlan::Row& row : plan.rows) {
       stepped.push_back(*row.parameter);
-      const bool is_others = shards_.is_others(row.parameter->unsafeGetTensorImpl());
+      const bool is_others = this->shards_.is_others(row.parameter->unsafeGetTensorImpl());
       if (is_others && options.zero_grad) row.gradient.zero_();
     }
     std::erase_if(plan.rows, [this](const StepPlan::Row& row) {
-      return shards_.is_others(row.parameter->unsafeGetTensorImpl());
+      return this->shards_.is_others(row.parameter->unsafeGetTensorImpl());
     });
     plan.has_rows_elsewhere = !stepped.empty();
     OptimizerType::apply(std::move(plan), verdict, options);
-    shards_.exchange(stepped);
+    this->shards_.exchange(stepped);
   }
-
-  /// Returns a guard under which backward passes add to this rank's own gradients and average
-  /// nothing: for all micro-batches but the last.
-  NoSync no_sync() { return shards_.all_reduce().no_sync(); }
 
   /// Returns a parameter of another rank's itself: its master is there.
   at::Tensor master_param(const at::Tensor& parameter) override {
-    if (shards_.is_others(parameter.unsafeGetTensorImpl())) return parameter;
+    if (this->shards_.is_others(parameter.unsafeGetTensorImpl())) return parameter;
     return OptimizerType::master_param(parameter);
   }
-
-  /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
-  /// \throws c10::Error, on all ranks, what one of them throws
-  void save(torch::serialize::OutputArchive& archive) const override {
-    detail::FiledOptimizer whole;
-    for (const auto& group : this->param_groups_) whole.param_groups().push_back(group);
-    shards_.gather(*this, whole, maker());
-    if (shards_.rank() == 0) this->write_file(archive, whole);
-  }
-
-  /// Loads an archive that a ShardedOptimizer with any number of ranks, `OptimizerType` alone or
-  /// libtorch's optimizer of the same name wrote. Each rank reads the archive and keeps the states
-  /// of its parameters. All or nothing. \throws c10::Error as OptimizerType does
-  void load(torch::serialize::InputArchive& archive) override {
-    OptimizerType::load(archive);
-    shards_.keep_own(*this, maker());
-  }
-
- private:
-  auto maker() const {
-    return [this](std::vector<torch::optim::OptimizerParamGroup> groups) {
-      return std::make_unique<OptimizerType>(std::move(groups), defaults_, this->weights_);
-    };
-  }
-
-  Options defaults_;
-  detail::Shards shards_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -79,9 +79,10 @@ struct FloatFormat<c10::BFloat16> {
 #else
     BitLanes wide;
     reinterpret_bits(value, wide);
-    const BitLanes rounded = (wide + 0x7FFFU + ((wide >> 16) & 1U)) >> 16;
-    const BitLanes quiet_nan = (wide >> 16) | 0x40U;
-    bits = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded;
+    const BitLanes rounded = wide + 0x7FFFU + ((wide >> 16) & 1U);
+    const BitLanes quiet_nan = wide | 0x400000U;
+    wide = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : rounded;
+    bits = wide >> 16;
 #endif
   }
 };

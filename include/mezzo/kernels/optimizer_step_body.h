@@ -96,7 +96,7 @@ class StepBody {
       draw(numbers, key, noise);
       write_parameter_stochastically(place, parameter, noise);
       if constexpr (kDrawsMoments) {
-        write_moments_stochastically(place, moments, noise, key);
+        write_moments_stochastically(place, moments, noise);
       } else {
         write_moments(place, moments);
       }
@@ -206,11 +206,12 @@ class StepBody {
     }
   }
 
-  /// Draws 32 random bits for each element: the lower 16 are the parameter's, and the upper 16 the
-  /// first moment's.
+  /// Draws 32 random bits for each element: the lower 16 are the parameter's, the upper 16 the
+  /// first moment's. The other moments' are the upper 16 of their products by an odd number: each
+  /// is evenly spread, whatever the parameter's bits are.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void draw(const Bits& numbers, const RandomKey& key,
                                                      Bits& noise) {
-    noise = numbers ^ key.first;
+    noise = numbers ^ key;
     mix(noise);
   }
 
@@ -220,18 +221,15 @@ class StepBody {
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments_stochastically(
-      const Place& place, const Value (&moments)[Place::kMomentSlots], const Bits& drawn,
-      const RandomKey& key) {
+      const Place& place, const Value (&moments)[Place::kMomentSlots], const Bits& noise) {
     if constexpr (Rule::kMoments > 0) {
-      write_stochastically(moments[0], drawn >> 16, place.moments[0]);
+      write_stochastically(moments[0], noise >> 16, place.moments[0]);
     }
     if constexpr (Rule::kMoments > 1) {
-      Bits noise = drawn + key.second;
-      mix(noise);
-      write_stochastically(moments[1], noise & 0xFFFFU, place.moments[1]);
-      if constexpr (Rule::kMoments > 2) {
-        write_stochastically(moments[2], noise >> 16, place.moments[2]);
-      }
+      write_stochastically(moments[1], (noise * 0x9E3779B1U) >> 16, place.moments[1]);
+    }
+    if constexpr (Rule::kMoments > 2) {
+      write_stochastically(moments[2], (noise * 0x85EBCA77U) >> 16, place.moments[2]);
     }
   }
 

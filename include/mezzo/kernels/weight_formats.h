@@ -16,10 +16,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The random key of 2^32 consecutive elements of a parameter in one step.
-struct RandomKey {
-  uint32_t first = 0;
-  uint32_t second = 0;
-};
+using RandomKey = uint32_t;
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
 C10_HOST_DEVICE inline uint64_t mixed_bits(uint64_t bits) {
@@ -32,9 +29,8 @@ C10_HOST_DEVICE inline uint64_t mixed_bits(uint64_t bits) {
 /// `step` is 1 in the first step; `block` is the element's number / 2^32.
 C10_HOST_DEVICE inline RandomKey random_key(uint64_t seed, uint64_t step, uint64_t parameter,
                                             uint64_t block) {
-  const uint64_t bits =
-      mixed_bits(mixed_bits(mixed_bits(mixed_bits(seed) ^ step) ^ parameter) ^ block);
-  return {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
+  return static_cast<RandomKey>(
+      mixed_bits(mixed_bits(mixed_bits(mixed_bits(seed) ^ step) ^ parameter) ^ block));
 }
 
 /// Mixes 32 bits, for one lane or many: a permutation in which each bit of the result depends on
@@ -78,11 +74,10 @@ template <class BitLanes, class ValueLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void join_halves(const BitLanes& upper, const BitLanes& lower,
                                                    ValueLanes& value) {
   const BitLanes zero = lower & 0U;
-  const BitLanes if_positive = (lower & 0x8000U) != 0U ? zero : lower;
-  const BitLanes if_negative = (lower & 0x8000U) == 0U ? zero : lower;
   const BitLanes magnitude = upper & 0x7FFFU;
-  BitLanes own = magnitude == 0U ? if_positive : lower;
-  own = magnitude == 0x7F80U ? if_negative : own;
+  const BitLanes if_negative = magnitude < 1U ? zero : lower;
+  const BitLanes if_positive = magnitude > 0x7F7FU ? zero : lower;
+  const BitLanes own = lower > 0x7FFFU ? if_negative : if_positive;
   const BitLanes wide = (upper << 16) + ((own ^ 0x8000U) - 0x8000U);
   reinterpret_bits(wide, value);
 }
@@ -111,9 +106,9 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_stochastically(const ValueLanes& v
                                                              BitLanes& bits) {
   BitLanes wide;
   reinterpret_bits(value, wide);
-  const BitLanes quiet_nan = (wide >> 16) | 0x40U;
-  bits = (wide + noise) >> 16;
-  bits = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : bits;
+  const BitLanes quiet_nan = wide | 0x400000U;
+  wide = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : wide + noise;
+  bits = wide >> 16;
 }
 
 }  // namespace detail

@@ -16,12 +16,15 @@
 #include <tuple>
 #include <vector>
 
+#include "../../support/error_of.h"
+
 namespace {
 
 using mezzo::Autocast;
 using mezzo::install_op_overrides;
 using mezzo::OpCategory;
 using mezzo::OpPolicy;
+using test_support::error_of;
 using testing::HasSubstr;
 using torch::kBFloat16;
 using torch::kCPU;
@@ -36,16 +39,6 @@ at::ScalarType mm_dtype(at::ScalarType inputs = kFloat) {
 
 at::ScalarType softmax_dtype(at::ScalarType input) {
   return torch::softmax(ones_of(input), 1).scalar_type();
-}
-
-template <class F>
-std::string error_of(F f) {
-  try {
-    f();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(OpPolicy, AllowsDeniesPromotesAndIgnores) {

@@ -25,40 +25,39 @@ using testing::ThrowsMessage;
 
 std::string precision_of(const OptLevel& level) { return level.precision().to_string(); }
 
-TEST(OptLevel, O0IsFloat32) {
-  const OptLevel level = OptLevel::O0();
-  EXPECT_EQ(level.cast_model_type(), torch::kFloat);
-  EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none);
-  EXPECT_EQ(level.precision(), Precision());
-}
-
-TEST(OptLevel, O1CastsOpsAndNotTheModel) {
-  const OptLevel level = OptLevel::O1();
-  EXPECT_EQ(level.cast_model_type(), std::nullopt);
-  EXPECT_EQ(level.cast_model_outputs(), std::nullopt);
-  EXPECT_TRUE(level.uses_op_lists());
-  EXPECT_FALSE(level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::dynamic);
-  EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float16");
-}
-
-TEST(OptLevel, O2IsHalfWithFloat32BatchNormsAndMasters) {
-  const OptLevel level = OptLevel::O2();
-  EXPECT_EQ(level.cast_model_type(), torch::kHalf);
-  EXPECT_EQ(level.cast_model_outputs(), torch::kFloat);
-  EXPECT_FALSE(level.uses_op_lists());
-  EXPECT_TRUE(level.keep_batchnorm_fp32() && level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::dynamic);
-  EXPECT_EQ(precision_of(level), "params=float32,compute=float16,output=float32");
-}
-
-TEST(OptLevel, O3IsHalfThroughout) {
-  const OptLevel level = OptLevel::O3();
-  EXPECT_EQ(level.cast_model_type(), torch::kHalf);
-  EXPECT_FALSE(level.uses_op_lists() || level.keep_batchnorm_fp32() || level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none);
-  EXPECT_EQ(precision_of(level), "params=float16,compute=float16,output=float32");
+TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
+  constexpr std::nullopt_t kNotCast = std::nullopt;
+  struct Row {
+    OptLevel level;
+    std::optional<torch::ScalarType> model;
+    bool op_lists, keeps_norms, masters, scales;
+    std::string precision;
+  };
+  for (const Row& row :
+       std::vector<Row>{{OptLevel::O0(), torch::kFloat, false, false, false, false,
+                         "params=float32,compute=float32,output=float32"},
+                        {OptLevel::O1(), kNotCast, true, false, false, true,
+                         "params=float32,compute=float16,output=float16"},
+                        {OptLevel::O2(), torch::kHalf, false, true, true, true,
+                         "params=float32,compute=float16,output=float32"},
+                        {OptLevel::O3(), torch::kHalf, false, false, false, false,
+                         "params=float16,compute=float16,output=float32"},
+                        {OptLevel::O1_bf16(), kNotCast, true, false, false, false,
+                         "params=float32,compute=bfloat16,output=bfloat16"},
+                        {OptLevel::O2_bf16(), torch::kBFloat16, false, true, true, false,
+                         "params=float32,compute=bfloat16,output=float32"},
+                        {OptLevel::O3_bf16(), torch::kBFloat16, false, false, false, false,
+                         "params=bfloat16,compute=bfloat16,output=float32"}}) {
+    const OptLevel& level = row.level;
+    EXPECT_EQ(level.cast_model_type(), row.model) << level;
+    EXPECT_EQ(level.cast_model_outputs(), row.model ? std::optional(torch::kFloat) : kNotCast)
+        << level;
+    EXPECT_EQ(level.uses_op_lists(), row.op_lists) << level;
+    EXPECT_EQ(level.keep_batchnorm_fp32(), row.keeps_norms) << level;
+    EXPECT_EQ(level.master_weights(), row.masters) << level;
+    EXPECT_EQ(level.loss_scale().kind, row.scales ? LossScaleKind::dynamic : LossScaleKind::none);
+    EXPECT_EQ(precision_of(level), row.precision);
+  }
 }
 
 TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
@@ -68,18 +67,6 @@ TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
   EXPECT_EQ(rule.backoff_factor, 0.5);
   EXPECT_EQ(rule.growth_interval, 2000);
   EXPECT_EQ(rule.max_scale, 16777216);
-}
-
-TEST(OptLevel, ComputesInBFloat16WithoutALossScaleInItsBf16Forms) {
-  EXPECT_EQ(precision_of(OptLevel::O1_bf16()), "params=float32,compute=bfloat16,output=bfloat16");
-  EXPECT_EQ(precision_of(OptLevel::O2_bf16()), "params=float32,compute=bfloat16,output=float32");
-  EXPECT_EQ(precision_of(OptLevel::O3_bf16()), "params=bfloat16,compute=bfloat16,output=float32");
-  for (const auto& level : {OptLevel::O1_bf16(), OptLevel::O2_bf16(), OptLevel::O3_bf16()}) {
-    EXPECT_EQ(level.loss_scale().kind, LossScaleKind::none) << level;
-  }
-  EXPECT_TRUE(OptLevel::O1_bf16().uses_op_lists());
-  EXPECT_TRUE(OptLevel::O2_bf16().master_weights() && OptLevel::O2_bf16().keep_batchnorm_fp32());
-  EXPECT_FALSE(OptLevel::O3_bf16().master_weights());
 }
 
 TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {

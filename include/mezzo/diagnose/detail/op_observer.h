@@ -21,9 +21,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <unordered_map>
@@ -69,8 +69,8 @@ class Unobserved {
 /// over graphs that this thread made, on whatever thread autograd runs them. Modules of C++ have no
 /// hooks: an op belongs to the module whose parameter it reads, one that reads none comes after the
 /// last that did, and an op of the backward pass belongs to the module of the op that made its
-/// node. Several observers of a thread end in any order, in that thread; a static one may outlive
-/// it. A backward pass of another thread may outlive the observer, which then hears no more.
+/// node. A static observer may end after its thread, and a backward pass of another thread may
+/// outlive an observer, which then hears no more.
 class OpObserver {
  public:
   OpObserver(const OpObserver&) = delete;
@@ -89,10 +89,21 @@ class OpObserver {
 
   void start() {
     link_->observer = this;
-    if (Thread* const thread = this_thread()) thread->add(link_);
+    const std::scoped_lock lock(registry().mutex);
+    registry().links.push_back(link_);
+    if (registry().links.size() > 1) return;
+    registry().callback = at::addGlobalCallback(
+        at::RecordFunctionCallback(&OpObserver::begin, &OpObserver::end)
+            .needsInputs(true)
+            .needsOutputs(true)
+            .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
   }
   void stop() {
-    if (Thread* const thread = this_thread()) thread->remove(link_);
+    {
+      const std::scoped_lock lock(registry().mutex);
+      std::erase(registry().links, link_);
+      if (registry().links.empty()) at::removeCallback(registry().callback);
+    }
     const auto locked = lock();
     link_->observer = nullptr;
   }
@@ -102,166 +113,126 @@ class OpObserver {
   std::unique_lock<std::mutex> lock() const { return std::unique_lock(link_->mutex); }
 
  private:
-  /// What threads hold of an observer, which may be gone.
+  /// What callbacks hold of an observer, which may be gone.
   struct Link {
     std::mutex mutex;
     OpObserver* observer = nullptr;
     std::atomic<bool> saw_backward = false;
+    const std::uint64_t thread = at::RecordFunction::currentThreadId();
   };
   using Links = std::vector<std::shared_ptr<Link>>;
 
-  /// An autograd node that runs.
-  struct Node {
-    std::string name = {};
-    std::int64_t sequence = -1;
-  };
-
-  /// What a thread's callbacks know. Ends before libtorch's own record of callbacks, which is
-  /// older.
-  struct Thread {
-    Thread() { static_cast<void>(at::hasThreadLocalCallbacks()); }
-    ~Thread() {
-      while (!own.empty()) remove(own.back());
-      is_gone() = true;
-    }
-
-    void add(const std::shared_ptr<Link>& link) {
-      if (own.empty()) {
-        callback = at::addThreadLocalCallback(
-            at::RecordFunctionCallback(&OpObserver::begin, &OpObserver::end)
-                .needsInputs(true)
-                .needsOutputs(true)
-                .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
-      }
-      own.push_back(link);
-      publish();
-    }
-    void remove(std::shared_ptr<Link> link) {
-      if (std::erase(own, link) == 0) return;
-      if (own.empty()) at::removeCallback(callback);
-      publish();
-    }
-    void publish() {
-      active = own;
-      const std::scoped_lock lock(threads().mutex);
-      threads().links[id] = own;
-    }
-
-    std::uint64_t id = at::RecordFunction::currentThreadId();
-    Links own;     // made on this thread
-    Links active;  // that hear it now
-    Node node;
-    int depth = 0;  // of ops
-    at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
-  };
-
-  /// The observers of all threads, for nodes that other threads run. Never freed: a static observer
-  /// may end after any static.
-  struct Threads {
+  /// All observers. Never freed: a static observer may end after any static. (libtorch guards its
+  /// list of global callbacks by a mutex, whatever its header asks for.)
+  struct Registry {
     std::mutex mutex;
-    std::map<std::uint64_t, Links> links;
+    Links links;
+    at::CallbackHandle callback = at::INVALID_CALLBACK_HANDLE;
+    std::set<std::string> node_names;
   };
-  static Threads& threads() {
-    static auto* const threads = new Threads();
-    return *threads;
-  }
-  static bool& is_gone() {
-    static thread_local bool is_gone = false;  // outlives the thread's other variables
-    return is_gone;
-  }
-  /// Returns null once the thread's variables are destroyed.
-  static Thread* this_thread() {
-    if (is_gone()) return nullptr;
-    static thread_local Thread thread;
-    return &thread;
+  static Registry& registry() {
+    static auto* const registry = new Registry();
+    return *registry;
   }
 
-  struct OpContext final : at::ObserverContext {
-    std::vector<std::pair<std::shared_ptr<Link>, ObservedOp>> ops;
+  /// What a thread runs, or ran last. Has no destructor, so that ops of statics may still run.
+  struct Running {
+    int depth = 0;                      // of ops
+    const std::string* node = nullptr;  // the autograd node
+    std::int64_t sequence = -1;         // the node's
+    std::uint64_t forward_thread = 0;   // that made the node
   };
-  struct NodeContext final : at::ObserverContext {
-    Links active;
-    int depth = 0;
+  static Running& running() {
+    static thread_local Running running;
+    return running;
+  }
+
+  /// Returns who hears what this thread runs, as a part of a backward pass or of no such pass.
+  static Links listeners(bool is_backward) {
+    const std::uint64_t thread = at::RecordFunction::currentThreadId();
+    Links links;
+    const std::scoped_lock lock(registry().mutex);
+    for (const auto& link : registry().links) {
+      const bool made_node = is_backward && link->thread == running().forward_thread;
+      if (link->thread == thread || made_node) links.push_back(link);
+    }
+    return links;
+  }
+
+  struct Context final : at::ObserverContext {
+    int depth = running().depth;  // before
+    std::vector<std::pair<std::shared_ptr<Link>, ObservedOp>> ops;
   };
 
   static std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& function) {
-    Thread* const thread = this_thread();
-    if (thread == nullptr) return nullptr;
-    if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) {
-      return begin_node(*thread, function);
-    }
-    if (thread->active.empty()) return nullptr;
-    const auto name = function.operator_name();
-    const auto handle = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
-    if (!handle) return nullptr;
-    auto context = std::make_unique<OpContext>();
-    const OpArguments inputs = recorded_inputs(function);
+    if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) return begin_node(function);
     // Ops that autograd runs between two nodes, such as the sum of gradients, are the last one's.
     const bool is_backward = torch::autograd::get_current_graph_task_id() != -1;
-    for (const auto& link : thread->active) {
+    const Links links = listeners(is_backward);
+    const auto name = function.operator_name();
+    if (links.empty() || !name) return nullptr;
+    const auto handle = c10::Dispatcher::singleton().findSchema(*name);
+    if (!handle) return nullptr;
+    auto context = std::make_unique<Context>();
+    const OpArguments inputs = recorded_inputs(function);
+    for (const auto& link : links) {
       ObservedOp op{.handle = *handle,
                     .inputs = std::vector<c10::IValue>(inputs.begin(), inputs.end()),
-                    .depth = thread->depth};
+                    .depth = running().depth};
       const std::scoped_lock lock(link->mutex);
       if (link->observer == nullptr) continue;
-      link->observer->enter(op, function.seqNr(), is_backward ? thread->node : Node());
+      link->observer->enter(op, function.seqNr(), is_backward ? running() : Running());
       context->ops.emplace_back(link, std::move(op));
     }
-    ++thread->depth;  // libtorch swallows what is thrown above, and then forgets the op
+    ++running().depth;  // libtorch swallows what is thrown above, and then forgets the op
     return context;
   }
 
-  static std::unique_ptr<at::ObserverContext> begin_node(Thread& thread,
-                                                         const at::RecordFunction& function) {
-    auto context = std::make_unique<NodeContext>();
-    context->active = thread.active;
-    context->depth = std::exchange(thread.depth, 0);
-    if (thread.active.empty()) {
-      const std::scoped_lock lock(threads().mutex);
-      const auto found = threads().links.find(function.forwardThreadId());
-      if (found != threads().links.end()) thread.active = found->second;
+  static std::unique_ptr<at::ObserverContext> begin_node(const at::RecordFunction& function) {
+    auto context = std::make_unique<Context>();
+    {
+      const std::scoped_lock lock(registry().mutex);
+      running() = {.node = &*registry().node_names.insert(function.name()).first,
+                   .sequence = function.seqNr(),
+                   .forward_thread = function.forwardThreadId()};
     }
-    thread.node = {.name = function.name(), .sequence = function.seqNr()};
-    for (const auto& link : thread.active) link->saw_backward = true;
+    for (const auto& link : listeners(/*is_backward=*/true)) link->saw_backward = true;
     return context;
   }
 
   static void end(const at::RecordFunction& function, at::ObserverContext* context) {
-    Thread* const thread = this_thread();
-    if (thread == nullptr) return;
-    if (auto* const ops = dynamic_cast<OpContext*>(context)) {
-      thread->depth = std::max(thread->depth - 1, 0);
-      const std::vector<c10::IValue> stack = function.outputs();
-      for (auto& [link, op] : ops->ops) {
-        op.threw = std::uncaught_exceptions() > op.exceptions;
-        // TorchScript's interpreter shows its whole stack, whose last values the op returned.
-        const std::size_t count = std::min(stack.size(), op.handle.schema().returns().size());
-        const std::scoped_lock lock(link->mutex);
-        if (link->observer == nullptr) continue;
-        link->observer->left(op, OpArguments(stack.data() + (stack.size() - count), count));
-      }
-    } else if (auto* const node = dynamic_cast<NodeContext*>(context)) {
-      thread->active = node->active;
-      thread->depth = node->depth;
+    auto* const begun = dynamic_cast<Context*>(context);
+    if (begun == nullptr) return;
+    running().depth = begun->depth;
+    if (begun->ops.empty()) return;
+    const std::vector<c10::IValue> stack = function.outputs();
+    for (auto& [link, op] : begun->ops) {
+      op.threw = std::uncaught_exceptions() > op.exceptions;
+      // TorchScript's interpreter shows its whole stack, whose last values the op returned.
+      const std::size_t count = std::min(stack.size(), op.handle.schema().returns().size());
+      const std::scoped_lock lock(link->mutex);
+      if (link->observer == nullptr) continue;
+      link->observer->left(op, OpArguments(stack.data() + (stack.size() - count), count));
     }
   }
 
-  void enter(ObservedOp& op, std::int64_t sequence, const Node& node) {
-    op.node = node.name;
+  void enter(ObservedOp& op, std::int64_t sequence, const Running& backward) {
+    if (backward.node != nullptr) op.node = *backward.node;
+    const bool is_forward = op.node.empty();
     if (auto module = names_.module_of(arguments_in(op.inputs))) {
       op.module = *std::move(module);
       op.reads_module = true;
-    } else if (const auto made = made_by_.find(node.sequence); made != made_by_.end()) {
+    } else if (const auto made = made_by_.find(backward.sequence); made != made_by_.end()) {
       std::tie(op.module, op.reads_module) = made->second;
     } else if (op.depth > 0) {
       std::tie(op.module, op.reads_module) = around_;
-    } else if (node.name.empty()) {
+    } else if (is_forward) {
       op.module = last_module_;
     }
     if (op.depth == 0) around_ = {op.module, op.reads_module};
-    if (node.name.empty() && op.reads_module) last_module_ = op.module;
+    if (is_forward && op.reads_module) last_module_ = op.module;
     if (made_by_.size() > (std::size_t{1} << 20)) made_by_.clear();  // of graphs long gone
-    if (node.name.empty() && sequence >= 0) made_by_[sequence] = {op.module, op.reads_module};
+    if (is_forward && sequence >= 0) made_by_[sequence] = {op.module, op.reads_module};
     entered(op);
   }
 

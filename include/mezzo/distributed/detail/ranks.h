@@ -42,8 +42,6 @@ inline GroupPtr checked(GroupPtr group, const char* caller) {
   return group;
 }
 
-// --- Collectives --------------------------------------------------------------------------------
-
 /// Begins an all-reduce of `tensor`, which is contiguous.
 inline WorkPtr all_reduce(const GroupPtr& group, const at::Tensor& tensor,
                           c10d::ReduceOp::RedOpType reduction = c10d::ReduceOp::SUM) {
@@ -115,8 +113,6 @@ inline std::string broadcast_text(const GroupPtr& group, std::string text, int f
   return text;
 }
 
-// --- Agreement ----------------------------------------------------------------------------------
-
 /// Returns every rank's text, on every rank.
 inline std::vector<std::string> gather_texts(const GroupPtr& group, const std::string& own) {
   const at::Device device = device_of(*group);
@@ -171,19 +167,19 @@ std::string from_rank_0(const GroupPtr& group, const char* caller, const F& f) {
   return gather_texts(group, text)[0];
 }
 
-/// Throws, on all ranks, where one has another text than rank `root`, naming the first lines that
+/// Throws, on all ranks, where one has another text than rank 0, naming the first lines that
 /// differ, and what to do.
 inline void check_alike(const GroupPtr& group, const char* caller, const std::string& own,
-                        const char* advice, int root = 0) {
+                        const char* advice) {
   const std::vector<std::string> texts = gather_texts(group, own);
-  for (std::size_t rank = 0; rank < texts.size(); ++rank) {
-    std::istringstream theirs(texts[rank]), roots(texts[static_cast<std::size_t>(root)]);
-    while (theirs || roots) {
-      std::string line, line_of_root;
+  for (std::size_t rank = 1; rank < texts.size(); ++rank) {
+    std::istringstream theirs(texts[rank]), wanted(texts[0]);
+    while (theirs || wanted) {
+      std::string line, line_of_0;
       if (!std::getline(theirs, line)) line = "nothing more";
-      if (!std::getline(roots, line_of_root)) line_of_root = "nothing more";
-      TORCH_CHECK(line == line_of_root, caller, ": rank ", rank, " has \"", line, "\" where rank ",
-                  root, " has \"", line_of_root, "\"; ", advice);
+      if (!std::getline(wanted, line_of_0)) line_of_0 = "nothing more";
+      TORCH_CHECK(line == line_of_0, caller, ": rank ", rank, " has \"", line,
+                  "\" where rank 0 has \"", line_of_0, "\"; ", advice);
     }
   }
 }

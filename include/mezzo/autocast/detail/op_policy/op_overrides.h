@@ -13,6 +13,7 @@
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>
+#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
@@ -64,48 +65,25 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
   }
 }
 
-/// Casts the tensors in `argument`.
-inline void cast_argument(c10::IValue& argument, at::ScalarType dtype, c10::DeviceType device) {
-  const auto cast = [&](const at::Tensor& tensor) {
-    return at::autocast::cached_cast(dtype, tensor, device);
-  };
-  if (argument.isTensor()) {
-    const at::Tensor& tensor = argument.toTensor();
-    if (tensor.defined() && tensor.scalar_type() != dtype) {
-      argument = cast(tensor);
-    }
-  } else if (argument.isTensorList()) {
-    auto tensors = argument.toTensorVector();
-    std::transform(tensors.begin(), tensors.end(), tensors.begin(), cast);
-    argument = std::move(tensors);
-  } else if (argument.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> tensors;
-    for (const auto& tensor : argument.toOptionalTensorVector()) {
-      tensors.push_back(tensor.has_value() ? std::optional(cast(*tensor)) : std::nullopt);
-    }
-    argument = std::move(tensors);
+/// Replaces each tensor of an argument or result, those in lists included, by `map(tensor)`.
+template <class Map>
+void replace_tensors(c10::IValue& value, const Map& map) {
+  if (value.isTensor() || value.isTensorList() || value.isOptionalTensorList()) {
+    value = map_ivalue(value, map);
   }
 }
 
-/// Replaces the tensors in `result` that share memory with one of `arguments` by copies. An op such
-/// as dropout returns its argument as it is, which behind a cast would be the cast copy: what is
-/// written through it would be lost, or change the copy of a weight that libtorch's cache holds.
-inline void clone_aliases(c10::IValue& result, const std::vector<at::Tensor>& arguments) {
-  const auto fresh = [&](const at::Tensor& tensor) {
-    const bool is_alias =
-        tensor.defined() && tensor.has_storage() &&
-        std::any_of(arguments.begin(), arguments.end(), [&](const auto& argument) {
-          return argument.has_storage() && argument.is_alias_of(tensor);
-        });
-    return is_alias ? tensor.clone() : tensor;
-  };
-  if (result.isTensor()) {
-    result = fresh(result.toTensor());
-  } else if (result.isTensorList()) {
-    auto tensors = result.toTensorVector();
-    std::transform(tensors.begin(), tensors.end(), tensors.begin(), fresh);
-    result = std::move(tensors);
-  }
+/// Returns `result`, or a copy if it shares memory with one of `arguments`. An op such as dropout
+/// returns its argument as it is, which behind a cast would be the cast copy: what is written
+/// through it would be lost, or change the copy of a weight that libtorch's cache holds.
+inline at::Tensor without_alias(const at::Tensor& result,
+                                const std::vector<at::Tensor>& arguments) {
+  const bool is_alias =
+      result.defined() && result.has_storage() &&
+      std::any_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
+        return argument.has_storage() && argument.is_alias_of(result);
+      });
+  return is_alias ? result.clone() : result;
 }
 
 class OverrideKernel final : public c10::OperatorKernel {
@@ -138,8 +116,11 @@ class OverrideKernel final : public c10::OperatorKernel {
     c10::IValue* arguments = stack->data() + (stack->size() - arity);
     const auto dtype = cast_target(category, OpArguments(arguments, arity), device_);
     if (dtype) {
+      const auto cast = [&](const at::Tensor& tensor) {
+        return at::autocast::cached_cast(*dtype, tensor, device_);
+      };
       std::for_each(arguments, arguments + arity,
-                    [&](c10::IValue& argument) { cast_argument(argument, *dtype, device_); });
+                    [&](c10::IValue& argument) { replace_tensors(argument, cast); });
     }
     std::vector<at::Tensor> given;
     for_each_tensor(OpArguments(arguments, arity), [&](const at::Tensor& tensor) {
@@ -147,8 +128,9 @@ class OverrideKernel final : public c10::OperatorKernel {
     });
     op.callBoxed(stack);
     const auto results = static_cast<std::ptrdiff_t>(op.schema().returns().size());
-    std::for_each(stack->end() - results, stack->end(),
-                  [&](c10::IValue& result) { clone_aliases(result, given); });
+    std::for_each(stack->end() - results, stack->end(), [&](c10::IValue& result) {
+      replace_tensors(result, [&](const at::Tensor& one) { return without_alias(one, given); });
+    });
   }
 
   const OpRecord& record_;

@@ -10,6 +10,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <fstream>
 #include <iomanip>
 #include <sstream>
@@ -17,28 +18,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the verb of the text form for a category that a policy can give an op.
-inline std::string_view verb_of(OpCategory category) {
-  switch (category) {
-    case OpCategory::lower_precision:
-      return "allow";
-    case OpCategory::fp32:
-      return "deny";
-    case OpCategory::promote:
-      return "promote";
-    default:
-      return "ignore";
-  }
-}
-
-/// Returns `policy` with one edit in the words of the text form.
-inline OpPolicy edit_in_words(const OpPolicy& policy, std::string_view verb, std::string_view op) {
-  if (verb == "allow") return policy.allow(op);
-  if (verb == "deny") return policy.deny(op);
-  if (verb == "promote") return policy.promote(op);
-  TORCH_CHECK(verb == "ignore", "\"", verb, "\" is no edit; use allow, deny, promote or ignore");
-  return policy.ignore(op);
-}
+/// An edit in the words of the text form.
+struct PolicyVerb {
+  std::string_view word;
+  OpCategory category;
+  OpPolicy (OpPolicy::*edit)(std::string_view op) const;
+};
+inline constexpr std::array<PolicyVerb, 4> kPolicyVerbs{
+    {{"allow", OpCategory::lower_precision, &OpPolicy::allow},
+     {"deny", OpCategory::fp32, &OpPolicy::deny},
+     {"promote", OpCategory::promote, &OpPolicy::promote},
+     {"ignore", OpCategory::fallthrough, &OpPolicy::ignore}}};
 
 inline OpPolicy edit_in_line(OpPolicy policy, const std::string& line) {
   std::istringstream words(line.substr(0, line.find('#')));
@@ -46,11 +36,15 @@ inline OpPolicy edit_in_line(OpPolicy policy, const std::string& line) {
   if (!(words >> verb)) {
     return policy;
   }
+  const auto known = std::find_if(kPolicyVerbs.begin(), kPolicyVerbs.end(),
+                                  [&verb](const PolicyVerb& one) { return one.word == verb; });
+  TORCH_CHECK(known != kPolicyVerbs.end(), "\"", verb,
+              "\" is no edit; use allow, deny, promote or ignore");
   std::string op;
   TORCH_CHECK(words >> op, "\"", verb,
               "\" names no op; write the ops behind the verb, as in \"deny aten::bmm\"");
   do {
-    policy = edit_in_words(policy, verb, op);
+    policy = (policy.*known->edit)(op);
   } while (words >> op);
   return policy;
 }
@@ -173,7 +167,9 @@ MEZZO_INLINE OpPolicy OpPolicy::from_file(const std::string& path) {
 MEZZO_INLINE std::string OpPolicy::to_string() const {
   std::string text;
   for (const auto& [name, category] : edits()) {
-    text += std::string(detail::verb_of(category)) + " " + name + "\n";
+    for (const detail::PolicyVerb& verb : detail::kPolicyVerbs) {
+      if (verb.category == category) text += std::string(verb.word) + " " + name + "\n";
+    }
   }
   return text;
 }

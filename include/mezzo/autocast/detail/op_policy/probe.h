@@ -153,8 +153,8 @@ struct ProbeEvent {
   }
 };
 
-/// Keeps the first op that this thread runs while it exists. Other listeners of the thread do not
-/// hear the probe: neither a CastTrace, which asks for probes itself, nor a profiler.
+/// Keeps the first op that this thread runs while it exists. Other listeners of the thread, such
+/// as a profiler, do not hear the probe.
 class FirstEvent {
  public:
   FirstEvent() : outer_(std::exchange(listener(), this)) {
