@@ -2,7 +2,7 @@
 /// Batch normalisation over the batches of all ranks.
 #pragma once
 
-#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/autograd_function.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/ranks.h>
@@ -13,8 +13,11 @@
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/var_mean.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -51,9 +54,9 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// input's dtype.
 ///
 /// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
-/// 2 C + 1 numbers a rank, backward one all-reduce of all of these. The ranks' means and variances
-/// are combined as by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks
-/// get the same bits. In evaluation, with running statistics, no collective is called.
+/// 2 C + 1 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
+/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
+/// bits. In evaluation, with running statistics, no collective is called.
 ///
 /// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
 /// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
@@ -81,6 +84,8 @@ class SyncBatchNormImpl
   inline void _check_input_dim(const at::Tensor& input) override;
 
  private:
+  at::Tensor normalise(const at::Tensor& input);
+
   c10::intrusive_ptr<c10d::Backend> group_;
 };
 /// The holder of a SyncBatchNormImpl.
@@ -88,15 +93,75 @@ TORCH_MODULE(SyncBatchNorm);
 
 namespace detail {
 
-/// The ranks' rows as one matrix. Its gradient is summed over the ranks, and each takes its row.
-struct GatheredRows : torch::autograd::Function<GatheredRows> {
+/// Statistics of each channel over the batches of all ranks; one-dimensional, in the wide dtype.
+struct ChannelStatistics {
+  at::Tensor mean, variance;  ///< [C]; the variance is the biased one
+  at::Tensor count;           ///< [1]: values a channel
+};
+
+/// Returns all dimensions but that of the channels.
+inline std::vector<int64_t> dims_within_channel(const at::Tensor& input) {
+  std::vector<int64_t> dims{0};
+  for (int64_t dim = 2; dim < input.dim(); ++dim) dims.push_back(dim);
+  return dims;
+}
+
+/// Returns a view of [C] that broadcasts over [N, C, ...].
+inline at::Tensor spread(const at::Tensor& of_channel, const at::Tensor& input) {
+  std::vector<int64_t> shape(static_cast<std::size_t>(input.dim()), 1);
+  shape[1] = -1;
+  return of_channel.view(shape);
+}
+
+inline ChannelStatistics statistics_of_all_ranks(const at::Tensor& wide_input,
+                                                 const GroupPtr& group) {
+  const int64_t channels = wide_input.size(1);
+  const int64_t count = wide_input.numel() / std::max<int64_t>(channels, 1);
+  at::Tensor variance = at::zeros({channels}, wide_input.options());
+  at::Tensor mean = variance;
+  if (count > 0) {
+    std::tie(variance, mean) =
+        at::var_mean(wide_input, dims_within_channel(wide_input), /*correction=*/0);
+  }
+  const at::Tensor own =
+      at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide_input.options())});
+  const at::Tensor all = at::empty({group->getSize(), own.numel()}, own.options());
+  all_gather(group, all, own);
+  const at::Tensor means = all.narrow(1, 0, channels);
+  const at::Tensor variances = all.narrow(1, channels, channels);
+  const at::Tensor counts = all.narrow(1, 2 * channels, 1);
+  const at::Tensor total = counts.sum(0);
+  const bool is_enough =
+      group->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
+  TORCH_CHECK(
+      is_enough,
+      "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
+      wide_input.sizes(),
+      ". In C++: give all ranks together more than one value per channel, or call eval()");
+  const at::Tensor joint_mean = means.mul(counts).sum(0).div(total);
+  const at::Tensor squares = variances.add(means.sub(joint_mean).square()).mul(counts);
+  return {joint_mean, squares.sum(0).div(total), total};
+}
+
+/// Computes (x - mean) / sqrt(variance + eps) * weight + bias from all ranks' statistics. Returns
+/// mean, variance and count too, without gradient.
+struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
   using Context = torch::autograd::AutogradContext;
 
-  static at::Tensor forward(Context* context, const at::Tensor& row, GroupPtr group) {
-    const at::Tensor rows = at::empty({group->getSize(), row.numel()}, row.options());
-    all_gather(group, rows, row);
+  static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
+                                                const at::Tensor& weight, const at::Tensor& bias,
+                                                double eps, GroupPtr group) {
+    const AutocastOff autocast_off;
+    const at::Tensor wide = input.to(wide_dtype(input));
+    const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);
+    const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
+    at::Tensor output = wide.sub(spread(statistics.mean, input));
+    output.mul_(spread(inverse.mul(weight), input));
+    output.add_(spread(bias, input));
+    context->save_for_backward({input, weight, statistics.mean, inverse, statistics.count});
     context->saved_data["group"] = at::IValue::make_capsule(group);
-    return rows.clone();  // the collective's work keeps `rows`, and must not keep the group
+    context->mark_non_differentiable({statistics.mean, statistics.variance, statistics.count});
+    return {output.to(input.scalar_type()), statistics.mean, statistics.variance, statistics.count};
   }
 
   static torch::autograd::variable_list backward(Context* context,
@@ -104,11 +169,33 @@ struct GatheredRows : torch::autograd::Function<GatheredRows> {
     TORCH_CHECK(
         !c10::GradMode::is_enabled(),
         "SyncBatchNorm has no gradient of its gradient: call backward without create_graph");
-    const auto group =
-        c10::static_intrusive_pointer_cast<c10d::Backend>(context->saved_data["group"].toCapsule());
-    const at::Tensor sums = gradients[0].clone(at::MemoryFormat::Contiguous);
-    all_reduce(group, sums)->wait();
-    return {sums[group->getRank()], at::Tensor()};
+    const AutocastOff autocast_off;
+    const auto saved = context->get_saved_variables();
+    const at::Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
+    const auto dims = dims_within_channel(input);
+    const at::Tensor gradient = gradients[0].to(mean.scalar_type());
+    const at::Tensor normalised =
+        input.to(mean.scalar_type()).sub(spread(mean, input)).mul_(spread(inverse, input));
+    const at::Tensor own_sum = gradient.sum(dims);
+    const at::Tensor own_product = gradient.mul(normalised).sum(dims);
+
+    torch::autograd::variable_list results(5);  // autograd brings them to the inputs' dtypes
+    if (context->needs_input_grad(0)) {
+      const at::Tensor sums = at::cat({own_sum, own_product});
+      const auto group = c10::static_intrusive_pointer_cast<c10d::Backend>(
+          context->saved_data["group"].toCapsule());
+      detail::all_reduce(group, sums)->wait();
+      sums.div_(saved[4]);
+      const at::Tensor mean_gradient = sums.narrow(0, 0, input.size(1));
+      const at::Tensor mean_product = sums.narrow(0, input.size(1), input.size(1));
+      at::Tensor result = gradient.sub(spread(mean_gradient, input));
+      result.sub_(normalised.mul(spread(mean_product, input)));
+      result.mul_(spread(inverse.mul(weight), input));
+      results[0] = result;
+    }
+    if (context->needs_input_grad(1)) results[1] = own_product;
+    if (context->needs_input_grad(2)) results[2] = own_sum;
+    return results;
   }
 };
 
@@ -135,50 +222,27 @@ inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
 
 inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
   _check_input_dim(input);
-  if (!is_training() && options.track_running_stats()) {
-    return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
-                          /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
-  }
-  const detail::AutocastOff autocast_off;
-  const at::Tensor wide = input.to(detail::wide_dtype(input));
-  const int64_t channels = wide.size(1), count = wide.numel() / std::max<int64_t>(channels, 1);
-  std::vector<int64_t> within{0}, of_channel(static_cast<std::size_t>(wide.dim()), 1);
-  for (int64_t dim = 2; dim < wide.dim(); ++dim) within.push_back(dim);
-  of_channel[1] = -1;  // a shape that broadcasts over [N, C, ...]
+  if (is_training() || !options.track_running_stats()) return normalise(input);
+  return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
+                        /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
+}
 
-  at::Tensor variance = wide.sum(within), mean = variance;  // 0 of no values, with their graph
-  if (count > 0) std::tie(variance, mean) = at::var_mean(wide, within, /*correction=*/0);
-  const at::Tensor own =
-      at::cat({mean, variance, at::full({1}, static_cast<double>(count), wide.options())});
-  const at::Tensor all = detail::GatheredRows::apply(own, group_);
-  const at::Tensor means = all.narrow(1, 0, channels);
-  const at::Tensor counts = all.narrow(1, 2 * channels, 1).detach();
-  const at::Tensor total = counts.sum(0);
-  const bool is_enough =
-      group_->getSize() == 1 ? count > 1 : !total.is_cpu() || total.item<double>() > 1.;
-  TORCH_CHECK(
-      is_enough,
-      "SyncBatchNorm: Expected more than 1 value per channel when training, got input size ",
-      input.sizes(),
-      ". In C++: give all ranks together more than one value per channel, or call eval()");
-  mean = means.mul(counts).sum(0).div(total);
-  const at::Tensor squares = all.narrow(1, channels, channels).add(means.sub(mean).square());
-  variance = squares.mul(counts).sum(0).div(total);
-
-  at::Tensor scale = variance.add(options.eps()).rsqrt();
-  if (options.affine()) scale = scale.mul(weight);
-  at::Tensor output = wide.sub(mean.view(of_channel)).mul(scale.view(of_channel));
-  if (options.affine()) output = output.add(bias.to(wide.scalar_type()).view(of_channel));
+inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
+  const bool affine = options.affine();
+  const auto results = detail::NormaliseOverRanks::apply(
+      input, affine ? weight : at::ones({input.size(1)}, input.options()),
+      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
   if (is_training() && options.track_running_stats()) {
     const c10::NoGradGuard no_grad;
+    const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];
     num_batches_tracked.add_(1);
     const double momentum =
         options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
-    const at::Tensor unbiased = variance.mul(total.div(total.sub(1).clamp_min_(1)));
+    const at::Tensor unbiased = variance.mul(count.div(count.sub(1).clamp_min_(1)));
     running_mean.lerp_(mean.to(running_mean.scalar_type()), momentum);
     running_var.lerp_(unbiased.to(running_var.scalar_type()), momentum);
   }
-  return output.to(input.scalar_type());
+  return results[0];
 }
 
 inline void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
