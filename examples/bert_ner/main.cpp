@@ -6,7 +6,6 @@
 #include <exception>
 #include <iostream>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "machine.h"
@@ -18,41 +17,24 @@
 
 namespace {
 
-/// Runs what `make_rows` runs and prints its table, or JSON with "--json -"; `--json FILE` writes a
-/// file too.
-template <class MakeTable>
-void run_and_print(const bert_ner::RunOptions& options, MakeTable make_table) {
-  const bool has_file = !options.json.empty() && options.json != "-";
-  if (has_file) bert_ner::check_writable(options.json);  // now, not after hours of training
-  const bert_ner::Table table = make_table();
-  const auto json = bert_ner::table_json(table, options).dump(2) + "\n";
-  std::cout << (options.json == "-" ? json : bert_ner::format_table(table)) << std::flush;
-  if (has_file) bert_ner::write_file(options.json, [&](std::ostream& file) { file << json; });
-}
-
 void run(const std::vector<std::string>& arguments) {
-  using Kind = bert_ner::Command::Kind;
-  const auto command = bert_ner::parse_command_line(arguments);
-  const auto& options = command.run;
-  switch (command.kind) {
-    case Kind::help:
-      std::cout << command.help;
-      break;
-    case Kind::predict:
-      bert_ner::predict(command.predict, std::cout);
-      break;
-    case Kind::run:
-      run_and_print(options, [&] {
-        return bert_ner::Table{{{bert_ner::run_training(options)}}, {}};
-      });
-      break;
-    case Kind::table:
-      run_and_print(options, [&] {
-        bert_ner::set_threads(options.threads);  // as the rows do
-        const auto warning = bert_ner::slow_autocast_warning(options);
-        if (!warning.empty()) std::cerr << "note: " << warning << std::endl;
-        return bert_ner::run_rows(options, arguments);
-      });
+  using Kind = bert_ner::Options::Kind;
+  const auto options = bert_ner::parse_command_line(arguments);
+  if (options.threads > 0) at::set_num_threads(options.threads);
+  if (options.kind == Kind::help) {
+    std::cout << options.help;
+  } else if (options.kind == Kind::predict) {
+    bert_ner::predict(options, std::cout);
+  } else {
+    const bool has_file = !options.json.empty() && options.json != "-";
+    if (has_file) bert_ner::write_file(options.json, nullptr);  // now, not after hours of training
+    const auto table = options.kind == Kind::table
+                           ? bert_ner::run_rows(options, arguments)
+                           : bert_ner::Table{{{bert_ner::Run(options).execute()}}, {}};
+    if (bert_ner::stop_signal != 0) return;
+    const auto json = bert_ner::table_json(table, options).dump(2) + "\n";
+    std::cout << (options.json == "-" ? json : bert_ner::format_table(table));
+    if (has_file) bert_ner::write_file(options.json, [&](std::ostream& file) { file << json; });
   }
   if (std::cout.flush()) return;
   throw bert_ner::InputError(
@@ -60,8 +42,8 @@ void run(const std::vector<std::string>& arguments) {
 }
 
 /// Says what went wrong in one line. \returns the status to end with
-int fail(int status, std::string_view message) {
-  std::cerr << "bert_ner: " << message.substr(0, message.find('\n')) << std::endl;
+int fail(int status, const std::string& message) {
+  std::cerr << "bert_ner: " << message << std::endl;
   return status;
 }
 
@@ -72,17 +54,13 @@ int main(int argc, char** argv) {
   std::signal(SIGXFSZ, SIG_IGN);  // a file size limit is then an error that says which file
   try {
     run({argv + 1, argv + argc});
-    return 0;
-  } catch (const bert_ner::Interrupted& interrupted) {
-    std::signal(interrupted.signal, SIG_DFL);
-    return std::raise(interrupted.signal);    // so that a shell knows
-  } catch (const bert_ner::RowFailed& row) {  // which has said why
-    return row.status;
-  } catch (const bert_ner::UsageError& error) {
-    return fail(2, error.what() + std::string(" (bert_ner --help lists the flags)"));
-  } catch (const c10::Error& error) {
-    return fail(1, error.what_without_backtrace());
+    const int signal = bert_ner::stop_signal;
+    if (signal == 0) return 0;
+    std::signal(signal, SIG_DFL);
+    return std::raise(signal);  // so that a shell knows
+  } catch (const CLI::ParseError& error) {
+    return fail(2, bert_ner::message_of(error) + " (bert_ner --help lists the flags)");
   } catch (const std::exception& error) {
-    return fail(1, error.what());
+    return fail(1, bert_ner::message_of(error));
   }
 }

@@ -1,60 +1,74 @@
 /// \file
-/// The options of a run, as values, and their flags.
+/// The rows of the table, and the options of a run with their flags.
 #pragma once
 
+#include <mezzo/base/weight_storage.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdint>
 #include <nlohmann/json.hpp>
-#include <span>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
-#include "dataset.h"
-
 namespace bert_ner {
 
-/// The rows of the table.
-enum class Precision {
-  fp32,
-  amp_no_scale,       ///< autocast, the loss as it is
-  amp,                ///< autocast and a dynamic loss scale
-  amp_8bit,           ///< autocast, with moments of 8 bits but for embeddings
-  bf16_split_master,  ///< parameters of bfloat16, completed to floats in the optimizer
-  bf16_stochastic,    ///< parameters and moments of bfloat16, rounded at random
-  fp16                ///< autocast to float16 and a dynamic loss scale
+/// A way to train: a row of the table.
+struct Precision {
+  enum class Autocast { off, on, float16 };  ///< on: as MEZZO_AUTOCAST or the device decides
+  using Storage = mezzo::optim::WeightStorage;
+
+  std::string flag;   ///< the value of --precision
+  std::string title;  ///< the name in the table
+  Autocast autocast = Autocast::off;
+  bool scales_loss = false;          ///< by a dynamic loss scale
+  bool has_8bit_moments = false;     ///< but for embeddings
+  Storage storage = Storage::plain;  ///< plain: float32 parameters; the others: bfloat16
 };
 
-/// All precisions, in the table's order.
-std::span<const Precision> all_precisions();
-/// The value of --precision: "fp32", "amp-no-scale", "bf16-split-master", ...
-const std::string& flag_of(Precision precision);
-/// The name in the table: "fp32", "amp no scale", "bf16 + split master", ...
-const std::string& title_of(Precision precision);
-/// Whether the loss is multiplied by a dynamic loss scale.
-bool scales_loss(Precision precision);
-/// Whether the model's parameters are of bfloat16; autocast is then off.
-bool stores_bfloat16(Precision precision);
+/// Returns all rows, in the table's order.
+inline const std::vector<Precision>& precisions() {
+  using enum Precision::Autocast;
+  static const std::vector<Precision> rows{{"fp32", "fp32"},
+                                           {"amp-no-scale", "amp no scale", on},
+                                           {"amp", "amp dynamic scale", on, true},
+                                           {"amp-8bit", "amp + 8-bit moments", on, false, true},
+                                           {"bf16-split-master", "bf16 + split master", off, false,
+                                            false, Precision::Storage::split_master},
+                                           {"bf16-stochastic", "bf16 + stochastic rounding", off,
+                                            false, false, Precision::Storage::stochastic},
+                                           {"fp16", "fp16 dynamic scale", float16, true}};
+  return rows;
+}
 
+inline const Precision& precision_of(const std::string& flag) {
+  return *std::ranges::find(precisions(), flag, &Precision::flag);
+}
+
+/// Options that decide a run's outcome, the same when it is resumed.
 struct TrainingOptions {
-  Precision precision = Precision::amp;
+  std::string precision = "amp";  ///< a row's flag
+  double held_out = 0.2;          ///< the part of the sentences that is kept for the scores
   double learning_rate = 4e-4;
   int64_t epochs = 1;
   int64_t batch_size = 8;
-  int64_t accumulate = 1;  ///< batches a step
-  double warmup = 0.0;     ///< the part of all steps over which the learning rate rises
-  double max_grad_norm = 1.0;
-  double weight_decay = 0.01;
+  double warmup = 0.0;   ///< the part of all steps over which the learning rate rises
   double dropout = 0.0;  ///< in place of the model's own: one epoch leaves nothing to overfit
   uint64_t seed = 1;     ///< of the split, the batches' order, the classifier and dropout
 };
+NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, held_out, learning_rate, epochs,
+                                   batch_size, warmup, dropout, seed)
 
-/// All options of a run. Those outside of `data` and `training` may change when it is resumed.
-struct RunOptions {
-  std::string model;
-  DataOptions data;
+/// What the arguments ask for. Options outside of `training` may change when a run is resumed.
+struct Options {
+  enum class Kind { help, predict, run, table };
+  Kind kind = Kind::help;
+  std::string help;   ///< the text that `--help` prints
+  std::string model;  ///< Hugging Face BERT folder
+  std::string data;   ///< CoNLL file
   TrainingOptions training;
   std::string device = "cpu";  ///< cpu or cuda
-  int threads = 0;             ///< 0: as set_threads chooses
+  int threads = 0;             ///< 0: libtorch's choice
   int64_t max_steps = 0;       ///< stop early, the schedule unchanged; 0: run to the end
   std::string save;            ///< folder of model and checkpoints
   bool resume = false;         ///< go on with the run that is saved there
@@ -63,39 +77,96 @@ struct RunOptions {
   std::string report;          ///< a file for the run as an HTML page
   int seeds = 1;               ///< runs of each row, with `training.seed` and those after it
   bool quiet = false;          ///< no progress
+
+  // Of `predict`:
+  std::string saved;       ///< a folder that --save wrote, or a model folder
+  std::string text, file;  ///< one sentence, or a file with one a line
 };
 
-struct PredictOptions {
-  std::string saved;  ///< a folder that --save wrote, or a model folder
-  std::string text;   ///< one sentence
-  std::string file;   ///< or a file with one a line
-  std::string device = "cpu";
-  int threads = 0;
-};
+/// Parses the arguments (without the program's name). \throws CLI::ParseError for a flag that does
+/// not exist, lacks its value, is out of range or contradicts another
+inline Options parse_command_line(const std::vector<std::string>& arguments) {
+  Options options;
+  auto& training = options.training;
+  CLI::App app(
+      "Fine-tunes BERT for named entities in several precisions and prints how they compare;\n"
+      "with --precision, in one.",
+      "bert_ner");
+  app.option_defaults()->always_capture_default();
+  app.get_formatter()->column_width(34);
+  const CLI::Range at_least_1(int64_t{1}, int64_t{1'000'000'000}), part(0.0, 1.0);
+  std::vector<std::string> flags;
+  for (const auto& row : precisions()) flags.push_back(row.flag);
 
-/// A precision as its flag. \throws InputError for an unknown flag
-void to_json(nlohmann::json& json, Precision precision);
-void from_json(const nlohmann::json& json, Precision& precision);
+  // What decides a run's outcome, the same when it is resumed. The table gives each row flags of
+  // its own behind the user's: the last one is taken.
+  app.add_option("--model", options.model, "Hugging Face BERT folder");
+  app.add_option("--data", options.data, "CoNLL file, split by --held-out and --seed");
+  app.add_option("--held-out", training.held_out, "part of --data that is kept for the scores")
+      ->check(part);
+  auto* precision = app.add_option("--precision", training.precision, "one run only")
+                        ->check(CLI::IsMember(flags))
+                        ->take_last();
+  app.add_option("--seed", training.seed, "of split, order, classifier and dropout")->take_last();
+  app.add_option("--epochs", training.epochs)->check(at_least_1);
+  app.add_option("--batch-size", training.batch_size)->check(at_least_1);
+  app.add_option("--learning-rate", training.learning_rate, "at its highest")
+      ->check(CLI::Range(0.0, 10.0));
+  app.add_option("--warmup", training.warmup, "part of the steps over which the rate rises")
+      ->check(part);
+  app.add_option("--dropout", training.dropout, "between layers and in attention")
+      ->check(CLI::Range(0.0, 0.99));
 
-NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(TrainingOptions, precision, learning_rate, epochs, batch_size,
-                                   accumulate, warmup, max_grad_norm, weight_decay, dropout, seed)
+  // Where and how it goes.
+  app.add_option("--seeds", options.seeds, "runs of each row, with this many seeds from --seed on")
+      ->check(CLI::Range(1, 1000))
+      ->take_last();
+  app.add_option("--device", options.device, "cpu or cuda")->check(CLI::IsMember({"cpu", "cuda"}));
+  app.add_option("--threads", options.threads, "CPU threads (default: libtorch's choice)")
+      ->check(at_least_1);
+  app.add_option("--max-steps", options.max_steps, "stop after so many steps; the schedule stays")
+      ->check(at_least_1)
+      ->take_last();
+  auto* saved =
+      app.add_option("--save", options.save, "folder for model and checkpoints, written at the end")
+          ->needs(precision);
+  app.add_option("--save-every", options.save_every, "steps between saves")
+      ->check(at_least_1)
+      ->needs(saved);
+  app.add_flag("--resume", options.resume, "go on with the run that --save has kept")->needs(saved);
+  app.add_option("--json", options.json, "write the results to this file (-: standard output)")
+      ->take_last();
+  app.add_option("--report", options.report, "write the run as an HTML page")->needs(precision);
+  app.add_flag("--quiet", options.quiet, "no progress on standard error");
 
-/// What the arguments ask for.
-struct Command {
-  enum class Kind { help, predict, run, table };
-  Kind kind = Kind::help;
-  std::string help;  ///< the text that `--help` prints
-  PredictOptions predict;
-  RunOptions run;  ///< of one precision, or of each row
-};
-
-/// A flag that does not exist, lacks its value, is out of range or contradicts another. what() is
-/// one line.
-struct UsageError : std::runtime_error {
-  using runtime_error::runtime_error;
-};
-
-/// Parses the arguments (without the program's name). \throws UsageError
-Command parse_command_line(const std::vector<std::string>& arguments);
+  auto* predict = app.add_subcommand("predict", "label text with a saved model")->fallthrough();
+  predict->add_option("--saved", options.saved, "folder that --save wrote")->required();
+  auto* text = predict->add_option("TEXT", options.text, "a sentence");
+  predict->add_option("--file", options.file, "a file with a sentence on each line")
+      ->excludes(text);
+  try {
+    app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // as CLI11 wants it
+  } catch (const CLI::CallForHelp&) {
+    options.help = (predict->parsed() ? predict : &app)->help();
+    return options;
+  }
+  const bool is_run = precision->count() > 0;
+  options.kind = predict->parsed() ? Options::Kind::predict
+                 : is_run          ? Options::Kind::run
+                                   : Options::Kind::table;
+  const auto require = [](bool condition, const char* flag, const char* message) {
+    if (!condition) throw CLI::ValidationError(flag, message);
+  };
+  if (predict->parsed()) {
+    require(options.text.empty() != options.file.empty(), "predict",
+            "give a sentence, or a file of them with --file");
+    return options;
+  }
+  require(!options.model.empty(), "--model", "name the folder of a BERT model");
+  require(!options.data.empty(), "--data", "name a CoNLL file");
+  require(!is_run || options.seeds == 1, "--seeds",
+          "compares rows; leave --precision out, or give one --seed");
+  return options;
+}
 
 }  // namespace bert_ner

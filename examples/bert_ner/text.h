@@ -1,19 +1,30 @@
 /// \file
-/// Text, files, JSON, and the error of this program.
+/// Files, lines, JSON, and the error of this program.
 #pragma once
 
-#include <cstddef>
+#include <c10/util/Exception.h>
+
+#include <utf8proc.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdio>
 #include <filesystem>
+#include <fstream>
 #include <functional>
-#include <iosfwd>
+#include <iterator>
 #include <nlohmann/json.hpp>
-#include <optional>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 namespace bert_ner {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
 
 /// An error in what the user gave: a file, a flag, a text. what() is one line: "FILE:LINE: what is
 /// wrong; what to do".
@@ -21,37 +32,92 @@ struct InputError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+/// Returns what() in one line, of libtorch's errors without the stack.
+inline std::string message_of(const std::exception& error) {
+  const auto* const torch_error = dynamic_cast<const c10::Error*>(&error);
+  std::string text = torch_error ? torch_error->what_without_backtrace() : error.what();
+  std::ranges::replace(text, '\n', ' ');
+  return text;
+}
+
 /// Formats as std::printf does. (g++ 12 has no std::format.)
-[[gnu::format(printf, 1, 2)]] std::string formatted(const char* pattern, ...);
+[[gnu::format(printf, 1, 2)]] inline std::string formatted(const char* pattern, ...) {
+  std::array<char, 1024> text{};
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(text.data(), text.size(), pattern, arguments);
+  va_end(arguments);
+  return text.data();
+}
 
-/// "a, b, c"
-std::string joined(std::span<const std::string> names);
+/// Returns the text without white space at its ends.
+inline std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kWhiteSpace = " \t\v\f\r\n";
+  const auto first = text.find_first_not_of(kWhiteSpace);
+  if (first == std::string_view::npos) return {};
+  return text.substr(first, text.find_last_not_of(kWhiteSpace) - first + 1);
+}
 
-/// The text without white space at its ends.
-std::string_view trimmed(std::string_view text);
+/// Returns a whole file. \throws InputError if it cannot be read
+inline std::string read_file(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  if (file && !fs::is_directory(path)) return {std::istreambuf_iterator<char>(file), {}};
+  throw InputError(path.string() + ": cannot be read; give the path of a file");
+}
 
-/// Offset of the first byte that is no part of well-formed UTF-8.
-std::optional<std::size_t> first_invalid_utf8(std::string_view text);
+/// Calls `take(line, place)` for each line of a UTF-8 file, without its end and without a byte
+/// order mark; `place` is "FILE:LINE". \throws InputError, with the line that is not UTF-8
+inline void for_each_line(const fs::path& path,
+                          const std::function<void(std::string_view, const std::string&)>& take) {
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  const std::string text = read_file(path);
+  std::string_view rest = text;
+  if (rest.starts_with(kByteOrderMark)) rest.remove_prefix(kByteOrderMark.size());
+  for (std::size_t number = 1; !rest.empty(); ++number) {
+    const auto place = path.string() + ":" + std::to_string(number);
+    auto line = rest.substr(0, rest.find('\n'));
+    rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+    if (line.ends_with('\r')) line.remove_suffix(1);
+    const auto* const bytes = reinterpret_cast<const utf8proc_uint8_t*>(line.data());
+    const auto size = static_cast<utf8proc_ssize_t>(line.size());
+    if (utf8proc_decompose(bytes, size, nullptr, 0, {}) < 0) {
+      throw InputError(place + ": is not UTF-8; save the file as UTF-8");
+    }
+    take(line, place);
+  }
+}
 
-/// "FILE:LINE", the opening of an error message.
-std::string place(const std::filesystem::path& path, std::size_t line);
-
-/// A whole file. \throws InputError if it cannot be read
-std::string read_file(const std::filesystem::path& path);
-
-/// Calls `take(line, number)` for each line of a UTF-8 file, numbered from 1, without "\n" or
-/// "\r\n" and without a byte order mark. \throws InputError, with the line where it is not UTF-8
-void for_each_line(const std::filesystem::path& path,
-                   const std::function<void(std::string_view, std::size_t)>& take);
-
-/// Replaces a file atomically: `write` fills ".NAME.tmp" beside it, which is then renamed.
+/// Replaces a file atomically: `write` fills ".NAME.tmp" beside it, which is then renamed. Without
+/// `write`, only checks that this can begin.
 /// \throws InputError with the system's reason; the file is then unchanged
-void write_file(const std::filesystem::path& path, const std::function<void(std::ostream&)>& write);
-
-/// Checks that write_file can create its temporary file. \throws InputError
-void check_writable(const std::filesystem::path& path);
+inline void write_file(const fs::path& path, const std::function<void(std::ostream&)>& write) {
+  const auto aside = path.parent_path() / ("." + path.filename().string() + ".tmp");
+  const auto check = [&](bool good, const char* what) {
+    if (good) return;
+    const auto reason = std::generic_category().message(errno);
+    std::error_code ignored;
+    fs::remove(aside, ignored);
+    throw InputError(path.string() + ": cannot be " + what + " (" + reason +
+                     "); make room, or check the folder and its permissions" +
+                     (fs::exists(path, ignored) ? ": the previous file is untouched" : ""));
+  };
+  std::ofstream file(aside, std::ios::binary);
+  check(file.is_open(), "created");
+  if (!write) return static_cast<void>(fs::remove(aside));
+  write(file);
+  file.close();
+  check(file.good(), "written");
+  check(std::rename(aside.c_str(), path.c_str()) == 0, "put in place");
+}
 
 /// Parses JSON. \throws InputError that opens with `origin` and says where it is wrong
-nlohmann::json parse_json(std::string_view text, const std::string& origin);
+inline json parse_json(std::string_view text, const std::string& origin) {
+  try {
+    return json::parse(text);
+  } catch (const json::exception& error) {
+    throw InputError(origin + ": is not valid JSON (" + error.what() +
+                     "); correct it or fetch the file again");
+  }
+}
 
 }  // namespace bert_ner

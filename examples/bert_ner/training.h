@@ -1,5 +1,5 @@
 /// \file
-/// The training loop in mixed precision: the page to copy.
+/// The training step in mixed precision: the page to copy.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -10,10 +10,10 @@
 
 #include <torch/torch.h>
 
-#include <cstdint>
-#include <functional>
+#include <cmath>
 #include <memory>
-#include <span>
+#include <utility>
+#include <vector>
 
 #include "batches.h"
 #include "bert.h"
@@ -21,17 +21,44 @@
 
 namespace bert_ner {
 
-/// The progress of a run.
-struct TrainingPosition {
-  int64_t epoch = 0;  ///< epochs that are complete
-  int64_t group = 0;  ///< steps of the present epoch that are complete
-  int64_t steps = 0;  ///< steps since the start, skipped ones too
-};
+/// Makes AdamW. Weights are decayed, biases and layer norms are not. In 8 bits embeddings keep
+/// float moments: a rare word's would be lost beside a frequent word's.
+inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
+    const BertForTokenClassification& model, const TrainingOptions& options) {
+  std::vector<torch::Tensor> decayed, embeddings, others;
+  for (const auto& item : model->named_parameters()) {
+    const bool is_embedding = item.key().find("_embeddings.") != std::string::npos;
+    (item.value().dim() < 2 ? others : is_embedding ? embeddings : decayed).push_back(item.value());
+  }
+  const torch::optim::AdamWOptions adamw(options.learning_rate);
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto* const parameters : {&embeddings, &decayed, &others}) {
+    auto own = std::make_unique<torch::optim::AdamWOptions>(adamw);
+    own->weight_decay(parameters == &others ? 0 : 0.01);
+    groups.emplace_back(*parameters, std::move(own));
+  }
+  const auto& precision = precision_of(options.precision);
+  if (precision.has_8bit_moments) {
+    return std::make_unique<mezzo::optim::AdamW8bit>(
+        groups, adamw,
+        mezzo::optim::AdamW8bitOptions{.float_moments = embeddings, .seed = options.seed});
+  }
+  return std::make_unique<mezzo::optim::AdamW>(
+      groups, adamw,
+      mezzo::optim::WeightOptions{.weight_storage = precision.storage, .seed = options.seed});
+}
+
+/// Returns a rate that rises during the warm-up, and then falls to 0 at the last of `total` steps.
+inline mezzo::LinearCurve learning_rate_curve(double warmup_part, int64_t total) {
+  const int64_t warmup = std::llround(warmup_part * static_cast<double>(total));
+  return {.warmup_steps = warmup,
+          .total_steps = total,
+          .initial_factor = 1.0 / static_cast<double>(warmup + 1)};  // no step at a rate of 0
+}
 
 /// The outcome of one step.
 struct StepReport {
-  torch::Tensor loss;        ///< mean of the batches' means, on the device, without a gradient
-  int64_t tokens = 0;        ///< without padding
+  torch::Tensor loss;        ///< on the device, without a gradient
   double learning_rate = 0;  ///< of this step
   mezzo::StepResult result;  ///< reading it waits for the device
 };
@@ -39,37 +66,69 @@ struct StepReport {
 /// A model and everything that changes while it is trained.
 class Trainer {
  public:
-  /// Casts the model if `options.precision` stores it in bfloat16.
-  /// \param steps_per_epoch scales the schedule
-  Trainer(BertForTokenClassification model, const TrainingOptions& options,
-          mezzo::AutocastSetting precision, int64_t steps_per_epoch);
+  /// \param trained_model in bfloat16 where the row stores it so
+  /// \param total_steps the length of the schedule
+  Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
+          mezzo::AutocastSetting precision, int64_t total_steps)
+      : model(std::move(trained_model)),
+        optimizer(make_optimizer(model, options)),
+        schedule(*optimizer, learning_rate_curve(options.warmup, total_steps)),
+        scaler({.enabled = precision_of(options.precision).scales_loss}),
+        precision_(std::move(precision)) {}
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
-  /// Trains from `position` to the end of its epoch. \param batches all of the epoch, in order
-  /// \param on_step called after each step; returns whether to go on
-  void train_epoch(std::span<const Example> examples, const BatchList& batches, Padding padding,
-                   int64_t max_length, const std::function<bool(const StepReport&)>& on_step);
+  StepReport step(const Batch& batch) {
+    torch::Tensor loss;
+    {
+      mezzo::AutocastGuard autocast(precision_);  // forward and loss in low precision
+      const auto logits = model(batch.ids, batch.mask);
+      loss = criterion_(logits.flatten(0, 1).to(torch::kFloat32), batch.labels.flatten());
+    }
+    scaler.scale(loss).backward();
+    const double learning_rate = optimizer->param_groups().front().options().get_lr();
+    // Unscales, clips and steps, unless there is an inf or a NaN.
+    auto result = scaler.step(*optimizer, {.max_norm = 1.0});
+    scaler.update();
+    schedule.step(result);  // a skipped step spends no learning rate
+    optimizer->zero_grad();
+    ++steps;
+    return {loss.detach(), learning_rate, std::move(result)};
+  }
 
   /// Returns the bytes of parameters, gradients and the optimizer's state, for each parameter.
-  double bytes_a_parameter() const;
+  double bytes_a_parameter() const {
+    double bytes = 0, parameters = 0;
+    const auto add = [&](const std::vector<torch::Tensor>& tensors) {
+      for (const auto& tensor : tensors) {
+        if (tensor.defined()) bytes += static_cast<double>(tensor.nbytes());
+      }
+    };
+    for (const auto& parameter : model->parameters()) {
+      parameters += static_cast<double>(parameter.numel());
+      add({parameter, parameter});  // a gradient has the same dtype
+      const auto found = optimizer->state().find(parameter.unsafeGetTensorImpl());
+      if (found == optimizer->state().end()) continue;
+      if (auto* own = dynamic_cast<mezzo::optim::AdamWParamState*>(found->second.get())) {
+        add({own->exp_avg(), own->exp_avg_sq(), own->lower_half()});
+      } else if (auto* own8 =
+                     dynamic_cast<mezzo::optim::AdamW8bitParamState*>(found->second.get())) {
+        add({own8->exp_avg(), own8->exp_avg_sq(), own8->exp_avg_scales(),
+             own8->exp_avg_sq_scales()});
+      }
+    }
+    return bytes / parameters;
+  }
 
   BertForTokenClassification model;
   std::unique_ptr<torch::optim::Optimizer> optimizer;  ///< AdamW or AdamW8bit
   mezzo::LinearSchedule schedule;
   mezzo::GradScaler scaler;
-  TrainingPosition position;
+  int64_t steps = 0;  ///< since the start, skipped ones too
 
  private:
-  StepReport train_step(std::span<const Batch> micro_batches);
-
-  TrainingOptions options_;
   mezzo::AutocastSetting precision_;
-  torch::nn::CrossEntropyLoss criterion_;
-  torch::Device device_;
+  nn::CrossEntropyLoss criterion_{nn::CrossEntropyLossOptions().ignore_index(kIgnoredLabel)};
 };
-
-/// Steps of an epoch: groups of `accumulate` batches, the last one perhaps smaller.
-int64_t steps_per_epoch(std::size_t batches, int64_t accumulate);
 
 }  // namespace bert_ner

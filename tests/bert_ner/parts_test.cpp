@@ -1,16 +1,12 @@
-// The parts of bert_ner against what Python's packages recorded: the model, the tokenizer, the
-// score.
+// The parts of bert_ner against what Python's packages recorded: model, tokenizer, score.
 #include <gtest/gtest.h>
 
 #include <string>
 #include <vector>
 
 #include "../support/scratch.h"
-#include "bert.h"
-#include "entity_scores.h"
-#include "model_files.h"
-#include "safetensors.h"
-#include "wordpiece.h"
+#include "model_folder.h"
+#include "tagging.h"
 
 namespace bert_ner {
 namespace {
@@ -23,9 +19,7 @@ class Bert : public testing::Test {
       read_safetensors(data_ / "tiny_bert_expectation.safetensors");
 
   BertForTokenClassification model(double dropout = 0) const {
-    auto config = bert_config_of(read_model_files(data_ / "tiny_bert"));
-    config.dropout = dropout;
-    BertForTokenClassification made(config, 5);
+    BertForTokenClassification made(ModelFiles(data_ / "tiny_bert").config, 5, dropout);
     load_weights(made, data_ / "tiny_bert", Head::from_file);
     return made;
   }
@@ -89,7 +83,7 @@ TEST(WordPieces, AreThoseOfTokenizers) {
   scratch.write("vocab.txt", vocabulary);
   const auto expect = [&](const char* json, WordPiece::Ids Recorded::*ids) {
     scratch.write("tokenizer_config.json", json);
-    const auto tokenizer = WordPiece::from_folder(scratch.path());
+    const WordPiece tokenizer(scratch.path());
     for (const auto& one : all) EXPECT_EQ(tokenizer.encode_word(one.word), one.*ids) << one.word;
   };
   expect(R"({"do_lower_case": true, "strip_accents": null})", &Recorded::uncased);
