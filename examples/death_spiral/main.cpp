@@ -1,7 +1,6 @@
 // A learning rate that is too high, in half: activations overflow, nearly every step is skipped,
 // and the loss scale keeps falling. Prints mezzo's diagnosis, and stops the run. Exits with 1 if
 // the run was not stopped.
-#include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/mezzo.h>

@@ -3,13 +3,10 @@
 /// inf or NaN began, whether a run diverges, telemetry and its page, the doctor, underflow counts.
 #pragma once
 
-#include <mezzo/diagnose/anomaly_trace.h>     // IWYU pragma: export
-#include <mezzo/diagnose/divergence_watch.h>  // IWYU pragma: export
-#include <mezzo/diagnose/doctor.h>            // IWYU pragma: export
-#include <mezzo/diagnose/finding.h>           // IWYU pragma: export
-#include <mezzo/diagnose/names.h>             // IWYU pragma: export
-#include <mezzo/diagnose/overflow_report.h>   // IWYU pragma: export
-#include <mezzo/diagnose/run_report.h>        // IWYU pragma: export
-#include <mezzo/diagnose/summarize.h>         // IWYU pragma: export
-#include <mezzo/diagnose/telemetry.h>         // IWYU pragma: export
-#include <mezzo/diagnose/underflow.h>         // IWYU pragma: export
+#include <mezzo/diagnose/anomaly_trace.h>    // IWYU pragma: export
+#include <mezzo/diagnose/doctor.h>           // IWYU pragma: export
+#include <mezzo/diagnose/finding.h>          // IWYU pragma: export
+#include <mezzo/diagnose/overflow_report.h>  // IWYU pragma: export
+#include <mezzo/diagnose/run_report.h>       // IWYU pragma: export
+#include <mezzo/diagnose/summarize.h>        // IWYU pragma: export
+#include <mezzo/diagnose/telemetry.h>        // IWYU pragma: export

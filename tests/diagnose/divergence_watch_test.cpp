@@ -1,4 +1,4 @@
-#include <mezzo/diagnose/divergence_watch.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>

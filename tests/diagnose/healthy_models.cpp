@@ -4,8 +4,8 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/doctor.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>

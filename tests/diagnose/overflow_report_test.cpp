@@ -95,7 +95,7 @@ TEST(OverflowReport, TellsTheCallbackNamesAndCounts) {
   EXPECT_EQ(heard.parameters[0].infs, 3);
   EXPECT_EQ(heard.parameters[0].nans, 0);
   EXPECT_EQ(heard.parameters[1].name, "0.weight");
-  EXPECT_EQ(heard.parameters[1].elements, 12);
+  EXPECT_EQ(heard.parameters[1].count, 12);
   EXPECT_EQ(heard.parameters[1].nans, 1);
   EXPECT_THAT(heard.parameters[1].first, ElementsAre(0, 3));
   EXPECT_EQ(heard.overflowed_layers, 2);
@@ -147,7 +147,7 @@ TEST(OverflowReport, ReadsHalfLargeDoubleSparseAndStridedGradients) {
                      {"sparse", parameter(sparse)}});
   ASSERT_EQ(overflow.parameters.size(), 2);
   EXPECT_EQ(overflow.parameters[0].name, "sparse");
-  EXPECT_EQ(overflow.parameters[0].elements, 4);
+  EXPECT_EQ(overflow.parameters[0].count, 4);
   EXPECT_THAT(overflow.parameters[0].first, ElementsAre(5, 1));
   EXPECT_THAT(overflow.parameters[1].first, ElementsAre(2, 0));
 }

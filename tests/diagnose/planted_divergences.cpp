@@ -1,7 +1,7 @@
 // Is the run lost, and why? Asked of DivergenceWatch.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/diagnose/divergence_watch.h>
+#include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>

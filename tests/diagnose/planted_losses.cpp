@@ -1,6 +1,6 @@
 // What is lost before anything is inf? Asked of UnderflowReport.
 
-#include <mezzo/diagnose/underflow.h>
+#include <mezzo/diagnose/overflow_report.h>
 
 #include <torch/torch.h>
 

@@ -1,5 +1,5 @@
+#include <mezzo/diagnose/detail/op_observer.h>
 #include <mezzo/diagnose/finding.h>
-#include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 
 #include <torch/torch.h>

@@ -2,7 +2,6 @@
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/diagnose/underflow.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 

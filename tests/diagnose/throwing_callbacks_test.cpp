@@ -2,7 +2,6 @@
 // has done its work, and the steps that follow have the bits of a run in which nothing was thrown.
 
 #include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/divergence_watch.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/adamw.h>

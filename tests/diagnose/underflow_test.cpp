@@ -1,4 +1,4 @@
-#include <mezzo/diagnose/underflow.h>
+#include <mezzo/diagnose/overflow_report.h>
 
 #include <torch/torch.h>
 

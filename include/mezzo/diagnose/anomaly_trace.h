@@ -5,19 +5,17 @@
 #include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/detail/op_observer.h>
 #include <mezzo/diagnose/finding.h>
-#include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/enum_tag.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
@@ -28,7 +26,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -86,6 +83,7 @@ struct Anomaly {
   AnomalyCause cause = AnomalyCause::unknown;  ///< what made the inf or NaN
   std::string why = {};                        ///< the cause in a sentence, with what to do
   std::optional<int> rank = std::nullopt;      ///< of AnomalyTraceOptions
+  std::vector<AnomalyFrame> frames = {};       ///< the last ops before it, the earliest first
 
   /// Returns all of this as one line.
   std::string message() const;
@@ -128,22 +126,12 @@ inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& output
 /// Returns an argument with its tensors copied in `wide`; an argument that is a dtype becomes it.
 inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argument,
                            at::ScalarType wide) {
-  const auto copy = [wide](const at::Tensor& tensor) {
+  const bool is_dtype = value.isInt() && argument.real_type()->str().starts_with("ScalarType");
+  if (is_dtype && c10::isFloatingType(value.toScalarType())) return static_cast<int64_t>(wide);
+  return map_ivalue(value, [wide](const at::Tensor& tensor) {
     const bool widens = tensor.defined() && tensor.is_floating_point();
     return widens ? tensor.detach().to(wide, /*non_blocking=*/false, /*copy=*/true) : tensor;
-  };
-  if (value.isTensor()) return copy(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(copy(tensor));
-    return list;
-  }
-  const c10::TypePtr& type = argument.real_type();
-  const auto* const optional = type->castRaw<c10::OptionalType>();
-  const c10::Type& inner = optional != nullptr ? *optional->getElementType() : *type;
-  const bool is_dtype = inner.kind() == c10::TypeKind::ScalarTypeType && value.isInt();
-  if (is_dtype && c10::isFloatingType(value.toScalarType())) return static_cast<int64_t>(wide);
-  return value;
+  });
 }
 
 /// Returns the summaries of the op's results when it runs in `wide`; none where that cannot be
@@ -234,7 +222,7 @@ class AnomalyTrace final : private detail::OpObserver {
     const auto locked = lock();
     std::vector<Anomaly> told;
     for (std::size_t i = 0; i < found_.size() && told.size() < kMostTold; ++i) {
-      if (is_carried(i)) told.push_back(found_[i].anomaly);
+      if (is_carried(i)) told.push_back(found_[i]);
     }
     return told;
   }
@@ -242,22 +230,15 @@ class AnomalyTrace final : private detail::OpObserver {
   /// Returns the last ops before the first anomaly, or so far, the earliest first. Views are left
   /// out.
   std::vector<AnomalyFrame> frames() const {
+    const std::vector<Anomaly> told = anomalies();
     const auto locked = lock();
-    const std::deque<AnomalyFrame>* frames = &frames_;
-    for (std::size_t i = found_.size(); i-- > 0;) {
-      if (is_carried(i)) frames = &found_[i].frames;
-    }
-    return {frames->begin(), frames->end()};
+    return told.empty() ? frames_ : told.front().frames;
   }
 
   /// Returns whether a backward pass has run a node since this object was made.
   using OpObserver::saw_backward;
 
  private:
-  struct Found {
-    Anomaly anomaly;
-    std::deque<AnomalyFrame> frames;  // before it
-  };
   using Origins = std::set<std::size_t>;  // numbers in found_, or kOld
   /// Which anomalies the inf or NaN in a tensor's memory came from. Once an op has read them, its
   /// results carry the anomaly, if they are not finite: 1 / (1 + exp(100)) is 0, and nothing is
@@ -353,7 +334,7 @@ class AnomalyTrace final : private detail::OpObserver {
       if (judge(op, frame, read, outputs)) return;
     }
     if (options_.frames == 0) return;
-    if (frames_.size() == options_.frames) frames_.pop_front();
+    if (frames_.size() == options_.frames) frames_.erase(frames_.begin());
     frames_.push_back(std::move(frame));
   }
 
@@ -362,12 +343,9 @@ class AnomalyTrace final : private detail::OpObserver {
              const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& outputs) {
     Anomaly anomaly{.frame = frame, .inputs = summarize(read), .rank = options_.rank};
     std::string bad_parameter;
-    bool arrives = false;
-    bool asks_low = false, asks_high = false;  // for -inf, and for inf
+    bool arrives = false, asks = false;  // by an inf of the program's: a scalar, or a mask
     for (const c10::IValue& input : op.inputs) {
-      const double value = input.isDouble() ? input.toDouble() : 0;
-      asks_low |= detail::nonfinite_bits(value) && value < 0;
-      asks_high |= detail::nonfinite_bits(value) && value > 0;
+      asks |= input.isDouble() && detail::nonfinite_bits(input.toDouble());
     }
     for (std::size_t i = 0; i < read.size(); ++i) {
       TensorSummary& input = anomaly.inputs[i];
@@ -375,18 +353,15 @@ class AnomalyTrace final : private detail::OpObserver {
       if (input.is_finite()) continue;
       const bool is_mask =
           input.nans == 0 && input.infs == input.negative_infs && input.name.empty();
-      (is_mask ? asks_low : arrives) = true;
+      (is_mask ? asks : arrives) = true;
       if (bad_parameter.empty()) bad_parameter = input.name;
     }
     // One number of many, as a loss is, has no place for a mask's inf.
     const bool is_total = outputs.front().defined() && outputs.front().dim() == 0 &&
                           !read.empty() && read.front().numel() > 1;
-    const bool is_asked =
-        std::all_of(frame.outputs.begin(), frame.outputs.end(), [&](const TensorSummary& output) {
-          return output.nans == 0 && (output.infs == output.negative_infs || asks_high) &&
-                 (output.negative_infs == 0 || asks_low);
-        });
-    if (!arrives && !is_total && is_asked) return false;
+    const bool has_nan = std::any_of(frame.outputs.begin(), frame.outputs.end(),
+                                     [](const TensorSummary& output) { return output.nans > 0; });
+    if (asks && !arrives && !is_total && !has_nan) return false;
     if (arrives) {
       anomaly.cause = AnomalyCause::arrived;
       anomaly.why =
@@ -403,7 +378,8 @@ class AnomalyTrace final : private detail::OpObserver {
       if (anomaly.inputs[i].is_finite()) continue;
       remember(read[i], {found_.size()}, std::make_shared<bool>(true));
     }
-    found_.push_back({std::move(anomaly), frames_});
+    anomaly.frames = frames_;
+    found_.push_back(std::move(anomaly));
     return true;
   }
 
@@ -450,8 +426,8 @@ class AnomalyTrace final : private detail::OpObserver {
   }
 
   AnomalyTraceOptions options_;
-  std::vector<Found> found_;
-  std::deque<AnomalyFrame> frames_;
+  std::vector<Anomaly> found_;
+  std::vector<AnomalyFrame> frames_;
   std::unordered_map<const c10::StorageImpl*, Fact> facts_;
   bool ran_in_16_bits_ = false;
 };
@@ -499,7 +475,25 @@ class AnomalyWatch {
   }
 
   /// Looks at the record of a step.
-  void operator()(const TelemetryRecord& record);
+  void operator()(const TelemetryRecord& record) {
+    constexpr std::int64_t kRarely = 1000;
+    skips_ = record.skipped ? skips_ + 1 : 0;
+    if (trace_ == nullptr) {
+      if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
+      trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
+      return;
+    }
+    if (!trace_->saw_backward()) return;  // of a step before, told late
+    const std::shared_ptr<AnomalyTrace> done = std::exchange(trace_, nullptr);
+    quiet_until_ = record.step + kRarely;
+    const bool is_first = options_.trace.rank.value_or(0) == 0;
+    if (options_.stream != nullptr && (is_first || !done->anomalies().empty())) {
+      *options_.stream << "Traced a step after " + std::to_string(options_.skips_in_a_row) +
+                              " skipped in a row: "
+                       << *done << std::flush;
+    }
+    if (options_.callback) options_.callback(*done);
+  }
 
  private:
   const torch::nn::Module* model_;
@@ -508,25 +502,5 @@ class AnomalyWatch {
   std::int64_t quiet_until_ = 0;         // a step
   std::shared_ptr<AnomalyTrace> trace_;  // of the step under way
 };
-
-inline void AnomalyWatch::operator()(const TelemetryRecord& record) {
-  constexpr std::int64_t kRarely = 1000;
-  skips_ = record.skipped ? skips_ + 1 : 0;
-  if (trace_ == nullptr) {
-    if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
-    trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
-    return;
-  }
-  if (!trace_->saw_backward()) return;  // of a step before, told late
-  const std::shared_ptr<AnomalyTrace> done = std::exchange(trace_, nullptr);
-  quiet_until_ = record.step + kRarely;
-  const bool is_first = options_.trace.rank.value_or(0) == 0;
-  if (options_.stream != nullptr && (is_first || !done->anomalies().empty())) {
-    *options_.stream << "Traced a step after " + std::to_string(options_.skips_in_a_row) +
-                            " skipped in a row: "
-                     << *done << std::flush;
-  }
-  if (options_.callback) options_.callback(*done);
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

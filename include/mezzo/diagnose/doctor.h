@@ -27,6 +27,7 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <algorithm>
@@ -61,11 +62,7 @@ struct Diagnosis {
 
   /// Returns 0 for nothing but notes, 1 for a warning, 2 for an error.
   int exit_status() const {
-    int status = 0;
-    for (const Finding& finding : findings) {
-      status = std::max(status, static_cast<int>(finding.severity));
-    }
-    return status;
+    return findings.empty() ? 0 : static_cast<int>(findings.front().severity);
   }
 };
 
@@ -112,64 +109,104 @@ inline std::string end_of(at::ScalarType dtype) {
          (dtype == at::kHalf ? "65504" : "3.39e+38");
 }
 
-/// Tells whether the hardware has instructions for the dtype, as far as it lets itself be asked.
-inline Finding hardware_finding(c10::Device device, at::ScalarType dtype) {
-  const std::string name(dtype_name(dtype));
-  Finding finding{.topic = "hardware", .where = device.str()};
-  finding.reason = "products in " + name + " are computed by instructions of their own";
-  std::string why;
-  if (const auto gpu = device.is_cuda() ? compute_capability(device) : std::nullopt) {
-    if (gpu->major < (dtype == at::kHalf ? 7 : 8)) why = "this GPU has no tensor cores for it";
-  } else if (const CpuFeatures cpu = cpu_features(); device.is_cpu() && cpu.known) {
-    if (!(dtype == at::kHalf ? cpu.fp16() : cpu.bf16())) {
-      why = lack_of_instructions(name);
-    }
-  } else {
-    finding.reason = "which instructions this hardware has is not known: time a step in " + name;
-  }
-  if (why.empty()) return finding;
-  finding.severity = FindingSeverity::warning;
-  finding.reason =
-      why + ", and emulates products in " + name + ": autocast saves memory here and no time";
-  finding.remedy = "auto setting = mezzo::recommended(torch::" +
-                   std::string(device.is_cpu() ? "kCPU" : "kCUDA") +
-                   ");  // float32 where nothing else is fast";
-  return finding;
-}
-
-/// Notes what the ops of a forward pass show: constants that the dtype of their result does not
-/// hold, products of sizes that are no multiples of 8, and which tensors are cast.
-class DoctorTrace final : public OpObserver {
+/// Examines one model: hears the ops of its forward passes, and reads values.
+class Doctor final : OpObserver {
  public:
-  /// \param others  buffers and inputs, whose casts are noted too
-  /// \param dtype   that constants are judged for; a pass in bfloat16 may stand for one in half
-  DoctorTrace(const NamedTensors& parameters, NamedTensors others, at::ScalarType dtype)
-      : OpObserver(parameters), others_(std::move(others)), dtype_(dtype) {
-    start();
+  /// \param inputs   the sample's tensors: "input 0", ...
+  /// \param forward  runs the sample, and gives the outputs; null: there is none
+  Doctor(const NamedTensors& parameters, NamedTensors buffers, NamedTensors inputs,
+         std::function<std::vector<at::Tensor>()> forward, c10::Device device,
+         const DoctorOptions& options)
+      : OpObserver(parameters),
+        parameters_(parameters),
+        buffers_(std::move(buffers)),
+        inputs_(std::move(inputs)),
+        others_([this] {
+          NamedTensors all = buffers_;
+          all.insert(all.end(), inputs_.begin(), inputs_.end());
+          return all;
+        }()),
+        forward_(std::move(forward)),
+        options_(options),
+        found_{.device = device,
+               .dtype = options.dtype.value_or(default_autocast_dtype(device.type()))} {
+    check_has_autocast(device.type());
+    TORCH_CHECK(autocast_accepts(device.type(), found_.dtype), "diagnose: dtype is ", found_.dtype,
+                "; use torch::kHalf or torch::kBFloat16");
+    TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
+                "diagnose: call it outside of Autocast regions, it opens its own");
+    TORCH_CHECK(!options.learning_rate || *options.learning_rate > 0, "diagnose: learning_rate is ",
+                options.learning_rate.value_or(0), "; it should be positive");
+    TORCH_CHECK(!parameters_.empty(),
+                "diagnose: the model has no parameters; register them and its modules, or diagnose "
+                "the model that trains");
+    for (const auto& [name, parameter] : parameters_) {
+      TORCH_CHECK(parameter.device().type() == device.type(), "diagnose: parameter ", name,
+                  " is on ", parameter.device(), " and device is ", device,
+                  "; call model->to(device) first");
+      found_.parameters += parameter.numel();
+    }
   }
-  ~DoctorTrace() override { stop(); }
 
-  std::vector<Finding> constants;
-  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::string>> products;
-  std::set<std::string> casts;
-  std::string last_op, place = "before the first layer";  ///< of the last op that was called
-  bool threw = false;         ///< whether that op threw; else the model's own code behind it
-  bool draws_random = false;  ///< whether an op drew random numbers
+  Diagnosis examine() {
+    examine_hardware();
+    if (forward_ != nullptr) examine_forward();
+    examine_values("parameter", parameters_);
+    examine_values("buffer", buffers_);
+    examine_values("input", inputs_);
+    if (options_.learning_rate) examine_updates();
+    std::stable_sort(found_.findings.begin(), found_.findings.end(),
+                     [](const auto& a, const auto& b) { return a.severity > b.severity; });
+    return std::move(found_);
+  }
 
  private:
+  /// Adds a finding, once; nothing where `where` is empty.
+  void add(FindingSeverity severity, const char* topic, const std::string& where,
+           const std::string& reason, const std::string& remedy = "") {
+    const bool is_known = std::any_of(
+        found_.findings.begin(), found_.findings.end(),
+        [&](const Finding& known) { return known.where == where && known.reason == reason; });
+    if (where.empty() || is_known) return;
+    found_.findings.push_back({severity, topic, where, reason, remedy});
+  }
+
+  /// Tells whether the hardware has instructions for the dtype, as far as it lets itself be asked.
+  void examine_hardware() {
+    const c10::Device device = found_.device;
+    const bool is_half = found_.dtype == at::kHalf;
+    const std::string name(dtype_name(found_.dtype));
+    const CpuFeatures cpu = cpu_features();
+    const auto gpu = device.is_cuda() ? compute_capability(device) : std::nullopt;
+    if (!gpu && !(device.is_cpu() && cpu.known)) {
+      return add(FindingSeverity::note, "hardware", device.str(),
+                 "which instructions this hardware has is not known: time a step in " + name);
+    }
+    if (gpu ? gpu->major >= (is_half ? 7 : 8) : is_half ? cpu.fp16() : cpu.bf16()) {
+      return add(FindingSeverity::note, "hardware", device.str(),
+                 "products in " + name + " are computed by instructions of their own");
+    }
+    add(FindingSeverity::warning, "hardware", device.str(),
+        (gpu ? "this GPU has no tensor cores for it" : lack_of_instructions(name)) +
+            ", and emulates products in " + name + ": autocast saves memory here and no time",
+        "auto setting = mezzo::recommended(torch::" + std::string(gpu ? "kCUDA" : "kCPU") +
+            ");  // float32 where nothing else is fast");
+  }
+
+  /// Notes which tensors are cast, and products of sizes that are no multiples of 8.
   void entered(ObservedOp& op) override {
     const std::string& name = op.name();
-    draws_random |= op.handle.hasTag(at::Tag::nondeterministic_seeded);
+    draws_random_ |= op.handle.hasTag(at::Tag::nondeterministic_seeded);
     if (op.depth == 0) {
-      last_op = c10::toString(op.handle.operator_name());
-      threw = false;
-      if (!op.module.empty()) place = (op.reads_module ? "" : "after ") + op.module;
+      last_op_ = c10::toString(op.handle.operator_name());
+      threw_ = false;
+      if (!op.module.empty()) place_ = (op.reads_module ? "" : "after ") + op.module;
     }
     if (name == "aten::_to_copy" || name == "aten::copy_") {
       const c10::IValue& read = op.inputs[name == "aten::copy_" ? 1 : 0];
       if (read.isTensor()) {
-        casts.insert(names().name_of(read.toTensor()));
-        casts.insert(others_.name_of(read.toTensor()));
+        casts_.insert(names().name_of(read.toTensor()));
+        casts_.insert(others_.name_of(read.toTensor()));
       }
     }
     const bool adds = name == "aten::addmm" || name == "aten::baddbmm";
@@ -183,22 +220,29 @@ class DoctorTrace final : public OpObserver {
     }
   }
 
+  void note(std::int64_t m, std::int64_t k, std::int64_t n, const ObservedOp& op) {
+    if (m % 8 == 0 && k % 8 == 0 && n % 8 == 0) return;
+    auto& places = products_[{m, k, n}];
+    const std::string where = (op.reads_module ? "" : "after ") + op.module;
+    if (std::find(places.begin(), places.end(), where) == places.end()) places.push_back(where);
+  }
+
+  /// Tells of constants that the dtype of the op's result does not hold.
   void left(const ObservedOp& op, OpArguments returned) override {
     if (op.depth > 0) return;
-    threw = op.threw;
+    threw_ = op.threw;
     // Norms add their eps in float32, and kernels multiply by a number in float32: where a product
     // is too large, its result shows it.
     for (const char* const other : {"_norm", "::mul", "::div"}) {
       if (op.name().find(other) != std::string::npos) return;
     }
     at::ScalarType dtype = at::ScalarType::Undefined;  // of the result, or of what the op read
-    const OpArguments shown = op.threw ? arguments_in(op.inputs) : returned;
-    for (const at::Tensor& tensor : tensors_in(shown)) {
+    for (const at::Tensor& tensor : tensors_in(op.threw ? arguments_in(op.inputs) : returned)) {
       if (!tensor.defined() || !tensor.is_floating_point()) continue;
       if (dtype == at::ScalarType::Undefined) dtype = tensor.scalar_type();
     }
     if (dtype != at::kHalf && dtype != at::kBFloat16) return;
-    if (dtype_ == at::kHalf) dtype = at::kHalf;
+    if (found_.dtype == at::kHalf) dtype = at::kHalf;  // for which a pass in bfloat16 may stand
     const auto& arguments = op.handle.schema().arguments();
     for (std::size_t i = 0; i < std::min(op.inputs.size(), arguments.size()); ++i) {
       const c10::IValue& input = op.inputs[i];
@@ -206,100 +250,26 @@ class DoctorTrace final : public OpObserver {
           arguments[i].type()->annotation_str().find("number") != std::string::npos;
       double value = input.isDouble() ? input.toDouble() : 0;
       if (is_number && input.isInt()) value = static_cast<double>(input.toInt());
-      if (overflows(value, dtype) || vanishes(value, dtype)) note_constant(op, value, dtype);
+      tell_constant(op.name().substr(op.name().rfind(':') + 1), value, dtype);
     }
   }
 
-  void note(std::int64_t m, std::int64_t k, std::int64_t n, const ObservedOp& op) {
-    if (m % 8 == 0 && k % 8 == 0 && n % 8 == 0) return;
-    auto& places = products[{m, k, n}];
-    const std::string where = (op.reads_module ? "" : "after ") + op.module;
-    if (std::find(places.begin(), places.end(), where) == places.end()) places.push_back(where);
-  }
-
-  void note_constant(const ObservedOp& op, double value, at::ScalarType dtype) {
-    const std::string name = op.name().substr(op.name().rfind(':') + 1);
-    Finding finding{.topic = "range", .where = place};
-    finding.reason =
-        name + " with " + digits(value) + " computes in " + std::string(dtype_name(dtype));
+  void tell_constant(const std::string& name, double value, at::ScalarType dtype) {
+    const std::string start = name + " with " + digits(value) + " computes in ";
     if (overflows(value, dtype)) {
-      finding.severity = FindingSeverity::error;
-      finding.reason = name + " with " + digits(value) + " computes in " + end_of(dtype) +
-                       ": it throws, or makes inf and NaN";
-      finding.remedy = name.starts_with("masked_fill")
-                           ? "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());"
-                       : name.starts_with("clamp")
-                           ? "x.clamp_min(-65504.0)  // a number that the dtype holds"
-                           : "";
-    } else {
-      finding.severity = FindingSeverity::warning;
-      finding.reason += ", whose smallest number is " +
-                        digits(std::ldexp(1, ExponentRange::of(dtype).smallest), 2) +
-                        ": it becomes 0 and guards nothing";
-      finding.remedy =
-          "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps);  // a larger eps may overflow it";
+      add(FindingSeverity::error, "range", place_,
+          start + end_of(dtype) + ": it throws, or makes inf and NaN",
+          name.starts_with("masked_fill")
+              ? "scores.masked_fill(mask, -std::numeric_limits<float>::infinity());"
+          : name.starts_with("clamp") ? "x.clamp_min(-65504.0)  // a number that the dtype holds"
+                                      : "");
+    } else if (vanishes(value, dtype)) {
+      add(FindingSeverity::warning, "range", place_,
+          start + std::string(dtype_name(dtype)) + ", whose smallest number is " +
+              digits(std::ldexp(1, ExponentRange::of(dtype).smallest), 2) +
+              ": it becomes 0 and guards nothing",
+          "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps);  // a larger eps may overflow it");
     }
-    for (const Finding& known : constants) {
-      if (known.where == finding.where && known.reason == finding.reason) return;
-    }
-    constants.push_back(std::move(finding));
-  }
-
-  Names others_;
-  at::ScalarType dtype_;
-};
-
-/// A model as the doctor takes it, whatever it was.
-struct DoctorCase {
-  NamedTensors parameters;   ///< those of a floating dtype
-  NamedTensors buffers;      ///< of any dtype
-  NamedTensors inputs = {};  ///< the sample's tensors: "input 0", ...
-  /// Runs the sample, and gives the outputs; null: there is none.
-  std::function<std::vector<at::Tensor>()> forward = nullptr;
-};
-
-class Doctor {
- public:
-  Doctor(DoctorCase one, c10::Device device, const DoctorOptions& options)
-      : case_(std::move(one)),
-        options_(options),
-        found_{.device = device,
-               .dtype = options.dtype.value_or(default_autocast_dtype(device.type()))} {
-    check_has_autocast(device.type());
-    TORCH_CHECK(autocast_accepts(device.type(), found_.dtype), "diagnose: dtype is ", found_.dtype,
-                "; use torch::kHalf or torch::kBFloat16");
-    TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
-                "diagnose: call it outside of Autocast regions, it opens its own");
-    TORCH_CHECK(!options.learning_rate || *options.learning_rate > 0, "diagnose: learning_rate is ",
-                options.learning_rate.value_or(0), "; it should be positive");
-    TORCH_CHECK(!case_.parameters.empty(),
-                "diagnose: the model has no parameters; register them and its modules, or diagnose "
-                "the model that trains");
-    for (const auto& [name, parameter] : case_.parameters) {
-      TORCH_CHECK(parameter.device().type() == device.type(), "diagnose: parameter ", name,
-                  " is on ", parameter.device(), " and device is ", device,
-                  "; call model->to(device) first");
-      found_.parameters += parameter.numel();
-    }
-  }
-
-  Diagnosis examine() {
-    found_.findings.push_back(hardware_finding(found_.device, found_.dtype));
-    if (case_.forward != nullptr) examine_forward();
-    examine_values("parameter", case_.parameters);
-    examine_values("buffer", case_.buffers);
-    examine_values("input", case_.inputs);
-    if (options_.learning_rate) examine_updates();
-    std::stable_sort(found_.findings.begin(), found_.findings.end(),
-                     [](const auto& a, const auto& b) { return a.severity > b.severity; });
-    return std::move(found_);
-  }
-
- private:
-  void add(FindingSeverity severity, const char* topic, std::string where, std::string reason,
-           std::string remedy = "") {
-    found_.findings.push_back(
-        {severity, topic, std::move(where), std::move(reason), std::move(remedy)});
   }
 
   /// What a forward pass came to.
@@ -313,14 +283,16 @@ class Doctor {
     Outcome outcome;
     const RandomState random;
     std::vector<at::Tensor> kept;  // the buffers' memory; the pass gets other memory
-    for (const auto& [name, buffer] : case_.buffers) {
+    for (const auto& [name, buffer] : buffers_) {
       const Unobserved unobserved;
       kept.push_back(buffer.variable_data());
       buffer.set_data(kept.back().clone());
     }
+    start();
     const auto restore = c10::make_scope_exit([&] {
+      stop();
       const Unobserved unobserved;
-      for (std::size_t i = 0; i < kept.size(); ++i) case_.buffers[i].second.set_data(kept[i]);
+      for (std::size_t i = 0; i < kept.size(); ++i) buffers_[i].second.set_data(kept[i]);
       random.install();
     });
     try {
@@ -328,7 +300,7 @@ class Doctor {
                                   .dtype = low.value_or(found_.dtype),
                                   .enabled = low.has_value(),
                                   .policy = options_.policy});
-      for (const at::Tensor& output : case_.forward()) {
+      for (const at::Tensor& output : forward_()) {
         const Unobserved unobserved;  // this is not the model's
         if (!output.defined() || !output.is_floating_point()) continue;
         outcome.is_finite &= output.isfinite().all().item<bool>();
@@ -345,40 +317,53 @@ class Doctor {
     return outcome;
   }
 
-  /// Runs the pass. If it throws, tells where.
-  Outcome traced_run(std::optional<at::ScalarType> low, const DoctorTrace& trace) {
-    const Outcome outcome = run(low);
-    if (outcome.thrown.empty()) return outcome;
-    const std::string when =
-        low ? "under autocast to " + std::string(dtype_name(*low)) : "in float32 already";
-    add(FindingSeverity::error, "forward", trace.place,
-        "the forward pass throws " + when +
-            (trace.threw ? ", in " : ", in the model's code and in no op, after ") + trace.last_op +
-            ": " + outcome.thrown,
-        low ? "mezzo::AutocastGuard exact({.enabled = false});  // around it: float32" : "");
-    return outcome;
-  }
-
   void examine_forward() {
-    NamedTensors others = case_.buffers;
-    others.insert(others.end(), case_.inputs.begin(), case_.inputs.end());
-    DoctorTrace trace(case_.parameters, others, found_.dtype);
-    const Outcome exact = traced_run(std::nullopt, trace);
-    if (exact.thrown.empty()) compare(exact, trace);
-    found_.findings.insert(found_.findings.end(), trace.constants.begin(), trace.constants.end());
+    const Outcome exact = run(std::nullopt);
+    if (!exact.thrown.empty()) return tell_thrown(exact, "in float32 already", "");
+    if (!exact.is_finite) tell_nonfinite(std::nullopt, "without autocast already");
+    const Outcome low = run(found_.dtype);
+    const std::string under = "under autocast to " + std::string(dtype_name(found_.dtype));
+    is_whole_ = low.thrown.empty();
+    if (!is_whole_) {
+      tell_thrown(low, under,
+                  "mezzo::AutocastGuard exact({.enabled = false});  // around it: float32");
+      // bfloat16 asks for the same casts, and may get to the end.
+      if (found_.dtype == at::kHalf) run(at::kBFloat16);
+    } else if (exact.is_finite && !low.is_finite) {
+      tell_nonfinite(found_.dtype, under + " and none in float32");
+    } else if (exact.is_finite && !draws_random_) {
+      compare(exact, low, under);
+    }
+    for (const auto& [size, places] : products_) {
+      const auto [m, k, n] = size;
+      add(found_.device.is_cuda() ? FindingSeverity::warning : FindingSeverity::note, "dimensions",
+          some_of(places),
+          (m == 0 ? c10::str("a convolution of ", k, " to ", n, " channels")
+                  : c10::str("a product of ", m, " x ", k, " with ", k, " x ", n)) +
+              " has a size that is no multiple of 8, which tensor cores want",
+          "pad batch, vocabulary or width to the next multiple of 8");
+    }
   }
 
-  /// Runs the pass under autocast.
-  void compare(const Outcome& exact, DoctorTrace& trace) {
-    if (!exact.is_finite) tell_nonfinite(std::nullopt);
-    const Outcome low = traced_run(found_.dtype, trace);
-    // bfloat16 asks for the same casts, and may get to the end.
-    if (!low.thrown.empty() && found_.dtype == at::kHalf) run(at::kBFloat16);
-    add_dimensions(trace);
-    if (!low.thrown.empty()) return;
-    casts_ = trace.casts;
-    if (!low.is_finite && exact.is_finite) tell_nonfinite(found_.dtype);
-    if (!low.is_finite || !exact.is_finite || trace.draws_random) return;
+  void tell_thrown(const Outcome& outcome, const std::string& when, const char* remedy) {
+    add(FindingSeverity::error, "forward", place_,
+        "the forward pass throws " + when +
+            (threw_ ? ", in " : ", in the model's code and in no op, after ") + last_op_ + ": " +
+            outcome.thrown,
+        remedy);
+  }
+
+  /// Tells of a pass whose result is not finite, with what an AnomalyTrace says of it.
+  void tell_nonfinite(std::optional<at::ScalarType> low, const std::string& when) {
+    const AnomalyTrace trace(parameters_);
+    run(low);
+    const std::vector<Anomaly> anomalies = trace.anomalies();
+    add(FindingSeverity::error, "forward", "(model)",
+        "the output has inf or NaN " + when +
+            (anomalies.empty() ? "" : ": " + anomalies.front().message()));
+  }
+
+  void compare(const Outcome& exact, const Outcome& low, const std::string& under) {
     double differences = 0, squares = 0;
     for (std::size_t i = 0; i < std::min(low.outputs.size(), exact.outputs.size()); ++i) {
       if (low.outputs[i].sizes() != exact.outputs[i].sizes()) return;
@@ -388,36 +373,8 @@ class Doctor {
     const double error = std::sqrt(differences / squares);
     if (nonfinite_bits(error) || error <= 0.1) return;
     add(FindingSeverity::warning, "forward", "(model)",
-        "the result under autocast to " + std::string(dtype_name(found_.dtype)) +
-            " differs from float32's by " + digits(100 * error, 2) +
+        "the result " + under + " differs from float32's by " + digits(100 * error, 2) +
             " % of it: which op loses it is not known; run parts of the model with autocast off");
-  }
-
-  /// Tells of a pass whose result is not finite, with what an AnomalyTrace says of it.
-  void tell_nonfinite(std::optional<at::ScalarType> low) {
-    const AnomalyTrace trace(case_.parameters);
-    run(low);
-    const std::vector<Anomaly> anomalies = trace.anomalies();
-    const std::string when =
-        low ? "under autocast to " + std::string(dtype_name(*low)) + " and none in float32"
-            : "without autocast already";
-    add(FindingSeverity::error, "forward", "(model)",
-        "the output has inf or NaN " + when +
-            (anomalies.empty() ? "" : ": " + anomalies.front().message()));
-  }
-
-  void add_dimensions(const DoctorTrace& trace) {
-    for (const auto& [size, places] : trace.products) {
-      const auto [m, k, n] = size;
-      using std::to_string;
-      add(found_.device.is_cuda() ? FindingSeverity::warning : FindingSeverity::note, "dimensions",
-          some_of(places),
-          (m == 0 ? "a convolution of " + to_string(k) + " to " + to_string(n) + " channels"
-                  : "a product of " + to_string(m) + " x " + to_string(k) + " with " +
-                        to_string(k) + " x " + to_string(n)) +
-              " has a size that is no multiple of 8, which tensor cores want",
-          "pad batch, vocabulary or width to the next multiple of 8");
-    }
   }
 
   /// Tensors whose values the dtype does not hold, if an op casts them or no run tells. A mask of
@@ -429,9 +386,8 @@ class Doctor {
     for (const auto& [name, tensor] : tensors) {
       if (!tensor.is_floating_point() || !is_readable(tensor)) continue;
       const TensorSummary summary = summarize({tensor}).front();
-      const bool is_cast = !casts_ || casts_->contains(name);
       if (summary.nans > 0 || (is_parameter && summary.infs > 0)) bad.push_back(name);
-      if (!is_cast) continue;
+      if (is_whole_ && !casts_.contains(name)) continue;
       if (overflows(summary.largest, found_.dtype)) {
         large.push_back(name);
         largest = std::max(largest, summary.largest);
@@ -444,22 +400,16 @@ class Doctor {
       if (kept < 0.9 * used) lost.push_back(name);
     }
     const char* const in_bfloat16 = "mezzo::AutocastGuard autocast({.dtype = torch::kBFloat16});";
-    if (!bad.empty()) {
-      add(FindingSeverity::error, "range", some_of(bad),
-          "this " + kind + " holds inf or NaN already", "torch::load(model, \"earlier.pt\");");
-    }
-    if (!large.empty()) {
-      add(is_parameter ? FindingSeverity::error : FindingSeverity::warning, "range", some_of(large),
-          "this " + kind + " holds " + digits(largest) + " in magnitude, beyond " +
-              end_of(found_.dtype) + ": a cast makes it inf",
-          kind == "buffer" ? "mask.clamp_min(-65504.0);  // or -inf, or bfloat16" : in_bfloat16);
-    }
-    if (!lost.empty()) {
-      add(FindingSeverity::warning, "range", some_of(lost),
-          "a cast to " + std::string(dtype_name(found_.dtype)) +
-              " makes more than a tenth of the values of this parameter 0",
-          in_bfloat16);
-    }
+    add(FindingSeverity::error, "range", some_of(bad), "this " + kind + " holds inf or NaN already",
+        "torch::load(model, \"earlier.pt\");");
+    add(is_parameter ? FindingSeverity::error : FindingSeverity::warning, "range", some_of(large),
+        "this " + kind + " holds " + digits(largest) + " in magnitude, beyond " +
+            end_of(found_.dtype) + ": a cast makes it inf",
+        kind == "buffer" ? "mask.clamp_min(-65504.0);  // or -inf, or bfloat16" : in_bfloat16);
+    add(FindingSeverity::warning, "range", some_of(lost),
+        "a cast to " + std::string(dtype_name(found_.dtype)) +
+            " makes more than a tenth of the values of this parameter 0",
+        in_bfloat16);
   }
 
   /// Weights of 16 bits that stay what they are when the learning rate is added or subtracted.
@@ -468,18 +418,15 @@ class Doctor {
     const double rate = *options_.learning_rate;
     const at::NoGradGuard no_grad;
     std::vector<std::string> names;
-    for (const auto& [name, parameter] : case_.parameters) {
-      if (!is_low_precision(parameter) || !parameter.requires_grad() || parameter.numel() == 0) {
-        continue;
-      }
-      const auto stays = [&weight = parameter](double change) {
+    for (const auto& [name, weight] : parameters_) {
+      if (!is_low_precision(weight) || !weight.requires_grad() || weight.numel() == 0) continue;
+      double share = 0;
+      for (const double change : {rate, -rate}) {
         const at::Tensor moved = (weight.to(at::kFloat) + change).to(weight.scalar_type());
-        return moved.eq(weight).to(at::kFloat).mean().item<double>();
-      };
-      const double share = (stays(rate) + stays(-rate)) / 2;
+        share += moved.eq(weight).to(at::kFloat).mean().item<double>() / 2;
+      }
       if (share >= 0.1) names.push_back(name + " (" + digits(100 * share, 2) + " %)");
     }
-    if (names.empty()) return;
     add(FindingSeverity::warning, "updates", some_of(names),
         "an update of " + digits(rate) +
             ", as Adam makes, rounds to nothing at this share of the values with "
@@ -487,62 +434,22 @@ class Doctor {
         "mezzo::optim::WeightStorage::master  // or stochastic, in the optimizer's options");
   }
 
-  DoctorCase case_;
+  NamedTensors parameters_, buffers_, inputs_;
+  Names others_;  // of buffers and inputs
+  std::function<std::vector<at::Tensor>()> forward_;
   DoctorOptions options_;
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
-  std::optional<std::set<std::string>> casts_;   // of a whole run in low precision
+
+  // What the forward passes showed.
+  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::string>>
+      products_;
+  std::set<std::string> casts_;
+  std::string last_op_, place_ = "before the first layer";  // of the last op that was called
+  bool threw_ = false;         // whether that op threw; else the model's own code behind it
+  bool draws_random_ = false;  // whether an op drew random numbers
+  bool is_whole_ = false;      // whether a pass in low precision came to its end
 };
-
-template <class T>
-inline constexpr bool kIsTuple = false;
-template <class... T>
-inline constexpr bool kIsTuple<std::tuple<T...>> = true;
-
-/// Calls `keep` with the tensors of a model's result or sample; of TorchScript's too.
-template <class Value, class Keep>
-void visit_tensors(Value& value, const Keep& keep) {
-  if constexpr (std::is_same_v<std::remove_const_t<Value>, c10::IValue>) {
-    value.visit([&keep](const c10::IValue& inner) {
-      if (inner.isTensor()) keep(inner.toTensor());
-      return false;
-    });
-  } else if constexpr (std::is_same_v<std::remove_const_t<Value>, std::vector<c10::IValue>>) {
-    for (const c10::IValue& one : value) visit_tensors(one, keep);
-  } else {
-    for_each_tensor(value, keep);
-  }
-}
-
-template <class Module, class Sample>
-Diagnosis diagnose_module(Module& module, const Sample& sample, c10::Device device,
-                          const DoctorOptions& options) {
-  // What TorchScript's interpreter runs is then the graph's own ops, and not what they fuse to.
-  const torch::jit::GraphOptimizerEnabledGuard as_written(false);
-  DoctorCase one{.parameters = NamedOnce().floating(module.named_parameters()),
-                 .buffers = NamedOnce().all(module.named_buffers())};
-  visit_tensors(sample, [&one](const at::Tensor& tensor) {
-    if (tensor.defined())
-      one.inputs.emplace_back("input " + std::to_string(one.inputs.size()), tensor);
-  });
-  one.forward = [&module, &sample] {
-    const auto call = [&module](const auto&... arguments) { return module.forward(arguments...); };
-    std::vector<at::Tensor> outputs;
-    const auto keep = [&outputs](const at::Tensor& tensor) { outputs.push_back(tensor); };
-    if constexpr (kIsTuple<Sample>) {
-      auto result = std::apply(call, sample);
-      visit_tensors(result, keep);
-    } else {
-      auto result = call(sample);
-      visit_tensors(result, keep);
-    }
-    return outputs;
-  };
-  if constexpr (std::is_same_v<Sample, std::vector<c10::IValue>>) {
-    if (sample.empty()) one.forward = nullptr;
-  }
-  return Doctor(std::move(one), device, options).examine();
-}
 
 }  // namespace detail
 
@@ -571,9 +478,34 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
     const auto module = detail::module_pointer(model);
     TORCH_CHECK(module != nullptr,
                 "diagnose: the model is an empty holder or a null pointer; construct it first");
-    return detail::diagnose_module(*module, sample, device, options);
+    return diagnose(*module, sample, device, options);
   } else {
-    return detail::diagnose_module(model, sample, device, options);
+    // What TorchScript's interpreter runs is then the graph's own ops, and not what they fuse to.
+    const torch::jit::GraphOptimizerEnabledGuard as_written(false);
+    NamedTensors inputs;
+    detail::for_each_tensor(sample, [&inputs](const at::Tensor& tensor) {
+      const std::string name = "input " + std::to_string(inputs.size());
+      if (tensor.defined()) inputs.emplace_back(name, tensor);
+    });
+    std::function<std::vector<at::Tensor>()> forward = [&model, &sample] {
+      const auto call = [&model](const auto&... arguments) { return model.forward(arguments...); };
+      auto result = [&] {
+        if constexpr (detail::TupleLike<Sample>)
+          return std::apply(call, sample);
+        else
+          return call(sample);
+      }();
+      std::vector<at::Tensor> outputs;
+      detail::for_each_tensor(result,
+                              [&outputs](const at::Tensor& tensor) { outputs.push_back(tensor); });
+      return outputs;
+    };
+    if constexpr (std::is_same_v<Sample, std::vector<c10::IValue>>) {
+      if (sample.empty()) forward = nullptr;
+    }
+    const auto parameters = detail::NamedOnce().floating(model.named_parameters());
+    const auto buffers = detail::NamedOnce().all(model.named_buffers());
+    return detail::Doctor(parameters, buffers, inputs, forward, device, options).examine();
   }
 }
 

@@ -1,23 +1,33 @@
 /// \file
-/// OverflowReport: why was that step skipped? Names the gradients that were inf or NaN.
+/// What gradients and weights show of a run: OverflowReport, why was that step skipped;
+/// UnderflowReport, would these numbers survive in a low type; DivergenceWatch, is the run lost.
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
+#include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/finding.h>
-#include <mezzo/diagnose/names.h>
 #include <mezzo/diagnose/summarize.h>
+#include <mezzo/diagnose/telemetry.h>
 #include <mezzo/scaling/skipped_step.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <iostream>
+#include <optional>
+#include <ostream>
 #include <set>
 #include <string>
 #include <utility>
@@ -25,12 +35,8 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// One parameter whose gradient is not finite.
-struct OverflowedParameter {
-  std::string name;                      ///< in the model
-  std::int64_t elements = 0;             ///< of the gradient; of a sparse one those that it has
-  std::int64_t infs = 0;                 ///< how many values are inf or -inf
-  std::int64_t nans = 0;                 ///< how many values are NaN
+/// One parameter whose gradient is not finite, with the gradient's summary.
+struct OverflowedParameter : TensorSummary {
   std::vector<std::int64_t> first = {};  ///< index of the first that is inf or NaN
   double value = 0;                      ///< which it is: inf, -inf or NaN
   /// Whether the gradient is finite, and inf after division by a loss scale below 1. False where
@@ -59,8 +65,8 @@ struct Overflow {
     return first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
            to_string(overflowed_layers) + " of " + to_string(layers) + " layers: " + first.name +
            " has " + to_string(first.infs) + " inf and " + to_string(first.nans) + " NaN in " +
-           to_string(first.elements) + " gradients, the first, " +
-           detail::number_text(first.value) + ", at " + detail::sizes_text(first.first) + ", " +
+           to_string(first.count) + " gradients, the first, " + detail::number_text(first.value) +
+           ", at " + detail::sizes_text(first.first) + ", " +
            (first.by_unscaling ? "made by dividing by a loss scale below 1"
                                : "found after the backward pass");
   }
@@ -77,42 +83,36 @@ inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale 
     const bool is_sparse = gradient.defined() && gradient.is_sparse();
     gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
   }
-  const std::vector<TensorSummary> summaries = summarize(gradients);
-  const bool is_finite = std::all_of(summaries.begin(), summaries.end(),
-                                     [](const TensorSummary& one) { return one.is_finite(); });
-  const double factor = is_finite && loss_scale < 1 ? 1 / loss_scale : 1;
+  std::vector<TensorSummary> summaries = summarize(gradients);
+  const bool by_unscaling =
+      loss_scale < 1 && std::all_of(summaries.begin(), summaries.end(),
+                                    [](const TensorSummary& one) { return one.is_finite(); });
+  if (by_unscaling) {
+    for (at::Tensor& gradient : gradients) {
+      if (!gradient.defined()) continue;
+      const auto wide = gradient.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+      gradient = gradient.to(at::kDouble).div(loss_scale).to(wide);
+    }
+    summaries = summarize(gradients);
+  }
   Overflow overflow;
   std::set<std::string> layers, overflowed;
   for (std::size_t i = parameters.size(); i-- > 0;) {
-    const auto& [name, parameter] = parameters[i];
+    const std::string& name = parameters[i].first;
     const TensorSummary& summary = summaries[i];
     if (summary.count == 0) continue;
     layers.insert(detail::layer_name(name));
-    const auto wide = summary.dtype == at::kDouble ? at::kDouble : at::kFloat;
-    const bool by_unscaling =
-        summary.is_finite() && detail::overflows(summary.largest * factor, wide);
-    if (summary.is_finite() && !by_unscaling) continue;
+    if (summary.is_finite()) continue;
     overflowed.insert(detail::layer_name(name));
-    const at::Tensor& gradient = gradients[i];
-    const at::Tensor values = detail::ordered_values(gradient).to(at::kDouble).mul(factor).to(wide);
+    const at::Tensor values = gradients[i].is_sparse() ? gradients[i].to_dense() : gradients[i];
     const at::Tensor is_bad = values.isfinite().logical_not();
-    const at::Tensor first =
-        is_bad.nonzero()[0].cpu().contiguous();  // of a sparse one the first is a row's
-    std::vector<std::int64_t> index(first.const_data_ptr<int64_t>(),
-                                    first.const_data_ptr<int64_t>() + first.numel());
-    if (gradient.is_sparse()) {
-      const at::Tensor row = gradient.indices().select(1, index.front()).cpu();
-      index.erase(index.begin());
-      index.insert(index.begin(), row.const_data_ptr<int64_t>(),
-                   row.const_data_ptr<int64_t>() + row.numel());
-    }
-    overflow.parameters.push_back({.name = name,
-                                   .elements = summary.count,
-                                   .infs = values.isinf().sum().item<int64_t>(),
-                                   .nans = summary.nans,
-                                   .first = std::move(index),
-                                   .value = values.masked_select(is_bad)[0].item<double>(),
-                                   .by_unscaling = by_unscaling});
+    const at::Tensor first = is_bad.nonzero()[0].cpu().contiguous();
+    const auto* const index = first.const_data_ptr<int64_t>();
+    overflow.parameters.push_back({summary,
+                                   {index, index + first.numel()},
+                                   values.masked_select(is_bad)[0].item<double>(),
+                                   by_unscaling});
+    overflow.parameters.back().name = name;
   }
   overflow.layers = static_cast<std::int64_t>(layers.size());
   overflow.overflowed_layers = static_cast<std::int64_t>(overflowed.size());
@@ -169,6 +169,309 @@ class OverflowReport {
   NamedTensors parameters_;
   OverflowReportOptions options_;
   std::int64_t skips_at_scale_ = 0;
+};
+
+/// One layer's sampled values; shares are of all of them, from 0 to 1.
+struct LayerExponents {
+  std::string layer;         ///< its name, as given to `add`
+  std::int64_t sampled = 0;  ///< how many values were counted
+  double zero = 0;           ///< zero already
+  double lost = 0;           ///< not zero, but nearer to zero than to the smallest subnormal number
+  double subnormal = 0;      ///< held with fewer bits than others
+  double overflow = 0;       ///< finite, but inf in the type
+  double non_finite = 0;     ///< inf or NaN already
+  /// The exponent e, 2^e <= |value| < 2^(e + 1), of the smallest finite value that is not zero;
+  /// -127 of all below 2^-126.
+  std::optional<int> smallest = std::nullopt;
+  std::optional<int> largest = std::nullopt;  ///< that of the largest
+};
+
+/// What an UnderflowReport samples.
+struct UnderflowOptions {
+  double loss_scale = 1;        ///< that the values carry; only suggest_loss_scale wants to know
+  std::int64_t samples = 8192;  ///< at most so many values of a tensor, evenly spread
+};
+
+/// Counts sampled values by exponent, layer by layer, against the range of a low type. Values may
+/// be of any floating dtype. Values that were in the low type before, as gradients of float32
+/// weights under autocast were, have lost what it does not hold already, and count as zero.
+///
+///     mezzo::UnderflowReport gradients(torch::kHalf, {.loss_scale = scaler.get_scale()});
+///     gradients.add_gradients(*model);                  // after backward, before the step
+///     std::cout << gradients << mezzo::suggest_loss_scale(gradients);
+class UnderflowReport {
+ public:
+  /// \throws c10::Error for a dtype without an ExponentRange, or options that are not positive
+  explicit UnderflowReport(at::ScalarType dtype, const UnderflowOptions& options = {})
+      : dtype_(dtype), options_(options), range_(ExponentRange::of(dtype)) {
+    TORCH_CHECK(options.samples > 0, "UnderflowReport: samples is ", options.samples,
+                "; it should be positive");
+    TORCH_CHECK(detail::is_above(options.loss_scale, 0), "UnderflowReport: loss_scale is ",
+                options.loss_scale, "; it should be positive, as scaler.get_scale() is");
+  }
+
+  /// Counts some of `values`: an activation, a gradient. Calls for the same layer add up. Waits for
+  /// the device.
+  void add(const std::string& layer, const at::Tensor& values) {
+    if (!values.defined() || values.numel() == 0) return;
+    TORCH_CHECK(values.is_floating_point(), "UnderflowReport::add: ", layer, " is ",
+                detail::tensor_words(values), "; give it values of a floating dtype");
+    const at::NoGradGuard no_grad;
+    const at::Tensor dense = values.is_sparse() ? values.detach().to_dense() : values.detach();
+    const at::Tensor flat = dense.reshape({-1});
+    // An odd stride, so that it does not walk down one column of a matrix.
+    const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
+    const at::Tensor some =
+        flat.slice(0, 0, flat.numel(), stride).cpu().to(at::kFloat).contiguous();
+    auto sums = std::find_if(counts_.begin(), counts_.end(),
+                             [&](const LayerExponents& known) { return known.layer == layer; });
+    if (sums == counts_.end()) sums = counts_.insert(sums, LayerExponents{.layer = layer});
+    for (std::int64_t i = 0; i < some.numel(); ++i) {
+      const auto bits = std::bit_cast<std::uint32_t>(some.const_data_ptr<float>()[i]) & 0x7FFFFFFFU;
+      for (LayerExponents* const counts : {&*sums, &all_}) count(*counts, bits);
+    }
+  }
+
+  /// Counts the gradients of all parameters that have one; a layer is a module with parameters of
+  /// its own.
+  void add_gradients(const torch::nn::Module& model) {
+    for (const auto& entry : model.named_parameters()) {
+      add(detail::layer_name(entry.key()), entry.value().grad());
+    }
+  }
+
+  /// Returns the layers, in the order in which they were added.
+  std::vector<LayerExponents> layers() const {
+    std::vector<LayerExponents> layers;
+    for (const LayerExponents& counts : counts_) layers.push_back(shares_of(counts));
+    return layers;
+  }
+
+  /// Returns all layers as one, called "all layers".
+  LayerExponents total() const { return shares_of(all_); }
+
+  /// Returns the dtype that the report is about.
+  at::ScalarType dtype() const noexcept { return dtype_; }
+  /// Returns the options that the report was made with.
+  const UnderflowOptions& options() const noexcept { return options_; }
+
+ private:
+  /// Counts a float by its bits without the sign.
+  void count(LayerExponents& counts, std::uint32_t bits) const {
+    ++counts.sampled;
+    const int exponent = static_cast<int>(bits >> 23U) - 127;
+    if (bits == 0) return static_cast<void>(++counts.zero);
+    if (exponent == 128) return static_cast<void>(++counts.non_finite);
+    counts.smallest = std::min(counts.smallest.value_or(exponent), exponent);
+    counts.largest = std::max(counts.largest.value_or(exponent), exponent);
+    if (exponent < range_.smallest - 1) {
+      ++counts.lost;  // above half of the smallest number rounding goes up
+    } else if (exponent < range_.normal) {
+      ++counts.subnormal;
+    } else if (exponent > range_.largest) {
+      ++counts.overflow;
+    }
+  }
+
+  static LayerExponents shares_of(LayerExponents counts) {
+    const auto sampled = static_cast<double>(std::max<std::int64_t>(counts.sampled, 1));
+    for (double* const share :
+         {&counts.zero, &counts.lost, &counts.subnormal, &counts.overflow, &counts.non_finite}) {
+      *share /= sampled;
+    }
+    return counts;
+  }
+
+  at::ScalarType dtype_;
+  UnderflowOptions options_;
+  ExponentRange range_;
+  std::vector<LayerExponents> counts_;  // of values, in place of their shares
+  LayerExponents all_{.layer = "all layers"};
+};
+
+/// Returns the largest power of two up to 2^24 (Apex's ceiling) under which the largest value seen
+/// stays `margin` doublings below the type's largest number; half of the present scale at most
+/// where a value overflowed. For a fixed scale, or as init_scale. Waits for the device.
+///
+/// Where every value is 0, the gradients have underflowed or there are none. Underflowed values
+/// were at most half of the type's smallest number: the suggestion is what values of that size
+/// allow. If the next report has zeros alone again, the loss does not depend on these weights.
+/// \throws c10::Error where no value was seen
+inline double suggest_loss_scale(const UnderflowReport& gradients, int margin = 3) {
+  const LayerExponents all = gradients.total();
+  TORCH_CHECK(all.sampled > 0,
+              "suggest_loss_scale: this report has no values; add gradients after backward()");
+  const double scale = gradients.options().loss_scale;
+  const ExponentRange range = ExponentRange::of(gradients.dtype());
+  const bool has_overflowed = all.non_finite > 0 || all.overflow > 0;
+  // A value that became 0 was at most half of the smallest number.
+  const int largest = all.largest.value_or(has_overflowed ? range.largest : range.smallest - 1);
+  double exponent = std::floor(std::log2(scale)) + range.largest - margin - largest;
+  if (has_overflowed) exponent = std::min(exponent, std::floor(std::log2(scale)) - 1);
+  return std::exp2(std::min(exponent, 24.0));
+}
+
+/// Writes a table with a line a layer, and by how much the loss scale could move.
+inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& report) {
+  using detail::digits;
+  const auto power = [](std::optional<int> exponent) {
+    return exponent ? "2^" + std::to_string(*exponent) : std::string("-");
+  };
+  const std::vector<int> widths = {-36, 10, 12, 12, 12, 12, 12, 10, 10};
+  const ExponentRange range = ExponentRange::of(report.dtype());
+  std::string text = "values in " + std::string(detail::dtype_name(report.dtype())) + ", " +
+                     power(range.smallest) + " to " + power(range.largest) +
+                     ", in percent of those sampled\n" +
+                     detail::table_line(widths, {"layer", "sampled", "zero", "lost", "subnormal",
+                                                 "overflow", "inf or NaN", "smallest", "largest"});
+  const LayerExponents all = report.total();
+  std::vector<LayerExponents> layers = report.layers();
+  layers.push_back(all);
+  for (const LayerExponents& one : layers) {
+    text += detail::table_line(
+        widths, {one.layer, std::to_string(one.sampled), digits(100 * one.zero),
+                 digits(100 * one.lost), digits(100 * one.subnormal), digits(100 * one.overflow),
+                 digits(100 * one.non_finite), power(one.smallest), power(one.largest)});
+  }
+  const std::string scale = digits(report.options().loss_scale, 6);
+  if (all.zero == 1) {
+    text += "every value is 0: with the loss scale " + scale + " they are at most " +
+            power(range.smallest - 1) +
+            ", or the loss does not depend on these weights; a loss scale of " +
+            digits(suggest_loss_scale(report), 8) + " overflows no such value, and tells which\n";
+  } else if (all.non_finite > 0 || all.overflow > 0) {
+    text += "a value is beyond the type's largest number, or was: the loss scale, " + scale +
+            ", should fall to " + digits(suggest_loss_scale(report), 6) + " or less\n";
+  } else if (all.largest) {
+    text += "the loss scale, " + scale + ", could change by " +
+            power(range.largest - *all.largest) + " before the largest value overflows\n";
+  }
+  return stream << text;
+}
+
+/// What happens after a diagnosis.
+enum class DivergencePolicy : std::uint8_t {
+  keep_going,
+  stop,  ///< c10::Error with the diagnosis, from `Telemetry::record` or `flush`
+};
+
+/// What a DivergenceWatch takes for a sign, and what follows.
+struct DivergenceOptions {
+  std::int64_t skips_in_a_row = 10;  ///< so many are a sign
+  double min_scale = 0.5;            ///< a step that is skipped at or below this scale is a sign
+  DivergencePolicy policy = DivergencePolicy::keep_going;  ///< what follows a diagnosis
+  /// Called with the diagnosis, in place of std::cerr, before a `stop`.
+  std::function<void(const Finding&)> callback = {};
+  std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
+};
+
+/// A writer for a Telemetry. Watches for skips in a row, for a skip at a scale of `min_scale` or
+/// less, and for a loss that is inf or NaN. After such a sign it reads weights and gradients, which
+/// waits for the device, and tells what is not finite, at most once in 1000 steps. Other steps cost
+/// a few comparisons.
+///
+/// The watch names what it saw and what to try next. It claims a cause only of a weight that was
+/// inf or NaN from the start: a record comes after its step, and a step that was not skipped has
+/// carried an inf or NaN of its loss into the weights by then. An AnomalyTrace of the step names
+/// the op.
+///
+/// A record whose step is not above the last one's is that of a run that went back to a checkpoint:
+/// the watch may report again at once. Gradients are read as find_overflow does, and are a later
+/// step's where a device decides. In a job of several each rank watches its own loss; one that
+/// stops alone leaves the others waiting.
+class DivergenceWatch {
+ public:
+  /// Keeps the parameters, not the model. Reads the weights once, which waits for the device.
+  /// \throws c10::Error unless skips_in_a_row is positive
+  explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {})
+      : options_(std::move(options)),
+        parameters_(name_parameters(model)),
+        began_bad_(!bad_weight().empty()) {
+    TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
+                options_.skips_in_a_row, "; it should be positive");
+  }
+
+  /// Looks at the record of a step.
+  void operator()(const TelemetryRecord& record) {
+    constexpr std::int64_t kRarely = 1000;
+    if (std::exchange(last_step_, record.step) >= record.step) skips_ = quiet_until_ = 0;
+    skips_ = record.skipped ? skips_ + 1 : 0;
+    const bool is_sign = is_lost(record) || skips_ >= options_.skips_in_a_row ||
+                         (record.skipped && record.scale <= options_.min_scale);
+    if (!is_sign || record.step < quiet_until_) return;
+    quiet_until_ = record.step + kRarely;
+    const Finding finding = diagnose(record);
+    const bool stops = options_.policy == DivergencePolicy::stop;
+    if (options_.callback) {
+      options_.callback(finding);
+    } else if (!stops) {
+      std::cerr << finding.message() + "\n";
+    }
+    TORCH_CHECK(!stops, finding.message());
+  }
+
+ private:
+  static bool is_lost(const TelemetryRecord& record) {
+    return record.loss && detail::nonfinite_bits(*record.loss);
+  }
+
+  /// Returns the name of the first parameter that holds inf or NaN; empty if there is none.
+  std::string bad_weight() const {
+    for (const auto& [name, parameter] : parameters_) {
+      if (!parameter.isfinite().all().item<bool>()) return name;
+    }
+    return {};
+  }
+
+  Finding diagnose(const TelemetryRecord& record) const {
+    Finding finding{.severity = FindingSeverity::error, .topic = "divergence"};
+    finding.where = "Training diverges (" +
+                    (options_.rank ? "rank " + std::to_string(*options_.rank) + ", " : "") +
+                    "step " + std::to_string(record.step) + "; " + std::to_string(skips_) +
+                    " skipped in a row; loss scale " + detail::number_text(record.scale) +
+                    (record.loss ? "; loss " + detail::digits(*record.loss, 4) : "") + ")";
+    const std::string bad = bad_weight();
+    const bool was_applied = is_lost(record) && !record.skipped;
+    if (!bad.empty()) {
+      finding.reason = bad + " holds inf or NaN" +
+                       (began_bad_    ? ", and the weights did when the watch was made"
+                        : was_applied ? " and so is the loss, whose step was applied; which was "
+                                        "first is not known"
+                                      : "; what wrote it is not known");
+      finding.remedy =
+          began_bad_ ? "no step repairs it: initialise or load it again"
+          : was_applied
+              ? "load a checkpoint from before, and step through a GradScaler, which skips a step "
+                "whose gradients are inf or NaN (in bfloat16 with an init_scale of 1): if the "
+                "weights stay finite, look at this batch, and for a log or a division of 0; if "
+                "not, look at the learning rate and eps"
+              : "no step repairs it: load a checkpoint from before, and look at the learning rate, "
+                "eps, the range of the weights' dtype, and writes by hand";
+      return finding;
+    }
+    finding.reason = is_lost(record) ? "the loss is inf or NaN, computed from finite weights"
+                                     : "the weights are finite; " +
+                                           find_overflow(parameters_, record.scale).cause();
+    finding.remedy =
+        std::string(
+            is_lost(record)
+                ? "why is not known: look at this batch, for a log or a division of 0, and in half "
+                  "for a number beyond its range, which is so if the batch has a finite loss in "
+                  "float32: then use bfloat16; an AnomalyTrace around this batch names the op"
+                : "why is not known: an AnomalyWatch traces a step and names the op, and whether a "
+                  "wider type holds its result") +
+        "; if the loss or the weights grew before, divide the learning rate by 10 until the loss "
+        "falls, lengthen the warm-up, or take a momentum below 1, less weight decay, or inputs of "
+        "about 1";
+    return finding;
+  }
+
+  DivergenceOptions options_;
+  NamedTensors parameters_;
+  bool began_bad_;
+  std::int64_t last_step_ = 0;
+  std::int64_t skips_ = 0;
+  std::int64_t quiet_until_ = 0;  // a step
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

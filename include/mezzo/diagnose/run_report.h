@@ -8,6 +8,7 @@
 #include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/telemetry.h>
 
+#include <c10/util/StringUtil.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -16,9 +17,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
+#include <functional>
 #include <ios>
 #include <limits>
 #include <locale>
+#include <optional>
 #include <sstream>
 #include <string>
 #include <string_view>
@@ -70,53 +73,52 @@ path{fill:none;vector-effect:non-scaling-stroke}
 pre{margin:.6rem 0 0;overflow-x:auto}
 )";
 
-/// A number with its name.
-inline std::string tile_html(const std::string& name, const std::string& value,
-                             bool is_bad = false) {
-  return std::string(is_bad ? "<div class=bad>" : "<div>") + "<dt>" + html_text(name) +
-         "</dt><dd>" + html_text(value) + "</dd></div>";
-}
-
 inline std::string section_html(const std::string& title, const std::string& text) {
   return "<section><h2>" + html_text(title) + "</h2><pre>" + html_text(text) + "</pre></section>\n";
 }
 
-/// A curve. It is inline SVG, in which are only lines, since it stretches to the page's width; text
-/// is HTML beside it.
+/// What is drawn of a run, step by step, where a record has it.
 struct Chart {
   std::string title;
-  bool logarithmic = false;  ///< by powers of two; then a y that is not positive is a gap
-  std::vector<std::pair<double, double>> points = {};      ///< a y that is not finite is a gap
-  std::vector<std::pair<double, std::string>> marks = {};  ///< vertical lines: where, and why
+  bool logarithmic;  ///< by powers of two; then a value that is not positive is a gap
+  std::function<std::optional<double>(const TelemetryRecord&)> value;
+  const char* legend = "";  ///< of marks
+  /// Why a step is marked; empty: it is not.
+  std::function<std::string(const TelemetryRecord&)> mark = [](const auto&) { return ""; };
+  bool is_stairs = false;  ///< the value stays what it is until the next step
 };
 
-/// Returns at most 1000 points: means of as many neighbours as it takes.
-inline std::vector<std::pair<double, double>> few_points(
-    const std::vector<std::pair<double, double>>& points) {
-  constexpr std::size_t kMost = 1000;
-  const std::size_t each = (points.size() + kMost - 1) / kMost;
-  std::vector<std::pair<double, double>> means;
-  for (std::size_t begin = 0; begin < points.size(); begin += each) {
-    double sum = 0, count = 0;
-    for (std::size_t i = begin; i < std::min(begin + each, points.size()); ++i) {
-      if (nonfinite_bits(points[i].second)) continue;
-      sum += points[i].second;
-      ++count;
+/// Returns a curve of at most 1000 points, means of neighbours, as a figure; nothing where no
+/// record has its value. It is inline SVG, in which are only lines, since it stretches to the
+/// page's width; text is HTML beside it. What is not finite is a gap.
+inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRecord>& records) {
+  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+  const auto first = static_cast<double>(records.front().step);
+  const double width = std::max(static_cast<double>(records.back().step) - first, 1.0);
+  // Places in a square of 100 by 100, which has y downwards.
+  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
+  const std::size_t each = (records.size() + 999) / 1000;
+  std::vector<std::pair<double, double>> points;
+  std::string marks, labels, grid, curve, ticks;
+  bool is_known = false;
+  double sum = 0, count = 0;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const auto step = static_cast<double>(records[i].step);
+    const std::optional<double> value = chart.value(records[i]);
+    is_known |= value.has_value();
+    if (i % each == 0) {
+      points.emplace_back(step, kGap);
+      sum = count = 0;
     }
-    means.emplace_back(points[begin].first, sum / count);  // 0 / 0 is a gap
+    if (value && !nonfinite_bits(*value)) points.back().second = (sum += *value) / ++count;
+    const std::string why = chart.mark(records[i]);
+    if (why.empty()) continue;
+    marks += "<path class=mark d='M" + across(step) + " 0V100'><title>" + why + "</title></path>";
   }
-  return means;
-}
-
-/// Returns the chart as a figure; of no points a sentence.
-inline std::string chart_html(const Chart& chart) {
-  const std::string title = html_text(chart.title);
-  std::string html = "<figure><figcaption>" + title + ", by step</figcaption>";
-  if (chart.points.empty()) return html + "<p>Nothing was recorded.</p></figure>\n";
-  auto points = few_points(chart.points);
+  if (!is_known) return {};
   double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
   for (auto& [x, y] : points) {
-    if (chart.logarithmic) y = y > 0 ? std::log2(y) : std::numeric_limits<double>::quiet_NaN();
+    if (chart.logarithmic) y = y > 0 ? std::log2(y) : kGap;
     if (nonfinite_bits(y)) continue;
     low = std::min(low, y);
     high = std::max(high, y);
@@ -127,35 +129,28 @@ inline std::string chart_html(const Chart& chart) {
     low = std::floor(low);
     high = low + 4 * std::ceil((high - low) / 4);
   }
-  const double first = chart.points.front().first;
-  const double width = std::max(chart.points.back().first - first, 1.0);
-  // Places in a square of 100 by 100, which has y downwards.
-  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
   const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
-
-  std::string labels, lines, curve, ticks;
   for (const int quarter : {0, 1, 2, 3, 4}) {
     const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
     labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
               (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
-    lines += "<path class=grid d='M0 " + down(y) + "H100'/>";
+    grid += "<path class=grid d='M0 " + down(y) + "H100'/>";
     ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
-  }
-  for (const auto& [where, why] : chart.marks) {
-    lines += "<path class=mark d='M" + across(where) + " 0V100'><title>" + html_text(why) +
-             "</title></path>";
   }
   bool is_drawing = false;
   for (const auto& [x, y] : points) {
     const bool is_gap = nonfinite_bits(y);
+    const std::string to =
+        is_drawing && chart.is_stairs ? "H" + across(x) + "V" + down(y) : across(x) + " " + down(y);
     // A lone point is seen by "h0", since ends of lines are round.
-    if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
+    if (!is_gap) curve += (!is_drawing ? "M" : chart.is_stairs ? "" : "L") + to + "h0";
     is_drawing = !is_gap;
   }
-  return html + "<div class=chart><div class=y>" + labels +
-         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" + title +
-         "'>" + lines + "<path class=curve d='" + curve + "'/></svg><div class=ticks>" + ticks +
-         "</div></div></figure>\n";
+  return "<figure><figcaption>" + chart.title + (marks.empty() ? "" : chart.legend) +
+         ", by step</figcaption><div class=chart><div class=y>" + labels +
+         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" +
+         chart.title + "'>" + grid + marks + "<path class=curve d='" + curve +
+         "'/></svg><div class=ticks>" + ticks + "</div></div></figure>\n";
 }
 
 }  // namespace detail
@@ -177,10 +172,6 @@ class RunReport {
   explicit RunReport(std::string title) : title_(std::move(title)) {}
   RunReport(const RunReport&) = delete;  // a Telemetry would write to its copy: give std::ref
   RunReport& operator=(const RunReport&) = delete;
-  /// Takes the report over. A Telemetry that writes to the other one goes on writing there.
-  RunReport(RunReport&&) = default;
-  /// Takes the report over, and drops its own.
-  RunReport& operator=(RunReport&&) = default;
 
   /// Adds one more step: a Telemetry's writer.
   void operator()(const TelemetryRecord& record) { records_.push_back(record); }
@@ -234,7 +225,8 @@ class RunReport {
     using detail::digits;
     std::string tiles, troubles;
     const auto add = [&](const std::string& name, const std::string& value, bool is_bad = false) {
-      tiles += detail::tile_html(name, value, is_bad);
+      tiles += std::string(is_bad ? "<div class=bad>" : "<div>") + "<dt>" +
+               detail::html_text(name) + "</dt><dd>" + detail::html_text(value) + "</dd></div>";
     };
     for (const auto& [name, value] : scores_) {
       const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
@@ -268,33 +260,29 @@ class RunReport {
   }
 
   std::string charts_html() const {
-    constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-    detail::Chart loss{"loss"}, scale{"loss scale", true}, rate{"learning rate"};
-    detail::Chart norm{"gradient norm before clipping", true}, speed{"tokens/s"};
-    detail::Chart memory{"memory, MiB"};
-    for (const TelemetryRecord& record : records_) {
-      const auto step = static_cast<double>(record.step);
-      loss.points.emplace_back(step, record.loss.value_or(kGap));
-      if (record.loss && detail::nonfinite_bits(*record.loss)) {
-        loss.marks.emplace_back(step, "loss is " + detail::number_text(*record.loss));
-      }
-      if (!scale.points.empty()) scale.points.emplace_back(step, scale.points.back().second);
-      scale.points.emplace_back(step, record.scale);
-      norm.points.emplace_back(step, record.skipped ? kGap : record.grad_norm.value_or(kGap));
-      if (record.learning_rate) rate.points.emplace_back(step, *record.learning_rate);
-      if (record.tokens_per_second) speed.points.emplace_back(step, *record.tokens_per_second);
-      if (record.memory_bytes) memory.points.emplace_back(step, *record.memory_bytes / 1048576);
-      if (record.skipped) {
-        scale.marks.emplace_back(step, "step " + std::to_string(record.step) + " skipped");
-      }
-    }
-    norm.marks = scale.marks;
-    if (!scale.marks.empty()) scale.title += "; red: a skipped step";
-    if (!loss.marks.empty()) loss.title += "; red: inf or NaN";
-    std::string html =
-        detail::chart_html(loss) + detail::chart_html(scale) + detail::chart_html(norm);
-    for (const detail::Chart* chart : {&rate, &speed, &memory}) {
-      if (!chart->points.empty()) html += detail::chart_html(*chart);
+    using Record = TelemetryRecord;
+    const auto is_bad = [](const Record& record) {
+      const bool bad = record.loss && detail::nonfinite_bits(*record.loss);
+      return bad ? "loss is " + detail::number_text(*record.loss) : "";
+    };
+    const auto is_skipped = [](const Record& record) {
+      return record.skipped ? "step " + std::to_string(record.step) + " skipped" : "";
+    };
+    const char* const skips = "; red: a skipped step";
+    std::string html;
+    for (const detail::Chart& chart : std::vector<detail::Chart>{
+             {"loss", false, &Record::loss, "; red: inf or NaN", is_bad},
+             {"loss scale", true, &Record::scale, skips, is_skipped, /*is_stairs=*/true},
+             {"gradient norm before clipping", true,
+              [](const Record& one) { return one.skipped ? std::nullopt : one.grad_norm; }, skips,
+              is_skipped},
+             {"learning rate", false, &Record::learning_rate},
+             {"tokens/s", false, &Record::tokens_per_second},
+             {"memory, MiB", false, [](const Record& one) -> std::optional<double> {
+                if (!one.memory_bytes) return std::nullopt;
+                return *one.memory_bytes / 1048576;
+              }}}) {
+      html += detail::chart_html(chart, records_);
     }
     return "<div class=charts>\n" + html + "</div>\n";
   }
@@ -304,9 +292,8 @@ class RunReport {
     std::array<char, 32> date{};
     std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
     Named<std::string> all = options_;
-    all.emplace_back("mezzo", std::to_string(MEZZO_VERSION_MAJOR) + "." +
-                                  std::to_string(MEZZO_VERSION_MINOR) + "." +
-                                  std::to_string(MEZZO_VERSION_PATCH));
+    all.emplace_back(
+        "mezzo", c10::str(MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH));
     all.emplace_back("libtorch", TORCH_VERSION);
     all.emplace_back("written", date.data());
     std::string text;

@@ -1,29 +1,56 @@
 /// \file
-/// What tensors hold, in one read: the range of the finite values, and how many are inf or NaN.
+/// What tensors hold, in one read: the range of the finite values, and how many are inf or NaN; and
+/// what a model's parameters are called.
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/finding.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/aminmax.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// A model with a name of its own among several.
+struct NamedModel {
+  std::string name;  ///< in front of the names of its parameters
+  std::reference_wrapper<const torch::nn::Module> model;  ///< outlives what it is given to
+};
+
+/// Returns all parameters of a floating dtype, as `named_parameters` orders them, each once.
+inline NamedTensors name_parameters(const torch::nn::Module& model) {
+  return detail::NamedOnce().floating(model.named_parameters());
+}
+
+/// Returns all parameters of a floating dtype of `models`, each once: "generator.0.weight".
+inline NamedTensors name_parameters(const std::vector<NamedModel>& models) {
+  NamedTensors all;
+  detail::NamedOnce once;
+  for (const auto& [name, model] : models) {
+    for (auto& [own, parameter] : once.floating(model.get().named_parameters())) {
+      all.emplace_back(name + "." + own, std::move(parameter));
+    }
+  }
+  return all;
+}
 
 /// What a floating type can hold, by the power of two below a value's magnitude.
 struct ExponentRange {
@@ -94,13 +121,6 @@ inline at::Tensor ordered_values(const at::Tensor& tensor) {
   return values.element_size() == 1 ? values.to(at::kFloat) : values;  // float8
 }
 
-/// Returns tensors of one number each, on any devices, as one tensor of doubles on the host.
-inline at::Tensor numbers_on_host(std::vector<at::Tensor> numbers) {
-  const at::Device device = numbers.front().device();
-  for (at::Tensor& number : numbers) number = number.to(device, at::kDouble);
-  return at::stack(numbers).cpu();
-}
-
 // c10's own conversions are inlined, and wrong under -ffast-math.
 inline bool has_rounding_ends(double value, at::ScalarType dtype) {
   return !nonfinite_bits(value) &&
@@ -126,19 +146,25 @@ inline bool vanishes(double value, at::ScalarType dtype) {
 }  // namespace detail
 
 /// Returns a summary of each tensor; an empty one of a tensor without floating numbers. Writes
-/// nothing. Waits for the device once, and once more for each tensor that holds inf or NaN.
+/// nothing. Waits for the device once.
 inline std::vector<TensorSummary> summarize(const std::vector<at::Tensor>& tensors) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
   const at::NoGradGuard no_grad;
   std::vector<TensorSummary> summaries(tensors.size());
-  std::vector<at::Tensor> ends;
+  std::vector<at::Tensor> counted;
   for (const at::Tensor& tensor : tensors) {
     if (!detail::is_readable(tensor)) continue;
-    const at::Tensor values = detail::ordered_values(tensor);
-    const auto [low, high] = at::aminmax(values);
-    ends.insert(ends.end(), {low, high, values.abs().min()});
+    const at::Tensor values = detail::ordered_values(tensor), is_finite = values.isfinite();
+    for (const at::Tensor& number :
+         {at::where(is_finite, values, kInf).min(), at::where(is_finite, values, -kInf).max(),
+          at::where(is_finite, values.abs(), kInf).min(), values.isinf().sum(),
+          values.isneginf().sum(), values.isnan().sum()}) {
+      const at::Device device = counted.empty() ? number.device() : counted.front().device();
+      counted.push_back(number.to(device, at::kDouble));
+    }
   }
-  if (ends.empty()) return summaries;
-  const at::Tensor known = detail::numbers_on_host(std::move(ends));
+  if (counted.empty()) return summaries;
+  const at::Tensor known = at::stack(counted).cpu();
   const double* number = known.const_data_ptr<double>();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!detail::is_readable(tensors[i])) continue;
@@ -146,28 +172,16 @@ inline std::vector<TensorSummary> summarize(const std::vector<at::Tensor>& tenso
     summary.dtype = tensors[i].scalar_type();
     summary.sizes = tensors[i].sizes().vec();
     summary.count = tensors[i].is_sparse() ? tensors[i]._values().numel() : tensors[i].numel();
-    const double* range = number;
-    at::Tensor counted;
-    if (detail::nonfinite_bits(number[0]) || detail::nonfinite_bits(number[1])) {
-      constexpr double kInf = std::numeric_limits<double>::infinity();
-      const at::Tensor values = detail::ordered_values(tensors[i]);
-      const at::Tensor is_finite = values.isfinite();
-      counted = detail::numbers_on_host(
-          {at::where(is_finite, values, kInf).min(), at::where(is_finite, values, -kInf).max(),
-           at::where(is_finite, values.abs(), kInf).min(), values.isinf().sum(),
-           values.isneginf().sum(), values.isnan().sum()});
-      range = counted.const_data_ptr<double>();
-      summary.infs = static_cast<std::int64_t>(range[3]);
-      summary.negative_infs = static_cast<std::int64_t>(range[4]);
-      summary.nans = static_cast<std::int64_t>(range[5]);
-    }
+    summary.infs = static_cast<std::int64_t>(number[3]);
+    summary.negative_infs = static_cast<std::int64_t>(number[4]);
+    summary.nans = static_cast<std::int64_t>(number[5]);
     if (summary.infs + summary.nans < summary.count) {
-      summary.minimum = range[0];
-      summary.maximum = range[1];
-      summary.smallest = range[2];
-      summary.largest = std::max(std::abs(range[0]), std::abs(range[1]));
+      summary.minimum = number[0];
+      summary.maximum = number[1];
+      summary.smallest = number[2];
+      summary.largest = std::max(std::abs(number[0]), std::abs(number[1]));
     }
-    number += 3;
+    number += 6;
   }
   return summaries;
 }

@@ -3,6 +3,7 @@
 /// it writes.
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
@@ -10,8 +11,8 @@
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Event.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
@@ -38,49 +39,34 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A tensor of one element on its way to the host. The copy overwrites a NaN that no arithmetic
-/// makes, so its arrival shows without a question to the device.
+/// A tensor of one element on its way to the host.
 class LateNumber {
  public:
   explicit LateNumber(const at::Tensor& tensor) {
     if (!tensor.defined()) return;
     TORCH_CHECK(tensor.numel() == 1, "Telemetry::record: loss has ", tensor.numel(),
                 " elements; give its mean or sum");
-    const at::Tensor number = tensor.detach().reshape({}).to(at::kFloat);
-    if (number.is_cpu()) {
-      value_ = number.item<float>();
-      return;
-    }
     const c10::InferenceMode no_inference(false);
-    device_ = number.device();
-    host_ = at::empty({}, at::TensorOptions(at::kFloat).pinned_memory(true));
-    *host_.mutable_data_ptr<float>() = std::bit_cast<float>(kNotThere);
-    host_.copy_(number, /*non_blocking=*/true);
+    const at::Device device = tensor.device();
+    host_ = empty_on_host({}, at::kFloat, device);
+    host_.copy_(tensor.detach().reshape({}).to(at::kFloat), /*non_blocking=*/true);
+    if (device.is_cpu()) return;
+    arrives_.emplace(device.type());
+    arrives_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
 
-  bool ready() {
-    if (!host_.defined()) return true;
-    const std::atomic_ref<std::uint32_t> bits(*static_cast<std::uint32_t*>(host_.data_ptr()));
-    return bits.load(std::memory_order_acquire) != kNotThere;
-  }
+  bool ready() const { return !arrives_ || arrives_->query(); }
 
   /// None of an undefined tensor. May wait for the device.
-  std::optional<double> value() {
-    if (host_.defined()) {
-      if (!ready())
-        c10::impl::VirtualGuardImpl(device_->type()).synchronizeDevice(device_->index());
-      value_ = *host_.const_data_ptr<float>();
-      host_ = at::Tensor();
-    }
-    return value_;
+  std::optional<double> value() const {
+    if (!host_.defined()) return std::nullopt;
+    if (arrives_) arrives_->synchronize();
+    return *host_.const_data_ptr<float>();
   }
 
  private:
-  static constexpr std::uint32_t kNotThere = 0x7FC5EED5U;
-
   at::Tensor host_;
-  std::optional<at::Device> device_;
-  std::optional<double> value_;
+  std::optional<c10::Event> arrives_;
 };
 
 }  // namespace detail
@@ -251,12 +237,6 @@ class RecordFile {
     TORCH_CHECK(file_->is_open(), path_, ": cannot be written; does its folder exist?");
   }
 
-  /// Whether nothing stands in it; of a file that is appended to.
-  bool is_empty() {
-    file_->seekp(0, std::ios::end);
-    return file_->tellp() == std::streampos(0);
-  }
-
   void write(const std::string& text) {
     file_->write(text.data(), static_cast<std::streamsize>(text.size()));
     file_->flush();
@@ -293,22 +273,6 @@ inline std::string bytes_field(std::uint64_t number, std::string_view bytes) {
   return varint(number << 3U | 2U) + varint(bytes.size()) + std::string(bytes);
 }
 
-/// The sum that stands in a file, so that sums of data that holds sums are not weak.
-inline std::string masked_crc(std::string_view bytes) {
-  return fixed_bytes(std::rotr(crc32c(bytes.data(), bytes.size()), 15) + 0xA282EAD8U);
-}
-
-/// `message` as a TFRecord.
-inline std::string framed(std::string_view message) {
-  const std::string length = fixed_bytes(static_cast<std::uint64_t>(message.size()));
-  return length + masked_crc(length) + std::string(message) + masked_crc(message);
-}
-
-/// An Event with its wall time, and the fields that follow.
-inline std::string event_record(double wall_time, const std::string& fields) {
-  return framed("\x09" + fixed_bytes(std::bit_cast<std::uint64_t>(wall_time)) + fields);
-}
-
 }  // namespace detail
 
 /// How a CsvFile is written.
@@ -326,7 +290,8 @@ class CsvFile {
   /// Opens the file, and writes the line of names into an empty one.
   explicit CsvFile(const std::string& path, CsvFileOptions options = {})
       : file_(path, options.append ? std::ios::app : std::ios::trunc) {
-    if (options.append && !file_.is_empty()) return;
+    std::error_code none;  // of a file that has no size
+    if (options.append && std::filesystem::file_size(path, none) > 0) return;
     std::string line = "step,wall_time";
     for (const auto& [name, value] : TelemetryRecord().numbers()) line += std::string(",") + name;
     file_.write(line + "\n");
@@ -354,8 +319,7 @@ class TensorBoardFile {
   /// Opens a new event file in `folder`.
   explicit TensorBoardFile(const std::string& folder)
       : file_(new_path(folder), std::ios::trunc | std::ios::binary) {
-    file_.write(detail::event_record(detail::seconds_since_1970(),
-                                     detail::bytes_field(3, "brain.Event:2")));
+    write(detail::seconds_since_1970(), detail::bytes_field(3, "brain.Event:2"));
   }
 
   /// Writes the scalars of a record.
@@ -367,12 +331,25 @@ class TensorBoardFile {
       values += detail::bytes_field(
           1, detail::bytes_field(1, name) + "\x15" + detail::fixed_bytes(number));
     }
-    file_.write(detail::event_record(
-        record.wall_time, "\x10" + detail::varint(static_cast<std::uint64_t>(record.step)) +
-                              detail::bytes_field(5, values)));
+    write(record.wall_time, "\x10" + detail::varint(static_cast<std::uint64_t>(record.step)) +
+                                detail::bytes_field(5, values));
   }
 
  private:
+  /// Writes an Event of a time and `fields` as a TFRecord: its length and itself, each with a sum.
+  void write(double wall_time, const std::string& fields) {
+    using detail::fixed_bytes;
+    const std::string event =
+        "\x09" + fixed_bytes(std::bit_cast<std::uint64_t>(wall_time)) + fields;
+    std::string record;
+    for (const std::string& part : {fixed_bytes(std::uint64_t{event.size()}), event}) {
+      // Masked, so that sums of data that holds sums are not weak.
+      const std::uint32_t sum = detail::crc32c(part.data(), part.size());
+      record += part + fixed_bytes(std::rotr(sum, 15) + 0xA282EAD8U);
+    }
+    file_.write(record);
+  }
+
   /// A name of its own for each file of the process: TensorBoard reads all in a folder as one run.
   static std::string new_path(const std::string& folder) {
     static std::atomic<int> files = 0;

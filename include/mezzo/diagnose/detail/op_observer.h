@@ -4,8 +4,9 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/names.h>
+#include <mezzo/diagnose/finding.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -13,6 +14,7 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/record_function.h>
 #include <c10/core/DispatchKeySet.h>
+#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -23,6 +25,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
@@ -42,6 +45,43 @@ inline std::vector<at::Tensor> tensors_in(OpArguments values) {
   for_each_tensor(values, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
   return tensors;
 }
+
+/// Returns the memory that a tensor is or is a view of; null where it has none.
+inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl()
+                                                  : nullptr;
+}
+
+/// Tensors by their memory, as it is when they are asked for. Finds views of them, and parameters
+/// that lie in one flat buffer.
+class Names {
+ public:
+  explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {}
+
+  /// Returns the name of the tensor that `tensor` is or is a view of; empty of another one.
+  std::string name_of(const at::Tensor& tensor) const {
+    const auto* const memory = storage_of(tensor);
+    for (const auto& [name, known] : tensors_) {
+      if (memory == nullptr || storage_of(known) != memory) continue;
+      const std::int64_t offset = tensor.storage_offset() - known.storage_offset();
+      if (offset >= 0 && offset < std::max<std::int64_t>(known.numel(), 1)) return name;
+    }
+    return {};
+  }
+
+  /// Returns the module of the first of these tensors among an op's inputs; none if it reads none.
+  std::optional<std::string> module_of(OpArguments inputs) const {
+    std::string name;
+    for_each_tensor(inputs, [&](const at::Tensor& tensor) {
+      if (name.empty()) name = name_of(tensor);
+    });
+    if (name.empty()) return std::nullopt;
+    return layer_name(name);
+  }
+
+ private:
+  NamedTensors tensors_;
+};
 
 /// An op that has begun, as one observer sees it.
 struct ObservedOp {
