@@ -431,6 +431,26 @@ TEST(MpiBackend, OneThatGoesWithACollectiveUnderWayEndsIt) {
   EXPECT_TRUE(at::equal(tensor, torch::full({3000}, static_cast<float>(size))));
 }
 
+// The callback of a work's future holds the last reference, and runs in the backend's own thread.
+TEST(MpiBackend, OneThatEndsInItsOwnThreadEndsWhatIsQueued) {
+  Group soon_gone = group();
+  const auto size = static_cast<float>(soon_gone->getSize());
+  MpiBackend& backend = *soon_gone;
+  // Takes so long that nothing is done when the callback is there.
+  const at::Tensor large = torch::ones({1 << 23}, at::kBFloat16), next = torch::ones({3000});
+  std::vector<at::Tensor> tensors = {large}, queued = {next};
+  const WorkPtr work = backend.allreduce(tensors), last = backend.allreduce(queued);
+  std::thread::id ended_in;
+  work->getFuture()->addCallback([held = std::move(soon_gone), &ended_in](auto&) mutable {
+    held.reset();
+    ended_in = std::this_thread::get_id();
+  });
+  work->wait();
+  last->wait();
+  EXPECT_NE(ended_in, std::this_thread::get_id()) << "else it has shown nothing";
+  EXPECT_TRUE(at::equal(next, torch::full({3000}, size)));
+}
+
 TEST(MpiBackend, GroupsDoNotMeetEachOther) {
   const Group world = group();
   MPI_Comm half_comm = MPI_COMM_NULL;

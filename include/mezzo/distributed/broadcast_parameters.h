@@ -22,13 +22,13 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Compares names, dtypes, shapes and whether gradients are wanted, and lines of `options` before;
-/// then gives every rank rank 0's values.
-inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group,
-                            const std::string& options) {
+/// then gives every rank rank 0's values. Returns the tensors that want gradients.
+inline std::vector<at::Tensor> broadcast_alike(const NamedTensors& tensors, const GroupPtr& group,
+                                               const std::string& options) {
   checked(group, "broadcast_parameters");
   std::ostringstream lines;
   lines << options;
-  std::vector<at::Tensor> defined;
+  std::vector<at::Tensor> defined, trained;
   for (const auto& [name, tensor] : tensors) {
     lines << name << ": ";
     if (!tensor.defined()) {
@@ -38,10 +38,12 @@ inline void broadcast_alike(const NamedTensors& tensors, const GroupPtr& group,
     lines << tensor.scalar_type() << ' ' << tensor.sizes()
           << (tensor.requires_grad() ? ", trained\n" : ", not trained\n");
     defined.push_back(tensor);
+    if (tensor.requires_grad()) trained.push_back(tensor);
   }
   check_alike(group, "broadcast_parameters", lines.str(),
               "build the same model on all ranks, and give them the same options");
   broadcast(group, defined, 0);
+  return trained;
 }
 
 }  // namespace detail

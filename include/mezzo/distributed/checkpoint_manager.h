@@ -67,140 +67,131 @@ class DistributedCheckpointManager {
   /// ShardedOptimizer gathers.
   /// \throws c10::Error, on all ranks, where one cannot save, or where the ranks' states, steps or
   ///   parameters differ; earlier files are then untouched, and the next `save` may succeed
-  inline SavedCheckpoint save(const TrainingState& state, std::int64_t step);
+  SavedCheckpoint save(const TrainingState& state, std::int64_t step) {
+    constexpr const char* kCaller = "DistributedCheckpointManager::save";
+    check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
+    const auto& parts = detail::CheckpointAccess::parts(state);
+    const detail::ParameterNames names = detail::parameter_names(parts);
+    // All ranks save all objects, for some of them gather: also after one that throws.
+    detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
+    std::string failure;
+    for (const detail::NamedPart& one : parts) {
+      c10::IValue value;
+      const std::string words =
+          detail::failure_of([&] { value = detail::saved_value(one.part, names); });
+      if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
+      values.insert(one.name, value);
+      if (one.is_per_rank) own.insert(one.name, value);
+    }
+    detail::throw_together(group_, kCaller, failure);
+    const std::vector<char> bytes = torch::jit::pickle_save(own);
+    const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
+    const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
+      detail::check_can_be_saved("CheckpointManager::save", parts, step);
+      detail::PythonDict ranks = detail::python_dict();  // a list of values by name
+      for (const std::string& text : of_ranks) {
+        for (const auto& entry :
+             torch::jit::pickle_load({text.begin(), text.end()}).toGenericDict()) {
+          if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::python_list());
+          ranks.at(entry.key()).toList().push_back(entry.value());
+        }
+      }
+      const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
+      const SavedCheckpoint written = files_.write(
+          detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
+      return std::to_string(written.bytes) + ' ' + written.file.filename().string();
+    });
+    return {folder_ / outcome.substr(outcome.find(' ') + 1), std::stoull(outcome)};
+  }
 
   /// Does what CheckpointManager::load_newest does, with the newest file that is whole for every
   /// rank.
   /// \throws c10::Error, on all ranks, as CheckpointManager::load_newest does on one of them. Where
   ///   a rank fails after the file was read and compared, other ranks may have loaded it: end the
   ///   job
-  inline std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
-                                                     const LoadOptions& options = {});
+  std::optional<LoadedCheckpoint> load_newest(const TrainingState& state,
+                                              const LoadOptions& options = {}) {
+    constexpr const char* kCaller = "DistributedCheckpointManager::load_newest";
+    check_states(kCaller, state, options.subset ? "a subset" : "the whole state",
+                 /*with_parameters=*/false);
+    std::set<std::string> passed_over;
+    std::string damages;
+    const auto choose = [&]() -> std::string {
+      for (const std::filesystem::path& file : files_.files()) {
+        const std::string name = file.filename().string();
+        if (passed_over.count(name) == 0) return name;
+      }
+      return {};
+    };
+    for (std::string name; !(name = detail::from_rank_0(group_, kCaller, choose)).empty();) {
+      const std::filesystem::path file = folder_ / name;
+      detail::CheckedLoad checked;
+      std::string damage;
+      const std::string refusal = detail::failure_of([&] {
+        try {
+          checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
+                                       {group_->getRank(), group_->getSize()});
+        } catch (const detail::UnusableCheckpoint& unusable) {
+          damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
+        }
+      });
+      detail::throw_together(group_, kCaller, refusal);
+      for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
+        if (of_rank.empty() || !passed_over.insert(name).second) continue;
+        damages += "\n  " + name + ' ' + of_rank;
+        if (group_->getRank() == 0) files_.pass_over(file, of_rank);
+      }
+      if (passed_over.count(name) > 0) continue;
+      detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
+      for (const std::string& note : checked.notes) {
+        if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);
+      }
+      return LoadedCheckpoint{checked.file, checked.step};
+    }
+    TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
+                " has no checkpoint that is whole:", damages,
+                "\nMove them elsewhere to begin anew");
+    return std::nullopt;
+  }
 
   /// Returns the files that this rank sees, the newest first.
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:
-  inline void check_states(const char* caller, const TrainingState& state, const std::string& call,
-                           bool with_parameters) const;
+  /// Compares what the ranks save or load, a line for each thing in which they must not differ.
+  void check_states(const char* caller, const TrainingState& state, const std::string& call,
+                    bool with_parameters) const {
+    std::ostringstream lines;
+    lines << call << '\n';
+    const std::string failure = detail::failure_of([&] {
+      detail::check_not_averaged();
+      TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+                  "the state is empty; add what training goes on from, as in "
+                  "state.add(\"model\", model)");
+      for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
+        lines << name << (is_per_rank ? " of each rank\n" : "\n");
+        if (!part.parameters) continue;
+        for (const auto& [parameter, tensor] : part.parameters()) {
+          lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' '
+                << tensor.sizes();
+          if (with_parameters) {
+            const at::Tensor bytes = tensor.detach().cpu().contiguous();
+            lines << ", bits with the CRC-32C "
+                  << detail::crc32c_text(bytes.const_data_ptr(), bytes.nbytes());
+          }
+          lines << '\n';
+        }
+      }
+    });
+    detail::throw_together(group_, caller, failure);
+    detail::check_alike(group_, caller, lines.str(),
+                        "ranks save and load the same; what is each rank's own is added with "
+                        "add_per_rank");
+  }
 
   std::filesystem::path folder_;
   c10::intrusive_ptr<c10d::Backend> group_;
   CheckpointManager files_;
 };
-
-/// Compares what the ranks save or load, a line for each thing in which they must not differ.
-inline void DistributedCheckpointManager::check_states(const char* caller,
-                                                       const TrainingState& state,
-                                                       const std::string& call,
-                                                       bool with_parameters) const {
-  std::ostringstream lines;
-  lines << call << '\n';
-  const std::string failure = detail::failure_of([&] {
-    detail::check_not_averaged();
-    TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
-                "the state is empty; add what training goes on from, as in "
-                "state.add(\"model\", model)");
-    for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
-      lines << name << (is_per_rank ? " of each rank\n" : "\n");
-      if (!part.parameters) continue;
-      for (const auto& [parameter, tensor] : part.parameters()) {
-        lines << name << '.' << parameter << ": " << tensor.scalar_type() << ' ' << tensor.sizes();
-        if (with_parameters) {
-          const at::Tensor bytes = tensor.detach().cpu().contiguous();
-          lines << ", bits with the CRC-32C "
-                << detail::crc32c_text(bytes.const_data_ptr(), bytes.nbytes());
-        }
-        lines << '\n';
-      }
-    }
-  });
-  detail::throw_together(group_, caller, failure);
-  detail::check_alike(group_, caller, lines.str(),
-                      "ranks save and load the same; what is each rank's own is added with "
-                      "add_per_rank");
-}
-
-inline SavedCheckpoint DistributedCheckpointManager::save(const TrainingState& state,
-                                                          std::int64_t step) {
-  constexpr const char* kCaller = "DistributedCheckpointManager::save";
-  check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
-  const auto& parts = detail::CheckpointAccess::parts(state);
-  const detail::ParameterNames names = detail::parameter_names(parts);
-  // All ranks save all objects, for some of them gather: also after one that throws.
-  detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
-  std::string failure;
-  for (const detail::NamedPart& one : parts) {
-    c10::IValue value;
-    const std::string words =
-        detail::failure_of([&] { value = detail::saved_value(one.part, names); });
-    if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
-    values.insert(one.name, value);
-    if (one.is_per_rank) own.insert(one.name, value);
-  }
-  detail::throw_together(group_, kCaller, failure);
-  const std::vector<char> bytes = torch::jit::pickle_save(own);
-  const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
-  const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
-    detail::check_can_be_saved("CheckpointManager::save", parts, step);
-    detail::PythonDict ranks = detail::python_dict();  // a list of values by name
-    for (const std::string& text : of_ranks) {
-      for (const auto& entry :
-           torch::jit::pickle_load({text.begin(), text.end()}).toGenericDict()) {
-        if (!ranks.contains(entry.key())) ranks.insert(entry.key(), detail::python_list());
-        ranks.at(entry.key()).toList().push_back(entry.value());
-      }
-    }
-    const bool has_ranks = of_ranks.size() > 1 && !ranks.empty();
-    const SavedCheckpoint written = files_.write(
-        detail::document_of(values, step, has_ranks ? c10::IValue(ranks) : c10::IValue()), step);
-    return std::to_string(written.bytes) + ' ' + written.file.filename().string();
-  });
-  return {folder_ / outcome.substr(outcome.find(' ') + 1), std::stoull(outcome)};
-}
-
-inline std::optional<LoadedCheckpoint> DistributedCheckpointManager::load_newest(
-    const TrainingState& state, const LoadOptions& options) {
-  constexpr const char* kCaller = "DistributedCheckpointManager::load_newest";
-  check_states(kCaller, state, options.subset ? "a subset" : "the whole state",
-               /*with_parameters=*/false);
-  std::set<std::string> passed_over;
-  std::string damages;
-  const auto choose = [&]() -> std::string {
-    for (const std::filesystem::path& file : files_.files()) {
-      const std::string name = file.filename().string();
-      if (passed_over.count(name) == 0) return name;
-    }
-    return {};
-  };
-  for (std::string name; !(name = detail::from_rank_0(group_, kCaller, choose)).empty();) {
-    const std::filesystem::path file = folder_ / name;
-    detail::CheckedLoad checked;
-    std::string damage;
-    const std::string refusal = detail::failure_of([&] {
-      try {
-        checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
-                                     {group_->getRank(), group_->getSize()});
-      } catch (const detail::UnusableCheckpoint& unusable) {
-        damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
-      }
-    });
-    detail::throw_together(group_, kCaller, refusal);
-    for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
-      if (of_rank.empty() || !passed_over.insert(name).second) continue;
-      damages += "\n  " + name + ' ' + of_rank;
-      if (group_->getRank() == 0) files_.pass_over(file, of_rank);
-    }
-    if (passed_over.count(name) > 0) continue;
-    detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
-    for (const std::string& note : checked.notes) {
-      if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);
-    }
-    return LoadedCheckpoint{checked.file, checked.step};
-  }
-  TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
-              " has no checkpoint that is whole:", damages, "\nMove them elsewhere to begin anew");
-  return std::nullopt;
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

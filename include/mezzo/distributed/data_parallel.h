@@ -20,7 +20,6 @@
 #include <torch/nn/module.h>
 
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -84,12 +83,8 @@ class Replica {
     checked(group_, "DataParallel");
     NamedTensors all = parameters_;
     all.insert(all.end(), buffers_.begin(), buffers_.end());
-    broadcast_alike(all, group_,
-                    broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
-    std::vector<at::Tensor> trained;
-    for (const auto& [name, parameter] : parameters_) {
-      if (parameter.requires_grad()) trained.push_back(parameter);
-    }
+    auto trained = broadcast_alike(
+        all, group_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
     TORCH_CHECK(!trained.empty(), "DataParallel on rank ", group_->getRank(),
                 ": no parameter of the model requires grad, so there is nothing to train together; "
                 "call the model itself");
@@ -140,8 +135,7 @@ class DataParallel {
   ///   where; for an empty holder, and for a model without a parameter to train
   explicit DataParallel(M model, c10::intrusive_ptr<c10d::Backend> group,
                         const DataParallelOptions& options = {})
-      : model_(std::move(model)),
-        replica_(std::make_unique<detail::Replica>(module_of_model(), group, options)) {}
+      : model_(std::move(model)), replica_(module_of_model(), group, options) {}
   DataParallel(const DataParallel&) = delete;
   DataParallel& operator=(const DataParallel&) = delete;
 
@@ -151,7 +145,7 @@ class DataParallel {
   /// \throws c10::Error if a parameter that was frozen at the start requires grad now
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
-    replica_->begin_forward(module_of_model().is_training());
+    replica_.begin_forward(module_of_model().is_training());
     // AutocastModule's call operator knows the default arguments.
     if constexpr (requires { model_->forward(std::forward<Args>(args)...); }) {
       return model_->forward(std::forward<Args>(args)...);
@@ -166,7 +160,7 @@ class DataParallel {
   auto operator->() const { return detail::module_pointer(model_); }
 
   /// Returns the buckets of the trained parameters' gradients.
-  GradBuckets& buckets() noexcept { return replica_->all_reduce().buckets(); }
+  GradBuckets& buckets() noexcept { return replica_.all_reduce().buckets(); }
 
   /// Returns a guard under which backward passes only accumulate on this rank, and buffers are not
   /// broadcast: for all micro-batches of a step but the last.
@@ -176,12 +170,12 @@ class DataParallel {
   ///       criterion(ddp(first.data), first.target).backward();
   ///     }
   ///     criterion(ddp(last.data), last.target).backward();
-  [[nodiscard]] NoSync no_sync() { return replica_->all_reduce().no_sync(); }
+  [[nodiscard]] NoSync no_sync() { return replica_.all_reduce().no_sync(); }
 
   /// Gives all ranks rank 0's buffers, as every training forward does. All ranks call it. Call it
   /// before an evaluation, for the last training forward has changed the buffers of each rank. The
   /// buffers' version counters do not change, as they do not when modules write their statistics.
-  void broadcast_buffers() { replica_->broadcast_buffers(); }
+  void broadcast_buffers() { replica_.broadcast_buffers(); }
 
  private:
   const torch::nn::Module& module_of_model() const {
@@ -192,14 +186,10 @@ class DataParallel {
   }
 
   M model_;
-  std::unique_ptr<detail::Replica> replica_;
+  detail::Replica replica_;
 };
 
 /// `M` is the type of the holder.
 template <class M>
 DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
-/// `M` is the type of the holder.
-template <class M>
-DataParallel(M, c10::intrusive_ptr<c10d::Backend>, DataParallelOptions) -> DataParallel<M>;
-
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

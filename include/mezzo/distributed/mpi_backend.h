@@ -139,11 +139,6 @@ class MpiWork final : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-/// Thrown where ranks have called different collectives: they stay in step.
-class MpiCallsDiffer : public c10::Error {
-  using Error::Error;
-};
-
 }  // namespace detail
 
 /// Initialises MPI with MPI_THREAD_MULTIPLE, unless the program has done so, and finalises MPI if
@@ -245,7 +240,12 @@ class MpiBackend final : public c10d::Backend {
     detail::check_mpi(MPI_Comm_dup(communicator, &communicator_), "MPI_Comm_dup");
     detail::check_mpi(MPI_Comm_set_errhandler(communicator_, MPI_ERRORS_RETURN),
                       "MPI_Comm_set_errhandler");
-    thread_ = std::thread([this] { work_until_closed(); });
+    thread_ = std::thread([this] {
+      const c10::NoGradGuard no_grad;
+      bool is_gone = false;
+      is_gone_ = &is_gone;
+      while (!is_gone && do_next()) continue;
+    });
   }
 
   /// Does the collectives that are under way, unless an exception ends the backend's scope.
@@ -256,7 +256,14 @@ class MpiBackend final : public c10d::Backend {
       is_abandoned_ = std::uncaught_exceptions() > exceptions_;
     }
     changed_.notify_all();
-    thread_.join();
+    if (thread_.get_id() == std::this_thread::get_id()) {
+      // A callback of a work's future held the last reference to this backend.
+      while (do_next()) continue;
+      *is_gone_ = true;
+      thread_.detach();
+    } else {
+      thread_.join();
+    }
     if (broken_.empty() && !is_abandoned_ && !detail::mpi_is(&MPI_Finalized)) {
       MPI_Comm_free(&communicator_);
     }
@@ -361,26 +368,26 @@ class MpiBackend final : public c10d::Backend {
     return work;
   }
 
-  void work_until_closed() {
-    const c10::NoGradGuard no_grad;
-    while (true) {
-      Operation operation;
-      {
-        std::unique_lock lock(mutex_);
-        changed_.wait(lock, [this] { return is_closed_ || !queue_.empty(); });
-        if (queue_.empty()) return;
-        operation = std::move(queue_.front());
-        queue_.pop_front();
-      }
-      std::exception_ptr error;
-      try {
-        perform(operation);
-      } catch (...) {
-        error = std::current_exception();
-      }
-      operation.run = nullptr;  // lets go of the tensors before a waiting thread goes on
-      operation.work->end(error);
+  /// Waits for a collective, and does it. Returns whether it did; else the backend is closed, and
+  /// nothing is queued. A callback of its work may end the backend.
+  bool do_next() {
+    Operation operation;
+    {
+      std::unique_lock lock(mutex_);
+      changed_.wait(lock, [this] { return is_closed_ || !queue_.empty(); });
+      if (queue_.empty()) return false;
+      operation = std::move(queue_.front());
+      queue_.pop_front();
     }
+    std::exception_ptr error;
+    try {
+      perform(operation);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    operation.run = nullptr;  // lets go of the tensors before a waiting thread goes on
+    operation.work->end(error);
+    return true;
   }
 
   void perform(const Operation& operation) {
@@ -388,37 +395,35 @@ class MpiBackend final : public c10d::Backend {
       const std::lock_guard lock(mutex_);
       check_usable(*operation.work);
     }
+    std::string difference;
     try {
-      meet(*operation.work);
-      operation.run();
-    } catch (const detail::MpiCallsDiffer&) {
-      throw;
+      difference = meet(*operation.work);
+      if (difference.empty()) operation.run();
     } catch (const c10::Error& error) {
       const std::string words = operation.work->name() + ": " + error.what_without_backtrace();
       const std::lock_guard lock(mutex_);
       broken_ = words;
       TORCH_CHECK(false, words);
     }
+    TORCH_CHECK(difference.empty(), operation.work->name(), ": ", difference);  // all stay in step
   }
 
-  /// Returns when all ranks have called a collective. They announce it by a small non-blocking
-  /// all-gather, look for its end now and then, and sleep meanwhile: in a blocking call of MPI,
-  /// which is faster, a rank that waits would keep a core busy. All ranks read the same
-  /// announcements, so that all throw where they differ, or none.
-  void meet(const detail::MpiWork& work) {
+  /// Returns when all ranks have called a collective, how their calls differ; empty: they do not.
+  /// They announce it by a small non-blocking all-gather, look for its end now and then, and sleep
+  /// meanwhile: in a blocking call of MPI, which is faster, a rank that waits would keep a core
+  /// busy. All ranks read the same announcements, so that all throw where they differ, or none.
+  std::string meet(const detail::MpiWork& work) {
     constexpr int kBytes = 64;  // for the longest call
-    struct Announcements {
-      std::array<char, kBytes> own{};
-      std::vector<char> all;
-    };
-    auto announced = std::make_unique<Announcements>();
-    work.call().copy(announced->own.data(), kBytes - 1);
-    announced->all.resize(static_cast<std::size_t>(kBytes * size_));
+    // This rank's announcement stands behind those of all.
+    auto announced = std::make_unique<std::vector<char>>(kBytes * (std::size_t(size_) + 1));
+    char* const all = announced->data();
+    char* const own = all + std::ptrdiff_t{kBytes} * size_;
+    work.call().copy(own, kBytes - 1);
     ++calls_;
     MPI_Request request = MPI_REQUEST_NULL;
-    detail::check_mpi(MPI_Iallgather(announced->own.data(), kBytes, MPI_BYTE, announced->all.data(),
-                                     kBytes, MPI_BYTE, communicator_, &request),
-                      "MPI_Iallgather of the call");
+    detail::check_mpi(
+        MPI_Iallgather(own, kBytes, MPI_BYTE, all, kBytes, MPI_BYTE, communicator_, &request),
+        "MPI_Iallgather of the call");
     const auto give_up = [&announced](const auto&... words) {
       static_cast<void>(announced.release());  // MPI may still write there
       TORCH_CHECK(false, words...);
@@ -446,16 +451,15 @@ class MpiBackend final : public c10d::Backend {
       std::this_thread::sleep_for(pause);
       pause = std::min(2 * pause, std::chrono::microseconds(160));
     }
-    const std::string first = announced->all.data();
+    const std::string first = all;
     for (int rank = 1; rank < size_; ++rank) {
-      const std::string other = announced->all.data() + std::ptrdiff_t{kBytes} * rank;
+      const std::string other = all + std::ptrdiff_t{kBytes} * rank;
       if (other == first) continue;
-      throw detail::MpiCallsDiffer(
-          {__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)},
-          c10::str(work.name(), ": rank ", rank, " called ", other, " where rank 0 called ", first,
-                   " (collective number ", calls_,
-                   " of this group); every rank must make the same calls in the same order"));
+      return c10::str("rank ", rank, " called ", other, " where rank 0 called ", first,
+                      " (collective number ", calls_,
+                      " of this group); every rank must make the same calls in the same order");
     }
+    return {};
   }
 
   void check_usable(const detail::MpiWork& work) const {
@@ -512,7 +516,8 @@ class MpiBackend final : public c10d::Backend {
   std::chrono::milliseconds timeout_;
   int exceptions_;
   std::thread thread_;
-  int64_t calls_ = 0;  // of the thread
+  int64_t calls_ = 0;        // of the thread
+  bool* is_gone_ = nullptr;  // the thread's: whether this backend has ended in it
 
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;

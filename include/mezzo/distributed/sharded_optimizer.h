@@ -27,6 +27,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <numeric>
 #include <sstream>
@@ -63,6 +64,7 @@ class Shards {
   }
 
   GradAllReduce& all_reduce() noexcept { return all_reduce_; }
+  const GroupPtr& group() const noexcept { return group_; }
   int rank() const { return group_->getRank(); }
 
   /// \throws c10::Error for a parameter whose gradients are not averaged
@@ -89,81 +91,10 @@ class Shards {
     }
   }
 
-  /// Gives `whole`, on rank 0, the states of its parameters, on the CPU: of one parameter after
-  /// another the owner writes the state that `own` has, and rank 0 reads it. `make` returns an
-  /// optimizer of one group.
-  /// \throws c10::Error, on all ranks, what one of them throws
-  template <class Make>
-  void gather(const torch::optim::Optimizer& own, torch::optim::Optimizer& whole,
-              const Make& make) const {
-    std::string failure;
-    for (const auto& group : whole.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const auto found = owners_.find(parameter.unsafeGetTensorImpl());
-        const int owner = found == owners_.end() ? 0 : found->second;  // 0: it is frozen by now
-        std::string text;
-        failure += failure_of([&] {
-          if (rank() == owner) text = text_of_state(own, group, parameter, make);
-        });
-        text = broadcast_text(group_, std::move(text), owner);
-        failure += failure_of([&] {
-          if (rank() == 0) read_state(whole, group, parameter, text, at::kCPU, make);
-        });
-      }
-    }
-    throw_together(group_, "ShardedOptimizer::save", failure);
-  }
-
-  /// Drops the states of other ranks' parameters, and brings the others to their parameters'
-  /// devices.
-  template <class Make>
-  void keep_own(torch::optim::Optimizer& loaded, const Make& make) const {
-    for (const auto& group : loaded.param_groups()) {
-      for (const at::Tensor& parameter : group.params()) {
-        const bool is_own = !is_others(parameter.unsafeGetTensorImpl());
-        const std::string text = is_own ? text_of_state(loaded, group, parameter, make) : "";
-        loaded.state().erase(parameter.unsafeGetTensorImpl());
-        read_state(loaded, group, parameter, text, parameter.device(), make);
-      }
-    }
-  }
-
  private:
-  using ParamGroup = torch::optim::OptimizerParamGroup;
-
-  /// Returns the file of an optimizer of `parameter` alone; empty if `of` has no state of it.
-  template <class Make>
-  static std::string text_of_state(const torch::optim::Optimizer& of, const ParamGroup& group,
-                                   const at::Tensor& parameter, const Make& make) {
-    void* const address = parameter.unsafeGetTensorImpl();
-    const auto found = of.state().find(address);
-    if (found == of.state().end()) return {};
-    const auto one = make({ParamGroup({parameter}, group.options().clone())});
-    one->state()[address] = found->second->clone();
-    torch::serialize::OutputArchive archive;
-    one->save(archive);
-    std::ostringstream bytes;
-    archive.save_to(bytes);
-    return bytes.str();
-  }
-  /// Gives `to` the state in such a file, on `device`.
-  template <class Make>
-  static void read_state(torch::optim::Optimizer& to, const ParamGroup& group,
-                         const at::Tensor& parameter, const std::string& text, at::Device device,
-                         const Make& make) {
-    if (text.empty()) return;
-    torch::serialize::InputArchive archive;
-    archive.load_from(text.data(), text.size(), device);
-    const auto one = make({ParamGroup({parameter}, group.options().clone())});
-    one->load(archive);
-    void* const address = parameter.unsafeGetTensorImpl();
-    to.state()[address] = std::move(one->state()[address]);
-  }
-
   std::vector<at::Tensor> start_alike(
       const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
     NamedTensors named;
-    std::vector<at::Tensor> trained;
     std::string options;
     for (std::size_t i = 0; i < groups.size(); ++i) {
       torch::serialize::OutputArchive archive;
@@ -177,11 +108,9 @@ class Shards {
       for (std::size_t k = 0; k < groups[i].params().size(); ++k) {
         const at::Tensor& parameter = groups[i].params()[k];
         named.emplace_back(c10::str("parameter ", k, " of group ", i), parameter);
-        if (parameter.requires_grad()) trained.push_back(parameter);
       }
     }
-    broadcast_alike(named, group_, options);
-    return trained;
+    return broadcast_alike(named, group_, options);
   }
 
   GroupPtr group_;
@@ -199,18 +128,35 @@ class Sharded : public OptimizerType, public optim::ShardedState {
   [[nodiscard]] NoSync no_sync() { return shards_.all_reduce().no_sync(); }
 
   /// Writes on rank 0 the archive that `OptimizerType` alone would write, whatever the number of
-  /// ranks, with states on the CPU, and nothing on the others. All ranks call it.
-  /// \throws c10::Error, on all ranks, what one of them throws
+  /// ranks, with states on the CPU, and nothing on the others. All ranks call it, and need memory
+  /// for the states of one rank at a time. \throws c10::Error, on all ranks, what one of them throws
   void save(torch::serialize::OutputArchive& archive) const override {
-    if constexpr (std::derived_from<OptimizerType, StepEngine>) {
-      FiledOptimizer whole;
-      for (const auto& group : this->param_groups_) whole.param_groups().push_back(group);
-      shards_.gather(*this, whole, make_);
-      if (shards_.rank() == 0) this->write_file(archive, whole);
+    std::unique_ptr<std::conditional_t<kIsFused, FiledOptimizer, OptimizerType>> whole;
+    if constexpr (kIsFused) {
+      whole = std::make_unique<FiledOptimizer>();
+      for (const auto& group : this->param_groups_) whole->param_groups().push_back(group);
     } else {
-      const auto whole = make_(this->param_groups_);
-      shards_.gather(*this, *whole, make_);
-      if (shards_.rank() == 0) whole->save(archive);
+      whole = make_(this->param_groups_);
+    }
+    std::string failure;
+    for (int rank = 0; rank < shards_.group()->getSize(); ++rank) {
+      std::string text;
+      failure += failure_of([&] {
+        if (rank == shards_.rank()) text = own_file();
+      });
+      text = broadcast_text(shards_.group(), std::move(text), rank);
+      failure += failure_of([&] {
+        if (shards_.rank() != 0 || text.empty()) return;
+        const auto part = read(text, at::kCPU);
+        for (auto& [parameter, state] : part->state()) whole->state()[parameter] = std::move(state);
+      });
+    }
+    throw_together(shards_.group(), "ShardedOptimizer::save", failure);
+    if (shards_.rank() != 0) return;
+    if constexpr (kIsFused) {
+      this->write_file(archive, *whole);
+    } else {
+      whole->save(archive);
     }
   }
 
@@ -219,7 +165,22 @@ class Sharded : public OptimizerType, public optim::ShardedState {
   /// of its parameters. \throws c10::Error as OptimizerType does
   void load(torch::serialize::InputArchive& archive) override {
     OptimizerType::load(archive);
-    shards_.keep_own(*this, make_);
+    std::map<std::string, std::vector<at::Tensor>> own;  // by device, to which their states go
+    for (const auto& group : this->param_groups_) {
+      for (const at::Tensor& parameter : group.params()) {
+        void* const address = parameter.unsafeGetTensorImpl();
+        if (shards_.is_others(address)) this->state_.erase(address);
+        if (this->state_.count(address) > 0) own[parameter.device().str()].push_back(parameter);
+      }
+    }
+    const std::string file = own_file();
+    for (const auto& [device, parameters] : own) {
+      const auto there = read(file, device);
+      for (const at::Tensor& parameter : parameters) {
+        void* const address = parameter.unsafeGetTensorImpl();
+        this->state_[address] = std::move(there->state()[address]);
+      }
+    }
   }
 
  protected:
@@ -236,6 +197,26 @@ class Sharded : public OptimizerType, public optim::ShardedState {
 
   std::function<std::unique_ptr<OptimizerType>(Groups)> make_;
   Shards shards_;
+
+ private:
+  static constexpr bool kIsFused = std::derived_from<OptimizerType, StepEngine>;
+
+  /// Returns the file of this rank's states.
+  std::string own_file() const {
+    torch::serialize::OutputArchive archive;
+    OptimizerType::save(archive);
+    std::ostringstream bytes;
+    archive.save_to(bytes);
+    return bytes.str();
+  }
+  /// Returns an optimizer with the states of such a file, on `device`.
+  std::unique_ptr<OptimizerType> read(const std::string& file, at::Device device) const {
+    torch::serialize::InputArchive archive;
+    archive.load_from(file.data(), file.size(), device);
+    auto optimizer = make_(this->param_groups_);
+    optimizer->load(archive);
+    return optimizer;
+  }
 };
 
 }  // namespace detail

@@ -36,61 +36,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// Normalises as `torch::nn::BatchNorm1d`, 2d and 3d do, in training with mean and variance of the
-/// batches of all ranks together, as `torch.nn.SyncBatchNorm`: for parts of a batch that are too
-/// small for a variance of their own.
-///
-/// \code
-///   struct NetImpl : torch::nn::Module {
-///     explicit NetImpl(const c10::intrusive_ptr<c10d::Backend>& statistics)
-///         : norm(torch::nn::BatchNormOptions(64), statistics) { register_module("norm", norm); }
-///     mezzo::SyncBatchNorm norm;
-///   };
-/// \endcode
-///
-/// Options, parameters and buffers are BatchNorm's, with its names, so that state dicts can be
-/// exchanged. The input is [N, C] or [N, C, ...], of a floating dtype, with C `num_features`. N and
-/// the dimensions after C may differ between ranks, and N may be 0 on some. The output has the
-/// input's dtype.
-///
-/// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
-/// 2 C + 1 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
-/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
-/// bits. In evaluation, with running statistics, no collective is called.
-///
-/// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
-/// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
-/// in different orders. On a GPU the host does not wait, except in forward with
-/// `momentum(std::nullopt)`, as in torch.
-/// \throws c10::Error for an input of another shape or device; in training on the CPU, on all ranks,
-///   if they have fewer than two values for a channel together; in backward with `create_graph`
-class SyncBatchNormImpl
-    : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
- public:
-  /// `group` has the ranks whose batches are normalised together. All ranks call it together, and
-  /// compare their options. \throws c10::Error, on all ranks, naming the first one that differs
-  inline SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
-                           c10::intrusive_ptr<c10d::Backend> group);
-
-  /// Returns the normalised input. All ranks of the group call it together.
-  at::Tensor forward(const at::Tensor& input);
-
-  /// Writes the class's name and its options.
-  // Declared inline, or every unit would hold the class's vtable.
-  inline void pretty_print(std::ostream& stream) const override;
-
- protected:
-  /// Throws c10::Error for an input that cannot be normalised.
-  inline void _check_input_dim(const at::Tensor& input) override;
-
- private:
-  at::Tensor normalise(const at::Tensor& input);
-
-  c10::intrusive_ptr<c10d::Backend> group_;
-};
-/// The holder of a SyncBatchNormImpl.
-TORCH_MODULE(SyncBatchNorm);
-
 namespace detail {
 
 /// Statistics of each channel over the batches of all ranks; one-dimensional, in the wide dtype.
@@ -201,60 +146,104 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
 }  // namespace detail
 
-inline SyncBatchNormImpl::SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
-                                            c10::intrusive_ptr<c10d::Backend> group)
-    : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {
-  std::ostringstream words;
-  SyncBatchNormImpl::pretty_print(words << std::setprecision(12));
-  detail::check_alike(group_, "SyncBatchNorm", words.str(), "give all ranks the same options");
-}
-
-inline void SyncBatchNormImpl::_check_input_dim(const at::Tensor& input) {
-  TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", group_->getRank(),
-              ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
-              " dimensions; give it a batch dimension");
-  TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ", group_->getRank(),
-              ": `input` has ", input.size(1), " channels, and num_features is ",
-              options.num_features(), "; make it with the number of channels");
-  TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", group_->getRank(),
-              ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
-}
-
-inline at::Tensor SyncBatchNormImpl::forward(const at::Tensor& input) {
-  _check_input_dim(input);
-  if (is_training() || !options.track_running_stats()) return normalise(input);
-  return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
-                        /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
-}
-
-inline at::Tensor SyncBatchNormImpl::normalise(const at::Tensor& input) {
-  const bool affine = options.affine();
-  const auto results = detail::NormaliseOverRanks::apply(
-      input, affine ? weight : at::ones({input.size(1)}, input.options()),
-      affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
-  if (is_training() && options.track_running_stats()) {
-    const c10::NoGradGuard no_grad;
-    const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];
-    num_batches_tracked.add_(1);
-    const double momentum =
-        options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
-    const at::Tensor unbiased = variance.mul(count.div(count.sub(1).clamp_min_(1)));
-    running_mean.lerp_(mean.to(running_mean.scalar_type()), momentum);
-    running_var.lerp_(unbiased.to(running_var.scalar_type()), momentum);
+/// Normalises as `torch::nn::BatchNorm1d`, 2d and 3d do, in training with mean and variance of the
+/// batches of all ranks together, as `torch.nn.SyncBatchNorm`: for parts of a batch that are too
+/// small for a variance of their own.
+///
+/// \code
+///   struct NetImpl : torch::nn::Module {
+///     explicit NetImpl(const c10::intrusive_ptr<c10d::Backend>& statistics)
+///         : norm(torch::nn::BatchNormOptions(64), statistics) { register_module("norm", norm); }
+///     mezzo::SyncBatchNorm norm;
+///   };
+/// \endcode
+///
+/// Options, parameters and buffers are BatchNorm's, with its names, so that state dicts can be
+/// exchanged. The input is [N, C] or [N, C, ...], of a floating dtype, with C `num_features`. N and
+/// the dimensions after C may differ between ranks, and N may be 0 on some. The output has the
+/// input's dtype.
+///
+/// Statistics are in float (double for double), under autocast too. Forward makes one all-gather of
+/// 2 C + 1 numbers, backward one all-reduce of 2 C. The ranks' means and variances are combined as
+/// by Chan, Golub and LeVeque (1979), in the order of the ranks, so that all ranks get the same
+/// bits. In evaluation, with running statistics, no collective is called.
+///
+/// All ranks run the same SyncBatchNorms in the same order, with the same options, in a group that
+/// nothing else uses: backward calls the group between buckets of gradients, which ranks may fill
+/// in different orders. On a GPU the host does not wait, except in forward with
+/// `momentum(std::nullopt)`, as in torch.
+/// \throws c10::Error for an input of another shape or device; in training on the CPU, on all ranks,
+///   if they have fewer than two values for a channel together; in backward with `create_graph`
+class SyncBatchNormImpl
+    : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
+ public:
+  /// `group` has the ranks whose batches are normalised together. All ranks call it together, and
+  /// compare their options. \throws c10::Error, on all ranks, naming the first one that differs
+  SyncBatchNormImpl(const torch::nn::BatchNormOptions& norm_options,
+                    c10::intrusive_ptr<c10d::Backend> group)
+      : NormImplBase(norm_options), group_(detail::checked(std::move(group), "SyncBatchNorm")) {
+    std::ostringstream words;
+    SyncBatchNormImpl::pretty_print(words << std::setprecision(12));
+    detail::check_alike(group_, "SyncBatchNorm", words.str(), "give all ranks the same options");
   }
-  return results[0];
-}
 
-inline void SyncBatchNormImpl::pretty_print(std::ostream& stream) const {
-  stream << std::boolalpha << "mezzo::SyncBatchNorm(" << options.num_features()
-         << ", eps=" << options.eps() << ", momentum=";
-  if (options.momentum().has_value()) {
-    stream << *options.momentum();
-  } else {
-    stream << "None";
+  /// Returns the normalised input. All ranks of the group call it together.
+  at::Tensor forward(const at::Tensor& input) {
+    _check_input_dim(input);
+    if (is_training() || !options.track_running_stats()) return normalise(input);
+    return at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false,
+                          /*momentum=*/0.0, options.eps(), /*cudnn_enabled=*/true);
   }
-  stream << ", affine=" << options.affine()
-         << ", track_running_stats=" << options.track_running_stats() << ')';
-}
+
+  /// Writes the class's name and its options.
+  void pretty_print(std::ostream& stream) const override {
+    stream << std::boolalpha << "mezzo::SyncBatchNorm(" << options.num_features()
+           << ", eps=" << options.eps() << ", momentum=";
+    if (options.momentum().has_value()) {
+      stream << *options.momentum();
+    } else {
+      stream << "None";
+    }
+    stream << ", affine=" << options.affine()
+           << ", track_running_stats=" << options.track_running_stats() << ')';
+  }
+
+ protected:
+  /// Throws c10::Error for an input that cannot be normalised.
+  void _check_input_dim(const at::Tensor& input) override {
+    TORCH_CHECK(input.dim() >= 2, "SyncBatchNorm on rank ", group_->getRank(),
+                ": `input` must be [N, C] or [N, C, ...], but has ", input.dim(),
+                " dimensions; give it a batch dimension");
+    TORCH_CHECK(input.size(1) == options.num_features(), "SyncBatchNorm on rank ",
+                group_->getRank(), ": `input` has ", input.size(1),
+                " channels, and num_features is ", options.num_features(),
+                "; make it with the number of channels");
+    TORCH_CHECK(input.is_floating_point(), "SyncBatchNorm on rank ", group_->getRank(),
+                ": `input` is ", input.scalar_type(), "; it must be of a floating dtype");
+  }
+
+ private:
+  at::Tensor normalise(const at::Tensor& input) {
+    const bool affine = options.affine();
+    const auto results = detail::NormaliseOverRanks::apply(
+        input, affine ? weight : at::ones({input.size(1)}, input.options()),
+        affine ? bias : at::zeros({input.size(1)}, input.options()), options.eps(), group_);
+    if (is_training() && options.track_running_stats()) {
+      const c10::NoGradGuard no_grad;
+      const at::Tensor &mean = results[1], &variance = results[2], &count = results[3];
+      num_batches_tracked.add_(1);
+      const double momentum =
+          options.momentum() ? *options.momentum() : 1.0 / num_batches_tracked.item<double>();
+      const at::Tensor unbiased = variance.mul(count.div(count.sub(1).clamp_min_(1)));
+      running_mean.lerp_(mean.to(running_mean.scalar_type()), momentum);
+      running_var.lerp_(unbiased.to(running_var.scalar_type()), momentum);
+    }
+    return results[0];
+  }
+
+  c10::intrusive_ptr<c10d::Backend> group_;
+};
+/// The holder of a SyncBatchNormImpl.
+TORCH_MODULE(SyncBatchNorm);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -17,6 +17,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Types.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/utils/tensor_flatten.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -63,7 +64,7 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
   if (group->getSize() == 1) return;
   constexpr std::size_t kEnough = std::size_t{25} << 20;
   const c10::NoGradGuard no_grad;
-  const auto send = [&](std::vector<at::Tensor>& pack) {
+  const auto send = [&](const std::vector<at::Tensor>& pack) {
     std::vector<at::Tensor> flat = {at::flatten_dense_tensors(pack)};
     c10d::BroadcastOptions options;
     options.rootRank = root;
@@ -72,21 +73,13 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
       const std::vector<at::Tensor> parts = at::unflatten_dense_tensors(flat[0], pack);
       for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
     }
-    pack.clear();
   };
-  struct Pack {
-    std::vector<at::Tensor> tensors{};
-    std::size_t bytes = 0;
-  };
-  std::map<std::pair<std::string, at::ScalarType>, Pack> packs;
+  std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> alike;
   for (const at::Tensor& tensor : tensors) {
-    Pack& pack = packs[{tensor.device().str(), tensor.scalar_type()}];
-    pack.tensors.push_back(tensor.detach());
-    pack.bytes += tensor.nbytes();
-    if (pack.bytes >= kEnough) send(pack.tensors), pack.bytes = 0;
+    alike[{tensor.device().str(), tensor.scalar_type()}].push_back(tensor.detach());
   }
-  for (auto& [of, pack] : packs) {
-    if (!pack.tensors.empty()) send(pack.tensors);
+  for (const auto& [of, all] : alike) {
+    for (const auto& pack : torch::utils::take_tensors(all, kEnough)) send(pack.tensors);
   }
 }
 
