@@ -3,7 +3,6 @@
 #pragma once
 
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <algorithm>

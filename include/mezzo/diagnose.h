@@ -7,6 +7,5 @@
 #include <mezzo/diagnose/doctor.h>           // IWYU pragma: export
 #include <mezzo/diagnose/finding.h>          // IWYU pragma: export
 #include <mezzo/diagnose/overflow_report.h>  // IWYU pragma: export
-#include <mezzo/diagnose/run_report.h>       // IWYU pragma: export
 #include <mezzo/diagnose/summarize.h>        // IWYU pragma: export
 #include <mezzo/diagnose/telemetry.h>        // IWYU pragma: export

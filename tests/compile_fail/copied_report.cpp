@@ -1,5 +1,4 @@
 // error: std::function target must be copy-constructible
-#include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
 
 #include <functional>

@@ -24,7 +24,6 @@
 namespace {
 
 using mezzo::Anomaly;
-using mezzo::AnomalyCause;
 using mezzo::AnomalyFrame;
 using mezzo::AnomalyTrace;
 using testing::HasSubstr;
@@ -65,7 +64,6 @@ TEST(AnomalyTrace, NamesTheOpTheModuleAndTheRangesOfAForwardOverflowInHalf) {
   ASSERT_THAT(first.inputs, SizeIs(3));
   EXPECT_EQ(first.inputs[1].name, "2.weight");
   EXPECT_EQ(first.inputs[1].largest, 3e4F);
-  EXPECT_EQ(first.cause, AnomalyCause::low_precision);
   EXPECT_THAT(first.message(), HasSubstr("In float32 it is finite, up to 4.44e+05"));
 }
 
@@ -96,9 +94,6 @@ TEST(AnomalyTrace, TellsAnOverflowOfTheLossScaleFromOneOfTheModel) {
     EXPECT_EQ(anomalies[0].frame.op, "aten::mm");
     EXPECT_EQ(anomalies[0].frame.node, "AddmmBackward0");
     EXPECT_EQ(anomalies[0].frame.module, "2");
-    EXPECT_EQ(anomalies[0].cause,
-              scale > 1 ? AnomalyCause::loss_scale : AnomalyCause::low_precision)
-        << trace;
     EXPECT_THAT(anomalies[0].message(), HasSubstr("it is finite, up to 1.23e+05"));
     EXPECT_THAT(anomalies[0].message(),
                 HasSubstr(scale > 1 ? "the dtype would hold it without the loss scale of 2048"
@@ -118,7 +113,6 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
   EXPECT_EQ(anomalies[0].frame.op, "aten::log");
   EXPECT_EQ(anomalies[0].frame.module, "2");
   EXPECT_FALSE(anomalies[0].frame.reads_module);
-  EXPECT_EQ(anomalies[0].cause, AnomalyCause::unknown) << "float64 has no log of 0 either";
   EXPECT_EQ(anomalies[0].frame.outputs[0].negative_infs, 1);
   EXPECT_THAT(anomalies[0].message(),
               testing::StartsWith(
@@ -145,7 +139,7 @@ TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
   torch::full({2, 2}, -kInfinity).softmax(-1);
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << "a row that is masked whole";
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::softmax");
-  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::unknown);
+  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("why is not known"));
 }
 
 TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {
@@ -206,7 +200,6 @@ TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   torch::full({2, 2}, -1e9).to(torch::kHalf);
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::to");
-  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
   EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 1e+09"));
 }
 
@@ -218,7 +211,6 @@ TEST(AnomalyTrace, SeesWhatIsWrittenInPlaceAndReadsItAsItWasBefore) {
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::mul_");
   EXPECT_NEAR(trace.anomalies()[0].inputs[0].largest, 1e4, 10);
-  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::low_precision);
   EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("finite, up to 5e+05"));
   values.add_(1);
   EXPECT_THAT(trace.anomalies(), SizeIs(1)) << "it spreads";
@@ -231,7 +223,7 @@ TEST(AnomalyTrace, SeesAGradientThatNoOpMade) {
   AnomalyTrace trace(*model);
   model->forward(torch::ones({3, 4})).backward(bad);
   ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
-  EXPECT_EQ(trace.anomalies()[0].cause, AnomalyCause::arrived);
+  EXPECT_TRUE(trace.anomalies()[0].arrived);
   EXPECT_EQ(trace.anomalies()[0].frame.module, "2");
 }
 

@@ -21,7 +21,7 @@ import zlib
 FRAME = """<!doctype html><iframe src=run.html style="border:0;width:{0}px;height:900px" onload="document.title =
 this.contentDocument.documentElement.scrollWidth"></iframe>"""
 
-# Ground, card, text, curve, mark: those of kReportStyle in run_report.h.
+# Ground, card, text, curve, mark: those of kReportStyle in telemetry.h.
 COLOURS = {"light": ["#f6f7f9", "#ffffff", "#1c2330", "#2458c5", "#d2452f"],
            "dark": ["#12161d", "#1a202a", "#e4e8ef", "#79a6ff", "#ff7d66"]}
 MARK_OPACITY = 0.7

@@ -1,6 +1,5 @@
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
-#include <mezzo/diagnose/run_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>

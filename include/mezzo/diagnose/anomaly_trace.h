@@ -43,67 +43,40 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// One op that ran.
-struct AnomalyFrame {
-  std::string op = {};  ///< "aten::linear", as the program or an autograd node called it
-  /// The autograd node in whose backward pass the op ran: "AddmmBackward0"; empty in the forward
-  /// pass.
-  std::string node = {};
-  /// The name, in the model, of the module whose parameters the op reads. An op that reads none has
-  /// the module of the op before it; an op of the backward pass has that of the forward op that
-  /// made its node. Empty until a parameter has been read.
-  std::string module = {};
-  bool reads_module = false;                ///< whether the op itself reads a parameter of `module`
+struct AnomalyFrame : OpPlace {
   std::vector<TensorSummary> outputs = {};  ///< of what it returned
-
-  /// Returns whether the op ran in a backward pass.
-  bool is_backward() const { return !node.empty(); }
-  /// Returns "aten::linear, in encoder.fc" or "aten::mm of AddmmBackward0, in encoder.fc".
-  std::string place() const {
-    return op + (is_backward() && node != op ? " of " + node : "") +
-           (module.empty() ? "" : (reads_module ? ", in " : ", after ") + module);
-  }
-};
-
-/// What made the first value that is not finite.
-enum class AnomalyCause : std::uint8_t {
-  /// An input was inf or NaN, and no op that was watched made it: a parameter, the batch, a
-  /// constant.
-  arrived,
-  /// In the backward pass, and the dtype would have held the result without the loss scale: the
-  /// scaler lowers it, and nothing is wrong with the model.
-  loss_scale,
-  low_precision,  ///< the op's dtype does not hold the result; a wider one does
-  unknown,        ///< a wider type gives an inf or NaN too, or could not be tried
 };
 
 /// An op whose result has an inf or NaN that was not in what it read.
 struct Anomaly {
-  AnomalyFrame frame = {};                     ///< the op, and what it returned
-  std::vector<TensorSummary> inputs = {};      ///< before the op ran
-  AnomalyCause cause = AnomalyCause::unknown;  ///< what made the inf or NaN
-  std::string why = {};                        ///< the cause in a sentence, with what to do
-  std::optional<int> rank = std::nullopt;      ///< of AnomalyTraceOptions
-  std::vector<AnomalyFrame> frames = {};       ///< the last ops before it, the earliest first
+  AnomalyFrame frame = {};                 ///< the op, and what it returned
+  std::vector<TensorSummary> inputs = {};  ///< before the op ran
+  /// Whether an input was inf or NaN, and no op that was watched made it: a parameter, the batch, a
+  /// constant.
+  bool arrived = false;
+  std::string why = {};                    ///< the cause in a sentence, with what to do
+  std::optional<int> rank = std::nullopt;  ///< of AnomalyTraceOptions
+  std::vector<AnomalyFrame> frames = {};   ///< the last ops before it, the earliest first
 
   /// Returns all of this as one line.
-  std::string message() const;
+  std::string message() const {
+    return (rank ? "rank " + std::to_string(*rank) + ", " : "") +
+           (frame.is_backward() ? "backward pass: " : "forward pass: ") + frame.place() +
+           (arrived ? " passed on " : " made ") + detail::summaries_text(frame.outputs) +
+           ". It read " + detail::summaries_text(inputs) + ". " + why;
+  }
 };
 
 /// What a trace records.
 struct AnomalyTraceOptions {
   std::size_t frames = 20;  ///< how many ops before the first anomaly are kept
   /// Asked when a backward pass makes an inf or NaN: `[&] { return scaler.get_scale(); }`. Without
-  /// it loss_scale is never named as a cause.
+  /// it the loss scale is never named as a cause.
   std::function<double()> loss_scale = {};
   std::optional<int> rank = std::nullopt;  ///< of this process in a job of several: it is named
 };
 
 namespace detail {
-
-inline bool all_finite(const std::vector<TensorSummary>& summaries) {
-  return std::all_of(summaries.begin(), summaries.end(),
-                     [](const TensorSummary& summary) { return summary.is_finite(); });
-}
 
 /// Whether the op computed its results: they are no view of what it read, and no uninitialised
 /// memory.
@@ -157,24 +130,7 @@ inline std::optional<std::vector<TensorSummary>> run_again(const ObservedOp& op,
   return summaries;
 }
 
-inline std::string summaries_text(const std::vector<TensorSummary>& summaries) {
-  std::string text;
-  for (const TensorSummary& summary : summaries) {
-    if (summary.count == 0) continue;
-    text += (text.empty() ? "" : "; ") + summary.to_string();
-  }
-  return text.empty() ? "nothing" : text;
-}
-
 }  // namespace detail
-
-inline std::string Anomaly::message() const {
-  return (rank ? "rank " + std::to_string(*rank) + ", " : "") +
-         (frame.is_backward() ? "backward pass: " : "forward pass: ") + frame.place() +
-         (cause == AnomalyCause::arrived ? " passed on " : " made ") +
-         detail::summaries_text(frame.outputs) + ". It read " + detail::summaries_text(inputs) +
-         ". " + why;
-}
 
 /// Checks what each op that the creating thread calls returns, and each op of the backward passes
 /// that it calls, for inf and NaN, while it exists. Names the op that made the first, with the
@@ -284,9 +240,8 @@ class AnomalyTrace final : private detail::OpObserver {
       const auto* const alias = arguments[i].alias_info();
       if (alias == nullptr || !alias->isWrite() || !op.inputs[i].isTensor()) continue;
       written.push_back(detail::storage_of(op.inputs[i].toTensor()));
-      const std::string_view name = op.name();
-      if (arguments[i].is_out() || name == "aten::copy_" || name == "aten::fill_" ||
-          name == "aten::zero_") {
+      if (arguments[i].is_out() || op.op == "aten::copy_" || op.op == "aten::fill_" ||
+          op.op == "aten::zero_") {
         op.inputs[i] = at::Tensor();
       }
     }
@@ -309,11 +264,7 @@ class AnomalyTrace final : private detail::OpObserver {
     const std::vector<at::Tensor> outputs = detail::tensors_in(returned);
     if (op.depth > 0 || !detail::computed(op, outputs)) return;
     if (!std::any_of(outputs.begin(), outputs.end(), detail::is_readable)) return;
-    AnomalyFrame frame{.op = op.name(),
-                       .node = op.node,
-                       .module = op.module,
-                       .reads_module = op.reads_module,
-                       .outputs = summarize(outputs)};
+    AnomalyFrame frame{op, summarize(outputs)};
     for (const TensorSummary& output : frame.outputs) {
       ran_in_16_bits_ |= output.dtype == at::kHalf || output.dtype == at::kBFloat16;
     }
@@ -363,7 +314,7 @@ class AnomalyTrace final : private detail::OpObserver {
                                      [](const TensorSummary& output) { return output.nans > 0; });
     if (asks && !arrives && !is_total && !has_nan) return false;
     if (arrives) {
-      anomaly.cause = AnomalyCause::arrived;
+      anomaly.arrived = true;
       anomaly.why =
           bad_parameter.empty()
               ? "An input is not finite, and no op that was watched made it: look at the batch, at "
@@ -412,7 +363,6 @@ class AnomalyTrace final : private detail::OpObserver {
     const bool asks = anomaly.frame.is_backward() && options_.loss_scale != nullptr;
     const double scale = asks ? options_.loss_scale() : 1;
     const bool by_scale = scale > 1 && !detail::overflows(largest / scale, bad->dtype);
-    anomaly.cause = by_scale ? AnomalyCause::loss_scale : AnomalyCause::low_precision;
     anomaly.why = in_wide + "finite, up to " + digits(largest);
     if (by_scale) {
       anomaly.why += ", and the dtype would hold it without the loss scale of " + digits(scale, 6) +

@@ -94,13 +94,9 @@ namespace detail {
 
 /// Returns "a, b, c and 4 more".
 inline std::string some_of(const std::vector<std::string>& names) {
-  constexpr std::size_t kShown = 3;
-  std::string text;
-  for (std::size_t i = 0; i < std::min(names.size(), kShown); ++i) {
-    text += (i == 0 ? "" : ", ") + names[i];
-  }
-  return names.size() > kShown ? text + " and " + std::to_string(names.size() - kShown) + " more"
-                               : text;
+  const std::size_t shown = std::min<std::size_t>(names.size(), 3);
+  const std::string text = c10::Join(", ", c10::ArrayRef<std::string>(names).slice(0, shown));
+  return shown < names.size() ? c10::str(text, " and ", names.size() - shown, " more") : text;
 }
 
 /// Returns "float16, which ends at 65504".
@@ -195,7 +191,7 @@ class Doctor final : OpObserver {
 
   /// Notes which tensors are cast, and products of sizes that are no multiples of 8.
   void entered(ObservedOp& op) override {
-    const std::string& name = op.name();
+    const std::string& name = op.op;
     draws_random_ |= op.handle.hasTag(at::Tag::nondeterministic_seeded);
     if (op.depth == 0) {
       last_op_ = c10::toString(op.handle.operator_name());
@@ -234,7 +230,7 @@ class Doctor final : OpObserver {
     // Norms add their eps in float32, and kernels multiply by a number in float32: where a product
     // is too large, its result shows it.
     for (const char* const other : {"_norm", "::mul", "::div"}) {
-      if (op.name().find(other) != std::string::npos) return;
+      if (op.op.find(other) != std::string::npos) return;
     }
     at::ScalarType dtype = at::ScalarType::Undefined;  // of the result, or of what the op read
     for (const at::Tensor& tensor : tensors_in(op.threw ? arguments_in(op.inputs) : returned)) {
@@ -250,7 +246,7 @@ class Doctor final : OpObserver {
           arguments[i].type()->annotation_str().find("number") != std::string::npos;
       double value = input.isDouble() ? input.toDouble() : 0;
       if (is_number && input.isInt()) value = static_cast<double>(input.toInt());
-      tell_constant(op.name().substr(op.name().rfind(':') + 1), value, dtype);
+      tell_constant(op.op.substr(op.op.rfind(':') + 1), value, dtype);
     }
   }
 
@@ -275,8 +271,8 @@ class Doctor final : OpObserver {
   /// What a forward pass came to.
   struct Outcome {
     std::string thrown = {};
+    at::Tensor output = {};  // the numbers of the floating ones, as doubles
     bool is_finite = true;
-    std::vector<at::Tensor> outputs = {};  // the floating ones, as doubles
   };
 
   Outcome run(std::optional<at::ScalarType> low) {
@@ -300,12 +296,15 @@ class Doctor final : OpObserver {
                                   .dtype = low.value_or(found_.dtype),
                                   .enabled = low.has_value(),
                                   .policy = options_.policy});
-      for (const at::Tensor& output : forward_()) {
-        const Unobserved unobserved;  // this is not the model's
+      const std::vector<at::Tensor> outputs = forward_();
+      const Unobserved unobserved;  // this is not the model's
+      std::vector<at::Tensor> numbers = {at::empty({0}, at::kDouble)};
+      for (const at::Tensor& output : outputs) {
         if (!output.defined() || !output.is_floating_point()) continue;
-        outcome.is_finite &= output.isfinite().all().item<bool>();
-        outcome.outputs.push_back(output.detach().to(at::kDouble, false, /*copy=*/true));
+        numbers.push_back(output.detach().to(at::kCPU, at::kDouble).flatten());
       }
+      outcome.output = at::cat(numbers);
+      outcome.is_finite = outcome.output.isfinite().all().item<bool>();
     } catch (const std::exception& thrown) {
       const auto* const error = dynamic_cast<const c10::Error*>(&thrown);
       outcome.thrown = error != nullptr ? error->what_without_backtrace() : thrown.what();
@@ -364,13 +363,8 @@ class Doctor final : OpObserver {
   }
 
   void compare(const Outcome& exact, const Outcome& low, const std::string& under) {
-    double differences = 0, squares = 0;
-    for (std::size_t i = 0; i < std::min(low.outputs.size(), exact.outputs.size()); ++i) {
-      if (low.outputs[i].sizes() != exact.outputs[i].sizes()) return;
-      differences += (low.outputs[i] - exact.outputs[i]).square().sum().item<double>();
-      squares += exact.outputs[i].square().sum().item<double>();
-    }
-    const double error = std::sqrt(differences / squares);
+    if (low.output.numel() != exact.output.numel()) return;
+    const double error = ((low.output - exact.output).norm() / exact.output.norm()).item<double>();
     if (nonfinite_bits(error) || error <= 0.1) return;
     add(FindingSeverity::warning, "forward", "(model)",
         "the result " + under + " differs from float32's by " + digits(100 * error, 2) +

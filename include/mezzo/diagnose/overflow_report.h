@@ -84,9 +84,7 @@ inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale 
     gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
   }
   std::vector<TensorSummary> summaries = summarize(gradients);
-  const bool by_unscaling =
-      loss_scale < 1 && std::all_of(summaries.begin(), summaries.end(),
-                                    [](const TensorSummary& one) { return one.is_finite(); });
+  const bool by_unscaling = loss_scale < 1 && detail::all_finite(summaries);
   if (by_unscaling) {
     for (at::Tensor& gradient : gradients) {
       if (!gradient.defined()) continue;
@@ -135,14 +133,9 @@ struct OverflowReportOptions {
 /// the same scale again and again it tells the first three and then every 1000th.
 ///
 /// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
-/// StepOptions::zero_grad, and a later step's on a device, where the scaler tells some steps late.
-/// To know of the very step, ask before the gradients are cleared, which waits for the device:
-///
-///     if (!result.ran()) std::cerr << mezzo::find_overflow(names, result.scale()).cause();
-///
-/// Ranks that average their gradients all have the same ones: let one write, with
-/// `{.stream = rank == 0 ? &std::cerr : nullptr}`. An AnomalyWatch on each rank tells
-/// whose forward or backward pass an inf or NaN began in.
+/// StepOptions::zero_grad, and a later step's on a device. docs/diagnosis.md ("Why was that step
+/// skipped?") has a loop that asks at the very step. Ranks that average their gradients all have
+/// the same ones: let one write, with `{.stream = rank == 0 ? &std::cerr : nullptr}`.
 class OverflowReport {
  public:
   /// Keeps the parameters, not the model. Parameters that are registered later are not seen.

@@ -107,6 +107,20 @@ struct TensorSummary {
 
 namespace detail {
 
+inline bool all_finite(const std::vector<TensorSummary>& summaries) {
+  return std::all_of(summaries.begin(), summaries.end(),
+                     [](const TensorSummary& summary) { return summary.is_finite(); });
+}
+
+inline std::string summaries_text(const std::vector<TensorSummary>& summaries) {
+  std::string text;
+  for (const TensorSummary& summary : summaries) {
+    if (summary.count == 0) continue;
+    text += (text.empty() ? "" : "; ") + summary.to_string();
+  }
+  return text.empty() ? "nothing" : text;
+}
+
 /// Whether a tensor has numbers that could be inf or NaN, and kernels that read them.
 inline bool is_readable(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_meta() || tensor.is_nested()) return false;

@@ -1,10 +1,11 @@
 /// \file
-/// Telemetry: what a run did, step by step, without making the host wait for it; and the files that
-/// it writes.
+/// Telemetry: what a run did, step by step, without making the host wait for it; and what it
+/// writes: files, and RunReport, a run as one HTML page.
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/finding.h>
@@ -16,20 +17,29 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
+#include <torch/version.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <ctime>
 #include <deque>
 #include <exception>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <ios>
+#include <limits>
+#include <locale>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
 #include <string_view>
 #include <system_error>
@@ -158,7 +168,7 @@ class Telemetry {
   Telemetry& operator=(const Telemetry&) = delete;
 
   /// `writer` gets all records that are not handed over yet. A CsvFile, a TensorBoardFile, a
-  /// DivergenceWatch, a `std::ref` to a RunReport (run_report.h), or any callable.
+  /// DivergenceWatch, a `std::ref` to a RunReport, or any callable.
   void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
@@ -362,6 +372,285 @@ class TensorBoardFile {
   }
 
   detail::RecordFile file_;
+};
+
+namespace detail {
+
+/// Returns `text` as HTML shows it, also inside of an attribute.
+inline std::string html_text(std::string_view text) {
+  std::string html;
+  for (const char c : text) {
+    html += c == '&'   ? "&amp;"
+            : c == '<' ? "&lt;"
+            : c == '>' ? "&gt;"
+            : c == '"' ? "&quot;"
+                       : std::string(1, c);
+  }
+  return html;
+}
+
+inline constexpr const char* kReportStyle = R"(
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
+--card:#fff;--curve:#2458c5;--mark:#d2452f}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#98a2b3;--line:#323a48;--page:#12161d;
+--card:#1a202a;--curve:#79a6ff;--mark:#ff7d66}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:70rem;background:var(--page);color:var(--ink);
+font:16px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}
+h1{font-size:1.4rem;margin:.2rem 0 1rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:0 0 .6rem}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0 0 1rem}
+dl div,figure,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
+dl div{padding:.6rem .8rem}dt,figcaption,.y{color:var(--soft)}dt{font-size:.85rem}
+dd{margin:0;font-size:1.15rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;
+margin-bottom:1rem}
+figure,section{margin:0 0 1rem;padding:.8rem 1rem}.charts figure{margin:0}
+.charts figure:last-child:nth-child(odd){grid-column:1/-1}figcaption{margin-bottom:.7rem}
+.chart{display:grid;grid-template-columns:4.6rem 1fr;font-size:.8rem}
+.y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
+svg{width:100%;height:11rem;display:block;overflow:visible}
+.ticks{grid-column:2;position:relative;height:1.2rem;margin-top:.35rem;color:var(--soft)}
+.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
+.bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
+path{fill:none;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
+.curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+pre{margin:.6rem 0 0;overflow-x:auto}
+)";
+
+inline std::string section_html(const std::string& title, const std::string& text) {
+  return "<section><h2>" + html_text(title) + "</h2><pre>" + html_text(text) + "</pre></section>\n";
+}
+
+/// What is drawn of a run, step by step, where a record has it.
+struct Chart {
+  std::string title;
+  bool logarithmic;  ///< by powers of two; then a value that is not positive is a gap
+  std::function<std::optional<double>(const TelemetryRecord&)> value;
+  const char* legend = "";  ///< of marks
+  /// Why a step is marked; empty: it is not.
+  std::function<std::string(const TelemetryRecord&)> mark = [](const auto&) { return ""; };
+  bool is_stairs = false;  ///< the value stays what it is until the next step
+};
+
+/// Returns a curve of at most 1000 points, means of neighbours, as a figure; nothing where no
+/// record has its value. It is inline SVG, in which are only lines, since it stretches to the
+/// page's width; text is HTML beside it. What is not finite is a gap.
+inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRecord>& records) {
+  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+  const auto first = static_cast<double>(records.front().step);
+  const double width = std::max(static_cast<double>(records.back().step) - first, 1.0);
+  // Places in a square of 100 by 100, which has y downwards.
+  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
+  const std::size_t each = (records.size() + 999) / 1000;
+  std::vector<std::pair<double, double>> points;
+  std::string marks, labels, grid, curve, ticks;
+  bool is_known = false;
+  double sum = 0, count = 0;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const auto step = static_cast<double>(records[i].step);
+    const std::optional<double> value = chart.value(records[i]);
+    is_known |= value.has_value();
+    if (i % each == 0) {
+      points.emplace_back(step, kGap);
+      sum = count = 0;
+    }
+    if (value && !nonfinite_bits(*value)) points.back().second = (sum += *value) / ++count;
+    const std::string why = chart.mark(records[i]);
+    if (why.empty()) continue;
+    marks += "<path class=mark d='M" + across(step) + " 0V100'><title>" + why + "</title></path>";
+  }
+  if (!is_known) return {};
+  double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
+  for (auto& [x, y] : points) {
+    if (chart.logarithmic) y = y > 0 ? std::log2(y) : kGap;
+    if (nonfinite_bits(y)) continue;
+    low = std::min(low, y);
+    high = std::max(high, y);
+  }
+  if (low > high) low = high = 0;
+  if (low == high) high = low + 1;
+  if (chart.logarithmic) {  // a quarter is a power of two
+    low = std::floor(low);
+    high = low + 4 * std::ceil((high - low) / 4);
+  }
+  const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
+  for (const int quarter : {0, 1, 2, 3, 4}) {
+    const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
+    labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
+              (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
+    grid += "<path class=grid d='M0 " + down(y) + "H100'/>";
+    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
+  }
+  bool is_drawing = false;
+  for (const auto& [x, y] : points) {
+    const bool is_gap = nonfinite_bits(y);
+    const std::string to =
+        is_drawing && chart.is_stairs ? "H" + across(x) + "V" + down(y) : across(x) + " " + down(y);
+    // A lone point is seen by "h0", since ends of lines are round.
+    if (!is_gap) curve += (!is_drawing ? "M" : chart.is_stairs ? "" : "L") + to + "h0";
+    is_drawing = !is_gap;
+  }
+  return "<figure><figcaption>" + chart.title + (marks.empty() ? "" : chart.legend) +
+         ", by step</figcaption><div class=chart><div class=y>" + labels +
+         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" +
+         chart.title + "'>" + grid + marks + "<path class=curve d='" + curve +
+         "'/></svg><div class=ticks>" + ticks + "</div></div></figure>\n";
+}
+
+}  // namespace detail
+
+/// Keeps the records of a run, 150 bytes each, and makes a page of them: its scores and options,
+/// the loss scale's staircase with skipped steps marked, loss, gradient norm, learning rate, speed
+/// and memory, and what other tools print. The page needs no network and no script, follows the
+/// reader's light or dark setting, and fits a phone.
+///
+///     mezzo::RunReport report("BERT on tweets, half");
+///     telemetry.write_to(std::ref(report));
+///     ...                                    // train
+///     telemetry.flush();
+///     report.score("F1", f1);
+///     report.save("run.html");
+class RunReport {
+ public:
+  /// Begins an empty report.
+  explicit RunReport(std::string title) : title_(std::move(title)) {}
+  RunReport(const RunReport&) = delete;  // a Telemetry would write to its copy: give std::ref
+  RunReport& operator=(const RunReport&) = delete;
+
+  /// Adds one more step: a Telemetry's writer.
+  void operator()(const TelemetryRecord& record) { records_.push_back(record); }
+
+  /// Sets a result for which more is better and 0 is nothing: "F1", 0.513. A score that is 0,
+  /// negative or not finite is red, and a line below the title says so. A later score or option of
+  /// the same name replaces the earlier one.
+  void score(const std::string& name, double value) { set(scores_, name, value); }
+
+  /// Sets a line of what there is to know of the run: "learning rate", "0.0004"; "ended", "by
+  /// SIGTERM". Versions and date are on the page by themselves.
+  void option(const std::string& name, const std::string& value) { set(options_, name, value); }
+
+  /// Adds a section with what `printable` prints: a text, an AnomalyTrace, an UnderflowReport, a
+  /// Diagnosis.
+  template <class Printable>
+  void add(const std::string& title, const Printable& printable) {
+    std::ostringstream text;
+    text.imbue(std::locale::classic());
+    text << printable;
+    sections_ += detail::section_html(title, text.str());
+  }
+
+  /// Returns the page as it stands.
+  std::string html() const {
+    const std::string title = detail::html_text(title_);
+    return "<!doctype html>\n<html lang=en><meta charset=utf-8>"
+           "<meta name=viewport content='width=device-width,initial-scale=1'><title>" +
+           title + "</title><style>" + detail::kReportStyle + "</style>\n<h1>" + title + "</h1>\n" +
+           tiles_html() + (records_.empty() ? "" : charts_html()) + sections_ + options_html();
+  }
+
+  /// Writes the page into a file. \throws c10::Error if it cannot be written
+  void save(const std::string& path) const {
+    detail::RecordFile(path, std::ios::trunc).write(html());
+  }
+
+ private:
+  template <class Value>
+  using Named = std::vector<std::pair<std::string, Value>>;
+
+  template <class Value>
+  static void set(Named<Value>& all, const std::string& name, const Value& value) {
+    for (auto& [known, old] : all) {
+      if (known == name) return static_cast<void>(old = value);
+    }
+    all.emplace_back(name, value);
+  }
+
+  std::string tiles_html() const {
+    using detail::digits;
+    std::string tiles, troubles;
+    const auto add = [&](const std::string& name, const std::string& value, bool is_bad = false) {
+      tiles += std::string(is_bad ? "<div class=bad>" : "<div>") + "<dt>" +
+               detail::html_text(name) + "</dt><dd>" + detail::html_text(value) + "</dd></div>";
+    };
+    for (const auto& [name, value] : scores_) {
+      const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
+      add(name, digits(value, 3), is_nothing);
+      if (!is_nothing) continue;
+      troubles += (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + digits(value);
+    }
+    if (!troubles.empty()) {
+      troubles =
+          "<p class=trouble>" + troubles + ": this run has learnt nothing that counts.</p>\n";
+    }
+    if (!records_.empty()) {
+      double seconds = 0, tokens = 0, memory = 0;
+      std::int64_t skipped = 0;
+      for (const TelemetryRecord& record : records_) {
+        skipped += record.skipped ? 1 : 0;
+        memory = std::max(memory, record.memory_bytes.value_or(0));
+        if (!record.tokens_per_second) continue;
+        seconds += record.seconds;
+        tokens += *record.tokens_per_second * record.seconds;
+      }
+      const TelemetryRecord& last = records_.back();
+      add("steps", std::to_string(last.step - records_.front().step + 1));
+      add("skipped", std::to_string(skipped));
+      if (last.loss) add("last loss", digits(*last.loss, 4), detail::nonfinite_bits(*last.loss));
+      add("loss scale", digits(last.scale, 8));
+      if (seconds > 0) add("mean tokens/s", digits(std::round(tokens / seconds * 10) / 10, 8));
+      if (memory > 0) add("most memory at a step, MiB", digits(memory / 1048576, 5));
+    }
+    return troubles + (tiles.empty() ? "" : "<dl>" + tiles + "</dl>\n");
+  }
+
+  std::string charts_html() const {
+    using Record = TelemetryRecord;
+    const auto is_bad = [](const Record& record) {
+      const bool bad = record.loss && detail::nonfinite_bits(*record.loss);
+      return bad ? "loss is " + detail::number_text(*record.loss) : "";
+    };
+    const auto is_skipped = [](const Record& record) {
+      return record.skipped ? "step " + std::to_string(record.step) + " skipped" : "";
+    };
+    const char* const skips = "; red: a skipped step";
+    std::string html;
+    for (const detail::Chart& chart : std::vector<detail::Chart>{
+             {"loss", false, &Record::loss, "; red: inf or NaN", is_bad},
+             {"loss scale", true, &Record::scale, skips, is_skipped, /*is_stairs=*/true},
+             {"gradient norm before clipping", true,
+              [](const Record& one) { return one.skipped ? std::nullopt : one.grad_norm; }, skips,
+              is_skipped},
+             {"learning rate", false, &Record::learning_rate},
+             {"tokens/s", false, &Record::tokens_per_second},
+             {"memory, MiB", false, [](const Record& one) -> std::optional<double> {
+                if (!one.memory_bytes) return std::nullopt;
+                return *one.memory_bytes / 1048576;
+              }}}) {
+      html += detail::chart_html(chart, records_);
+    }
+    return "<div class=charts>\n" + html + "</div>\n";
+  }
+
+  std::string options_html() const {
+    const std::tm utc = detail::utc_of(std::time(nullptr));
+    std::array<char, 32> date{};
+    std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
+    Named<std::string> all = options_;
+    all.emplace_back(
+        "mezzo", c10::str(MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH));
+    all.emplace_back("libtorch", TORCH_VERSION);
+    all.emplace_back("written", date.data());
+    std::string text;
+    for (const auto& [name, value] : all) text += name + ": " + value + "\n";
+    return detail::section_html("The run", text);
+  }
+
+  std::string title_;
+  Named<double> scores_;
+  Named<std::string> options_;
+  std::vector<TelemetryRecord> records_;
+  std::string sections_;
 };
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

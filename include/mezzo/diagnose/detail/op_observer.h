@@ -34,6 +34,28 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// An op, and where it ran.
+struct OpPlace {
+  std::string op = {};  ///< "aten::linear", as the program or an autograd node called it
+  /// The autograd node in whose backward pass the op ran: "AddmmBackward0"; empty in the forward
+  /// pass.
+  std::string node = {};
+  /// The name, in the model, of the module whose parameters the op reads. An op that reads none has
+  /// the module of the op before it; an op of the backward pass has that of the forward op that
+  /// made its node. Empty until a parameter has been read.
+  std::string module = {};
+  bool reads_module = false;  ///< whether the op itself reads a parameter of `module`
+
+  /// Returns whether the op ran in a backward pass.
+  bool is_backward() const { return !node.empty(); }
+  /// Returns "aten::linear, in encoder.fc" or "aten::mm of AddmmBackward0, in encoder.fc".
+  std::string place() const {
+    return op + (is_backward() && node != op ? " of " + node : "") +
+           (module.empty() ? "" : (reads_module ? ", in " : ", after ") + module);
+  }
+};
+
 namespace detail {
 
 inline OpArguments arguments_in(const std::vector<c10::IValue>& values) {
@@ -84,17 +106,12 @@ class Names {
 };
 
 /// An op that has begun, as one observer sees it.
-struct ObservedOp {
+struct ObservedOp : OpPlace {
   c10::OperatorHandle handle;
   std::vector<c10::IValue> inputs;
-  int depth = 0;            ///< how many ops are under way around it; 0: the program called it
-  std::string node = {};    ///< the autograd node in whose backward pass it runs, or empty
-  std::string module = {};  ///< whose parameter it reads, or that of the op before it
-  bool reads_module = false;
+  int depth = 0;                                ///< how many ops are under way around it
   bool threw = false;                           ///< once it has ended
   int exceptions = std::uncaught_exceptions();  ///< under way when it began
-
-  const std::string& name() const { return handle.schema().name(); }
 };
 
 /// What observers do to ops of their own: nobody hears them, and autocast leaves them alone.
@@ -216,9 +233,10 @@ class OpObserver {
     auto context = std::make_unique<Context>();
     const OpArguments inputs = recorded_inputs(function);
     for (const auto& link : links) {
-      ObservedOp op{.handle = *handle,
-                    .inputs = std::vector<c10::IValue>(inputs.begin(), inputs.end()),
-                    .depth = running().depth};
+      ObservedOp op{{handle->schema().name()},
+                    *handle,
+                    std::vector<c10::IValue>(inputs.begin(), inputs.end()),
+                    running().depth};
       const std::scoped_lock lock(link->mutex);
       if (link->observer == nullptr) continue;
       link->observer->enter(op, function.seqNr(), is_backward ? running() : Running());
