@@ -93,12 +93,11 @@ TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
 
 TEST(HardwareWarnings, NameWhatHalfCostsOnACpuWithoutItsInstructions) {
   using mezzo::detail::half_warning;
-  EXPECT_THAT(half_warning({.known = true, .avx512_bf16 = true}),
+  EXPECT_THAT(half_warning({.known = true, .bf16 = true}),
               AllOf(HasSubstr("this CPU has no float16 instructions"),
                     HasSubstr("emulated float16 is slower than float32"),
                     HasSubstr("mezzo::recommended(torch::kCPU)")));
-  EXPECT_EQ(half_warning({.known = true, .avx512_fp16 = true}), "");
-  EXPECT_EQ(half_warning({.known = true, .amx_fp16 = true}), "");
+  EXPECT_EQ(half_warning({.known = true, .fp16 = true}), "");
   EXPECT_EQ(half_warning({}), "") << "nobody knows";
 }
 

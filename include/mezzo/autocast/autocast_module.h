@@ -6,6 +6,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -93,7 +94,7 @@ class AutocastModuleImpl : public torch::nn::Module,
  public:
   /// Wraps `module`, whose `forward` runs in regions of `setting`.
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
-      : module_(std::move(module)), region_(detail::checked_region(setting)) {
+      : module_(std::move(module)), setting_(detail::checked_setting(setting)) {
     TORCH_CHECK(
         module_ != nullptr,
         "AutocastModule: module is an empty holder or a null pointer; construct the module first");
@@ -105,8 +106,8 @@ class AutocastModuleImpl : public torch::nn::Module,
   /// Calls `module()->forward(args...)` under the setting.
   template <class... Args>
   decltype(auto) call(Args&&... args) {
-    const detail::Region region(region_);
-    return detail::with_output(region_.output, [&]() -> decltype(auto) {
+    const detail::Region region(setting_);
+    return detail::with_output(setting_.output, [&]() -> decltype(auto) {
       return module_->forward(std::forward<Args>(args)...);
     });
   }
@@ -120,13 +121,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     return std::make_shared<AutocastModuleImpl>(
-        std::dynamic_pointer_cast<Impl>(module_->clone(device)),
-        AutocastSetting{.device = region_.device,
-                        .dtype = region_.dtype,
-                        .enabled = region_.enabled,
-                        .output = region_.output,
-                        .cache = region_.cache,
-                        .policy = region_.policy});
+        std::dynamic_pointer_cast<Impl>(module_->clone(device)), setting_);
   }
   /// Sets the mode of the wrapped module, and of this one.
   void train(bool on = true) override {
@@ -181,7 +176,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   }
 
   std::shared_ptr<Impl> module_;
-  detail::RegionState region_;
+  AutocastSetting setting_;  ///< checked
 };
 
 /// A module whose forward runs under autocast in every thread, also in those of

@@ -21,9 +21,9 @@
 #pragma once
 
 #include <mezzo/autocast/detail/eligible.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>

@@ -121,7 +121,7 @@ inline Finding hardware_finding(c10::Device device, at::ScalarType dtype) {
   if (const auto gpu = device.is_cuda() ? compute_capability(device) : std::nullopt) {
     if (gpu->major < (dtype == at::kHalf ? 7 : 8)) why = "this GPU has no tensor cores for it";
   } else if (const CpuFeatures cpu = cpu_features(); device.is_cpu() && cpu.known) {
-    if (!(dtype == at::kHalf ? cpu.fp16() : cpu.bf16())) {
+    if (!(dtype == at::kHalf ? cpu.fp16 : cpu.bf16)) {
       why = lack_of_instructions(name);
     }
   } else {

@@ -1,9 +1,9 @@
 /// \file
-/// Which tensors autocast may cast, and the cast that it uses.
+/// Which tensors autocast may cast.
 #pragma once
 
 #include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +11,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <optional>
-
-namespace at::autocast {
-
-// As in ATen/autocast_mode.h. Goes through libtorch's cache of weight casts.
-TORCH_API Tensor cached_cast(c10::ScalarType to_type, const Tensor& arg,
-                             c10::DeviceType device_type);
-
-}  // namespace at::autocast
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {

@@ -41,11 +41,10 @@ inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
     return autocast_off(
         kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
-  if (!cpu.bf16()) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
+  if (!cpu.bf16) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
   return {.device = kCpu,
           .dtype = at::ScalarType::BFloat16,
-          .reason = cpu.amx_bf16 ? "bfloat16: this CPU has amx_bf16"
-                                 : "bfloat16: this CPU has avx512_bf16"};
+          .reason = "bfloat16: this CPU has avx512_bf16"};
 }
 
 inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
@@ -95,7 +94,7 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
 /// Returns the warning for a region of half on `cpu`; empty where the CPU computes half natively,
 /// or where that is not known.
 inline std::string half_warning(const CpuFeatures& cpu) {
-  if (!cpu.known || cpu.fp16()) return {};
+  if (!cpu.known || cpu.fp16) return {};
   return "autocast on the CPU in float16: " + lack_of_instructions("float16") +
          "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
 }
@@ -126,7 +125,7 @@ inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
   const bool half = dtype == at::ScalarType::Half;
   const char* name = half ? "float16" : "bfloat16";
   std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
-  const bool native = half ? cpu.fp16() : cpu.bf16();
+  const bool native = half ? cpu.fp16 : cpu.bf16;
   if (device == c10::DeviceType::CPU && cpu.known && !native) {
     reason += ", though " + lack_of_instructions(name);
   }

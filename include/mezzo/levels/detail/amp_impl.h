@@ -179,9 +179,9 @@ inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::str
     if (!enabled_ || !level_.uses_op_lists()) return *found;
     for (std::size_t i = 0; i < regions.size(); ++i) {
       if (!model.runs_on(detail::kPolicyDevices[i])) continue;
-      regions[i].emplace(detail::checked_region({.device = detail::kPolicyDevices[i],
-                                                 .dtype = level_.precision().compute,
-                                                 .policy = policy_}));
+      regions[i].emplace(detail::checked_setting({.device = detail::kPolicyDevices[i],
+                                                  .dtype = level_.precision().compute,
+                                                  .policy = policy_}));
     }
     return *found;
   }

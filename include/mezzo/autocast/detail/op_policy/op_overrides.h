@@ -8,12 +8,12 @@
 
 #include <mezzo/autocast/detail/eligible.h>
 #include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 
