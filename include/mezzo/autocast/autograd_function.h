@@ -6,7 +6,7 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/detail/eligible.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>

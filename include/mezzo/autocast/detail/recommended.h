@@ -118,20 +118,7 @@ inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
 
 inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
 
-/// Returns a setting of the dtype that the user named. Its reason warns where this CPU only
-/// emulates the dtype.
-inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
-                                 std::string_view value, const CpuFeatures& cpu) {
-  const bool half = dtype == at::ScalarType::Half;
-  const char* name = half ? "float16" : "bfloat16";
-  std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
-  const bool native = half ? cpu.fp16 : cpu.bf16;
-  if (device == c10::DeviceType::CPU && cpu.known && !native) {
-    reason += ", though " + lack_of_instructions(name);
-  }
-  return {.device = device, .dtype = dtype, .reason = reason};
-}
-
+/// The reason of what it returns warns where this CPU only emulates the dtype.
 inline AutocastSetting parse_autocast(std::string_view value, c10::Device device,
                                       const CpuFeatures& cpu) {
   if (value == "off") {
@@ -143,8 +130,14 @@ inline AutocastSetting parse_autocast(std::string_view value, c10::Device device
   const bool is_bfloat16 = value == "bf16" || value == "bfloat16";
   TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kAutocastVariable, "=", value,
               " is not a known value; use off, bf16, fp16 or auto");
-  return asked_for(device.type(), is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
-                   value, cpu);
+  const std::string name = is_bfloat16 ? "bfloat16" : "float16";
+  std::string reason = name + ": " + kAutocastVariable + "=" + std::string(value);
+  if (device.is_cpu() && cpu.known && !(is_bfloat16 ? cpu.bf16 : cpu.fp16)) {
+    reason += ", though " + lack_of_instructions(name);
+  }
+  return {.device = device.type(),
+          .dtype = is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
+          .reason = reason};
 }
 
 }  // namespace detail
