@@ -131,7 +131,7 @@ TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {
 }
 
 TEST(AutocastFromEnv, SaysOnlyWhoAskedWhereTheHardwareIsUpToIt) {
-  const CpuFeatures able{.known = true, .avx512_bf16 = true, .avx512_fp16 = true};
+  const CpuFeatures able{.known = true, .bf16 = true, .fp16 = true};
   EXPECT_EQ(parse_autocast("bf16", torch::kCPU, able).reason, "bfloat16: MEZZO_AUTOCAST=bf16");
   EXPECT_EQ(parse_autocast("fp16", torch::kCPU, able).reason, "float16: MEZZO_AUTOCAST=fp16");
   EXPECT_EQ(parse_autocast("fp16", torch::kCUDA, {}).reason, "float16: MEZZO_AUTOCAST=fp16");

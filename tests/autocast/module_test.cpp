@@ -52,11 +52,9 @@ struct PairImpl : torch::nn::Module {
   }
 };
 
-static_assert(
-    std::is_same_v<decltype(&mezzo::AutocastModuleImpl<GatedImpl>::forward),
-                   Tensor (mezzo::detail::ForwardLike<mezzo::AutocastModuleImpl<GatedImpl>,
-                                                      Tensor (GatedImpl::*)(Tensor, double)>::*)(
-                       Tensor, double)>);
+template <class Class>
+std::type_identity<Class> class_of(Tensor (Class::*)(Tensor, double));
+static_assert(requires { class_of(&mezzo::AutocastModuleImpl<GatedImpl>::forward); });
 
 std::vector<std::string> keys(const torch::OrderedDict<std::string, Tensor>& dict) {
   return dict.keys();

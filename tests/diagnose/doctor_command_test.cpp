@@ -55,7 +55,7 @@ class DoctorCommand : public testing::Test {
   /// One where the CPU has no instructions for bfloat16.
   static int warnings_of_this_cpu() {
     const auto cpu = mezzo::detail::cpu_features();
-    return cpu.known && !cpu.bf16() ? 1 : 0;
+    return cpu.known && !cpu.bf16 ? 1 : 0;
   }
 
   test_support::Scratch scratch_;

@@ -54,10 +54,10 @@ struct ActivationCheckpointOptions {
 template <class F, class... Args>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,
                            Args&&... args) {
-  using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
-  static_assert(Call::kCallable,
+  static_assert(detail::CallableTwice<std::decay_t<F>, detail::OwningType<Args>...>,
                 "mezzo::activation_checkpoint: the function is called twice, so it must take its "
                 "arguments by value, by const reference or as lvalues, and not as rvalues");
+  using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
   static_assert(
       detail::carries_tensors<typename Call::Result>(),
       "mezzo::activation_checkpoint: no tensors in the function's result; return tensors, or a "

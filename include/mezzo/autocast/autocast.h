@@ -9,15 +9,62 @@
 
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/version.h>
 
+#include <c10/core/DeviceType.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/Exception.h>
+
+#include <array>
 #include <concepts>
+#include <cstddef>
 #include <functional>
 #include <optional>
 #include <type_traits>
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+
+/// Guard of a region whose device and dtype are known at run time only: from a flag, a file, the
+/// hardware. Else as Autocast.
+///
+///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
+///     mezzo::AutocastGuard autocast({.device = device.type(), .enabled = flags.amp});
+///     mezzo::AutocastGuard autocast(torch::kCUDA, torch::kBFloat16);
+class AutocastGuard {
+ public:
+  /// Enters a region of `setting`.
+  /// \throws c10::Error, and changes nothing, when the setting names no device, when that has no
+  ///   autocast or cannot lower to the dtype, also when not enabled, and as Autocast does
+  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting) {
+    const AutocastSetting checked = detail::checked_setting(setting);
+    TORCH_CHECK(!checked.output,
+                "output: a guard returns nothing whose dtype it could change; give the setting to "
+                "mezzo::autocast(setting, [&] { return ...; }) or to mezzo::AutocastModule");
+    region_.emplace(checked);
+  }
+
+  /// Enters a region as `torch.autocast(device, dtype)` does.
+  /// \param device a device or its type
+  /// \param dtype of the lowered ops; none means `at::autocast::get_autocast_dtype(device)`
+  template <class Device>
+  requires(std::same_as<Device, c10::Device> || std::same_as<Device, c10::DeviceType>)
+      [[nodiscard]] explicit AutocastGuard(Device device,
+                                           std::optional<at::ScalarType> dtype = std::nullopt)
+      : AutocastGuard(AutocastSetting{.device = c10::Device(device).type(), .dtype = dtype}) {}
+
+  /// Whether the region is enabled and has not ended.
+  [[nodiscard]] bool is_enabled() const noexcept { return region_ && region_->is_enabled(); }
+
+  /// Ends the region here, for code without a block: before `backward()`. The end of the scope then
+  /// does nothing.
+  void end() noexcept { region_.reset(); }
+
+ private:
+  std::optional<detail::Region> region_;
+};
 
 /// Guard of a region of mixed precision, which ends with the scope:
 ///
@@ -39,7 +86,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// warns once a process where `Device` is CUDA and there is none, as Python does, and where the CPU
 /// has no instructions for half. See `recommended` for what is fast on this machine.
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device)>
-class Autocast {
+class Autocast : public AutocastGuard {
   static_assert(
       default_autocast_dtype(Device) != at::ScalarType::Undefined,
       "mezzo::Autocast: this device type has no autocast; use torch::kCPU, kCUDA or kMPS");
@@ -53,47 +100,7 @@ class Autocast {
   /// \throws c10::Error, and changes nothing, for a setting of another device or dtype, and for a
   ///   policy with an op that install_op_overrides was not called for
   [[nodiscard]] explicit Autocast(const AutocastSetting& setting = {})
-      : region_(detail::checked_region(setting, Device, Dtype)) {}
-
-  /// Ends the region here, for code without a block: before `backward()`. The end of the scope then
-  /// does nothing.
-  void end() noexcept { region_.end(); }
-
- private:
-  detail::GuardedRegion region_;
-};
-
-/// Guard of a region whose device and dtype are known at run time only: from a flag, a file, the
-/// hardware. Else as Autocast.
-///
-///     mezzo::AutocastGuard autocast(mezzo::recommended(device));
-///     mezzo::AutocastGuard autocast({.device = device.type(), .enabled = flags.amp});
-///     mezzo::AutocastGuard autocast(torch::kCUDA, torch::kBFloat16);
-class AutocastGuard {
- public:
-  /// Enters a region of `setting`.
-  /// \throws c10::Error, and changes nothing, when the setting names no device, when that has no
-  ///   autocast or cannot lower to the dtype, also when not enabled, and as Autocast does
-  [[nodiscard]] explicit AutocastGuard(const AutocastSetting& setting)
-      : region_(detail::checked_region(setting)) {}
-
-  /// Enters a region as `torch.autocast(device, dtype)` does.
-  /// \param device a device or its type
-  /// \param dtype of the lowered ops; none means `at::autocast::get_autocast_dtype(device)`
-  template <class Device>
-  requires(std::same_as<Device, c10::Device> || std::same_as<Device, c10::DeviceType>)
-      [[nodiscard]] explicit AutocastGuard(Device device,
-                                           std::optional<at::ScalarType> dtype = std::nullopt)
-      : AutocastGuard(AutocastSetting{.device = c10::Device(device).type(), .dtype = dtype}) {}
-
-  /// Whether the region is enabled and has not ended.
-  [[nodiscard]] bool is_enabled() const noexcept { return region_.is_enabled(); }
-
-  /// Ends the region here, as Autocast::end does.
-  void end() noexcept { region_.end(); }
-
- private:
-  detail::GuardedRegion region_;
+      : AutocastGuard(detail::setting_of_type(setting, Device, Dtype)) {}
 };
 
 /// Runs `function()` in a region of `setting`, now, and returns what it returns:
@@ -104,10 +111,10 @@ class AutocastGuard {
 template <class F>
 decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
   if constexpr (std::invocable<F>) {
-    const detail::RegionState state = detail::checked_region(setting);
-    const detail::Region region(state);
+    const AutocastSetting checked = detail::checked_setting(setting);
+    const detail::Region region(checked);
     return detail::with_output(
-        state.output, [&]() -> decltype(auto) { return std::invoke(std::forward<F>(function)); });
+        checked.output, [&]() -> decltype(auto) { return std::invoke(std::forward<F>(function)); });
   } else {
     static_assert(std::invocable<F>,
                   "mezzo::autocast(setting, f): f cannot be called without arguments. If there is "
@@ -131,8 +138,7 @@ decltype(auto) autocast(const AutocastSetting& setting, F&& function) {
 template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(Device), class F>
 [[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting = {}) {
   static_assert(std::is_destructible_v<Autocast<Device, Dtype>>);  // says what Autocast refuses
-  return detail::in_scopes_of<detail::Region>(detail::checked_region(setting, Device, Dtype),
-                                              std::forward<F>(function));
+  return autocast(std::forward<F>(function), detail::setting_of_type(setting, Device, Dtype));
 }
 
 /// Returns `function` as a callable that runs in regions of `setting`, as the overload above does
@@ -140,7 +146,7 @@ template <c10::DeviceType Device, at::ScalarType Dtype = default_autocast_dtype(
 template <class F>
 [[nodiscard]] auto autocast(F&& function, const AutocastSetting& setting) requires(
     !std::is_same_v<std::decay_t<F>, AutocastSetting>) {
-  return detail::in_scopes_of<detail::Region>(detail::checked_region(setting),
+  return detail::in_scopes_of<detail::Region>(detail::checked_setting(setting),
                                               std::forward<F>(function));
 }
 
@@ -162,19 +168,50 @@ class AutocastState {
 
   /// Runs the calling thread under a state and restores what was there. Counts as a region: the end
   /// of the thread's outermost one clears libtorch's weight cache.
-  class Scope {
-   public:
-    /// Enters the regions of `state`.
-    [[nodiscard]] explicit Scope(const AutocastState& state) noexcept : scope_(state.state_) {}
-
-   private:
-    detail::ThreadStateScope scope_;
-  };
+  class Scope;
 
  private:
-  AutocastState() noexcept : state_(detail::this_thread_state()) {}
+  AutocastState() noexcept {
+    for (std::size_t i = 0; i < dtypes_.size(); ++i) {
+      dtypes_[i] = at::autocast::get_autocast_dtype(static_cast<c10::DeviceType>(i));
+    }
+  }
 
-  detail::ThreadState state_;
+  void install() const noexcept {
+    c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+    keys.excluded_ = (keys.excluded_ - c10::autocast_dispatch_keyset) | disabled_;
+    c10::impl::_force_tls_local_dispatch_key_set(keys);
+    for (std::size_t i = 0; i < dtypes_.size(); ++i) {
+      at::autocast::set_autocast_dtype(static_cast<c10::DeviceType>(i), dtypes_[i]);
+    }
+    at::autocast::set_autocast_cache_enabled(cache_enabled_);
+    detail::thread_policies() = policies_;
+  }
+
+  // libtorch keeps "autocast is off for this device type" as an excluded dispatch key. Asking it
+  // type by type would throw for types that its version has no autocast for; the keys and dtypes
+  // are there for all.
+  c10::DispatchKeySet disabled_ =
+      c10::impl::tls_local_dispatch_key_set().excluded_ & c10::autocast_dispatch_keyset;
+  std::array<at::ScalarType, c10::COMPILE_TIME_MAX_DEVICE_TYPES> dtypes_{};
+  bool cache_enabled_ = at::autocast::is_autocast_cache_enabled();
+  detail::ThreadPolicies policies_ = detail::thread_policies();
+};
+
+class AutocastState::Scope {
+ public:
+  /// Enters the regions of `state`.
+  [[nodiscard]] explicit Scope(const AutocastState& state) noexcept
+      : nesting_(state.dtypes_ != found_.dtypes_) {
+    state.install();
+  }
+  ~Scope() { found_.install(); }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+
+ private:
+  AutocastState found_;
+  detail::Nesting nesting_;
 };
 
 /// Returns `function` as a callable that runs under the autocast state of the thread that makes it,

@@ -6,6 +6,7 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -42,45 +43,32 @@ struct ModuleImplOf<std::shared_ptr<Impl>> {
 template <class M>
 using module_impl_of = typename ModuleImplOf<M>::type;
 
-/// Gives `Derived` a `forward` that goes through `Derived::call`: of the parameters and result of
-/// `Forward`, the type of a pointer to the wrapped module's forward, which a container such as
-/// torch::nn::Sequential reads off `&Derived::forward`; or, where the module's forward is a
-/// template or overloaded, one that takes what the module's takes.
-template <class Derived, class Forward>
-class ForwardLike {
- public:
-  template <class... Args>
-  decltype(auto) forward(Args&&... args) {
-    return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
-  }
-};
-template <class Derived, class Result, class Class, class... Args>
-class ForwardLike<Derived, Result (Class::*)(Args...)> {
- public:
+/// A `forward` of these types that goes through `Derived::call`.
+template <class Derived, class Result, class... Args>
+struct ForwardOfTypes {
   Result forward(Args... args) {
     return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
   }
 };
 template <class Derived, class Result, class Class, class... Args>
-class ForwardLike<Derived, Result (Class::*)(Args...) const>
-    : public ForwardLike<Derived, Result (Class::*)(Args...)> {};
+ForwardOfTypes<Derived, Result, Args...> forward_like(Result (Class::*)(Args...));
 template <class Derived, class Result, class Class, class... Args>
-class ForwardLike<Derived, Result (Class::*)(Args...) noexcept>
-    : public ForwardLike<Derived, Result (Class::*)(Args...)> {};
-template <class Derived, class Result, class Class, class... Args>
-class ForwardLike<Derived, Result (Class::*)(Args...) const noexcept>
-    : public ForwardLike<Derived, Result (Class::*)(Args...)> {};
+ForwardOfTypes<Derived, Result, Args...> forward_like(Result (Class::*)(Args...) const);
 
-/// `decltype(&Impl::forward)`, or void where there is no such thing.
-template <class Impl>
-struct ForwardPointer {
-  using type = void;
+/// Gives `Derived` a `forward` that goes through `Derived::call`: of the parameters and result of
+/// the wrapped module's forward, which a container such as torch::nn::Sequential reads off
+/// `&Derived::forward`; or, where the module's forward is a template or overloaded, one that takes
+/// what the module's takes.
+template <class Derived, class Impl>
+struct ForwardLike {
+  template <class... Args>
+  decltype(auto) forward(Args&&... args) {
+    return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
+  }
 };
-template <class Impl>
-requires requires { &Impl::forward; }
-struct ForwardPointer<Impl> {
-  using type = decltype(&Impl::forward);
-};
+template <class Derived, class Impl>
+requires requires { forward_like<Derived>(&Impl::forward); }
+struct ForwardLike<Derived, Impl> : decltype(forward_like<Derived>(&Impl::forward)) {};
 
 }  // namespace detail
 
@@ -88,12 +76,11 @@ struct ForwardPointer<Impl> {
 /// and state-dict names, and a `forward` of the same parameters. Use AutocastModule.
 template <class Impl>
 class AutocastModuleImpl : public torch::nn::Module,
-                           public detail::ForwardLike<AutocastModuleImpl<Impl>,
-                                                      typename detail::ForwardPointer<Impl>::type> {
+                           public detail::ForwardLike<AutocastModuleImpl<Impl>, Impl> {
  public:
   /// Wraps `module`, whose `forward` runs in regions of `setting`.
   AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
-      : module_(std::move(module)), region_(detail::checked_region(setting)) {
+      : module_(std::move(module)), setting_(detail::checked_setting(setting)) {
     TORCH_CHECK(
         module_ != nullptr,
         "AutocastModule: module is an empty holder or a null pointer; construct the module first");
@@ -105,8 +92,8 @@ class AutocastModuleImpl : public torch::nn::Module,
   /// Calls `module()->forward(args...)` under the setting.
   template <class... Args>
   decltype(auto) call(Args&&... args) {
-    const detail::Region region(region_);
-    return detail::with_output(region_.output, [&]() -> decltype(auto) {
+    const detail::Region region(setting_);
+    return detail::with_output(setting_.output, [&]() -> decltype(auto) {
       return module_->forward(std::forward<Args>(args)...);
     });
   }
@@ -120,13 +107,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     return std::make_shared<AutocastModuleImpl>(
-        std::dynamic_pointer_cast<Impl>(module_->clone(device)),
-        AutocastSetting{.device = region_.device,
-                        .dtype = region_.dtype,
-                        .enabled = region_.enabled,
-                        .output = region_.output,
-                        .cache = region_.cache,
-                        .policy = region_.policy});
+        std::dynamic_pointer_cast<Impl>(module_->clone(device)), setting_);
   }
   /// Sets the mode of the wrapped module, and of this one.
   void train(bool on = true) override {
@@ -181,7 +162,7 @@ class AutocastModuleImpl : public torch::nn::Module,
   }
 
   std::shared_ptr<Impl> module_;
-  detail::RegionState region_;
+  AutocastSetting setting_;  ///< checked
 };
 
 /// A module whose forward runs under autocast in every thread, also in those of

@@ -6,32 +6,19 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/DispatchKeySet.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// Whether autocast would convert `tensor` in a thread where its keys `active` are on: floating
-/// point on a device with autocast, double left alone.
-inline bool is_converted(const at::Tensor& tensor, c10::DispatchKeySet active) {
-  return tensor.defined() && tensor.is_floating_point() &&
-         tensor.scalar_type() != at::ScalarType::Double && tensor.key_set().has_any(active);
-}
-
-/// The autocast keys, one a device type, that are on in this thread.
-inline c10::DispatchKeySet active_autocast_keys() {
-  return c10::autocast_dispatch_keyset - c10::impl::tls_local_dispatch_key_set().excluded_;
-}
 
 /// An AutocastState in the form that `ctx->saved_data` takes.
 struct SavedAutocastState : torch::CustomClassHolder {
@@ -50,13 +37,10 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
       save_state(ctx);
       return T::forward(ctx, std::forward<Args>(args)...);
     } else {
-      const auto active = active_autocast_keys();
-      const AutocastOff off;
-      save_state(ctx);
-      const auto convert = [active](const at::Tensor& tensor) {
-        return is_converted(tensor, active) ? tensor.to(CastInputs) : tensor;
+      const auto convert = [](const at::Tensor& tensor) {
+        return casting_device(tensor).has_value() ? tensor.to(CastInputs) : tensor;
       };
-      return T::forward(ctx, map_tensors(std::forward<Args>(args), convert)...);
+      return forward_uncast(ctx, map_tensors(std::forward<Args>(args), convert)...);
     }
   }
 
@@ -68,6 +52,13 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
   }
 
  private:
+  template <class... Args>
+  static auto forward_uncast(Context* ctx, Args&&... args) {
+    const AutocastOff off;
+    save_state(ctx);
+    return T::forward(ctx, std::forward<Args>(args)...);
+  }
+
   static void save_state(Context* ctx) {
     ctx->saved_data[kSavedAutocastState] =
         at::IValue::make_capsule(c10::make_intrusive<SavedAutocastState>());

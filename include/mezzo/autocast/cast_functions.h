@@ -20,10 +20,10 @@
 /// registered with TORCH_LIBRARY needs none of this: name it in an OpPolicy.
 #pragma once
 
-#include <mezzo/autocast/detail/eligible.h>
-#include <mezzo/autocast/detail/libtorch_state.h>
+#include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -90,9 +90,7 @@ struct WithCasts {
   static at::ScalarType widest_of(const Args&... args) {
     std::optional<at::ScalarType> widest;
     const auto look = [&widest](const at::Tensor& tensor) {
-      if (casting_device(tensor).has_value()) {
-        widest = wider(widest.value_or(tensor.scalar_type()), tensor.scalar_type());
-      }
+      if (casting_device(tensor).has_value()) widest = wider(widest, tensor.scalar_type());
     };
     (for_each_tensor(args, look), ...);
     return widest.value_or(at::kFloat);

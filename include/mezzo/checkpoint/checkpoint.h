@@ -30,10 +30,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-namespace detail {
-struct CheckpointAccess;
-}  // namespace detail
-
 /// Names the objects that make up a training run. Holds references: the objects must outlive it.
 /// Make it once; save and load it any number of times.
 ///
@@ -87,9 +83,10 @@ class TrainingState {
   /// changed, loading warns and sets the generators of the devices that are present.
   TrainingState& with_random_state();
 
- private:
-  friend struct detail::CheckpointAccess;
+  /// Returns the objects, for those who save and load.
+  const std::vector<detail::NamedPart>& parts() const noexcept { return parts_; }
 
+ private:
   TrainingState& add_part(std::string name, detail::CheckpointPart part, bool is_per_rank);
 
   std::vector<detail::NamedPart> parts_;
@@ -228,14 +225,6 @@ TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
   return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
 }
 
-namespace detail {
-
-/// Access to the objects of a state.
-struct CheckpointAccess {
-  static const std::vector<NamedPart>& parts(const TrainingState& state) { return state.parts_; }
-};
-
-}  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_LEFT_TO_LIBRARY

@@ -178,7 +178,7 @@ class Doctor final : OpObserver {
       return add(FindingSeverity::note, "hardware", device.str(),
                  "which instructions this hardware has is not known: time a step in " + name);
     }
-    if (gpu ? gpu->major >= (is_half ? 7 : 8) : is_half ? cpu.fp16() : cpu.bf16()) {
+    if (gpu ? gpu->major >= (is_half ? 7 : 8) : is_half ? cpu.fp16 : cpu.bf16) {
       return add(FindingSeverity::note, "hardware", device.str(),
                  "products in " + name + " are computed by instructions of their own");
     }

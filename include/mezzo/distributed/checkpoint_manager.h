@@ -70,7 +70,7 @@ class DistributedCheckpointManager {
   SavedCheckpoint save(const TrainingState& state, std::int64_t step) {
     constexpr const char* kCaller = "DistributedCheckpointManager::save";
     check_states(kCaller, state, "step " + std::to_string(step), /*with_parameters=*/true);
-    const auto& parts = detail::CheckpointAccess::parts(state);
+    const auto& parts = state.parts();
     const detail::ParameterNames names = detail::parameter_names(parts);
     // All ranks save all objects, for some of them gather: also after one that throws.
     detail::PythonDict values = detail::python_dict(), own = detail::python_dict();
@@ -129,7 +129,7 @@ class DistributedCheckpointManager {
       std::string damage;
       const std::string refusal = detail::failure_of([&] {
         try {
-          checked = detail::check_file(file, detail::CheckpointAccess::parts(state), options.subset,
+          checked = detail::check_file(file, state.parts(), options.subset,
                                        {group_->getRank(), group_->getSize()});
         } catch (const detail::UnusableCheckpoint& unusable) {
           damage = unusable.what() + std::string(" on rank ") + std::to_string(group_->getRank());
@@ -165,10 +165,10 @@ class DistributedCheckpointManager {
     lines << call << '\n';
     const std::string failure = detail::failure_of([&] {
       detail::check_not_averaged();
-      TORCH_CHECK(!detail::CheckpointAccess::parts(state).empty(),
+      TORCH_CHECK(!state.parts().empty(),
                   "the state is empty; add what training goes on from, as in "
                   "state.add(\"model\", model)");
-      for (const auto& [name, part, is_per_rank] : detail::CheckpointAccess::parts(state)) {
+      for (const auto& [name, part, is_per_rank] : state.parts()) {
         lines << name << (is_per_rank ? " of each rank\n" : "\n");
         if (!part.parameters) continue;
         for (const auto& [parameter, tensor] : part.parameters()) {

@@ -8,7 +8,6 @@
 #include <mezzo/autocast/detail/region.h>
 #include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
-#include <mezzo/levels/detail/amp_models.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
@@ -17,6 +16,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <c10/core/DeviceType.h>
+#include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
@@ -31,6 +32,41 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A model that was given to `initialize`, and the types of its devices.
+class AmpModel {
+ public:
+  explicit AmpModel(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {
+    for (const at::Tensor& parameter : module_->parameters()) {
+      if (!lies_on(parameter.device().type())) placed_.push_back(parameter);
+    }
+  }
+
+  /// Returns the model or inner module at this address, or null.
+  torch::nn::Module* find(const void* wanted) const {
+    if (module_.get() == wanted) return module_.get();
+    for (const auto& module : module_->modules(/*include_self=*/false)) {
+      if (module.get() == wanted) return module.get();
+    }
+    return nullptr;
+  }
+
+  /// Whether a parameter is on this type of device. True for a model without parameters.
+  bool lies_on(c10::DeviceType type) const {
+    for (const at::Tensor& parameter : placed_) {
+      if (parameter.device().type() == type) return true;
+    }
+    return false;
+  }
+  bool runs_on(c10::DeviceType type) const { return placed_.empty() || lies_on(type); }
+
+ private:
+  std::shared_ptr<torch::nn::Module> module_;
+  std::vector<at::Tensor> placed_;  // one parameter for each type of device
+};
+
+}  // namespace detail
 
 /// Further options of `initialize`.
 struct InitializeOptions {

@@ -4,9 +4,9 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
-#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>

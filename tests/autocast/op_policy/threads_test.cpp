@@ -92,25 +92,4 @@ TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
   EXPECT_EQ(wrong, 0);
 }
 
-// An op may run under a policy inside the very region that another policy governs.
-TEST(OpPolicyThreads, AreIndependentOfReentrance) {
-  const auto deny = mezzo::install_op_overrides(OpPolicy().deny("mm"));
-  const auto allow = mezzo::install_op_overrides(OpPolicy().allow("mm"));
-  const auto a = torch::ones({2, 2}, torch::requires_grad());
-  std::vector<at::ScalarType> seen;
-  torch::Tensor product;
-  {
-    const Autocast<kCPU> autocast({.policy = deny});
-    product = torch::mm(a, a);
-  }
-  product.register_hook([&](const torch::Tensor&) {
-    const Autocast<kCPU> autocast({.policy = allow});
-    seen.push_back(torch::mm(a, a).scalar_type());
-  });
-  const Autocast<kCPU> autocast({.policy = deny});
-  product.sum().backward();
-  seen.push_back(torch::mm(a, a).scalar_type());
-  EXPECT_EQ(seen, (std::vector<at::ScalarType>{torch::kBFloat16, torch::kFloat}));
-}
-
 }  // namespace

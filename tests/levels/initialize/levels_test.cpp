@@ -304,23 +304,6 @@ TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
   }
 }
 
-TEST(Initialize, LeavesModelsAndOptimizersUsableAlone) {
-  Net net;
-  torch::optim::SGD optimizer(net->parameters(), 0.1);
-  {
-    auto amp = mezzo::initialize(net, optimizer, OptLevel::O2_bf16(), kQuiet);
-    amp.scale_loss(loss_of(amp, net, images()), optimizer);
-    amp.step(optimizer);
-  }
-  optimizer.zero_grad();
-  auto output = net(images().to(torch::kBFloat16));
-  EXPECT_EQ(output.logits.scalar_type(), torch::kBFloat16);
-  output.logits.sum().backward();
-  const torch::Tensor before = net->head->bias.detach().clone();
-  optimizer.step();
-  EXPECT_FALSE(before.equal(net->head->bias));
-}
-
 TEST(Initialize, TakesPolicyEditsAtO1) {
   torch::nn::Linear net(4, 2);
   const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::addmm"));

@@ -247,25 +247,13 @@ decltype(auto) call_stored(F& function, Args&... args) {
   }
 }
 
-/// The result of a call as a value; void where there is no such call, which activation_checkpoint
-/// reports.
-template <class F, class... Args>
-struct ValueResult {
-  using Type = void;
-};
-template <class F, class... Args>
-requires CallableTwice<F, Args...>
-struct ValueResult<F, Args...> {
-  using Type = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
-};
-
 /// The arguments are stored as std::bind_front stores them, but for a TensorList, which would
 /// dangle.
 template <class F, class... Args>
+requires CallableTwice<F, Args...>
 class StoredCall final : public CheckpointedCall {
  public:
-  static constexpr bool kCallable = CallableTwice<F, Args...>;
-  using Result = typename ValueResult<F, Args...>::Type;
+  using Result = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
 
   template <class G, class... GivenArgs>
   explicit StoredCall(G&& function, GivenArgs&&... args)

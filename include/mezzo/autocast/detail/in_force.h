@@ -1,14 +1,17 @@
 /// \file
-/// The op policy that is in force in a thread, for guards and for the kernels in front of ops. The
-/// hot path of an overridden op reads only this.
+/// What autocast does in a thread: the op policy that is in force, for guards and for the kernels
+/// in front of ops, and which tensors are cast. The hot path of an overridden op reads only this.
 #pragma once
 
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/op_category.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKey.h>
+#include <c10/core/ScalarType.h>
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
 
@@ -118,6 +121,30 @@ class PolicyScope {
   bool active_;
   std::shared_ptr<const PolicyEdits> outer_;
 };
+
+/// Whether autocast on `device` may cast this tensor.
+inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
+  if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == at::kDouble) {
+    return false;
+  }
+  if (device == c10::DeviceType::CUDA) return tensor.is_cuda() || tensor.is_xla();
+  return tensor.device().type() == device;
+}
+
+/// The device whose autocast, enabled in this thread, may cast this tensor, if there is one.
+inline std::optional<c10::DeviceType> casting_device(const at::Tensor& tensor) {
+  for (const auto device : kPolicyDevices) {
+    if (is_eligible(tensor, device) && at::autocast::is_autocast_enabled(device)) {
+      return device;
+    }
+  }
+  return std::nullopt;
+}
+
+/// The dtype that holds every value of both; half and bfloat16 meet in float32.
+inline at::ScalarType wider(std::optional<at::ScalarType> a, at::ScalarType b) {
+  return !a.has_value() || *a == b ? b : at::ScalarType::Float;
+}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -41,11 +41,10 @@ inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
     return autocast_off(
         kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
-  if (!cpu.bf16()) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
+  if (!cpu.bf16) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
   return {.device = kCpu,
           .dtype = at::ScalarType::BFloat16,
-          .reason = cpu.amx_bf16 ? "bfloat16: this CPU has amx_bf16"
-                                 : "bfloat16: this CPU has avx512_bf16"};
+          .reason = "bfloat16: this CPU has avx512_bf16"};
 }
 
 inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
@@ -95,7 +94,7 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
 /// Returns the warning for a region of half on `cpu`; empty where the CPU computes half natively,
 /// or where that is not known.
 inline std::string half_warning(const CpuFeatures& cpu) {
-  if (!cpu.known || cpu.fp16()) return {};
+  if (!cpu.known || cpu.fp16) return {};
   return "autocast on the CPU in float16: " + lack_of_instructions("float16") +
          "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
 }
@@ -119,20 +118,7 @@ inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
 
 inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
 
-/// Returns a setting of the dtype that the user named. Its reason warns where this CPU only
-/// emulates the dtype.
-inline AutocastSetting asked_for(c10::DeviceType device, at::ScalarType dtype,
-                                 std::string_view value, const CpuFeatures& cpu) {
-  const bool half = dtype == at::ScalarType::Half;
-  const char* name = half ? "float16" : "bfloat16";
-  std::string reason = std::string(name) + ": " + kAutocastVariable + "=" + std::string(value);
-  const bool native = half ? cpu.fp16() : cpu.bf16();
-  if (device == c10::DeviceType::CPU && cpu.known && !native) {
-    reason += ", though " + lack_of_instructions(name);
-  }
-  return {.device = device, .dtype = dtype, .reason = reason};
-}
-
+/// The reason of what it returns warns where this CPU only emulates the dtype.
 inline AutocastSetting parse_autocast(std::string_view value, c10::Device device,
                                       const CpuFeatures& cpu) {
   if (value == "off") {
@@ -144,8 +130,14 @@ inline AutocastSetting parse_autocast(std::string_view value, c10::Device device
   const bool is_bfloat16 = value == "bf16" || value == "bfloat16";
   TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kAutocastVariable, "=", value,
               " is not a known value; use off, bf16, fp16 or auto");
-  return asked_for(device.type(), is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
-                   value, cpu);
+  const std::string name = is_bfloat16 ? "bfloat16" : "float16";
+  std::string reason = name + ": " + kAutocastVariable + "=" + std::string(value);
+  if (device.is_cpu() && cpu.known && !(is_bfloat16 ? cpu.bf16 : cpu.fp16)) {
+    reason += ", though " + lack_of_instructions(name);
+  }
+  return {.device = device.type(),
+          .dtype = is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
+          .reason = reason};
 }
 
 }  // namespace detail

@@ -64,18 +64,15 @@ class RandomState {
   class Scope;
 
  private:
-  std::vector<at::Generator> generators() const {
-    std::vector<at::Generator> generators;
-    for (const auto& [generator, state] : states_) generators.push_back(generator);
-    return generators;
-  }
-
   std::vector<std::pair<at::Generator, at::Tensor>> states_;
 };
 
 class RandomState::Scope {
  public:
-  explicit Scope(const RandomState& state) : found_(state.generators()) { state.install(); }
+  explicit Scope(const RandomState& state) : found_(state) {
+    for (auto& [generator, found] : found_.states_) found = state_of(generator);
+    state.install();
+  }
   ~Scope() { found_.install(); }
   Scope(const Scope&) = delete;
   Scope& operator=(const Scope&) = delete;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
+#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
@@ -241,110 +242,100 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
   char* memory_ = nullptr;
 };
 
-/// Rewrites a pickle of Python's for libtorch's Unpickler, which knows no OrderedDict with items
-/// and no attributes:
+/// Returns a pickle of Python's, rewritten for libtorch's Unpickler, which knows no OrderedDict
+/// with items and no attributes:
 ///
 ///   OrderedDict()      ->  {}
 ///   value, attributes  ->  (value, attributes)    where Python would set them
 ///   integers of any length  ->  of 8 bytes
-class PythonPickle {
- public:
-  explicit PythonPickle(std::string_view pickle) : rest_(pickle) {
-    while (!rest_.empty()) instruction();
-  }
-  const std::string& rewritten() const noexcept { return out_; }
-
- private:
-  std::string_view take(std::size_t count) {
-    if (count > rest_.size()) throw_damaged("its pickle is cut off");
-    const std::string_view taken = rest_.substr(0, count);
-    rest_.remove_prefix(count);
+inline std::string for_libtorch(std::string_view pickle) {
+  std::string rewritten;
+  bool is_ordered = false;          // the class OrderedDict is on the stack
+  std::set<std::uint64_t> ordered;  // where it is remembered
+  const auto take = [&pickle](std::size_t count) {
+    if (count > pickle.size()) throw_damaged("its pickle is cut off");
+    const std::string_view taken = pickle.substr(0, count);
+    pickle.remove_prefix(count);
     return taken;
-  }
-  std::string_view take_line() {
-    const std::size_t end = rest_.find('\n');
-    return take(end == std::string_view::npos ? rest_.size() + 1 : end + 1);
-  }
-
-  static std::uint64_t number(std::string_view bytes) {
+  };
+  const auto number = [](std::string_view bytes) {
     std::uint64_t value = 0;
     for (std::size_t i = 0; i < bytes.size(); ++i) {
       value |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
     }
     return value;
-  }
-
-  void instruction() {
-    const std::string_view start = rest_;
-    const char code = take(1)[0];
-    const auto keep = [&](std::size_t arguments) {
-      take(arguments);
-      out_ += start.substr(0, 1 + arguments);
+  };
+  while (!pickle.empty()) {
+    std::string_view instruction = pickle;
+    const auto instruction_of = [&](std::size_t arguments) {
+      return instruction = instruction.substr(0, take(arguments).size() + 1);
     };
-    switch (code) {
-      case 'c': {  // GLOBAL
-        const std::string_view module = take_line(), name = take_line();
-        is_ordered_ = module == "collections\n" && name == "OrderedDict\n";
-        if (!is_ordered_) out_ += start.substr(0, 1 + module.size() + name.size());
-        return;
+    switch (take(1)[0]) {
+      case 'c': {  // GLOBAL: two lines
+        for (int line = 0; line < 2; ++line) take(std::min(pickle.find('\n'), pickle.size()) + 1);
+        instruction.remove_suffix(pickle.size());
+        is_ordered = instruction == "ccollections\nOrderedDict\n";
+        if (is_ordered) continue;
+        break;
       }
       case 'q':  // BINPUT
       case 'r': {
-        const std::uint64_t place = number(take(code == 'q' ? 1 : 4));
-        if (is_ordered_) {
-          ordered_.insert(place);
-        } else {
-          ordered_.erase(place);
-          out_ += start.substr(0, code == 'q' ? 2 : 5);
+        const std::uint64_t place = number(instruction_of(instruction[0] == 'q' ? 1 : 4).substr(1));
+        if (is_ordered) {
+          ordered.insert(place);
+          continue;
         }
-        return;
+        ordered.erase(place);
+        break;
       }
       case 'h':  // BINGET
-      case 'j': {
-        const std::uint64_t place = number(take(code == 'h' ? 1 : 4));
-        is_ordered_ = ordered_.count(place) != 0;
-        if (!is_ordered_) out_ += start.substr(0, code == 'h' ? 2 : 5);
-        return;
-      }
+      case 'j':
+        is_ordered =
+            ordered.count(number(instruction_of(instruction[0] == 'h' ? 1 : 4).substr(1))) != 0;
+        if (is_ordered) continue;
+        break;
       case ')':  // EMPTY_TUPLE
-        out_ += is_ordered_ ? '}' : ')';
-        return;
+        instruction = is_ordered ? "}" : ")";
+        break;
       case 'R':  // REDUCE
-        if (!std::exchange(is_ordered_, false)) out_ += 'R';
-        return;
-      case 'b':          // BUILD
-        out_ += '\x86';  // TUPLE2
-        return;
+        if (std::exchange(is_ordered, false)) continue;
+        instruction = "R";
+        break;
+      case 'b':                // BUILD
+        instruction = "\x86";  // TUPLE2
+        break;
       case '\x8a': {  // LONG1
         const std::string_view bytes = take(number(take(1)));
         TORCH_CHECK(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
         const bool is_negative = !bytes.empty() && (bytes.back() & '\x80') != 0;
-        out_ += "\x8a\x08";
-        out_ += bytes;
-        out_.append(8 - bytes.size(), is_negative ? '\xff' : '\0');
-        return;
+        rewritten += "\x8a\x08";
+        rewritten += bytes;
+        rewritten.append(8 - bytes.size(), is_negative ? '\xff' : '\0');
+        continue;
       }
       case 'X':  // BINUNICODE
-        return keep(4 + number(rest_.substr(0, 4)));
+        instruction_of(4 + number(pickle.substr(0, 4)));
+        break;
       case 'G':  // BINFLOAT
-        return keep(8);
+        instruction_of(8);
+        break;
       case 'J':  // BININT
-        return keep(4);
+        instruction_of(4);
+        break;
       case 'M':
-        return keep(2);
+        instruction_of(2);
+        break;
       case 'K':
       case '\x80':  // PROTO
-        return keep(1);
+        instruction_of(1);
+        break;
       default:
-        return keep(0);
+        instruction_of(0);
     }
+    rewritten += instruction;
   }
-
-  std::string_view rest_;
-  std::string out_;
-  bool is_ordered_ = false;          // the class OrderedDict is on the stack
-  std::set<std::uint64_t> ordered_;  // where it is remembered
-};
+  return rewritten;
+}
 
 /// What a file holds. Tensors are views of the file.
 struct ReadCheckpoint {
@@ -364,8 +355,8 @@ class ValueReader {
 
   c10::IValue read() {
     const auto [bytes, size] = zip_.getRecord("data.pkl");
-    const PythonPickle pickle({static_cast<const char*>(bytes.get()), size});
-    std::string_view rest = pickle.rewritten();
+    const std::string pickle = for_libtorch({static_cast<const char*>(bytes.get()), size});
+    std::string_view rest = pickle;
     const auto next = [&rest](char* to, std::size_t count) {
       count = std::min(count, rest.size());
       std::memcpy(to, rest.data(), count);
@@ -375,8 +366,8 @@ class ValueReader {
     torch::jit::Unpickler unpickler(
         next, nullptr, nullptr, [this](const std::string& key) { return record("data/" + key); },
         c10::Device(at::kCPU));
-    c10::IValue value = unpickler.parse_ivalue();
-    check_sizes(value);
+    const c10::IValue value = unpickler.parse_ivalue();
+    for_each_tensor(value, [this](const at::Tensor& tensor) { check_size(tensor); });
     return value;
   }
 
@@ -395,28 +386,20 @@ class ValueReader {
             at::kCPU};
   }
 
-  void check_sizes(const c10::IValue& value) const {
-    if (value.isTensor() && value.toTensor().has_storage()) {
-      const at::Tensor& tensor = value.toTensor();
-      const c10::Storage& storage = tensor.storage();
-      const auto size = sizes_.find(storage.data());
-      const auto is_negative = [](int64_t number) { return number < 0; };
-      const bool has_shape =
-          tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
-          std::none_of(tensor.sizes().begin(), tensor.sizes().end(), is_negative) &&
-          std::none_of(tensor.strides().begin(), tensor.strides().end(), is_negative);
-      TORCH_CHECK(has_shape && (size == sizes_.end() || storage.nbytes() <= size->second) &&
-                      at::detail::computeStorageNbytes(
-                          tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                          static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
-                  "a tensor is longer than its bytes");
-    } else if (value.isGenericDict()) {
-      for (const auto& entry : value.toGenericDict()) check_sizes(entry.value());
-    } else if (value.isList()) {
-      for (const c10::IValue& one : value.toListRef()) check_sizes(one);
-    } else if (value.isTuple()) {
-      for (const c10::IValue& one : value.toTupleRef().elements()) check_sizes(one);
-    }
+  void check_size(const at::Tensor& tensor) const {
+    if (!tensor.has_storage()) return;
+    const c10::Storage& storage = tensor.storage();
+    const auto size = sizes_.find(storage.data());
+    const auto is_negative = [](int64_t number) { return number < 0; };
+    const bool has_shape =
+        tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
+        std::none_of(tensor.sizes().begin(), tensor.sizes().end(), is_negative) &&
+        std::none_of(tensor.strides().begin(), tensor.strides().end(), is_negative);
+    TORCH_CHECK(has_shape && (size == sizes_.end() || storage.nbytes() <= size->second) &&
+                    at::detail::computeStorageNbytes(
+                        tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                        static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
+                "a tensor is longer than its bytes");
   }
 
   std::shared_ptr<MappedFile> file_;

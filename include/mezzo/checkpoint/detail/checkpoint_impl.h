@@ -65,7 +65,7 @@ MEZZO_INLINE void CheckpointManager::warn(const std::string& text) const {
 
 MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
                                                      std::int64_t step) {
-  const auto& parts = detail::CheckpointAccess::parts(state);
+  const auto& parts = state.parts();
   detail::check_can_be_saved("CheckpointManager::save", parts, step);
   return write(detail::document_of(detail::values_of(parts), step), step);
 }
@@ -106,7 +106,7 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
 
 MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
     const TrainingState& state, const LoadOptions& options) {
-  const auto& parts = detail::CheckpointAccess::parts(state);
+  const auto& parts = state.parts();
   detail::check_can_be_loaded("CheckpointManager::load_newest", parts);
   std::string damages;
   for (const std::filesystem::path& file : files()) {
@@ -160,7 +160,7 @@ MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::files() const
 
 MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
                                              const TrainingState& state, std::int64_t step) {
-  const auto& parts = detail::CheckpointAccess::parts(state);
+  const auto& parts = state.parts();
   detail::check_can_be_saved("save_checkpoint", parts, step);
   const std::filesystem::path target = detail::replaceable_file(file);
   const int folder_error = detail::make_folder(target.parent_path());
@@ -175,7 +175,7 @@ MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
 MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
                                               const TrainingState& state,
                                               const LoadOptions& options) {
-  const auto& parts = detail::CheckpointAccess::parts(state);
+  const auto& parts = state.parts();
   detail::check_can_be_loaded("load_checkpoint", parts);
   detail::CheckedLoad checked;
   try {

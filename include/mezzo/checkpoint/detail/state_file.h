@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/cast_cache.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/gradients.h>

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/capture.h>
-#include <mezzo/base/detail/cast_cache.h>
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>

@@ -2,7 +2,6 @@
 /// The members of OpList and OpPolicy, and the text form of a policy.
 #pragma once
 
-#include <mezzo/autocast/detail/op_policy/op_names.h>
 #include <mezzo/autocast/detail/op_policy/op_overrides.h>
 #include <mezzo/autocast/op_policy.h>
 

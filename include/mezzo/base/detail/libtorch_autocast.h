@@ -1,12 +1,12 @@
 /// \file
-/// libtorch's per-thread autocast state, declared here as ATen/autocast_mode.h declares it:
-/// including that header brings in every operator and costs ten seconds a unit. A test compiles
-/// both side by side, so a change of signature in a later libtorch is a compile error and not a
-/// surprise.
+/// libtorch's autocast state, declared here as ATen/autocast_mode.h declares it: including that
+/// header brings in every operator and costs ten seconds a unit. A test compiles both side by side,
+/// so a change of signature in a later libtorch is a compile error and not a surprise.
 #pragma once
 
 #include <mezzo/base/version.h>
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/DeviceType.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
@@ -24,6 +24,9 @@ TORCH_API void set_autocast_cache_enabled(bool enabled);
 TORCH_API int increment_nesting();
 TORCH_API int decrement_nesting();
 TORCH_API void clear_cache();
+// Goes through the cache of weight casts.
+TORCH_API Tensor cached_cast(c10::ScalarType to_type, const Tensor& arg,
+                             c10::DeviceType device_type);
 
 }  // namespace at::autocast
 
@@ -35,6 +38,11 @@ namespace detail {
 struct AutocastOff {
   c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
 };
+
+/// Drops libtorch's 16-bit casts of weights, which autocast otherwise uses until this process's
+/// outermost region ends. Call it after weights have been written: the next use casts them again,
+/// in all threads.
+inline void drop_weight_casts() { at::autocast::clear_cache(); }
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
