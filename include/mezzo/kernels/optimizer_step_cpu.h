@@ -165,7 +165,12 @@ struct ToFloatKernel {
 /// exactly: floats, or doubles for floats.
 inline void widen_gradients(at::ScalarType from, const void* source, void* target, int64_t count) {
   if (from == at::kFloat) {
-    std::copy_n(static_cast<const float*>(source), count, static_cast<double*>(target));
+    for (int64_t i = 0; i < count; ++i) {
+      float value;
+      std::memcpy(&value, static_cast<const std::byte*>(source) + i * int64_t{sizeof(float)},
+                  sizeof(value));
+      static_cast<double*>(target)[i] = value;
+    }
   } else if (from == at::kBFloat16) {
     cpu_kernel<ToFloatKernel, c10::BFloat16>(best_isa())(source, target, count);
   } else {
