@@ -5,7 +5,6 @@
 
 #include <mezzo/diagnose/anomaly_trace.h>    // IWYU pragma: export
 #include <mezzo/diagnose/doctor.h>           // IWYU pragma: export
-#include <mezzo/diagnose/finding.h>          // IWYU pragma: export
 #include <mezzo/diagnose/overflow_report.h>  // IWYU pragma: export
 #include <mezzo/diagnose/summarize.h>        // IWYU pragma: export
 #include <mezzo/diagnose/telemetry.h>        // IWYU pragma: export

@@ -1,5 +1,4 @@
-#include <mezzo/diagnose/detail/op_observer.h>
-#include <mezzo/diagnose/finding.h>
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/summarize.h>
 
 #include <torch/torch.h>

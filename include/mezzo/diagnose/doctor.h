@@ -15,8 +15,6 @@
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly_trace.h>
-#include <mezzo/diagnose/detail/op_observer.h>
-#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/summarize.h>
 
 #include <ATen/core/Tensor.h>
@@ -41,7 +39,6 @@
 #include <optional>
 #include <ostream>
 #include <set>
-#include <sstream>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -50,10 +47,7 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// All that was found. The topics of findings are "forward" (the pass throws, gives inf or NaN, or
-/// differs from float32's), "range" (values, constants and eps that the dtype does not hold),
-/// "hardware", "dimensions" (sizes that are no multiples of 8) and "updates" (16-bit weights that
-/// an update of the learning rate's size leaves as they are).
+/// All that was found. docs/doctor.md lists the topics of findings.
 struct Diagnosis {
   c10::Device device = c10::Device(c10::DeviceType::CPU);  ///< that was asked for
   at::ScalarType dtype = at::kBFloat16;                    ///< that the model was looked at for
@@ -69,15 +63,12 @@ struct Diagnosis {
 /// Writes a report for a terminal of 100 columns.
 inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis) {
   std::array<int, 3> counts{};
-  for (const Finding& finding : diagnosis.findings) {
-    ++counts.at(static_cast<std::size_t>(finding.severity));
-  }
-  std::ostringstream text;
-  text << "mezzo's doctor: " << std::to_string(diagnosis.parameters) << " parameters on "
-       << diagnosis.device << ", looked at for " << detail::dtype_name(diagnosis.dtype) << ": "
-       << counts[2] << " errors, " << counts[1] << " warnings, " << counts[0] << " notes\n\n";
-  for (const Finding& finding : diagnosis.findings) text << finding;
-  return stream << text.str();
+  for (const Finding& one : diagnosis.findings) ++counts.at(static_cast<std::size_t>(one.severity));
+  stream << "mezzo's doctor: " << std::to_string(diagnosis.parameters) << " parameters on "
+         << diagnosis.device << ", looked at for " << detail::dtype_name(diagnosis.dtype) << ": "
+         << counts[2] << " errors, " << counts[1] << " warnings, " << counts[0] << " notes\n\n";
+  for (const Finding& finding : diagnosis.findings) stream << finding;
+  return stream;
 }
 
 /// What the doctor looks for.
@@ -96,7 +87,8 @@ namespace detail {
 inline std::string some_of(const std::vector<std::string>& names) {
   const std::size_t shown = std::min<std::size_t>(names.size(), 3);
   const std::string text = c10::Join(", ", c10::ArrayRef<std::string>(names).slice(0, shown));
-  return shown < names.size() ? c10::str(text, " and ", names.size() - shown, " more") : text;
+  return text +
+         (shown < names.size() ? " and " + std::to_string(names.size() - shown) + " more" : "");
 }
 
 /// Returns "float16, which ends at 65504".
@@ -117,8 +109,9 @@ class Doctor final : OpObserver {
         parameters_(parameters),
         buffers_(std::move(buffers)),
         inputs_(std::move(inputs)),
-        others_([this] {
-          NamedTensors all = buffers_;
+        all_([this] {
+          NamedTensors all = parameters_;
+          all.insert(all.end(), buffers_.begin(), buffers_.end());
           all.insert(all.end(), inputs_.begin(), inputs_.end());
           return all;
         }()),
@@ -200,10 +193,7 @@ class Doctor final : OpObserver {
     }
     if (name == "aten::_to_copy" || name == "aten::copy_") {
       const c10::IValue& read = op.inputs[name == "aten::copy_" ? 1 : 0];
-      if (read.isTensor()) {
-        casts_.insert(names().name_of(read.toTensor()));
-        casts_.insert(others_.name_of(read.toTensor()));
-      }
+      if (read.isTensor()) casts_.insert(all_.name_of(read.toTensor()));
     }
     const bool adds = name == "aten::addmm" || name == "aten::baddbmm";
     if (adds || name == "aten::mm" || name == "aten::bmm") {
@@ -218,9 +208,11 @@ class Doctor final : OpObserver {
 
   void note(std::int64_t m, std::int64_t k, std::int64_t n, const ObservedOp& op) {
     if (m % 8 == 0 && k % 8 == 0 && n % 8 == 0) return;
-    auto& places = products_[{m, k, n}];
-    const std::string where = (op.reads_module ? "" : "after ") + op.module;
-    if (std::find(places.begin(), places.end(), where) == places.end()) places.push_back(where);
+    const std::string in = std::to_string(k), out = std::to_string(n);
+    products_[m == 0
+                  ? "a convolution of " + in + " to " + out + " channels"
+                  : "a product of " + std::to_string(m) + " x " + in + " with " + in + " x " + out]
+        .insert((op.reads_module ? "" : "after ") + op.module);
   }
 
   /// Tells of constants that the dtype of the op's result does not hold.
@@ -333,13 +325,10 @@ class Doctor final : OpObserver {
     } else if (exact.is_finite && !draws_random_) {
       compare(exact, low, under);
     }
-    for (const auto& [size, places] : products_) {
-      const auto [m, k, n] = size;
+    for (const auto& [product, places] : products_) {
       add(found_.device.is_cuda() ? FindingSeverity::warning : FindingSeverity::note, "dimensions",
-          some_of(places),
-          (m == 0 ? c10::str("a convolution of ", k, " to ", n, " channels")
-                  : c10::str("a product of ", m, " x ", k, " with ", k, " x ", n)) +
-              " has a size that is no multiple of 8, which tensor cores want",
+          some_of({places.begin(), places.end()}),
+          product + " has a size that is no multiple of 8, which tensor cores want",
           "pad batch, vocabulary or width to the next multiple of 8");
     }
   }
@@ -429,15 +418,14 @@ class Doctor final : OpObserver {
   }
 
   NamedTensors parameters_, buffers_, inputs_;
-  Names others_;  // of buffers and inputs
+  Names all_;
   std::function<std::vector<at::Tensor>()> forward_;
   DoctorOptions options_;
   Diagnosis found_;
   const at::AutoGradMode with_gradients_{true};  // which keep activations
 
   // What the forward passes showed.
-  std::map<std::tuple<std::int64_t, std::int64_t, std::int64_t>, std::vector<std::string>>
-      products_;
+  std::map<std::string, std::set<std::string>> products_;  // of odd sizes, and where they are
   std::set<std::string> casts_;
   std::string last_op_, place_ = "before the first layer";  // of the last op that was called
   bool threw_ = false;         // whether that op threw; else the model's own code behind it

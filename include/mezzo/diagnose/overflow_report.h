@@ -8,7 +8,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/finding.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/scaling/skipped_step.h>
@@ -129,8 +128,8 @@ struct OverflowReportOptions {
 ///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
-/// Costs nothing until a step is skipped, and then a find_overflow. Of steps that are skipped at
-/// the same scale again and again it tells the first three and then every 1000th.
+/// Of steps that are skipped at the same scale again and again it tells the first three and then
+/// every 1000th.
 ///
 /// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
 /// StepOptions::zero_grad, and a later step's on a device. docs/diagnosis.md ("Why was that step
@@ -286,9 +285,7 @@ class UnderflowReport {
 /// stays `margin` doublings below the type's largest number; half of the present scale at most
 /// where a value overflowed. For a fixed scale, or as init_scale. Waits for the device.
 ///
-/// Where every value is 0, the gradients have underflowed or there are none. Underflowed values
-/// were at most half of the type's smallest number: the suggestion is what values of that size
-/// allow. If the next report has zeros alone again, the loss does not depend on these weights.
+/// Where every value is 0, the suggestion is what values of half the type's smallest number allow.
 /// \throws c10::Error where no value was seen
 inline double suggest_loss_scale(const UnderflowReport& gradients, int margin = 3) {
   const LayerExponents all = gradients.total();
@@ -360,13 +357,9 @@ struct DivergenceOptions {
 
 /// A writer for a Telemetry. Watches for skips in a row, for a skip at a scale of `min_scale` or
 /// less, and for a loss that is inf or NaN. After such a sign it reads weights and gradients, which
-/// waits for the device, and tells what is not finite, at most once in 1000 steps. Other steps cost
-/// a few comparisons.
-///
-/// The watch names what it saw and what to try next. It claims a cause only of a weight that was
-/// inf or NaN from the start: a record comes after its step, and a step that was not skipped has
-/// carried an inf or NaN of its loss into the weights by then. An AnomalyTrace of the step names
-/// the op.
+/// waits for the device, and tells what is not finite, at most once in 1000 steps: it names what it
+/// saw and what to try next, and claims a cause only of a weight that was inf or NaN from the
+/// start: docs/diagnosis.md ("My loss scale collapses") has a table of it.
 ///
 /// A record whose step is not above the last one's is that of a run that went back to a checkpoint:
 /// the watch may report again at once. Gradients are read as find_overflow does, and are a later

@@ -8,7 +8,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
-#include <mezzo/diagnose/finding.h>
+#include <mezzo/diagnose/summarize.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -37,6 +37,7 @@
 #include <ios>
 #include <limits>
 #include <locale>
+#include <map>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -47,39 +48,6 @@
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-/// A tensor of one element on its way to the host.
-class LateNumber {
- public:
-  explicit LateNumber(const at::Tensor& tensor) {
-    if (!tensor.defined()) return;
-    TORCH_CHECK(tensor.numel() == 1, "Telemetry::record: loss has ", tensor.numel(),
-                " elements; give its mean or sum");
-    const c10::InferenceMode no_inference(false);
-    const at::Device device = tensor.device();
-    host_ = empty_on_host({}, at::kFloat, device);
-    host_.copy_(tensor.detach().reshape({}).to(at::kFloat), /*non_blocking=*/true);
-    if (device.is_cpu()) return;
-    arrives_.emplace(device.type());
-    arrives_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-  }
-
-  bool ready() const { return !arrives_ || arrives_->query(); }
-
-  /// None of an undefined tensor. May wait for the device.
-  std::optional<double> value() const {
-    if (!host_.defined()) return std::nullopt;
-    if (arrives_) arrives_->synchronize();
-    return *host_.const_data_ptr<float>();
-  }
-
- private:
-  at::Tensor host_;
-  std::optional<c10::Event> arrives_;
-};
-
-}  // namespace detail
 
 /// What is known of one step, once it is. What nobody told or measured is unset.
 struct TelemetryRecord {
@@ -116,6 +84,36 @@ struct TelemetryStep {
 
 namespace detail {
 
+/// A tensor of one element on its way to the host.
+class LateNumber {
+ public:
+  explicit LateNumber(const at::Tensor& tensor) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK(tensor.numel() == 1, "Telemetry::record: loss has ", tensor.numel(),
+                " elements; give its mean or sum");
+    const c10::InferenceMode no_inference(false);
+    const at::Device device = tensor.device();
+    host_ = empty_on_host({}, at::kFloat, device);
+    host_.copy_(tensor.detach().reshape({}).to(at::kFloat), /*non_blocking=*/true);
+    if (device.is_cpu()) return;
+    arrives_.emplace(device.type());
+    arrives_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+  }
+
+  bool ready() const { return !arrives_ || arrives_->query(); }
+
+  /// None of an undefined tensor. May wait for the device.
+  std::optional<double> value() const {
+    if (!host_.defined()) return std::nullopt;
+    if (arrives_) arrives_->synchronize();
+    return *host_.const_data_ptr<float>();
+  }
+
+ private:
+  at::Tensor host_;
+  std::optional<c10::Event> arrives_;
+};
+
 inline double seconds_since_1970() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
@@ -132,13 +130,171 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
   return resident_bytes();
 }
 
+/// A file that is written a record at a time, and shared by its copies. What was written is the
+/// operating system's at once, so that a run that is killed leaves all of it. Numbers read back to
+/// the bit, in any locale.
+class RecordFile {
+ public:
+  RecordFile(std::string path, std::ios::openmode mode)
+      : path_(std::move(path)), file_(std::make_shared<std::ofstream>(path_, mode)) {
+    TORCH_CHECK(file_->is_open(), path_, ": cannot be written; does its folder exist?");
+  }
+
+  void write(const std::string& text) {
+    file_->write(text.data(), static_cast<std::streamsize>(text.size()));
+    file_->flush();
+    TORCH_CHECK(file_->good(), path_, ": could not be written; is the disk full?");
+  }
+
+ private:
+  std::string path_;
+  std::shared_ptr<std::ofstream> file_;
+};
+
+// The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
+// is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
+
+/// Little-endian, whatever the machine.
+template <class Unsigned>
+std::string fixed_bytes(Unsigned value) {
+  std::string bytes;
+  for (std::size_t i = 0; i < sizeof(value); ++i) {
+    bytes += static_cast<char>(static_cast<unsigned char>(value >> (8 * i)));
+  }
+  return bytes;
+}
+
+inline std::string varint(std::uint64_t value) {
+  std::string bytes;
+  for (; value >= 0x80U; value >>= 7U) bytes += static_cast<char>(0x80U | (value & 0x7FU));
+  return bytes + static_cast<char>(value);
+}
+
+/// A field of bytes. Keys of other fields below are number << 3 | type: 0 a varint, 1 eight bytes,
+/// 5 four.
+inline std::string bytes_field(std::uint64_t number, std::string_view bytes) {
+  return varint(number << 3U | 2U) + varint(bytes.size()) + std::string(bytes);
+}
+
+/// Returns `text` as HTML shows it, also inside of an attribute.
+inline std::string html_text(std::string text) {
+  const std::pair<const char*, const char*> entities[] = {
+      {"&", "&amp;"}, {"<", "&lt;"}, {">", "&gt;"}, {"\"", "&quot;"}};
+  for (const auto& [from, to] : entities) c10::ReplaceAll(text, from, to);
+  return text;
+}
+
+inline constexpr const char* kReportStyle = R"(
+:root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
+--card:#fff;--curve:#2458c5;--mark:#d2452f}
+@media(prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#98a2b3;--line:#323a48;--page:#12161d;
+--card:#1a202a;--curve:#79a6ff;--mark:#ff7d66}}
+*{box-sizing:border-box}
+body{margin:0 auto;padding:1rem;max-width:70rem;background:var(--page);color:var(--ink);
+font:16px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}
+h1{font-size:1.4rem;margin:.2rem 0 1rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:0 0 .6rem}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0 0 1rem}
+dl div,figure,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
+dl div{padding:.6rem .8rem}dt,figcaption,.y{color:var(--soft)}dt{font-size:.85rem}
+dd{margin:0;font-size:1.15rem}
+.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;
+margin-bottom:1rem}
+figure,section{margin:0 0 1rem;padding:.8rem 1rem}.charts figure{margin:0}
+.charts figure:last-child:nth-child(odd){grid-column:1/-1}figcaption{margin-bottom:.7rem}
+.chart{display:grid;grid-template-columns:4.6rem 1fr;font-size:.8rem}
+.y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
+svg{width:100%;height:11rem;display:block;overflow:visible}
+.ticks{grid-column:2;position:relative;height:1.2rem;margin-top:.35rem;color:var(--soft)}
+.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
+.bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
+path{fill:none;vector-effect:non-scaling-stroke}
+.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
+.curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
+pre{margin:.6rem 0 0;overflow-x:auto}
+)";
+
+inline std::string section_html(const std::string& title, const std::string& text) {
+  return "<section><h2>" + html_text(title) + "</h2><pre>" + html_text(text) + "</pre></section>\n";
+}
+
+/// What is drawn of a run, step by step, where a record has it.
+struct Chart {
+  std::string title;
+  bool logarithmic;  ///< by powers of two; then a value that is not positive is a gap
+  std::function<std::optional<double>(const TelemetryRecord&)> value;
+  /// Why a step is marked; empty: it is not.
+  std::function<std::string(const TelemetryRecord&)> mark = [](const auto&) { return ""; };
+};
+
+/// Returns a curve of at most 1000 points, means of neighbours, as a figure; nothing where no
+/// record has its value. It is inline SVG, in which are only lines, since it stretches to the
+/// page's width; text is HTML beside it. What is not finite is a gap.
+inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRecord>& records) {
+  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
+  const auto first = static_cast<double>(records.front().step);
+  const double width = std::max(static_cast<double>(records.back().step) - first, 1.0);
+  // Places in a square of 100 by 100, which has y downwards.
+  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
+  const std::size_t each = (records.size() + 999) / 1000;
+  std::vector<std::pair<double, double>> points;
+  std::string marks, labels, grid, curve, ticks;
+  bool is_known = false;
+  double sum = 0, count = 0;
+  for (std::size_t i = 0; i < records.size(); ++i) {
+    const auto step = static_cast<double>(records[i].step);
+    const std::optional<double> value = chart.value(records[i]);
+    is_known |= value.has_value();
+    if (i % each == 0) {
+      points.emplace_back(step, kGap);
+      sum = count = 0;
+    }
+    if (value && !nonfinite_bits(*value)) points.back().second = (sum += *value) / ++count;
+    const std::string why = chart.mark(records[i]);
+    if (why.empty()) continue;
+    marks += "<path class=mark d='M" + across(step) + " 0V100'><title>" + why + "</title></path>";
+  }
+  if (!is_known) return {};
+  double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
+  for (auto& [x, y] : points) {
+    if (chart.logarithmic) y = y > 0 ? std::log2(y) : kGap;
+    if (nonfinite_bits(y)) continue;
+    low = std::min(low, y);
+    high = std::max(high, y);
+  }
+  if (low > high) low = high = 0;
+  if (low == high) high = low + 1;
+  if (chart.logarithmic) {  // a quarter is a power of two
+    low = std::floor(low);
+    high = low + 4 * std::ceil((high - low) / 4);
+  }
+  const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
+  for (const int quarter : {0, 1, 2, 3, 4}) {
+    const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
+    labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
+              (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
+    grid += "<path class=grid d='M0 " + down(y) + "H100'/>";
+    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
+  }
+  bool is_drawing = false;
+  for (const auto& [x, y] : points) {
+    const bool is_gap = nonfinite_bits(y);
+    // A lone point is seen by "h0", since ends of lines are round.
+    if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
+    is_drawing = !is_gap;
+  }
+  return "<figure><figcaption>" + chart.title +
+         ", by step</figcaption><div class=chart><div class=y>" + labels +
+         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" +
+         chart.title + "'>" + grid + marks + "<path class=curve d='" + curve +
+         "'/></svg><div class=ticks>" + ticks + "</div></div></figure>\n";
+}
+
 }  // namespace detail
 
 /// Collects the steps of one optimizer and hands them to writers in order. It keeps each step's
 /// handle and asks it again at the next `record`, so records come some steps late where a device
 /// decides. Nothing waits until `flush`, or until 1024 steps are kept: then `record` waits for the
-/// earliest. A step costs some microseconds on the host, and on a device one copy of the loss. Give
-/// each of several models a Telemetry of its own.
+/// earliest. A step costs some microseconds on the host, and on a device one copy of the loss.
 ///
 ///     mezzo::Telemetry telemetry;
 ///     telemetry.write_to(mezzo::CsvFile("run.csv"));
@@ -235,56 +391,6 @@ class Telemetry {
   std::vector<Writer> writers_;
 };
 
-namespace detail {
-
-/// A file that is written a record at a time, and shared by its copies. What was written is the
-/// operating system's at once, so that a run that is killed leaves all of it. Numbers read back to
-/// the bit, in any locale.
-class RecordFile {
- public:
-  RecordFile(std::string path, std::ios::openmode mode)
-      : path_(std::move(path)), file_(std::make_shared<std::ofstream>(path_, mode)) {
-    TORCH_CHECK(file_->is_open(), path_, ": cannot be written; does its folder exist?");
-  }
-
-  void write(const std::string& text) {
-    file_->write(text.data(), static_cast<std::streamsize>(text.size()));
-    file_->flush();
-    TORCH_CHECK(file_->good(), path_, ": could not be written; is the disk full?");
-  }
-
- private:
-  std::string path_;
-  std::shared_ptr<std::ofstream> file_;
-};
-
-// The few bytes of protocol buffers and TFRecord framing that a TensorBoard event file of scalars
-// is made of (tensorflow/core/util/event.proto, framework/summary.proto, lib/io/record_writer.cc).
-
-/// Little-endian, whatever the machine.
-template <class Unsigned>
-std::string fixed_bytes(Unsigned value) {
-  std::string bytes;
-  for (std::size_t i = 0; i < sizeof(value); ++i) {
-    bytes += static_cast<char>(static_cast<unsigned char>(value >> (8 * i)));
-  }
-  return bytes;
-}
-
-inline std::string varint(std::uint64_t value) {
-  std::string bytes;
-  for (; value >= 0x80U; value >>= 7U) bytes += static_cast<char>(0x80U | (value & 0x7FU));
-  return bytes + static_cast<char>(value);
-}
-
-/// A field of bytes. Keys of other fields below are number << 3 | type: 0 a varint, 1 eight bytes,
-/// 5 four.
-inline std::string bytes_field(std::uint64_t number, std::string_view bytes) {
-  return varint(number << 3U | 2U) + varint(bytes.size()) + std::string(bytes);
-}
-
-}  // namespace detail
-
 /// How a CsvFile is written.
 struct CsvFileOptions {
   /// Keeps what is in the file and writes behind it, as a resumed run needs. Steps that ran after
@@ -293,8 +399,8 @@ struct CsvFileOptions {
 };
 
 /// A writer for Telemetry::write_to: a line a step under a line of names; a field is empty where
-/// there is no number. "nan", "inf" and
-/// "-inf" are written so. What was in the file goes, unless the options say `append`.
+/// there is no number. "nan", "inf" and "-inf" are written so. What was in the file goes, unless
+/// the options say `append`.
 class CsvFile {
  public:
   /// Opens the file, and writes the line of names into an empty one.
@@ -374,143 +480,12 @@ class TensorBoardFile {
   detail::RecordFile file_;
 };
 
-namespace detail {
-
-/// Returns `text` as HTML shows it, also inside of an attribute.
-inline std::string html_text(std::string_view text) {
-  std::string html;
-  for (const char c : text) {
-    html += c == '&'   ? "&amp;"
-            : c == '<' ? "&lt;"
-            : c == '>' ? "&gt;"
-            : c == '"' ? "&quot;"
-                       : std::string(1, c);
-  }
-  return html;
-}
-
-inline constexpr const char* kReportStyle = R"(
-:root{color-scheme:light dark;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--page:#f6f7f9;
---card:#fff;--curve:#2458c5;--mark:#d2452f}
-@media(prefers-color-scheme:dark){:root{--ink:#e4e8ef;--soft:#98a2b3;--line:#323a48;--page:#12161d;
---card:#1a202a;--curve:#79a6ff;--mark:#ff7d66}}
-*{box-sizing:border-box}
-body{margin:0 auto;padding:1rem;max-width:70rem;background:var(--page);color:var(--ink);
-font:16px/1.45 system-ui,sans-serif;font-variant-numeric:tabular-nums}
-h1{font-size:1.4rem;margin:.2rem 0 1rem;overflow-wrap:anywhere}h2{font-size:1.1rem;margin:0 0 .6rem}
-dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(8.5rem,1fr));gap:.6rem;margin:0 0 1rem}
-dl div,figure,section{background:var(--card);border:1px solid var(--line);border-radius:.6rem}
-dl div{padding:.6rem .8rem}dt,figcaption,.y{color:var(--soft)}dt{font-size:.85rem}
-dd{margin:0;font-size:1.15rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;
-margin-bottom:1rem}
-figure,section{margin:0 0 1rem;padding:.8rem 1rem}.charts figure{margin:0}
-.charts figure:last-child:nth-child(odd){grid-column:1/-1}figcaption{margin-bottom:.7rem}
-.chart{display:grid;grid-template-columns:4.6rem 1fr;font-size:.8rem}
-.y{position:relative}.y span{position:absolute;right:.5rem;transform:translateY(50%)}
-svg{width:100%;height:11rem;display:block;overflow:visible}
-.ticks{grid-column:2;position:relative;height:1.2rem;margin-top:.35rem;color:var(--soft)}
-.ticks span{position:absolute;transform:translateX(-50%);white-space:nowrap}
-.bad dd,.trouble{color:var(--mark)}.trouble{font-weight:600;margin:0 0 1rem}
-path{fill:none;vector-effect:non-scaling-stroke}
-.grid{stroke:var(--line)}.mark{stroke:var(--mark);stroke-opacity:.7}
-.curve{stroke:var(--curve);stroke-width:2;stroke-linejoin:round;stroke-linecap:round}
-pre{margin:.6rem 0 0;overflow-x:auto}
-)";
-
-inline std::string section_html(const std::string& title, const std::string& text) {
-  return "<section><h2>" + html_text(title) + "</h2><pre>" + html_text(text) + "</pre></section>\n";
-}
-
-/// What is drawn of a run, step by step, where a record has it.
-struct Chart {
-  std::string title;
-  bool logarithmic;  ///< by powers of two; then a value that is not positive is a gap
-  std::function<std::optional<double>(const TelemetryRecord&)> value;
-  const char* legend = "";  ///< of marks
-  /// Why a step is marked; empty: it is not.
-  std::function<std::string(const TelemetryRecord&)> mark = [](const auto&) { return ""; };
-  bool is_stairs = false;  ///< the value stays what it is until the next step
-};
-
-/// Returns a curve of at most 1000 points, means of neighbours, as a figure; nothing where no
-/// record has its value. It is inline SVG, in which are only lines, since it stretches to the
-/// page's width; text is HTML beside it. What is not finite is a gap.
-inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRecord>& records) {
-  constexpr double kGap = std::numeric_limits<double>::quiet_NaN();
-  const auto first = static_cast<double>(records.front().step);
-  const double width = std::max(static_cast<double>(records.back().step) - first, 1.0);
-  // Places in a square of 100 by 100, which has y downwards.
-  const auto across = [&](double x) { return digits(100 * (x - first) / width, 6); };
-  const std::size_t each = (records.size() + 999) / 1000;
-  std::vector<std::pair<double, double>> points;
-  std::string marks, labels, grid, curve, ticks;
-  bool is_known = false;
-  double sum = 0, count = 0;
-  for (std::size_t i = 0; i < records.size(); ++i) {
-    const auto step = static_cast<double>(records[i].step);
-    const std::optional<double> value = chart.value(records[i]);
-    is_known |= value.has_value();
-    if (i % each == 0) {
-      points.emplace_back(step, kGap);
-      sum = count = 0;
-    }
-    if (value && !nonfinite_bits(*value)) points.back().second = (sum += *value) / ++count;
-    const std::string why = chart.mark(records[i]);
-    if (why.empty()) continue;
-    marks += "<path class=mark d='M" + across(step) + " 0V100'><title>" + why + "</title></path>";
-  }
-  if (!is_known) return {};
-  double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
-  for (auto& [x, y] : points) {
-    if (chart.logarithmic) y = y > 0 ? std::log2(y) : kGap;
-    if (nonfinite_bits(y)) continue;
-    low = std::min(low, y);
-    high = std::max(high, y);
-  }
-  if (low > high) low = high = 0;
-  if (low == high) high = low + 1;
-  if (chart.logarithmic) {  // a quarter is a power of two
-    low = std::floor(low);
-    high = low + 4 * std::ceil((high - low) / 4);
-  }
-  const auto down = [&](double y) { return digits(100 - 100 * (y - low) / (high - low), 5); };
-  for (const int quarter : {0, 1, 2, 3, 4}) {
-    const double y = low + (high - low) * quarter / 4, x = std::round(first + width * quarter / 4);
-    labels += "<span style='bottom:" + std::to_string(25 * quarter) + "%'>" +
-              (chart.logarithmic ? "2^" + digits(y, 4) : digits(y)) + "</span>";
-    grid += "<path class=grid d='M0 " + down(y) + "H100'/>";
-    ticks += "<span style='left:" + across(x) + "%'>" + digits(x, 10) + "</span>";
-  }
-  bool is_drawing = false;
-  for (const auto& [x, y] : points) {
-    const bool is_gap = nonfinite_bits(y);
-    const std::string to =
-        is_drawing && chart.is_stairs ? "H" + across(x) + "V" + down(y) : across(x) + " " + down(y);
-    // A lone point is seen by "h0", since ends of lines are round.
-    if (!is_gap) curve += (!is_drawing ? "M" : chart.is_stairs ? "" : "L") + to + "h0";
-    is_drawing = !is_gap;
-  }
-  return "<figure><figcaption>" + chart.title + (marks.empty() ? "" : chart.legend) +
-         ", by step</figcaption><div class=chart><div class=y>" + labels +
-         "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" +
-         chart.title + "'>" + grid + marks + "<path class=curve d='" + curve +
-         "'/></svg><div class=ticks>" + ticks + "</div></div></figure>\n";
-}
-
-}  // namespace detail
-
 /// Keeps the records of a run, 150 bytes each, and makes a page of them: its scores and options,
-/// the loss scale's staircase with skipped steps marked, loss, gradient norm, learning rate, speed
+/// the loss scale with skipped steps marked, loss, gradient norm, learning rate, speed
 /// and memory, and what other tools print. The page needs no network and no script, follows the
 /// reader's light or dark setting, and fits a phone.
 ///
-///     mezzo::RunReport report("BERT on tweets, half");
-///     telemetry.write_to(std::ref(report));
-///     ...                                    // train
-///     telemetry.flush();
-///     report.score("F1", f1);
-///     report.save("run.html");
+/// docs/diagnosis.md ("What did the run do?") has a loop that writes one.
 class RunReport {
  public:
   /// Begins an empty report.
@@ -524,11 +499,11 @@ class RunReport {
   /// Sets a result for which more is better and 0 is nothing: "F1", 0.513. A score that is 0,
   /// negative or not finite is red, and a line below the title says so. A later score or option of
   /// the same name replaces the earlier one.
-  void score(const std::string& name, double value) { set(scores_, name, value); }
+  void score(const std::string& name, double value) { scores_[name] = value; }
 
   /// Sets a line of what there is to know of the run: "learning rate", "0.0004"; "ended", "by
   /// SIGTERM". Versions and date are on the page by themselves.
-  void option(const std::string& name, const std::string& value) { set(options_, name, value); }
+  void option(const std::string& name, const std::string& value) { options_[name] = value; }
 
   /// Adds a section with what `printable` prints: a text, an AnomalyTrace, an UnderflowReport, a
   /// Diagnosis.
@@ -555,17 +530,6 @@ class RunReport {
   }
 
  private:
-  template <class Value>
-  using Named = std::vector<std::pair<std::string, Value>>;
-
-  template <class Value>
-  static void set(Named<Value>& all, const std::string& name, const Value& value) {
-    for (auto& [known, old] : all) {
-      if (known == name) return static_cast<void>(old = value);
-    }
-    all.emplace_back(name, value);
-  }
-
   std::string tiles_html() const {
     using detail::digits;
     std::string tiles, troubles;
@@ -613,19 +577,17 @@ class RunReport {
     const auto is_skipped = [](const Record& record) {
       return record.skipped ? "step " + std::to_string(record.step) + " skipped" : "";
     };
-    const char* const skips = "; red: a skipped step";
     std::string html;
     for (const detail::Chart& chart : std::vector<detail::Chart>{
-             {"loss", false, &Record::loss, "; red: inf or NaN", is_bad},
-             {"loss scale", true, &Record::scale, skips, is_skipped, /*is_stairs=*/true},
-             {"gradient norm before clipping", true,
-              [](const Record& one) { return one.skipped ? std::nullopt : one.grad_norm; }, skips,
+             {"loss; red: inf or NaN", false, &Record::loss, is_bad},
+             {"loss scale; red: a skipped step", true, &Record::scale, is_skipped},
+             {"gradient norm before clipping; red: a skipped step", true,
+              [](const Record& one) { return one.skipped ? std::nullopt : one.grad_norm; },
               is_skipped},
              {"learning rate", false, &Record::learning_rate},
              {"tokens/s", false, &Record::tokens_per_second},
-             {"memory, MiB", false, [](const Record& one) -> std::optional<double> {
-                if (!one.memory_bytes) return std::nullopt;
-                return *one.memory_bytes / 1048576;
+             {"memory, MiB", false, [](const Record& one) {
+                return one.memory_bytes ? std::optional(*one.memory_bytes / 1048576) : std::nullopt;
               }}}) {
       html += detail::chart_html(chart, records_);
     }
@@ -636,19 +598,17 @@ class RunReport {
     const std::tm utc = detail::utc_of(std::time(nullptr));
     std::array<char, 32> date{};
     std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
-    Named<std::string> all = options_;
-    all.emplace_back(
-        "mezzo", c10::str(MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH));
-    all.emplace_back("libtorch", TORCH_VERSION);
-    all.emplace_back("written", date.data());
     std::string text;
-    for (const auto& [name, value] : all) text += name + ": " + value + "\n";
+    for (const auto& [name, value] : options_) text += name + ": " + value + "\n";
+    text +=
+        c10::str("mezzo: ", MEZZO_VERSION_MAJOR, ".", MEZZO_VERSION_MINOR, ".", MEZZO_VERSION_PATCH,
+                 "\nlibtorch: ", TORCH_VERSION, "\nwritten: ", date.data());
     return detail::section_html("The run", text);
   }
 
   std::string title_;
-  Named<double> scores_;
-  Named<std::string> options_;
+  std::map<std::string, double> scores_;
+  std::map<std::string, std::string> options_;
   std::vector<TelemetryRecord> records_;
   std::string sections_;
 };
