@@ -19,7 +19,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
-#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -114,16 +113,13 @@ class DistributedCheckpointManager {
     constexpr const char* kCaller = "DistributedCheckpointManager::load_newest";
     check_states(kCaller, state, options.subset ? "a subset" : "the whole state",
                  /*with_parameters=*/false);
-    std::set<std::string> passed_over;
+    std::istringstream names(detail::from_rank_0(group_, kCaller, [this] {
+      std::string all;  // the newest first, a line each
+      for (const auto& file : files_.files()) all += file.filename().string() + '\n';
+      return all;
+    }));
     std::string damages;
-    const auto choose = [&]() -> std::string {
-      for (const std::filesystem::path& file : files_.files()) {
-        const std::string name = file.filename().string();
-        if (passed_over.count(name) == 0) return name;
-      }
-      return {};
-    };
-    for (std::string name; !(name = detail::from_rank_0(group_, kCaller, choose)).empty();) {
+    for (std::string name; std::getline(names, name);) {
       const std::filesystem::path file = folder_ / name;
       detail::CheckedLoad checked;
       std::string damage;
@@ -136,12 +132,13 @@ class DistributedCheckpointManager {
         }
       });
       detail::throw_together(group_, kCaller, refusal);
+      bool is_damaged = false;
       for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
-        if (of_rank.empty() || !passed_over.insert(name).second) continue;
+        if (of_rank.empty() || std::exchange(is_damaged, true)) continue;
         damages += "\n  " + name + ' ' + of_rank;
         if (group_->getRank() == 0) files_.pass_over(file, of_rank);
       }
-      if (passed_over.count(name) > 0) continue;
+      if (is_damaged) continue;
       detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
       for (const std::string& note : checked.notes) {
         if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);

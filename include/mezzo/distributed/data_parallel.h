@@ -189,7 +189,4 @@ class DataParallel {
   detail::Replica replica_;
 };
 
-/// `M` is the type of the holder.
-template <class M>
-DataParallel(M, c10::intrusive_ptr<c10d::Backend>) -> DataParallel<M>;
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

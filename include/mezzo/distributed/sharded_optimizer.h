@@ -10,6 +10,7 @@
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/ranks.h>
 #include <mezzo/distributed/grad_all_reduce.h>
+#include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_engine.h>
 
 #include <ATen/core/Tensor.h>
@@ -141,9 +142,7 @@ class Sharded : public OptimizerType, public optim::ShardedState {
     std::string failure;
     for (int rank = 0; rank < shards_.group()->getSize(); ++rank) {
       std::string text;
-      failure += failure_of([&] {
-        if (rank == shards_.rank()) text = own_file();
-      });
+      if (rank == shards_.rank()) failure += failure_of([&] { text = own_file(); });
       text = broadcast_text(shards_.group(), std::move(text), rank);
       failure += failure_of([&] {
         if (shards_.rank() != 0 || text.empty()) return;
@@ -265,11 +264,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
   /// Steps this rank's parameters, from which the gradients of the others are hidden, and gets the
   /// others'.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    at::Tensor loss;
-    if (closure) {
-      const at::AutoGradMode with_gradients(true);
-      loss = closure();
-    }
+    const at::Tensor loss = detail::loss_of(closure);
     std::vector<at::Tensor> stepped;
     std::vector<std::pair<at::Tensor, at::Tensor>> hidden;
     for (const auto& group : this->param_groups_) {
@@ -281,13 +276,11 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
         }
       }
     }
-    {
-      const auto show = c10::make_scope_exit([&hidden] {
-        for (auto& [parameter, gradient] : hidden) parameter.mutable_grad() = gradient;
-      });
-      for (auto& [parameter, gradient] : hidden) parameter.mutable_grad().reset();
-      OptimizerType::step();
-    }
+    const auto show = c10::make_scope_exit([&hidden] {
+      for (auto& [parameter, gradient] : hidden) parameter.mutable_grad() = gradient;
+    });
+    for (auto& [parameter, gradient] : hidden) parameter.mutable_grad().reset();
+    OptimizerType::step();
     this->shards_.exchange(stepped);
     return loss;
   }
