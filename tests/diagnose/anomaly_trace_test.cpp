@@ -127,21 +127,6 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
   EXPECT_THAT(text.str(), HasSubstr("\nthe ops before the first, from to:\n"));
 }
 
-TEST(AnomalyTrace, TakesTheMaskOfAttentionForNoAnomaly) {
-  auto model = traced_model();
-  AnomalyTrace trace(*model);
-  const torch::Tensor scores = torch::rand({4, 4});
-  const torch::Tensor mask = torch::full({4, 4}, -kInfinity).triu(1);
-  const torch::Tensor filled = scores.masked_fill(torch::eye(4) == 1, -kInfinity);
-  (scores + mask).softmax(-1);
-  filled.to(torch::kHalf).to(torch::kFloat).softmax(-1);
-  EXPECT_THAT(trace.anomalies(), IsEmpty()) << trace;
-  torch::full({2, 2}, -kInfinity).softmax(-1);
-  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << "a row that is masked whole";
-  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::softmax");
-  EXPECT_THAT(trace.anomalies()[0].why, HasSubstr("why is not known"));
-}
-
 TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {
   auto model = traced_model();
   for (int repeat = 0; repeat < 20; ++repeat) {

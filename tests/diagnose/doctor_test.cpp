@@ -66,31 +66,6 @@ struct Attention : torch::nn::Module {
 
 torch::Tensor rows(std::int64_t batch = 4) { return torch::randn({batch, 8, 16}); }
 
-TEST(Doctor, NamesAMaskThatHalfDoesNotHoldAndWhereItIs) {
-  Attention model;
-  const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, kInHalf);
-  EXPECT_THAT(
-      diagnosis.findings,
-      Contains(finding(FindingSeverity::error, "range", "after query",
-                       "masked_fill with -1e+09 computes in float16, which ends at 65504")));
-  EXPECT_THAT(diagnosis.findings,
-              Contains(finding(FindingSeverity::error, "forward", "after query",
-                               "throws under autocast to float16, in aten::masked_fill.Scalar")));
-  EXPECT_EQ(diagnosis.exit_status(), 2);
-}
-
-TEST(Doctor, HasNothingAgainstAMaskThatTheTypeHolds) {
-  Attention model;
-  model.fill = -std::numeric_limits<double>::infinity();
-  for (const auto& options : {kInHalf, kInBfloat16}) {
-    const Diagnosis diagnosis = diagnose(model, rows(), torch::kCPU, options);
-    EXPECT_THAT(diagnosis.findings,
-                Each(Field(&Finding::severity, testing::Ne(FindingSeverity::error))));
-    EXPECT_THAT(diagnosis.findings,
-                Not(Contains(Field(&Finding::reason, HasSubstr("masked_fill")))));
-  }
-}
-
 TEST(Doctor, TellsAnEpsThatIsLostFromOneThatANormAddsInFloat32) {
   Attention model;
   model.fill = 0;
@@ -200,31 +175,6 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
   EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * share), " %)")));
   EXPECT_EQ(unmoved(mezzo::optim::WeightStorage::master, 1), 0);
   EXPECT_THAT(found(torch::kFloat, 1e-4), says_nothing);
-}
-
-TEST(Doctor, TellsAFaultOfPrecisionFromOneOfTheModel) {
-  struct Large : torch::nn::Module {
-    torch::nn::Linear layer{8, 8};
-    bool takes_log = false;
-    Large() { register_module("layer", layer); }
-    torch::Tensor forward(const torch::Tensor& x) {
-      const torch::Tensor y = layer->forward(x);
-      return takes_log ? torch::log(y - y) / 0 : (y * 1000) * 1000;
-    }
-  } model;
-  const torch::Tensor x = torch::ones({8, 8});
-  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInHalf).findings,
-              Contains(finding(FindingSeverity::error, "forward", "(model)",
-                               "inf or NaN under autocast to float16 and none in float32")));
-  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
-              Not(Contains(about("forward"))));
-  model.takes_log = true;
-  EXPECT_THAT(diagnose(model, x, torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::error, "forward", "(model)",
-                               "without autocast already: forward pass: aten::log, after layer")));
-  EXPECT_THAT(diagnose(model, torch::ones({8, 9}), torch::kCPU, kInBfloat16).findings,
-              Contains(finding(FindingSeverity::error, "forward", "layer",
-                               "throws in float32 already, in aten::addmm")));
 }
 
 TEST(Doctor, NamesSizesThatAreNoMultipleOf8) {

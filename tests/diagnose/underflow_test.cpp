@@ -18,7 +18,7 @@ using mezzo::UnderflowReport;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-const float kInfinite = std::numeric_limits<float>::infinity();
+const float kInfiniteFloat = std::numeric_limits<float>::infinity();
 
 float power(int exponent) { return std::ldexp(1.0F, exponent); }
 
@@ -46,7 +46,7 @@ TEST_P(UnderflowOf, SharesAreThoseThatACastLoses) {
   torch::Tensor values =
       torch::exp2(torch::rand({5000}) * 250 - 130) * (torch::randn({5000}).sign());
   values.index_put_({torch::indexing::Slice(0, 100)}, 0);
-  values.index_put_({torch::indexing::Slice(100, 130)}, kInfinite);
+  values.index_put_({torch::indexing::Slice(100, 130)}, kInfiniteFloat);
   values.index_put_({torch::indexing::Slice(130, 150)}, std::nanf(""));
   UnderflowReport report(GetParam());
   report.add("layer", values);
@@ -138,7 +138,7 @@ TEST(Underflow, SuggestsTheScaleThatUsesTheRange) {
   UnderflowReport small(torch::kHalf, {.loss_scale = 1024});
   small.add("layer", torch::tensor({power(-30)}));
   EXPECT_EQ(mezzo::suggest_loss_scale(small), power(24)) << "Apex's ceiling";
-  report.add("layer", torch::tensor({kInfinite}));
+  report.add("layer", torch::tensor({kInfiniteFloat}));
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);
 }
 
@@ -169,7 +169,7 @@ TEST(Underflow, SuggestsAScaleWhereEveryGradientUnderflowed) {
 
 TEST(Underflow, SaysWhereAValueOverflowedWhatItSuggests) {
   UnderflowReport report(torch::kHalf, {.loss_scale = 64});
-  report.add("layer", torch::tensor({0.5F, kInfinite}));
+  report.add("layer", torch::tensor({0.5F, kInfiniteFloat}));
   std::ostringstream text;
   text << report;
   EXPECT_EQ(mezzo::suggest_loss_scale(report), 32);

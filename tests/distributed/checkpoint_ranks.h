@@ -11,9 +11,7 @@
 
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <cstddef>
-#include <cstring>
 #include <filesystem>
 #include <optional>
 #include <stdexcept>
@@ -28,7 +26,6 @@
 
 namespace checkpoint_ranks {
 
-using distributed_test::broadcast;
 using distributed_test::everyone;
 using distributed_test::numbers_of_ranks;
 using distributed_test::Ranks;
@@ -64,15 +61,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   return archive;
 }
 
-/// `text` of the world's rank 0, on all ranks.
-inline std::string text_of_rank_0(const std::string& text) {
-  const Ranks world = everyone();
-  const at::Tensor bytes = at::zeros({4096}, at::kByte);
-  std::memcpy(bytes.mutable_data_ptr(), text.data(), std::min<std::size_t>(text.size(), 4095));
-  broadcast(world, bytes, 0);
-  return static_cast<const char*>(bytes.const_data_ptr());
-}
-
 inline std::vector<std::string> texts_of(const Ranks& ranks, const std::string& own) {
   return mezzo::detail::gather_texts(ranks, own);
 }
@@ -94,7 +82,7 @@ class SharedFolder {
     int rank = 0;
     MPI_Comm_rank(MPI_COMM_WORLD, &rank);
     if (rank == 0) own_.emplace();
-    path_ = text_of_rank_0(rank == 0 ? own_->path().string() : "");
+    path_ = mezzo::detail::broadcast_text(everyone(), rank == 0 ? own_->path().string() : "", 0);
   }
   ~SharedFolder() { MPI_Barrier(MPI_COMM_WORLD); }
   SharedFolder(const SharedFolder&) = delete;

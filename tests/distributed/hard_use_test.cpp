@@ -1,8 +1,6 @@
 #include <torch/torch.h>
 //
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/sharded_optimizer.h>
-#include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -14,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../support/error_of.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 
@@ -26,15 +25,7 @@ using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradScaler;
-
-std::string hard_error(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "(no error)";
-}
+using test_support::error_of;
 
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
@@ -57,20 +48,9 @@ TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const GradAllReduce first({left, shared}, alike_ranks(2));
   (shared * left).sum().backward();
   const GradAllReduce second({right, shared}, alike_ranks(2));
-  EXPECT_THAT(hard_error([&] { (shared * left * right).sum().backward(); }),
+  EXPECT_THAT(error_of([&] { (shared * left * right).sum().backward(); }),
               testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
                              testing::HasSubstr("on cpu) is reduced by another")));
-}
-
-TEST(HardUse, AShardedOptimizerOfADataParallelsModelIsRefused) {
-  torch::nn::Linear net(3, 3);
-  DataParallel ddp(net, alike_ranks(2));
-  const mezzo::ShardedOptimizer<mezzo::optim::AdamW> optimizer(net->parameters(), alike_ranks(2),
-                                                               mezzo::optim::AdamWOptions(1e-2));
-  EXPECT_THAT(hard_error([&] {
-                ddp(torch::ones({2, 3})).sum().backward();
-              }),
-              testing::HasSubstr("is reduced by another"));
 }
 
 /// As `train` leaves the weights of a small net with SGD: alone, and as one of 2 or 4 ranks.
@@ -173,7 +153,7 @@ TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
     torch::nn::Linear net(3, 3);
     const GradAllReduce all_reduce(net->parameters(), alike_ranks(2));
     net->to(dtype);
-    EXPECT_THAT(hard_error([&] {
+    EXPECT_THAT(error_of([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();
                 }),
                 testing::HasSubstr("cast and move the model first"));

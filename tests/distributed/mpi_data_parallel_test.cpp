@@ -1,6 +1,5 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>
@@ -27,7 +26,6 @@ namespace {
 
 using distributed_test::everyone;
 using distributed_test::expect_same_bits_on_all_ranks;
-using distributed_test::expect_same_weights_on_all_ranks;
 using distributed_test::Ranks;
 using mezzo::DataParallel;
 using ranks_beside_one::made_of;
@@ -163,11 +161,6 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
   EXPECT_THAT(
       error_with([](Replicated& model) { model->register_buffer("state", torch::ones(1)); }),
       testing::AllOf(HasSubstr(of_last), HasSubstr("state")));
-  EXPECT_THAT(
-      error_with([](Replicated& model) { model->replace_module("out", torch::nn::Linear(12, 4)); }),
-      testing::AllOf(HasSubstr("out.weight"), HasSubstr("[4, 12]"), HasSubstr("[2, 12]")));
-  EXPECT_THAT(error_with([](Replicated& model) { model->in->to(at::kBFloat16); }),
-              testing::AllOf(HasSubstr("in.weight: BFloat16"), HasSubstr("in.weight: Float")));
   EXPECT_THAT(error_with([](Replicated& model) { model->in->bias.requires_grad_(false); }),
               testing::AllOf(HasSubstr("in.bias"), HasSubstr("not trained")));
   // The group is as good as before.
@@ -217,25 +210,6 @@ TEST(MpiDataParallel, TwoForwardsMayComeBeforeOneBackward) {
   const at::Tensor second = ddp(own_part(world, 1));
   (first.square().sum() + second.square().sum()).backward();
   expect_same_bits_on_all_ranks(world, model->in->weight.grad(), "a gradient");
-}
-
-TEST(MpiDataParallel, TrainsUnderAutocast) {
-  const Ranks world = everyone();
-  torch::nn::Sequential model(torch::nn::Linear(6, 12), torch::nn::Tanh(),
-                              torch::nn::Linear(12, 2));
-  const at::Tensor before = model->parameters()[0].detach().clone();
-  DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
-                   world);
-  mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);
-  for (int64_t step = 0; step < 3; ++step) {
-    const at::Tensor y = ddp(own_part(world, step));
-    EXPECT_EQ(y.scalar_type(), at::kBFloat16);
-    y.to(at::kFloat).square().mean().backward();
-    optimizer.step();
-    optimizer.zero_grad();
-  }
-  EXPECT_FALSE(at::equal(before, model->parameters()[0]));
-  expect_same_weights_on_all_ranks(world, model);
 }
 
 }  // namespace

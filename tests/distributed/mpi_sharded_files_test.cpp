@@ -8,13 +8,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstring>
 #include <optional>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/saved.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
 #include "some_ranks.h"
@@ -22,7 +21,6 @@
 namespace sharded_files_test {
 namespace {
 
-using distributed_test::broadcast;
 using distributed_test::everyone;
 using distributed_test::numbers_of_ranks;
 using distributed_test::Ranks;
@@ -35,29 +33,12 @@ using mezzo::optim::WeightStorage;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::Model;
 using test_support::error_of;
+using test_support::load;
+using test_support::saved;
 using testing::HasSubstr;
 
 std::string from_rank_0(const std::string& text) {
-  Ranks ranks = everyone();
-  const at::Tensor length = at::tensor({static_cast<int64_t>(text.size())});
-  broadcast(ranks, length, 0);
-  const at::Tensor bytes = at::empty({length.item<int64_t>()}, at::kByte);
-  if (ranks->getRank() == 0) std::memcpy(bytes.mutable_data_ptr(), text.data(), text.size());
-  broadcast(ranks, bytes, 0);
-  return {static_cast<const char*>(bytes.const_data_ptr()),
-          static_cast<std::size_t>(bytes.numel())};
-}
-
-template <class Saved>
-std::string archive_of(const Saved& saved) {
-  std::ostringstream out;
-  torch::save(saved, out);
-  return out.str();
-}
-
-void load_archive(torch::optim::Optimizer& optimizer, const std::string& text) {
-  std::istringstream in(text);
-  torch::load(optimizer, in);
+  return mezzo::detail::broadcast_text(everyone(), text, 0);
 }
 
 /// Every rank computes the same, so that sums over 1, 2 and 4 ranks and their averages are exact:
@@ -82,14 +63,9 @@ template <class Optimizer, class Options>
 Saved train_alone(Model model, const Options& options, const WeightOptions& weights) {
   Optimizer optimizer(model->parameters(), options, weights);
   train(model, optimizer, 0, 3);
-  Saved saved{archive_of(model), archive_of(optimizer)};
+  Saved files{saved(model), saved(optimizer)};
   train(model, optimizer, 3, 5);
-  return saved;
-}
-
-void load_model(Model model, const std::string& text) {
-  std::istringstream in(text);
-  torch::load(model, in);
+  return files;
 }
 
 /// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
@@ -97,25 +73,25 @@ void load_model(Model model, const std::string& text) {
 template <class Optimizer, class Options>
 Saved train_on_ranks(int size, const Options& options, const WeightOptions& weights, Model wanted) {
   const SomeRanks group(size);
-  Saved saved;
+  Saved files;
   if (group.has_this()) {
     Model model(wanted->out->bias.scalar_type());
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
-    saved = {archive_of(model), archive_of(optimizer)};
+    files = {saved(model), saved(optimizer)};
     train(model, optimizer, 3, 5);
     ranks_beside_one::expect_equal(model, wanted, "saving changes nothing");
   }
-  return {from_rank_0(saved.model), from_rank_0(saved.optimizer)};
+  return {from_rank_0(files.model), from_rank_0(files.optimizer)};
 }
 
 /// From the saved step on `optimizer` ends with `wanted`'s weights; `who` says whose it is.
 template <class Optimizer>
 void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model wanted,
                      const std::string& who) {
-  load_model(model, file.model);
-  load_archive(optimizer, file.optimizer);
+  load(model, file.model);
+  load(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
   ranks_beside_one::expect_equal(model, wanted, who + " goes on");
@@ -194,12 +170,12 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
       ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
                                       masters);
       train(model, sharded, 0, 3);
-      archive = archive_of(sharded);
+      archive = saved(sharded);
     }
     AdamW whole(alone->parameters(), options, masters);
     train(alone, whole, 0, 3);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
-    load_archive(loaded, from_rank_0(archive));
+    load(loaded, from_rank_0(archive));
     ASSERT_EQ(loaded.state().size(), whole.state().size());
     EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
@@ -220,10 +196,10 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
   train(model, optimizer, 0, 2);
   optimizer.show_lrs(2);
   {
-    const std::string file = from_rank_0(archive_of(optimizer));
+    const std::string file = from_rank_0(saved(optimizer));
     ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     loaded.set_lr_factors({1., 0.5, 0.25});
-    load_archive(loaded, file);
+    load(loaded, file);
     EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.5});
     EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 0.125);
     EXPECT_EQ(loaded.applied_steps(), 2);
@@ -237,19 +213,19 @@ TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) 
   {
     ShardedOptimizer<AdamW> all(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     train(model, all, 0, 2);
-    file = from_rank_0(archive_of(all));
+    file = from_rank_0(saved(all));
   }
   model->out->bias.set_requires_grad(false);
   model->out->bias.mutable_grad() = at::Tensor();
   ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
-  load_archive(fewer, file);
+  load(fewer, file);
   train(model, fewer, 2, 3);
-  const std::string later = from_rank_0(archive_of(fewer));
+  const std::string later = from_rank_0(saved(fewer));
   for (const bool is_frozen : {true, false}) {
     const at::Tensor& parameter = is_frozen ? model->out->bias : model->out->weight;
     AdamW before(model->parameters(), AdamWOptions(0.1)), after(before.param_groups());
-    load_archive(before, file);
-    load_archive(after, later);
+    load(before, file);
+    load(after, later);
     ASSERT_NE(state_of(after, parameter), nullptr);
     EXPECT_EQ(state_of(after, parameter)->step(), is_frozen ? 2 : 3);
     EXPECT_EQ(
@@ -264,18 +240,18 @@ TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
   train(model, optimizer, 0, 2);
   const std::size_t states = optimizer.state().size();
-  const std::string file = archive_of(optimizer);
+  const std::string file = saved(optimizer);
   {
     const mezzo::Ema ema(model->parameters());
     std::optional<mezzo::EmaScope> averages;
     if (ranks->getRank() == ranks->getSize() - 1) averages.emplace(ema);
-    EXPECT_THAT(error_of([&] { archive_of(optimizer); }),
+    EXPECT_THAT(error_of([&] { saved(optimizer); }),
                 testing::AllOf(HasSubstr("ShardedOptimizer::save: rank " +
                                          std::to_string(ranks->getSize() - 1) + " of"),
                                HasSubstr("holds an average")));
   }
   EXPECT_EQ(optimizer.state().size(), states);
-  EXPECT_EQ(archive_of(optimizer), file);
+  EXPECT_EQ(saved(optimizer), file);
 }
 
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
@@ -284,9 +260,9 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
   Model model;
-  load_model(model, archive_of(alone));
+  load(model, saved(alone));
   ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, AdamWOptions(1.), kSmallBuckets);
-  load_archive(sharded, archive_of(theirs));
+  load(sharded, saved(theirs));
   train(alone, theirs, 3, 5);
   train(model, sharded, 3, 5);
   ranks_beside_one::expect_close(model, alone, 1e-6);
@@ -302,7 +278,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   train(alone, undisturbed, 0, 2);
   const at::Tensor other = torch::zeros({3}).requires_grad_();
   AdamW of_another_model({other}, AdamWOptions(0.5));
-  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_another_model)); }),
+  EXPECT_THAT(error_of([&] { load(optimizer, saved(of_another_model)); }),
               HasSubstr("different size"));
   std::vector<at::Tensor> parameters;
   for (const at::Tensor& parameter : model->parameters()) {
@@ -311,7 +287,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   AdamW of_other_shapes(parameters, AdamWOptions(0.5));
   for (const at::Tensor& parameter : parameters) parameter.sum().backward();
   of_other_shapes.step();
-  EXPECT_THAT(error_of([&] { load_archive(optimizer, archive_of(of_other_shapes)); }),
+  EXPECT_THAT(error_of([&] { load(optimizer, saved(of_other_shapes)); }),
               HasSubstr("another model's"));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);

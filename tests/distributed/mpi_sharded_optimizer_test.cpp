@@ -51,58 +51,79 @@ std::vector<OptimizerParamGroup> groups_of(Model model, const Options& options) 
   return groups;
 }
 
-/// The gradients of `to` become `from`'s, which are averages over the ranks.
-void give_averages(Model from, Model to) {
-  const auto sources = from->named_parameters();
-  for (auto& item : to->named_parameters()) {
-    const at::Tensor& average = sources[item.key()].grad();
-    item.value().mutable_grad() = average.defined() ? average.clone() : at::Tensor();
+/// A sharded optimizer and a whole one, which take steps with the same averages.
+template <class Optimizer>
+struct SideBySide {
+  template <class Options, class... Weights>
+  SideBySide(const Options& options, at::ScalarType dtype, const Weights&... weights)
+      : model(dtype),
+        alone(dtype),
+        sharded(groups_of(model, options), ranks, options, kSmallBuckets, weights...),
+        whole(groups_of(alone, options), options, weights...) {
+    scaler.on_skip(nullptr);
+    scaler_alone.on_skip(nullptr);
   }
-}
 
-/// Steps side by side with the same averages, with a scale, whose second step is skipped, with
-/// rates that move, and once without the scaler.
-template <class Optimizer, class Options>
-void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
-                            const mezzo::optim::WeightOptions& weights = {}) {
-  Ranks ranks = everyone();
-  Model model(dtype), alone(dtype);
-  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets,
-                                      weights);
-  Optimizer whole(groups_of(alone, options), options, weights);
-  const auto scaling = mezzo::LossScale{.init_scale = 256., .allow_fp16_gradients = true};
-  mezzo::GradScaler scaler(scaling), scaler_alone(scaling);
-  scaler.on_skip(nullptr);
-  scaler_alone.on_skip(nullptr);
-  sharded.set_lr_factors({0.25, 0.5, 1.0});
-  whole.set_lr_factors({0.25, 0.5, 1.0});
-  int number = 0;
-  for (const auto& batch : batches(6)) {
+  /// The backward pass of this rank's part of the batch, whose averages both get.
+  void backward(const ranks_beside_one::Batch& batch, double factor = 1, bool scales = true) {
     sharded.zero_grad();
     const at::Tensor loss =
         loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
-    if (number == 3) {
-      loss.backward();
-      give_averages(model, alone);
-      sharded.step();
-      whole.step();
-    } else {
-      (void)scaler_alone.scale(loss);
-      (scaler.scale(loss) * (number == 1 ? kInf : 1.)).backward();
-      give_averages(model, alone);
-      EXPECT_EQ(scaler.step(sharded, {.zero_grad = number == 4}).ran(), number != 1) << what;
-      EXPECT_EQ(scaler_alone.step(whole, {}).ran(), number != 1) << what;
-      scaler.update();
-      scaler_alone.update();
+    if (scales) (void)scaler_alone.scale(loss);
+    ((scales ? scaler.scale(loss) : loss) * factor).backward();
+    const auto averages = model->named_parameters();
+    for (auto& item : alone->named_parameters()) {
+      const at::Tensor& average = averages[item.key()].grad();
+      item.value().mutable_grad() = average.defined() ? average.clone() : at::Tensor();
     }
-    ranks_beside_one::expect_equal(model, alone, what + ", step " + std::to_string(number));
-    sharded.param_groups()[1].options().set_lr(0.01 / ++number);
-    whole.param_groups()[1].options().set_lr(0.01 / number);
   }
-  EXPECT_EQ(sharded.applied_steps(), 5);
-  EXPECT_EQ(whole.applied_steps(), 5);
-  EXPECT_EQ(scaler.get_scale(), scaler_alone.get_scale());
-  distributed_test::expect_same_weights_on_all_ranks(ranks, model);
+  /// Both take the step, if it `runs`, and have the same weights.
+  void step(const std::string& what, const mezzo::StepOptions& options, bool runs = true) {
+    EXPECT_EQ(scaler.step(sharded, options).ran(), runs) << what;
+    EXPECT_EQ(scaler_alone.step(whole, options).ran(), runs) << what;
+    scaler.update();
+    scaler_alone.update();
+    ranks_beside_one::expect_equal(model, alone, what);
+  }
+  void step_without_scale(const std::string& what) {
+    sharded.step();
+    whole.step();
+    ranks_beside_one::expect_equal(model, alone, what);
+  }
+  void set_lr(double lr) {
+    sharded.param_groups()[1].options().set_lr(lr);
+    whole.param_groups()[1].options().set_lr(lr);
+  }
+
+  Ranks ranks = everyone();
+  Model model, alone;
+  ShardedOptimizer<Optimizer> sharded;
+  Optimizer whole;
+  mezzo::GradScaler scaler{mezzo::LossScale{.init_scale = 256., .allow_fp16_gradients = true}};
+  mezzo::GradScaler scaler_alone{scaler.rule()};
+};
+
+/// With a scale, whose second step is skipped, with rates that move, and once without the scaler.
+template <class Optimizer, class Options>
+void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
+                            const mezzo::optim::WeightOptions& weights = {}) {
+  SideBySide<Optimizer> both(options, dtype, weights);
+  both.sharded.set_lr_factors({0.25, 0.5, 1.0});
+  both.whole.set_lr_factors({0.25, 0.5, 1.0});
+  int number = 0;
+  for (const auto& batch : batches(6)) {
+    both.backward(batch, number == 1 ? kInf : 1., /*scales=*/number != 3);
+    if (number == 3) {
+      both.step_without_scale(what + ", step 3");
+    } else {
+      both.step(what + ", step " + std::to_string(number), {.zero_grad = number == 4}, number != 1);
+    }
+    both.set_lr(0.01 / ++number);
+  }
+  EXPECT_EQ(both.sharded.applied_steps(), 5);
+  EXPECT_EQ(both.whole.applied_steps(), 5);
+  EXPECT_EQ(both.scaler.get_scale(), both.scaler_alone.get_scale());
+  distributed_test::expect_same_weights_on_all_ranks(both.ranks, both.model);
 }
 
 TEST(ShardedOptimizer, StepsToTheBitAsOneOptimizerWithTheAverage) {
@@ -128,95 +149,58 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
 
 /// libtorch's clipping, and unscaling where the gradients lie, work as with any optimizer.
 TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
-  const Ranks ranks = everyone();
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
-    Model model(dtype), alone(dtype);
-    const mezzo::optim::AdamWOptions options(0.01);
-    const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
-    ShardedOptimizer<mezzo::optim::AdamW> sharded(model->parameters(), ranks, options,
-                                                  kSmallBuckets, masters);
-    mezzo::optim::AdamW whole(alone->parameters(), options, masters);
-    mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
+    SideBySide<mezzo::optim::AdamW> both(
+        mezzo::optim::AdamWOptions(0.01), dtype,
+        mezzo::optim::WeightOptions{.weight_storage = WeightStorage::master});
     for (const auto& batch : batches(4)) {
-      sharded.zero_grad();
-      const at::Tensor loss =
-          loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
-      (void)scaler_alone.scale(loss);
-      scaler.scale(loss).backward();
-      give_averages(model, alone);
-      scaler.unscale_(sharded);
-      scaler_alone.unscale_(whole);
-      const double norm = torch::nn::utils::clip_grad_norm_(model->parameters(), 0.1);
-      EXPECT_EQ(norm, torch::nn::utils::clip_grad_norm_(alone->parameters(), 0.1));
-      EXPECT_TRUE(scaler.step(sharded).ran());
-      EXPECT_TRUE(scaler_alone.step(whole).ran());
-      scaler.update();
-      scaler_alone.update();
-      ranks_beside_one::expect_equal(model, alone, "unscaled and clipped");
+      both.backward(batch);
+      both.scaler.unscale_(both.sharded);
+      both.scaler_alone.unscale_(both.whole);
+      const double norm = torch::nn::utils::clip_grad_norm_(both.model->parameters(), 0.1);
+      EXPECT_EQ(norm, torch::nn::utils::clip_grad_norm_(both.alone->parameters(), 0.1));
+      both.step("unscaled and clipped", {});
     }
   }
 }
 
 // Between steps all ranks write the weights as a program would that clamps, loads or averages them.
 TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
-  const Ranks ranks = everyone();
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
   for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
-    Model model(at::kBFloat16), alone(at::kBFloat16);
-    const AdamWOptions options(0.01);
-    const WeightOptions weights{.weight_storage = storage};
-    ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, options, kSmallBuckets, weights);
-    AdamW whole(alone->parameters(), options, weights);
+    SideBySide<AdamW> both(AdamWOptions(0.01), at::kBFloat16,
+                           WeightOptions{.weight_storage = storage});
     int number = 0;
     for (const auto& batch : batches(5)) {
-      sharded.zero_grad();
-      loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank()).backward();
-      give_averages(model, alone);
-      sharded.step();
-      whole.step();
-      for (const Model& each : {model, alone}) {
+      both.backward(batch, 1, /*scales=*/false);
+      both.step_without_scale("step " + std::to_string(number));
+      for (const Model& each : {both.model, both.alone}) {
         const at::NoGradGuard no_grad;
         if (number == 1) each->left->weight.clamp_(-0.05, 0.05);
         if (number == 2) each->out->bias.data().fill_(0.3);
         if (number == 3) *static_cast<at::BFloat16*>(each->conv->bias.data_ptr()) = 2.F;
       }
-      ranks_beside_one::expect_equal(model, alone, "step " + std::to_string(number++));
+      ++number;
     }
-    distributed_test::expect_same_weights_on_all_ranks(ranks, model);
+    distributed_test::expect_same_weights_on_all_ranks(both.ranks, both.model);
   }
 }
 
 template <class Optimizer, class Options>
 void expect_the_bits_of_an_ordinary_one(const Options& options) {
-  const Ranks ranks = everyone();
-  Model model, alone;
-  ShardedOptimizer<Optimizer> sharded(groups_of(model, options), ranks, options, kSmallBuckets);
-  Optimizer whole(groups_of(alone, options), options);
-  mezzo::GradScaler scaler({.init_scale = 256.}), scaler_alone({.init_scale = 256.});
-  scaler.on_skip(nullptr);
-  scaler_alone.on_skip(nullptr);
+  SideBySide<Optimizer> both(options, at::kFloat);
   int number = 0;
   for (const auto& batch : batches(5)) {
-    sharded.zero_grad();
-    const at::Tensor loss =
-        loss_of(model, batch.part(ranks->getRank(), ranks->getSize()), ranks->getRank());
-    (void)scaler_alone.scale(loss);
-    (scaler.scale(loss) * (number == 1 ? kInf : 1.)).backward();
-    give_averages(model, alone);
-    EXPECT_EQ(scaler.step(sharded, {.max_norm = 0.5}).ran(), number != 1);
-    EXPECT_EQ(scaler_alone.step(whole, {.max_norm = 0.5}).ran(), number != 1);
-    scaler.update();
-    scaler_alone.update();
-    sharded.param_groups()[1].options().set_lr(0.01 / ++number);
-    whole.param_groups()[1].options().set_lr(0.01 / number);
-    ranks_beside_one::expect_equal(model, alone, "step " + std::to_string(number));
+    both.backward(batch, number == 1 ? kInf : 1.);
+    both.step("step " + std::to_string(number), {.max_norm = 0.5}, number != 1);
+    both.set_lr(0.01 / ++number);
   }
   std::stringstream file;
-  torch::save(sharded, file);
-  if (ranks->getRank() == 0) {
-    Optimizer loaded(groups_of(alone, options), options);
+  torch::save(both.sharded, file);
+  if (both.ranks->getRank() == 0) {
+    Optimizer loaded(groups_of(both.alone, options), options);
     torch::load(loaded, file);
-    EXPECT_EQ(loaded.state().size(), whole.state().size());
+    EXPECT_EQ(loaded.state().size(), both.whole.state().size());
   }
 }
 

@@ -3,9 +3,8 @@
 /// process that has all of it, which is what they are compared with.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/distributed/sharded_optimizer.h>
+#include <mezzo/distributed/grad_all_reduce.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/nn.h>
@@ -94,8 +93,7 @@ inline at::Tensor loss_of_ranks(Model model, const Batch& batch, int64_t ranks) 
   return loss / ranks;
 }
 
-// --- A course of training
-// -------------------------------------------------------------------------
+// --- A course of training ---
 
 using MakeOptimizer =
     std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<at::Tensor>&)>;
@@ -114,8 +112,6 @@ struct Course {
   MakeOptimizer optimizer;
   int64_t steps = 6;
   int64_t micro_batches = 1;
-  at::ScalarType dtype = at::kFloat;
-  bool is_autocast = false;
   mezzo::LossScale scaler{.init_scale = 1024, .growth_interval = 3};
   StepWith step = [](auto& scaling, auto& stepped) {
     return scaling.step(stepped, {.max_norm = 0.5});
@@ -145,8 +141,6 @@ void train(Outcome& outcome, const Course& of, torch::optim::Optimizer& optimize
     for (int64_t i = 0; i < of.micro_batches; ++i) {
       std::optional<decltype(no_sync())> guard;
       if (i + 1 < of.micro_batches) guard.emplace(no_sync());
-      std::optional<mezzo::Autocast<torch::kCPU>> autocast;
-      if (of.is_autocast) autocast.emplace();
       const Batch micro = all[static_cast<std::size_t>(step)].part(i, of.micro_batches);
       scaler.scale(loss(micro, step) / of.micro_batches).backward();
     }
@@ -169,7 +163,7 @@ inline auto loss_of_rank(Model model, const Course& of, int64_t rank, int64_t ra
 
 /// One process with the whole batches, where `ranks` ranks would have a part each.
 inline Outcome train_alone(const Course& of, int64_t ranks) {
-  Outcome outcome{Model(of.dtype)};
+  Outcome outcome{Model()};
   const auto optimizer = of.optimizer(outcome.model->parameters());
   const auto loss = [&](const Batch& batch, int64_t step) {
     if (of.are_alike) {  // one stands for all, with the factors of all
@@ -189,7 +183,7 @@ inline Outcome train_alone(const Course& of, int64_t ranks) {
 
 /// The ranks of `group` under a DataParallel; all end with the same bits.
 inline Outcome train_together(const Course& of, const Ranks& group) {
-  Outcome outcome{Model(of.dtype)};
+  Outcome outcome{Model()};
   mezzo::DataParallel ddp(outcome.model, group, {.bucket_bytes = kSmallBuckets.bucket_bytes});
   const auto optimizer = of.optimizer(outcome.model->parameters());
   train(outcome, of, *optimizer,
@@ -199,20 +193,7 @@ inline Outcome train_together(const Course& of, const Ranks& group) {
   return outcome;
 }
 
-/// The same with a ShardedOptimizer of the class and its options.
-template <class Optimizer, class Options>
-Outcome train_sharded(const Course& of, const Ranks& group, const Options& options) {
-  Outcome outcome{Model(of.dtype)};
-  mezzo::ShardedOptimizer<Optimizer> optimizer(outcome.model->parameters(), group, options,
-                                               kSmallBuckets);
-  train(outcome, of, optimizer, loss_of_rank(outcome.model, of, group->getRank(), group->getSize()),
-        [&] { return optimizer.no_sync(); });
-  distributed_test::expect_same_weights_on_all_ranks(group, outcome.model);
-  return outcome;
-}
-
-// --- Comparisons
-// ----------------------------------------------------------------------------------
+// --- Comparisons ---
 
 /// `what` says where, should they differ.
 inline void expect_equal(Model model, Model other, const std::string& what) {
