@@ -25,7 +25,6 @@ namespace {
 using distributed_test::everyone;
 using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::Ranks;
-using mezzo::GradScaler;
 using ranks_beside_one::Course;
 using ranks_beside_one::made_of;
 using ranks_beside_one::MakeOptimizer;
@@ -79,18 +78,15 @@ TEST(MpiOneDecision, HoldsForAThousandIterations) {
 }
 
 TEST(MpiOneDecision, HoldsForStepsInAllForms) {
-  const std::vector<StepWith> forms = {[](GradScaler& scaler, torch::optim::Optimizer& optimizer) {
-                                         scaler.unscale_(optimizer);
-                                         return scaler.step(optimizer);
-                                       },
-                                       [](GradScaler& scaler, torch::optim::Optimizer& optimizer) {
-                                         return scaler.step(optimizer,
-                                                            mezzo::StepOptions{.zero_grad = true});
-                                       },
-                                       [](GradScaler& scaler, torch::optim::Optimizer& optimizer) {
-                                         return scaler.step(optimizer);
-                                       }};
-  for (const StepWith& step : forms) {
+  const auto plain = [](auto& scaler, auto& optimizer) { return scaler.step(optimizer); };
+  const auto unscaled = [](auto& scaler, auto& optimizer) {
+    scaler.unscale_(optimizer);
+    return scaler.step(optimizer);
+  };
+  const auto zeroing = [](auto& scaler, auto& optimizer) {
+    return scaler.step(optimizer, mezzo::StepOptions{.zero_grad = true});
+  };
+  for (const StepWith& step : {StepWith(plain), StepWith(unscaled), StepWith(zeroing)}) {
     for (const MakeOptimizer& optimizer : optimizers()) {
       expect_decided_as_one({.optimizer = optimizer, .steps = 10, .step = step, .are_alike = true});
     }
