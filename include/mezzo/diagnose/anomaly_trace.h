@@ -445,10 +445,9 @@ class AnomalyTrace final : private detail::OpObserver {
   /// listed again. An anomaly goes from the list when every result that carries it was read by ops
   /// whose results are finite.
   std::vector<Anomaly> anomalies() const {
-    constexpr std::size_t kMostTold = 4;
     const auto locked = lock();
     std::vector<Anomaly> told;
-    for (std::size_t i = 0; i < found_.size() && told.size() < kMostTold; ++i) {
+    for (std::size_t i = 0; i < found_.size() && told.size() < 4; ++i) {
       if (is_carried(i)) told.push_back(found_[i]);
     }
     return told;
@@ -555,9 +554,8 @@ class AnomalyTrace final : private detail::OpObserver {
       if (!origins.empty()) return note(outputs, frame.outputs, origins);
       if (judge(op, frame, read, outputs)) return;
     }
-    if (options_.frames == 0) return;
-    if (frames_.size() == options_.frames) frames_.erase(frames_.begin());
     frames_.push_back(std::move(frame));
+    if (frames_.size() > options_.frames) frames_.erase(frames_.begin());
   }
 
   /// Returns whether an inf or NaN began in this op, or arrived there, and notes it.
@@ -565,9 +563,10 @@ class AnomalyTrace final : private detail::OpObserver {
              const std::vector<at::Tensor>& read, const std::vector<at::Tensor>& outputs) {
     Anomaly anomaly{.frame = frame, .inputs = summarize(read), .rank = options_.rank};
     std::string bad_parameter;
-    bool arrives = false, asks = false;  // by an inf of the program's: a scalar, or a mask
+    bool arrives = false, asks_low = false, asks_high = false;  // for -inf, and for inf
     for (const c10::IValue& input : op.inputs) {
-      asks |= input.isDouble() && detail::nonfinite_bits(input.toDouble());
+      const double value = input.isDouble() ? input.toDouble() : 0;
+      if (detail::nonfinite_bits(value)) (value < 0 ? asks_low : asks_high) = true;
     }
     for (std::size_t i = 0; i < read.size(); ++i) {
       TensorSummary& input = anomaly.inputs[i];
@@ -575,15 +574,18 @@ class AnomalyTrace final : private detail::OpObserver {
       if (input.is_finite()) continue;
       const bool is_mask =
           input.nans == 0 && input.infs == input.negative_infs && input.name.empty();
-      (is_mask ? asks : arrives) = true;
+      (is_mask ? asks_low : arrives) = true;
       if (bad_parameter.empty()) bad_parameter = input.name;
     }
     // One number of many, as a loss is, has no place for a mask's inf.
     const bool is_total = outputs.front().defined() && outputs.front().dim() == 0 &&
                           !read.empty() && read.front().numel() > 1;
-    const bool has_nan = std::any_of(frame.outputs.begin(), frame.outputs.end(),
-                                     [](const TensorSummary& output) { return output.nans > 0; });
-    if (asks && !arrives && !is_total && !has_nan) return false;
+    const bool is_asked =
+        std::all_of(frame.outputs.begin(), frame.outputs.end(), [&](const TensorSummary& output) {
+          return output.nans == 0 && (output.negative_infs == 0 || asks_low) &&
+                 (output.infs == output.negative_infs || asks_high);
+        });
+    if (is_asked && !arrives && !is_total) return false;
     if (arrives) {
       anomaly.arrived = true;
       anomaly.why =

@@ -300,9 +300,8 @@ class Doctor final : OpObserver {
     } catch (const std::exception& thrown) {
       const auto* const error = dynamic_cast<const c10::Error*>(&thrown);
       outcome.thrown = error != nullptr ? error->what_without_backtrace() : thrown.what();
-      const std::size_t cause =
-          outcome.thrown.rfind("RuntimeError: ");  // TorchScript's stack first
-      if (cause != std::string::npos) outcome.thrown = outcome.thrown.substr(cause + 14);
+      const std::size_t cause = outcome.thrown.rfind("RuntimeError: ");
+      if (cause != std::string::npos) outcome.thrown.erase(0, cause + 14);  // TorchScript's stack
       outcome.thrown = outcome.thrown.substr(0, outcome.thrown.find('\n'));
     }
     return outcome;
