@@ -110,13 +110,6 @@ TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
   at::autocast::set_autocast_cache_enabled(true);
 }
 
-TEST(AutocastGuard, TakesTheDeviceDefaultWithoutADtype) {
-  const AutocastGuard guard({.device = torch::kCPU});
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
-  const AutocastGuard on_cuda({.device = torch::kCUDA});
-  EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
-}
-
 TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   {

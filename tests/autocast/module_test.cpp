@@ -156,18 +156,6 @@ TEST(AutocastModule, MovesTheModuleToADtype) {
   EXPECT_EQ(wrapped->named_parameters()["gate"].scalar_type(), torch::kDouble);
 }
 
-TEST(AutocastModule, TrainsTheModulesOwnParameters) {
-  torch::nn::Linear plain(4, 1);
-  AutocastModule wrapped(plain, kBf16);
-  torch::optim::SGD optimizer(wrapped->parameters(), 0.1);
-  const Tensor before = plain->weight.detach().clone();
-  wrapped(torch::ones({2, 4})).to(torch::kFloat).sum().backward();
-  optimizer.step();
-  EXPECT_FALSE(torch::equal(plain->weight, before));
-  wrapped->zero_grad();
-  EXPECT_FALSE(plain->weight.grad().defined());
-}
-
 TEST(AutocastModule, ReadsAndWritesTheModulesOwnCheckpoints) {
   torch::manual_seed(2);
   const Gated plain;

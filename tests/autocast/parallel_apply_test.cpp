@@ -4,7 +4,6 @@
 #include <mezzo/autocast/autocast_module.h>
 
 #include <ATen/Parallel.h>
-#include <ATen/ops/full.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/rand.h>
 #include <torch/nn/modules/linear.h>
@@ -80,15 +79,6 @@ TEST_F(AutocastParallelApply, OfWrappedModulesRunsUnderAutocastInEveryThread) {
   EXPECT_EQ(outputs[0].scalar_type(), torch::kBFloat16);
   EXPECT_EQ(outputs[1].scalar_type(), torch::kBFloat16);
   EXPECT_FALSE(at::autocast::is_autocast_enabled(torch::kCPU));
-}
-
-TEST_F(AutocastParallelApply, GivesGradientsToTheModuleThatIsWrapped) {
-  torch::nn::Linear plain(4, 2);
-  const mezzo::AutocastSetting bf16{.device = torch::kCPU};
-  std::vector<AutocastModule<torch::nn::Linear>> modules = {{plain, bf16}, {plain, bf16}};
-  const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
-  (outputs[0].sum() + outputs[1].sum()).backward();
-  EXPECT_TRUE(torch::equal(plain->bias.grad(), at::full({2}, 6.0)));
 }
 
 /// What `product` computes in at each index of a loop over two threads, both of which come.

@@ -70,71 +70,54 @@ std::vector<torch::optim::OptimizerParamGroup> groups_of(const torch::nn::Sequen
   return {{{all[0], all[1], all[2], all[3]}}, {{all[4], all[5]}}};
 }
 
-/// Loads model and optimizer, and goes on with Python's gradients.
-template <class Optimizer, class Options>
-void expect_to_go_on(const std::string& name, const Options& options) {
+/// Loads the model and, in a dtype, the optimizer, and goes on with Python's gradients.
+template <class Optimizer, class... Options>
+void expect_to_go_on(const std::string& name, torch::ScalarType dtype, const Options&... options) {
   auto model = python_model();
-  Optimizer optimizer(groups_of(model), options);
-  mezzo::load_checkpoint(
-      python_file(),
-      TrainingState().add(name + "_model", model).add(name + "_optimizer", optimizer),
-      {.subset = true});
+  mezzo::load_checkpoint(python_file(), TrainingState().add(name + "_model", model),
+                         {.subset = true});
+  for (const torch::Tensor& one : model->parameters()) one.set_data(one.to(dtype));
+  Optimizer optimizer(groups_of(model), options...);
+  mezzo::load_checkpoint(python_file(), TrainingState().add(name + "_optimizer", optimizer),
+                         {.subset = true});
   const c10::IValue gradients = python_next(name + "_gradients");
   const auto parameters = model->parameters();
   for (const c10::IValue& step : gradients.toListRef()) {
     const auto of_step = tensors(step);
     for (std::size_t i = 0; i < of_step.size(); ++i) {
-      parameters[i].mutable_grad() = of_step[i].clone();
+      parameters[i].mutable_grad() = of_step[i].to(dtype, /*non_blocking=*/false, /*copy=*/true);
     }
     optimizer.step();
   }
   const auto after = tensors(python_next(name + "_after"));
+  const double tolerance = dtype == torch::kFloat ? 1e-6 : 1e-2;
   for (std::size_t i = 0; i < after.size(); ++i) {
-    EXPECT_TRUE(torch::allclose(parameters[i], after[i], 1e-5, 1e-6)) << name << ' ' << i << '\n'
-                                                                      << parameters[i] << '\n'
-                                                                      << after[i];
+    EXPECT_TRUE(parameters[i]
+                    .to(torch::kFloat)
+                    .allclose(after[i], dtype == torch::kFloat ? 1e-5 : 1e-2, tolerance))
+        << name << ' ' << i << '\n'
+        << parameters[i] << '\n'
+        << after[i];
   }
 }
 
-TEST(CheckpointFromPython, AdamWGoesOn) {
-  expect_to_go_on<mezzo::optim::AdamW>("adamw", mezzo::optim::AdamWOptions());
-  expect_to_go_on<torch::optim::AdamW>("adamw", torch::optim::AdamWOptions());
+TEST(CheckpointFromPython, OptimizersGoOn) {
+  using torch::kFloat;
+  expect_to_go_on<mezzo::optim::AdamW>("adamw", kFloat, mezzo::optim::AdamWOptions());
+  expect_to_go_on<torch::optim::AdamW>("adamw", kFloat, torch::optim::AdamWOptions());
+  expect_to_go_on<mezzo::optim::Adam>("adam", kFloat, mezzo::optim::AdamOptions());
+  expect_to_go_on<torch::optim::Adam>("adam", kFloat, torch::optim::AdamOptions());
+  for (const char* const name : {"sgd", "plain_sgd"}) {
+    expect_to_go_on<mezzo::optim::SGD>(name, kFloat, mezzo::optim::SGDOptions(0.1));
+    expect_to_go_on<torch::optim::SGD>(name, kFloat, torch::optim::SGDOptions(0.1));
+  }
 }
 
 TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
-  auto model = python_model();
-  mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", model),
-                         {.subset = true});
-  for (const torch::Tensor& one : model->parameters()) one.set_data(one.to(torch::kBFloat16));
-  mezzo::optim::AdamW optimizer(groups_of(model), torch::optim::AdamWOptions(),
-                                {.weight_storage = mezzo::optim::WeightStorage::split_master});
-  mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_optimizer", optimizer),
-                         {.subset = true});
-  const c10::IValue gradients = python_next("adamw_gradients");
-  for (const c10::IValue& step : gradients.toListRef()) {
-    const auto of_step = tensors(step);
-    for (std::size_t i = 0; i < of_step.size(); ++i) {
-      model->parameters()[i].mutable_grad() = of_step[i].to(torch::kBFloat16);
-    }
-    optimizer.step();
-  }
-  const auto after = tensors(python_next("adamw_after"));
-  for (std::size_t i = 0; i < after.size(); ++i) {
-    EXPECT_TRUE(torch::allclose(model->parameters()[i].to(torch::kFloat), after[i], 1e-2, 1e-2))
-        << i;
-  }
-}
-
-TEST(CheckpointFromPython, AdamGoesOn) {
-  expect_to_go_on<mezzo::optim::Adam>("adam", mezzo::optim::AdamOptions());
-  expect_to_go_on<torch::optim::Adam>("adam", torch::optim::AdamOptions());
-}
-
-TEST(CheckpointFromPython, SgdGoesOn) {
-  for (const char* const name : {"sgd", "plain_sgd"}) {
-    expect_to_go_on<mezzo::optim::SGD>(name, mezzo::optim::SGDOptions(0.1));
-    expect_to_go_on<torch::optim::SGD>(name, torch::optim::SGDOptions(0.1));
-  }
+  const mezzo::optim::WeightOptions split{.weight_storage =
+                                              mezzo::optim::WeightStorage::split_master};
+  expect_to_go_on<mezzo::optim::AdamW>("adamw", torch::kBFloat16, torch::optim::AdamWOptions(),
+                                       split);
 }
 
 TEST(CheckpointFromPython, NumbersAndStringsComeToo) {

@@ -121,25 +121,12 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
 }
 
 TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
-  expect_same_bits_after_resuming<mezzo::optim::AdamW>(
-      torch::kFloat, [](auto parameters) { return make(parameters, WeightStorage::plain); });
-}
-
-TEST(CheckpointResume, IsBitExactWithMastersInFloat) {
-  expect_same_bits_after_resuming<mezzo::optim::AdamW>(
-      torch::kBFloat16, [](auto parameters) { return make(parameters, WeightStorage::master); });
-}
-
-TEST(CheckpointResume, IsBitExactWithSplitMasters) {
-  expect_same_bits_after_resuming<mezzo::optim::AdamW>(torch::kBFloat16, [](auto parameters) {
-    return make(parameters, WeightStorage::split_master);
-  });
-}
-
-TEST(CheckpointResume, IsBitExactWithStochasticRounding) {
-  expect_same_bits_after_resuming<mezzo::optim::AdamW>(torch::kBFloat16, [](auto parameters) {
-    return make(parameters, WeightStorage::stochastic);
-  });
+  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
+                             WeightStorage::split_master, WeightStorage::stochastic}) {
+    expect_same_bits_after_resuming<mezzo::optim::AdamW>(
+        storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16,
+        [storage](auto parameters) { return make(parameters, storage); });
+  }
 }
 
 TEST(CheckpointResume, IsBitExactWithLibtorchsAdamW) {

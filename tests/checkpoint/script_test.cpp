@@ -5,10 +5,8 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/torchscript.h>
 
-#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "../support/error_of.h"
 #include "../support/scratch.h"
 #include "../support/script_model.h"
 
@@ -44,36 +42,6 @@ TEST(CheckpointOfScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
   mezzo::load_checkpoint(file, to_cpp);
   EXPECT_TRUE(torch::equal(in_cpp->out->weight, held));
   EXPECT_EQ(in_cpp->norm->num_batches_tracked.item<int64_t>(), 1);
-}
-
-TEST(CheckpointOfScript, RefusesAnotherModelsFileAndKeepsTheScript) {
-  const test_support::Scratch scratch;
-  torch::jit::Module other("Other");
-  other.register_parameter("weight", torch::ones({2}), false);
-  TrainingState from, to;
-  ScriptModule of_other(other);
-  from.add("model", of_other);
-  const auto file = mezzo::CheckpointManager(scratch.path()).save(from, 0).file;
-  const auto script = script_model();
-  ScriptModule of_script(script);
-  to.add("model", of_script);
-  EXPECT_THAT(test_support::error_of([&] { mezzo::load_checkpoint(file, to); }),
-              testing::HasSubstr("\"model\" does not fit"));
-  EXPECT_TRUE(torch::equal(script.attr("out").toModule().attr("weight").toTensor(),
-                           test_support::twin()->out->weight));
-}
-
-TEST(CheckpointOfScript, TakesAModelThatIsLoadedLater) {
-  const test_support::Scratch scratch;
-  ScriptModule script(script_model(1));
-  TrainingState state;
-  state.add("model", script);
-  mezzo::CheckpointManager checkpoints(scratch.path());
-  checkpoints.save(state, 1);
-  script = ScriptModule(script_model(2));
-  checkpoints.load_newest(state);
-  EXPECT_TRUE(
-      torch::equal(script->named_parameters()["out.weight"], test_support::twin(1)->out->weight));
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/levels/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
+#include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -244,13 +246,25 @@ TEST(Checkpoint, AnObjectThatRefusesItsValueIsNamedAndSoIsWhatWasLoaded) {
   EXPECT_EQ(last, 9);
 }
 
-TEST(Checkpoint, AScalerThatRefusesItsValueDoesSoBeforeAnythingIsLoaded) {
+TEST(Checkpoint, WhatMezzosObjectsRefuseTheyRefuseBeforeAnythingIsLoaded) {
   int64_t epoch = 1;
+  const auto error = [&epoch](auto& saved, auto& loaded) {
+    const std::string words = error_between(TrainingState().add("epoch", epoch).add("x", saved),
+                                            TrainingState().add("epoch", epoch).add("x", loaded));
+    EXPECT_THAT(words, AllOf(HasSubstr("\"x\" does not fit"), HasSubstr("nothing was loaded")));
+    return words;
+  };
   mezzo::GradScaler disabled({.enabled = false}), scaler;
-  EXPECT_THAT(error_between(TrainingState().add("epoch", epoch).add("scaler", disabled),
-                            TrainingState().add("epoch", epoch).add("scaler", scaler)),
-              AllOf(HasSubstr("\"scaler\" does not fit: The source state dict is empty"),
-                    HasSubstr("nothing was loaded")));
+  EXPECT_THAT(error(disabled, scaler), HasSubstr("The source state dict is empty"));
+  torch::nn::Linear narrow(2, 3), wide(4, 3);
+  mezzo::Ema of_narrow(narrow->parameters()), of_wide(wide->parameters());
+  EXPECT_THAT(error(of_narrow, of_wide), HasSubstr("The archive of an Ema has the average"));
+  torch::optim::SGD one(narrow->parameters(), 0.1), two(narrow->parameters(), 0.1);
+  two.add_param_group({wide->parameters()});
+  mezzo::LinearSchedule of_one(one, {.total_steps = 9}), of_two(two, {.total_steps = 9});
+  EXPECT_THAT(error(of_one, of_two), HasSubstr("has 1 parameter groups, and this optimizer 2"));
+  mezzo::LossScaleOptimizer scaled(one);
+  EXPECT_THAT(error(of_one, scaled), HasSubstr("the archive holds something else"));
 }
 
 /// An object with lists, one of them empty.

@@ -1,7 +1,6 @@
 // Parameters and buffers that nobody trains in: quantised, integer, bool, complex, float8.
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
@@ -125,15 +124,6 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
     EXPECT_EQ(odd.scalar_type(), GetParam());
     EXPECT_TRUE(torch::equal(values_of(odd), values_));
   }
-}
-
-TEST_P(OddDtypes, MakeNoDifferenceToAModuleUnderAutocast) {
-  Mixed model(odd_, odd_.clone());
-  const Tensor x = torch::randn({4, 4});
-  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU});
-  const mezzo::Autocast<torch::kCPU> autocast;
-  EXPECT_TRUE(torch::equal(wrapped(x), model->forward(x)));
-  EXPECT_EQ(model->odd_parameter.scalar_type(), GetParam());
 }
 
 TEST_P(OddDtypes, ComeBackFromCheckpoints) {

@@ -20,7 +20,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 class OpPolicy;
 
 namespace detail {
-class PolicyScope;
+class Region;
 struct PolicyEdits;
 }  // namespace detail
 
@@ -57,7 +57,7 @@ class PolicyRef {
 
  private:
   friend OpPolicy;
-  friend detail::PolicyScope;
+  friend detail::Region;
   explicit PolicyRef(std::shared_ptr<const detail::PolicyEdits> edits) noexcept
       : edits_(std::move(edits)) {}
 

@@ -68,15 +68,10 @@ struct ListedModel {
 /// referenced, not copied: it must stay at its address while the list is in use.
 class ModelList {
  public:
-  /// Lists one model given as a holder or shared_ptr, whose ownership is shared.
-  /// \throws c10::Error for an empty holder or pointer
-  template <detail::ModelHandle M>
-  ModelList(const M& model) : modules_{detail::module_pointer(model)} {
-    check();
-  }
-  /// Lists a module by reference: it must stay at its address while the list is in use.
-  template <detail::ModuleVariable M>
-  ModelList(M& model) : modules_{detail::module_pointer(model)} {}
+  /// Lists one model: the ownership of a holder or shared_ptr is shared; a module must stay at its
+  /// address while the list is in use. \throws c10::Error for an empty holder or pointer
+  template <std::convertible_to<detail::ListedModel> M>
+  ModelList(M&& model) : ModelList({detail::ListedModel(std::forward<M>(model))}) {}
   /// Lists several models. \throws c10::Error for none, an empty one, or the same one twice
   ModelList(std::initializer_list<detail::ListedModel> models) {
     for (const detail::ListedModel& model : models) modules_.push_back(model.module);

@@ -102,55 +102,41 @@ inline std::string_view trimmed(std::string_view text) {
   return text.substr(first, text.find_last_not_of(kBlanks) - first + 1);
 }
 
-/// The parts of a precision's text that have been parsed.
-struct PrecisionText {
-  std::string_view whole;
-  std::optional<at::ScalarType> param{}, compute{}, output{};
-
-  at::ScalarType dtype(std::string_view name) const {
-    const auto dtype = dtype_named(name);
-    TORCH_CHECK(dtype.has_value(), "Precision \"", whole, "\": \"", name,
-                "\" is not a dtype; known are ", kKnownDtypes);
-    return *dtype;
-  }
-
-  std::optional<at::ScalarType>& dtype_of(std::string_view key) {
-    if (key == "params" || key == "param" || key == "p") return param;
-    if (key == "compute" || key == "c") return compute;
-    TORCH_CHECK(key == "output" || key == "o", "Precision \"", whole, "\": \"", key,
-                "\" is not a key; known are params (p), compute (c) and output (o)");
-    return output;
-  }
-
-  void read_part(std::string_view part) {
-    const auto equals = part.find('=');
-    TORCH_CHECK(equals != std::string_view::npos, "Precision \"", whole, "\": \"", part,
-                "\" should be key=dtype; keys are params (p), compute (c) and output (o)");
-    const auto key = trimmed(part.substr(0, equals));
-    auto& target = dtype_of(key);
-    TORCH_CHECK(!target.has_value(), "Precision \"", whole, "\": \"", key,
-                "\" is given twice; leave one of them out");
-    target = dtype(trimmed(part.substr(equals + 1)));
-  }
-};
-
 }  // namespace detail
 
 inline Precision Precision::parse(std::string_view text) {
-  detail::PrecisionText read{.whole = text};
+  const auto dtype = [text](std::string_view name) {
+    name = detail::trimmed(name);
+    const auto found = detail::dtype_named(name);
+    TORCH_CHECK(found.has_value(), "Precision \"", text, "\": \"", name,
+                "\" is not a dtype; known are ", detail::kKnownDtypes);
+    return *found;
+  };
   if (text.find_first_of("=,") == std::string_view::npos) {
-    const at::ScalarType dtype = read.dtype(detail::trimmed(text));
-    return {.param = dtype, .compute = dtype, .output = dtype};
+    return {.param = dtype(text), .compute = dtype(text), .output = dtype(text)};
   }
+  std::optional<at::ScalarType> param, compute, output;
   for (std::string_view rest = text;;) {
     const auto comma = rest.find(',');
-    read.read_part(detail::trimmed(rest.substr(0, comma)));
+    const auto part = detail::trimmed(rest.substr(0, comma));
+    const auto equals = part.find('=');
+    TORCH_CHECK(equals != std::string_view::npos, "Precision \"", text, "\": \"", part,
+                "\" should be key=dtype; keys are params (p), compute (c) and output (o)");
+    const auto key = detail::trimmed(part.substr(0, equals));
+    const bool is_param = key == "params" || key == "param" || key == "p";
+    const bool is_compute = key == "compute" || key == "c";
+    TORCH_CHECK(is_param || is_compute || key == "output" || key == "o", "Precision \"", text,
+                "\": \"", key, "\" is not a key; known are params (p), compute (c) and output (o)");
+    auto& target = is_param ? param : is_compute ? compute : output;
+    TORCH_CHECK(!target.has_value(), "Precision \"", text, "\": \"", key,
+                "\" is given twice; leave one of them out");
+    target = dtype(part.substr(equals + 1));
     if (comma == std::string_view::npos) break;
     rest.remove_prefix(comma + 1);
   }
-  const at::ScalarType param = read.param.value_or(at::ScalarType::Float);
-  const at::ScalarType compute = read.compute.value_or(param);
-  return {.param = param, .compute = compute, .output = read.output.value_or(compute)};
+  const at::ScalarType weights = param.value_or(at::ScalarType::Float);
+  const at::ScalarType computed = compute.value_or(weights);
+  return {.param = weights, .compute = computed, .output = output.value_or(computed)};
 }
 
 inline std::string Precision::to_string() const {

@@ -255,8 +255,6 @@ class Amp {
 
   OptLevel level_;
   bool enabled_;
-  std::optional<at::ScalarType> input_dtype_;
-  std::optional<at::ScalarType> output_dtype_;
   PolicyRef policy_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;

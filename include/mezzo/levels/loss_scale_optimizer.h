@@ -112,6 +112,9 @@ class LossScaleOptimizer {
   template <class Archive>
   requires std::same_as<Archive, torch::serialize::InputArchive>
   friend Archive& operator>>(Archive& archive, LossScaleOptimizer& optimizer);
+  template <class Archive>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend void check_archive(Archive& archive, const LossScaleOptimizer& optimizer);
 };
 
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
@@ -138,11 +141,11 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
-/// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
-/// \throws c10::Error for the file of another kind of object; as the inner optimizer's `load` does
+/// Throws what loading the archive would throw, but for what the inner optimizer's `load` does, and
+/// changes nothing.
 template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, LossScaleOptimizer& optimizer) {
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const LossScaleOptimizer& optimizer) {
   Archive inner;
   Archive scaler;
   c10::IValue iterations;
@@ -152,7 +155,21 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
   TORCH_CHECK(is_whole,
               "LossScaleOptimizer: the archive holds something else; load what "
               "torch::save(optimizer, path) wrote");
-  check_archive(scaler, optimizer.scaler_);  // before anything changes
+  check_archive(scaler, optimizer.scaler_);
+}
+
+/// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
+/// \throws c10::Error for the file of another kind of object; as the inner optimizer's `load` does
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, LossScaleOptimizer& optimizer) {
+  check_archive(archive, optimizer);  // before anything changes
+  Archive inner;
+  Archive scaler;
+  c10::IValue iterations;
+  archive.read("inner_optimizer", inner);
+  archive.read("scaler", scaler);
+  archive.read("iterations", iterations);
   optimizer.inner_.load(inner);
   scaler >> optimizer.scaler_;
   optimizer.iterations_ = iterations.toInt();

@@ -105,29 +105,21 @@ class OptLevel {
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
 
   /// Returns the name, such as "O1".
-  std::string_view name() const noexcept { return defaults_->name; }
+  std::string_view name() const noexcept { return own_.name; }
 
   /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_type() const noexcept {
-    return overrides_.cast_model_type ? overrides_.cast_model_type : defaults_->cast_model_type;
-  }
+  std::optional<at::ScalarType> cast_model_type() const noexcept { return own_.cast_model_type; }
   /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
   std::optional<at::ScalarType> cast_model_outputs() const noexcept {
-    if (overrides_.cast_model_outputs) return overrides_.cast_model_outputs;
+    if (own_.cast_model_outputs) return own_.cast_model_outputs;
     return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
   }
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute`.
-  bool uses_op_lists() const noexcept {
-    return overrides_.patch_torch_functions.value_or(defaults_->op_lists);
-  }
+  bool uses_op_lists() const noexcept { return own_.op_lists; }
   /// Returns whether batch norms stay in float32.
-  bool keep_batchnorm_fp32() const noexcept {
-    return overrides_.keep_batchnorm_fp32.value_or(defaults_->keep_batchnorm_fp32.value_or(false));
-  }
+  bool keep_batchnorm_fp32() const noexcept { return own_.keep_batchnorm_fp32.value_or(false); }
   /// Returns whether 16-bit weights have float32 masters.
-  bool master_weights() const noexcept {
-    return overrides_.master_weights.value_or(defaults_->master_weights.value_or(false));
-  }
+  bool master_weights() const noexcept { return own_.master_weights.value_or(false); }
   /// Returns the loss scale; LossScale::none() for 1.
   const LossScale& loss_scale() const noexcept { return loss_scale_; }
 
@@ -140,8 +132,8 @@ class OptLevel {
   std::string describe() const;
 
  private:
-  /// A row of the table of levels.
-  struct Defaults {
+  /// A row of the table of levels, or what overrides make of it.
+  struct Properties {
     std::string_view name;
     std::string_view brief;
     at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
@@ -150,17 +142,16 @@ class OptLevel {
     std::optional<bool> keep_batchnorm_fp32;
     std::optional<bool> master_weights;
     bool dynamic_scale;
+    std::optional<at::ScalarType> cast_model_outputs{};
   };
 
-  OptLevel(const Defaults& defaults, const OptLevelOverrides& overrides);
+  OptLevel(const Properties& level, const OptLevelOverrides& set);
 
-  static const Defaults& defaults_of(std::string_view name);
-  void check_dtypes() const;
-  void check_against_level() const;
+  static const Properties& properties_of(std::string_view name);
+  static void check(const Properties& level, const OptLevelOverrides& set);
   std::string listing() const;
 
-  const Defaults* defaults_;
-  OptLevelOverrides overrides_;
+  Properties own_;
   LossScale loss_scale_;
 };
 

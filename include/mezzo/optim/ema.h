@@ -104,15 +104,10 @@ class Ema {
  private:
   std::vector<at::Tensor> weights() const;
   void move(const at::Tensor& found_inf);
-  void restore(const std::vector<at::Tensor>& averages);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend Archive& operator>>(Archive& archive, Ema& ema);
 };
 
 /// Replaces the weights of the parameters by their averages for a scope.
@@ -272,22 +267,6 @@ inline void Ema::update(const StepResult& result) {
   }
 }
 
-inline void Ema::restore(const std::vector<at::Tensor>& averages) {
-  TORCH_CHECK(averages.size() == averages_.size(), "The archive of an Ema has ", averages.size(),
-              " averages, and this Ema ", averages_.size(),
-              " parameters; make it with the parameters that it had when it was saved");
-  for (std::size_t i = 0; i < averages.size(); ++i) {
-    TORCH_CHECK(averages[i].sizes() == averages_[i].sizes() &&
-                    averages[i].scalar_type() == averages_[i].scalar_type(),
-                "The archive of an Ema has the average ", detail::tensor_words(averages[i]),
-                " for ", detail::parameter_words(i, parameters_[i]), ", whose own is ",
-                detail::tensor_words(averages_[i]),
-                "; build the model as it was when the Ema was saved");
-  }
-  const c10::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < averages.size(); ++i) averages_[i].copy_(averages[i]);
-}
-
 inline EmaScope::EmaScope(const Ema& ema) {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor>& parameters = ema.parameters();
@@ -337,16 +316,45 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
+namespace detail {
+
+/// Returns the averages of an archive. \throws c10::Error unless `ema` can take them
+template <class Archive>
+std::vector<at::Tensor> averages_in(Archive& archive, const Ema& ema) {
+  c10::IValue value;
+  TORCH_CHECK(archive.try_read("averages", value) && value.isTensorList(),
+              "This archive is not that of an Ema: it lacks \"averages\"; load what "
+              "torch::save(ema, path) wrote");
+  const std::vector<at::Tensor> averages = value.toTensorVector();
+  const std::vector<at::Tensor>& own = ema.averages();
+  TORCH_CHECK(averages.size() == own.size(), "The archive of an Ema has ", averages.size(),
+              " averages, and this Ema ", own.size(),
+              " parameters; make it with the parameters that it had when it was saved");
+  for (std::size_t i = 0; i < averages.size(); ++i) {
+    TORCH_CHECK(
+        averages[i].sizes() == own[i].sizes() && averages[i].scalar_type() == own[i].scalar_type(),
+        "The archive of an Ema has the average ", tensor_words(averages[i]), " for ",
+        parameter_words(i, ema.parameters()[i]), ", whose own is ", tensor_words(own[i]),
+        "; build the model as it was when the Ema was saved");
+  }
+  return averages;
+}
+
+}  // namespace detail
+
 /// Loads averages; see operator<<.
 template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
                                                                                    Ema& ema) {
-  c10::IValue averages;
-  TORCH_CHECK(archive.try_read("averages", averages) && averages.isTensorList(),
-              "This archive is not that of an Ema: it lacks \"averages\"; load what "
-              "torch::save(ema, path) wrote");
-  ema.restore(averages.toTensorVector());
+  const c10::NoGradGuard no_grad;
+  const std::vector<at::Tensor> averages = detail::averages_in(archive, ema);
+  for (std::size_t i = 0; i < averages.size(); ++i) ema.averages()[i].copy_(averages[i]);
   return archive;
 }
+
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const Ema& ema) { (void)detail::averages_in(archive, ema); }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

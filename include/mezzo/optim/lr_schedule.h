@@ -205,6 +205,7 @@ class LrSchedule {
 
  private:
   void show_lrs();
+  void check(int64_t applied_steps, const std::vector<double>& base_lrs) const;
   void restore(int64_t applied_steps, const std::vector<double>& base_lrs);
 
   /// Results of captured steps are never ready: so many wait at most.
@@ -219,6 +220,9 @@ class LrSchedule {
   template <class Archive, LrCurve C>
   requires std::same_as<Archive, torch::serialize::InputArchive>
   friend Archive& operator>>(Archive& archive, LrSchedule<C>& schedule);
+  template <class Archive, LrCurve C>
+  requires std::same_as<Archive, torch::serialize::InputArchive>
+  friend void check_archive(Archive& archive, const LrSchedule<C>& schedule);
 };
 
 /// A warm-up and a straight fall.
@@ -318,8 +322,8 @@ void LrSchedule<Curve>::show_lrs() {
 }
 
 template <LrCurve Curve>
-void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
-  auto& groups = optimizer_.optimizer().param_groups();
+void LrSchedule<Curve>::check(int64_t applied_steps, const std::vector<double>& base_lrs) const {
+  const auto& groups = optimizer_.optimizer().param_groups();
   TORCH_CHECK(applied_steps >= 0, "The archive of a schedule has ", applied_steps,
               " applied steps; it is damaged: load an earlier file");
   TORCH_CHECK(base_lrs.size() == groups.size(), "The archive of a schedule has ", base_lrs.size(),
@@ -329,11 +333,15 @@ void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>
     TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
                 "; it is damaged: load an earlier file");
   }
+}
+
+template <LrCurve Curve>
+void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
   if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
     counting->set_applied_steps(applied_steps);
     counting->set_base_lrs(base_lrs);
   } else {
-    scheduled_.set(base_lrs, groups);
+    scheduled_.set(base_lrs, optimizer_.optimizer().param_groups());
   }
   known_steps_ = applied_steps;
   pending_.clear();
@@ -353,18 +361,38 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
   return archive;
 }
 
-/// Loads a schedule; see operator<<.
-template <class Archive, LrCurve Curve>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, LrSchedule<Curve>& schedule) {
+namespace detail {
+
+/// Returns the applied steps and the base rates of an archive.
+template <class Archive>
+std::pair<int64_t, std::vector<double>> schedule_in(Archive& archive) {
   c10::IValue applied_steps, base_lrs;
   TORCH_CHECK(archive.try_read("applied_steps", applied_steps) &&
                   archive.try_read("base_lrs", base_lrs) && applied_steps.isInt() &&
                   base_lrs.isDoubleList(),
               "This archive is not that of a schedule: it lacks \"applied_steps\" or \"base_lrs\"; "
               "load what torch::save(schedule, path) wrote");
-  schedule.restore(applied_steps.toInt(), base_lrs.toDoubleVector());
+  return {applied_steps.toInt(), base_lrs.toDoubleVector()};
+}
+
+}  // namespace detail
+
+/// Loads a schedule; see operator<<.
+template <class Archive, LrCurve Curve>
+requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
+    Archive& archive, LrSchedule<Curve>& schedule) {
+  const auto [applied_steps, base_lrs] = detail::schedule_in(archive);
+  schedule.check(applied_steps, base_lrs);
+  schedule.restore(applied_steps, base_lrs);
   return archive;
+}
+
+/// Throws what loading the archive would throw, and changes nothing.
+template <class Archive, LrCurve Curve>
+requires std::same_as<Archive, torch::serialize::InputArchive>
+void check_archive(Archive& archive, const LrSchedule<Curve>& schedule) {
+  const auto [applied_steps, base_lrs] = detail::schedule_in(archive);
+  schedule.check(applied_steps, base_lrs);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -17,8 +17,8 @@
 
 namespace {
 
-using activation_checkpoint_test::expect_same_bits;
 using activation_checkpoint_test::loss_and_gradients;
+using activation_checkpoint_test::SameBits;
 using torch::Tensor;
 
 class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
@@ -68,8 +68,8 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
       return forward(x_).to(at::kFloat).pow(2).sum();
     });
   };
-  expect_same_bits(loss([&](const Tensor& x) { return mezzo::activation_checkpoint(model, x); }),
-                   loss(model));
+  EXPECT_THAT(loss([&](const Tensor& x) { return mezzo::activation_checkpoint(model, x); }),
+              SameBits(loss(model)));
 }
 
 // The cached cast of a weight is gone at the time of the recomputation, or there is one where there
@@ -95,9 +95,9 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
     });
   };
   const auto expected = loss(false, false);
-  expect_same_bits(loss(true, false), expected);
-  expect_same_bits(loss(false, true), expected);
-  expect_same_bits(loss(true, true), expected);
+  EXPECT_THAT(loss(true, false), SameBits(expected));
+  EXPECT_THAT(loss(false, true), SameBits(expected));
+  EXPECT_THAT(loss(true, true), SameBits(expected));
 }
 
 TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
@@ -109,9 +109,9 @@ TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
       return block(block(x_)).to(at::kFloat).pow(2).sum();
     });
   };
-  expect_same_bits(loss({.device = at::kCPU, .dtype = GetParam()},
-                        [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
-                   loss({.device = at::kCPU, .dtype = GetParam(), .cache = false}, module));
+  EXPECT_THAT(loss({.device = at::kCPU, .dtype = GetParam()},
+                   [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
+              SameBits(loss({.device = at::kCPU, .dtype = GetParam(), .cache = false}, module)));
 }
 
 TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {

@@ -116,7 +116,7 @@ TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
   const auto ours =
       torch::autograd::grad({mezzo::activation_checkpoint(block, x).sum()}, {x, w}, {}, true);
   const auto plain = torch::autograd::grad({block(x).sum()}, {x, w});
-  activation_checkpoint_test::expect_same_bits(ours, plain);
+  EXPECT_THAT(ours, activation_checkpoint_test::SameBits(plain));
 }
 
 TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
@@ -134,7 +134,8 @@ TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
     });
   }
   for (auto& thread : threads) thread.join();
-  for (const auto& mine : gradients) activation_checkpoint_test::expect_same_bits(mine, expected);
+  for (const auto& mine : gradients)
+    EXPECT_THAT(mine, activation_checkpoint_test::SameBits(expected));
 }
 
 }  // namespace

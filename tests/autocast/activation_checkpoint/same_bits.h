@@ -2,12 +2,13 @@
 
 #include <torch/torch.h>
 
-#include <gtest/gtest.h>
-
-#include <cstddef>
 #include <vector>
 
+#include "../../support/same_bits.h"
+
 namespace activation_checkpoint_test {
+
+using test_support::SameBits;
 
 /// The loss that `make_loss()` returns, and its gradients for `leaves`, which are reset before.
 /// Each call starts from the same random state.
@@ -23,19 +24,6 @@ std::vector<torch::Tensor> loss_and_gradients(const std::vector<torch::Tensor>& 
     tensors.push_back(leaf.grad().defined() ? leaf.grad().clone() : torch::Tensor());
   }
   return tensors;
-}
-
-/// Undefined tensors are equal to each other only.
-inline void expect_same_bits(const std::vector<torch::Tensor>& a,
-                             const std::vector<torch::Tensor>& b) {
-  ASSERT_EQ(a.size(), b.size());
-  for (std::size_t i = 0; i < a.size(); ++i) {
-    ASSERT_EQ(a[i].defined(), b[i].defined()) << "tensor " << i;
-    if (a[i].defined()) {
-      EXPECT_EQ(a[i].scalar_type(), b[i].scalar_type()) << "tensor " << i;
-      EXPECT_TRUE(torch::equal(a[i], b[i])) << "tensor " << i;
-    }
-  }
 }
 
 }  // namespace activation_checkpoint_test

@@ -31,12 +31,6 @@ TEST(Precision, IsFloat32ThroughoutUnlessSaid) {
   EXPECT_EQ(kMixed, make(torch::kFloat, torch::kBFloat16, torch::kFloat));
 }
 
-TEST(Precision, DiffersInEachOfItsDtypes) {
-  EXPECT_NE(kMixed, make(torch::kHalf, torch::kBFloat16, torch::kFloat));
-  EXPECT_NE(kMixed, make(torch::kFloat, torch::kHalf, torch::kFloat));
-  EXPECT_NE(kMixed, make(torch::kFloat, torch::kBFloat16, torch::kHalf));
-}
-
 TEST(Precision, RefusesDtypesThatNobodyTrainsInAndNamesTheMember) {
   const torch::Tensor x = torch::ones({1});
   EXPECT_THAT([&] { (void)Precision{.param = torch::kLong}.cast_to_param(x); },

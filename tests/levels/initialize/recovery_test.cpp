@@ -151,16 +151,6 @@ TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
   }
 }
 
-TEST(AmpRecovery, StepsThoughAnOrdinaryZeroGradTookAllGradients) {
-  for (const OptLevel& level : kLevels) {
-    Solo solo(level);
-    solo.pass(0.25);
-    solo.sgd.zero_grad();
-    solo.amp.step(solo.sgd);
-    EXPECT_EQ(weight_of(solo.model), 1.0F) << level.name();
-  }
-}
-
 /// Of an optimizer whose gradients went between the last unscale and the step.
 template <class Optimizer, class Options>
 void expect_to_step_without_gradients(const Options& options) {

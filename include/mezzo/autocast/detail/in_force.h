@@ -89,39 +89,6 @@ C10_EXPORT inline ThreadPolicies& thread_policies() {
   return policies;
 }
 
-/// Puts a policy in force for one device until the scope ends, on top of the one in force.
-/// Allocates only where two policies nest.
-class PolicyScope {
- public:
-  PolicyScope(c10::DeviceType device, const PolicyRef& policy) noexcept
-      : device_(device), active_(!policy.empty()) {
-    if (active_) {
-      auto& edits = thread_policies()[policy_device_index(device)];
-      auto nested = PolicyEdits::nest(edits, policy.edits_);
-      outer_ = std::exchange(edits, std::move(nested));
-    }
-  }
-  ~PolicyScope() {
-    if (active_) thread_policies()[policy_device_index(device_)] = std::move(outer_);
-  }
-  PolicyScope(const PolicyScope&) = delete;
-  PolicyScope& operator=(const PolicyScope&) = delete;
-
-  static void check_installed(const PolicyRef& policy) {
-    if (policy.empty()) return;
-    for (const auto& [op, category] : policy.edits_->by_op) {
-      TORCH_CHECK(op->is_installed, "policy: it makes ", op->name, " ", to_string(category),
-                  ", and mezzo's override of that op is not installed in this process. Call "
-                  "mezzo::install_op_overrides(policy) once, before other threads run ops.");
-    }
-  }
-
- private:
-  c10::DeviceType device_;
-  bool active_;
-  std::shared_ptr<const PolicyEdits> outer_;
-};
-
 /// Whether autocast on `device` may cast this tensor.
 inline bool is_eligible(const at::Tensor& tensor, c10::DeviceType device) {
   if (!tensor.defined() || !tensor.is_floating_point() || tensor.scalar_type() == at::kDouble) {

@@ -299,10 +299,9 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   verdict_.on_skip(nullptr);
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
-    input_dtype_ = level.cast_model_type();
-    output_dtype_ = level.cast_model_outputs();
+    const auto dtype = level.cast_model_type();
     for (const auto& model : models.modules()) {
-      if (input_dtype_) detail::cast_model(*model, *input_dtype_, level.keep_batchnorm_fp32());
+      if (dtype) detail::cast_model(*model, *dtype, level.keep_batchnorm_fp32());
     }
   }
   for (const auto& model : models.modules()) models_.emplace_back(model);
@@ -321,11 +320,13 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
       module != nullptr,
       "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
   find_and_enter(module.get(), module->name(), regions);
+  const auto inputs = enabled_ ? level_.cast_model_type() : std::nullopt;
+  const auto outputs = enabled_ ? level_.cast_model_outputs() : std::nullopt;
   const auto forward = [&]() -> decltype(auto) {
-    return module->forward(detail::cast_if(input_dtype_, std::forward<Args>(args))...);
+    return module->forward(detail::cast_if(inputs, std::forward<Args>(args))...);
   };
   if constexpr (detail::carries_tensors<decltype(forward())>()) {
-    return detail::cast_if(output_dtype_, forward());
+    return detail::cast_if(outputs, forward());
   } else {
     return forward();
   }
