@@ -179,6 +179,14 @@ TEST(AnomalyTrace, ForgetsGradientsOfTheStepBeforeOnceTheyAreZero) {
   }
 }
 
+TEST(AnomalyTrace, TakesAnInfOfTheOtherSignThanTheMasksForAnAnomaly) {
+  auto model = traced_model();
+  AnomalyTrace trace(*model);
+  torch::ones({2}).masked_fill(torch::ones({2}, torch::kBool), -kInfinity).neg();
+  ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+  EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::neg");
+}
+
 TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   auto model = traced_model();
   AnomalyTrace trace(*model);
