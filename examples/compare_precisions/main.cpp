@@ -15,8 +15,6 @@
 #include <cmath>
 #include <cstdio>
 #include <fstream>
-#include <functional>
-#include <iostream>
 #include <limits>
 #include <optional>
 #include <string>
@@ -33,18 +31,13 @@ struct Batch {
 };
 
 struct TaggerImpl : torch::nn::Module {
-  torch::nn::Embedding embedding{64, 64};
-  torch::nn::TransformerEncoder encoder{
-      torch::nn::TransformerEncoderLayer(
-          torch::nn::TransformerEncoderLayerOptions(64, 4).dim_feedforward(256).dropout(0.1)),
-      2};
-  torch::nn::Linear head{64, 5};
+  torch::nn::Embedding embedding = register_module("embedding", torch::nn::Embedding(64, 64));
+  torch::nn::TransformerEncoderLayerOptions layer =
+      torch::nn::TransformerEncoderLayerOptions(64, 4).dim_feedforward(256).dropout(0.1);
+  torch::nn::TransformerEncoder encoder = register_module(
+      "encoder", torch::nn::TransformerEncoder(torch::nn::TransformerEncoderLayer(layer), 2));
+  torch::nn::Linear head = register_module("head", torch::nn::Linear(64, 5));
 
-  TaggerImpl() {
-    register_module("embedding", embedding);
-    register_module("encoder", encoder);
-    register_module("head", head);
-  }
   torch::Tensor forward(const torch::Tensor& tokens) {
     return head->forward(encoder->forward(embedding->forward(tokens)));
   }
@@ -82,7 +75,6 @@ struct Setting {
   bool casts_weights = false;  // matrices to bfloat16; norms and biases stay float32
   mezzo::optim::WeightStorage storage = mezzo::optim::WeightStorage::plain;
   mezzo::OpPolicy policy = {};
-
   double first_scale() const { return autocast == torch::kHalf ? 65536 : 1; }
 };
 
@@ -129,11 +121,13 @@ double error_of(const torch::Tensor& gradient, const torch::Tensor& exact) {
 struct Row {
   double gradient_error = 0, loss_difference = 0, milliseconds = 0;
   int skipped = 0;
-  std::vector<double> losses = {};
+  torch::Tensor losses = torch::zeros({0});
 };
 
-/// A step a batch with AdamW: losses, skipped steps and the median time.
-void train(const Setting& setting, const std::vector<Batch>& batches, Row& row) {
+/// The first gradient, and a step a batch with AdamW: losses, skipped steps and the median time.
+Row row_of(const Setting& setting, const std::vector<Batch>& batches, const torch::Tensor& exact,
+           const std::optional<torch::Tensor>& float32_losses) {
+  Row row{.gradient_error = error_of(gradient_of(setting, batches.front()), exact)};
   Tagger model = model_in(setting);
   mezzo::optim::AdamW optimizer(model->parameters(), mezzo::optim::AdamWOptions(1e-4),
                                 {.weight_storage = setting.storage});
@@ -147,24 +141,15 @@ void train(const Setting& setting, const std::vector<Batch>& batches, Row& row) 
     scaler.scale(loss).backward();
     row.skipped += scaler.step(optimizer).ran() ? 0 : 1;  // waits for the device
     scaler.update();
-    row.losses.push_back(loss.item<double>());
+    row.losses = torch::cat({row.losses, loss.detach().cpu().view({1})});
     const std::chrono::duration<double, std::milli> time = std::chrono::steady_clock::now() - begin;
     times.push_back(time.count());
   }
   std::sort(times.begin(), times.end());
   row.milliseconds = times[times.size() / 2];
-}
-
-Row row_of(const Setting& setting, const std::vector<Batch>& batches, const torch::Tensor& exact,
-           const Row& float32) {
-  Row row{.gradient_error = error_of(gradient_of(setting, batches.front()), exact)};
-  train(setting, batches, row);
-  double difference = 0, size = 0;
-  for (std::size_t i = 0; i < float32.losses.size(); ++i) {
-    difference += std::abs(row.losses[i] - float32.losses[i]);
-    size += std::abs(float32.losses[i]);
-  }
-  row.loss_difference = size > 0 ? difference / size : 0;
+  const torch::Tensor exact_losses = float32_losses.value_or(row.losses);
+  row.loss_difference =
+      ((row.losses - exact_losses).abs().sum() / exact_losses.abs().sum()).item<double>();
   return row;
 }
 
@@ -192,17 +177,11 @@ int main() {
   const std::vector<Batch> batches = make_batches();
   const Batch& first = batches.front();
   using Storage = mezzo::optim::WeightStorage;
-  std::vector<Setting> settings = {{.name = "bf16 autocast", .autocast = torch::kBFloat16},
-                                   {.name = "fp16 autocast", .autocast = torch::kHalf},
-                                   {.name = "bf16 weights + masters",
-                                    .autocast = torch::kBFloat16,
-                                    .casts_weights = true,
-                                    .storage = Storage::master},
-                                   {.name = "bf16 weights, stochastic",
-                                    .autocast = torch::kBFloat16,
-                                    .casts_weights = true,
-                                    .storage = Storage::stochastic}};
-
+  std::vector<Setting> settings = {
+      {"bf16 autocast", torch::kBFloat16},
+      {"fp16 autocast", torch::kHalf},
+      {"bf16 weights + masters", torch::kBFloat16, true, Storage::master},
+      {"bf16 weights, stochastic", torch::kBFloat16, true, Storage::stochastic}};
   const Setting float32{.name = "float32"};
   const torch::Tensor exact = gradient_of(float32, first);
   const Row reference = row_of(float32, batches, exact, {});
@@ -213,13 +192,12 @@ int main() {
   const Setting* proposed = nullptr;
   double fastest = kInf;
   for (Setting& setting : settings) {
-    Row row = row_of(setting, batches, exact, reference);
+    Row row = row_of(setting, batches, exact, reference.losses);
     print(setting.name, row);
-    if (row.gradient_error >
-        kMaxGradientError) {  // the costliest ops in float32, one after another
+    if (row.gradient_error > kMaxGradientError) {  // ops in float32, the costliest first
       for (const auto& [left, op] : causes(setting, first, exact)) {
         setting.policy = mezzo::install_op_overrides(mezzo::OpPolicy(setting.policy).deny(op));
-        row = row_of(setting, batches, exact, reference);
+        row = row_of(setting, batches, exact, reference.losses);
         if (row.gradient_error <= kMaxGradientError) break;
       }
       print(setting.name + " + policy", row);
@@ -230,8 +208,10 @@ int main() {
   }
   if (proposed == nullptr) return 1;
 
-  std::cout << "proposed: " << proposed->name << ", the fastest with a gradient error of at most "
-            << kMaxGradientError << "; its error with one op in float32:\n";
+  std::printf(
+      "proposed: %s, the fastest with a gradient error of at most %g; its error with one op "
+      "in float32:\n",
+      proposed->name.c_str(), kMaxGradientError);
   for (const auto& [left, op] : causes(*proposed, first, exact)) {
     std::printf("  %-14s %.3g\n", op.c_str(), left);
   }

@@ -327,60 +327,29 @@ class AmpProgram : public Program {
 
   void call() {
     const std::size_t i = random_side();
-    switch (random_.below(36)) {
-      case 0:
-      case 1:
-      case 2:
-      case 3:
-      case 4:
-      case 5:
-      case 6:
-      case 7:
-        return scale_loss();
-      case 8:
-      case 9:
-        return clip(i);
-      case 10:
-      case 11:
-        return zero_grad(i);
-      case 12:
-      case 13:
-        return drop_gradient(i);
-      case 14:
-        region_.reset();  // whose cache of casts hears of no write but mezzo's
-        return write_weight(i);
-      case 15:
-        return look_at_masters(i);
-      case 16:
-      case 17:
-        return save_or_load();
-      case 18:
-      case 19:
-        return evaluate(i);
-      case 20:
-      case 21:
-        return look_at_averages(i);
-      case 22:
-        return replace_weight(i);
-      case 23:
-        return add_weight(i);
-      case 24:
-        return freeze_or_thaw(i);
-      case 25:
-        return meet_bad_gradient(i);
-      case 26:
-        return move_gradients(i);
-      case 27:
-        return load_wrong_file(i);
-      case 28:
-        return open_or_close_region();
-      case 29:
-        return move_weights(i);
-      case 30:
-        return move_amp();
-      default:
-        return step(i);
-    }
+    make_one_of({{8, [&] { scale_loss(); }},
+                 {2, [&] { clip(i); }},
+                 {2, [&] { zero_grad(i); }},
+                 {2, [&] { drop_gradient(i); }},
+                 {1,
+                  [&] {
+                    region_.reset();  // whose cache of casts hears of no write but mezzo's
+                    write_weight(i);
+                  }},
+                 {1, [&] { look_at_masters(i); }},
+                 {2, [&] { save_or_load(); }},
+                 {2, [&] { evaluate(i); }},
+                 {2, [&] { look_at_averages(i); }},
+                 {1, [&] { replace_weight(i); }},
+                 {1, [&] { add_weight(i); }},
+                 {1, [&] { freeze_or_thaw(i); }},
+                 {1, [&] { meet_bad_gradient(i); }},
+                 {1, [&] { move_gradients(i); }},
+                 {1, [&] { load_wrong_file(i); }},
+                 {1, [&] { open_or_close_region(); }},
+                 {1, [&] { move_weights(i); }},
+                 {1, [&] { move_amp(); }},
+                 {5, [&] { step(i); }}});
   }
 
   /// Calls a model with a factor for each weight; those that have none are left out.

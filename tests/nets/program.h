@@ -63,6 +63,16 @@ class Program {
     return static_cast<std::size_t>(random_.below(static_cast<int64_t>(side.weights.size())));
   }
 
+  /// Makes one of the calls, each as often as the number before it says.
+  void make_one_of(const std::vector<std::pair<int64_t, std::function<void()>>>& calls) {
+    int64_t all = 0;
+    for (const auto& [times, call] : calls) all += times;
+    int64_t drawn = random_.below(all);
+    for (const auto& [times, call] : calls) {
+      if ((drawn -= times) < 0) return call();
+    }
+  }
+
   /// Calls the library, which is to throw or not to.
   void expect(bool throws, const std::function<void()>& call) {
     std::string error;

@@ -187,58 +187,25 @@ class ScalerProgram : public Program {
   /// Mostly what a loop does next, and now and then anything.
   void call() {
     const std::size_t i = random_side();
-    const Stage stage = scaler_.records[i].stage;
-    switch (random_.below(32)) {
-      case 0:
-      case 1:
-      case 2:
-      case 3:
-      case 4:
-        return backward();
-      case 5:
-      case 6:
-      case 7:
-        return unscale(i);
-      case 8:
-      case 9:
-      case 10:
-        return clip(i);
-      case 11:
-      case 12:
-        return zero_grad(i);
-      case 13:
-        return drop_gradient(i);
-      case 14:
-        return drop_gradient(i);
-      case 15:
-        return look_at_masters(i);
-      case 16:
-        return write_weight(i);
-      case 17:
-        return stage == Stage::unscaled || !scaler_.is_enabled ? step_without_scaler(i) : step(i);
-      case 18:
-      case 19:
-      case 20:
-        return step(i);
-      case 21:
-      case 22:
-      case 23:
-        return update();
-      case 24:
-        return update_to();
-      case 26:
-        return scaler_.records[i].is_known ? void() : replace_weight(i);
-      case 27:
-        return add_weight(i, plain_[i].recipe.dtype);
-      case 28:
-        return meet_bad_gradient(i);
-      case 29:
-        return step(i);
-      case 30:
-        return move_gradients(i);
-      default:
-        return save_or_load();
-    }
+    const bool steps_alone = scaler_.records[i].stage == Stage::unscaled || !scaler_.is_enabled;
+    make_one_of({{5, [&] { backward(); }},
+                 {3, [&] { unscale(i); }},
+                 {3, [&] { clip(i); }},
+                 {2, [&] { zero_grad(i); }},
+                 {2, [&] { drop_gradient(i); }},
+                 {1, [&] { look_at_masters(i); }},
+                 {1, [&] { write_weight(i); }},
+                 {1, [&] { steps_alone ? step_without_scaler(i) : step(i); }},
+                 {3, [&] { step(i); }},
+                 {3, [&] { update(); }},
+                 {1, [&] { update_to(); }},
+                 {1, [&] { save_or_load(); }},
+                 {1, [&] { scaler_.records[i].is_known ? void() : replace_weight(i); }},
+                 {1, [&] { add_weight(i, plain_[i].recipe.dtype); }},
+                 {1, [&] { meet_bad_gradient(i); }},
+                 {1, [&] { step(i); }},
+                 {1, [&] { move_gradients(i); }},
+                 {1, [&] { save_or_load(); }}});
   }
 
   void backward() {

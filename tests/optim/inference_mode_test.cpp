@@ -16,9 +16,12 @@
 #include <utility>
 #include <vector>
 
+#include "../support/same_bits.h"
+
 namespace {
 
 using mezzo::optim::WeightStorage;
+using test_support::SameBits;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -57,12 +60,6 @@ class StepUnderInference : public testing::Test {
     }
     return weights;
   }
-
-  static void expect_same(const std::vector<torch::Tensor>& got,
-                          const std::vector<torch::Tensor>& wanted) {
-    ASSERT_EQ(got.size(), wanted.size());
-    for (std::size_t i = 0; i < got.size(); ++i) EXPECT_TRUE(torch::equal(got[i], wanted[i])) << i;
-  }
 };
 
 using AllThere = testing::Types<AdamWThere, SgdThere>;
@@ -72,8 +69,8 @@ TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
   for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
                                       WeightStorage::split_master, WeightStorage::stochastic}) {
     const auto wanted = this->train({false, false, false, false}, storage);
-    this->expect_same(this->train({true, false, true, false}, storage), wanted);
-    this->expect_same(this->train({false, true, false, true}, storage), wanted);
+    EXPECT_THAT(this->train({true, false, true, false}, storage), SameBits(wanted));
+    EXPECT_THAT(this->train({false, true, false, true}, storage), SameBits(wanted));
   }
 }
 

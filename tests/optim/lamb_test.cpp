@@ -38,17 +38,16 @@ class LambInOps {
     }
     const auto update =
         mean / (square.sqrt() + options_.eps()) + options_.weight_decay() * parameter_;
-    ratio_ = 1;
+    double ratio = 1;
     if (options_.weight_decay() != 0 || options_.always_adapt()) {
       const double parameter_norm = parameter_.to(torch::kDouble).norm().item<double>();
       const double update_norm = update.to(torch::kDouble).norm().item<double>();
-      if (parameter_norm > 0 && update_norm > 0) ratio_ = parameter_norm / update_norm;
+      if (parameter_norm > 0 && update_norm > 0) ratio = parameter_norm / update_norm;
     }
-    parameter_ = parameter_ - options_.lr() * ratio_ * update;
+    parameter_ = parameter_ - options_.lr() * ratio * update;
   }
 
   const torch::Tensor& parameter() const { return parameter_; }
-  double ratio() const { return ratio_; }  // of the last step
 
  private:
   LAMBOptions options_;
@@ -56,7 +55,6 @@ class LambInOps {
   torch::Tensor mean_;
   torch::Tensor square_;
   int count_ = 0;
-  double ratio_ = 1;
 };
 
 /// Sizes within a piece and of two, and layouts of every kind.

@@ -1,6 +1,5 @@
 // A process that forks after it has trained on the CPU with one thread: the child trains on. (With
 // several threads libgomp hangs in the child, with or without mezzo.)
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -13,8 +12,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <barrier>
 #include <cstring>
 #include <exception>
+#include <thread>
+#include <vector>
 
 namespace {
 
@@ -94,6 +96,30 @@ TEST(Fork, AChildTrainsOnAsItsParentDoes) {
   close(bytes[0]);
   close(bytes[1]);
   at::set_num_threads(threads);
+}
+
+// Learners of a thread pool share one scaler, and the first iteration's losses come at once.
+TEST(GradScalerConcurrentScale, ThreadsMayScaleTheFirstLossesAtOnce) {
+  constexpr int kThreads = 3;
+  for (int round = 0; round < 300; ++round) {
+    mezzo::GradScaler scaler({.init_scale = 1024});
+    std::vector<torch::Tensor> scaled(kThreads);
+    std::barrier start(kThreads);
+    {
+      std::vector<std::jthread> threads;
+      for (int i = 0; i < kThreads; ++i) {
+        threads.emplace_back([&, i] {
+          const torch::Tensor loss = torch::full({}, i + 1.0);
+          start.arrive_and_wait();
+          scaled[static_cast<std::size_t>(i)] = scaler.scale(loss);
+        });
+      }
+    }
+    for (int i = 0; i < kThreads; ++i) {
+      ASSERT_EQ(scaled[static_cast<std::size_t>(i)].item<double>(), 1024.0 * (i + 1.0));
+    }
+    ASSERT_EQ(scaler.get_scale(), 1024.0);
+  }
 }
 
 }  // namespace

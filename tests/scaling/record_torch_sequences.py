@@ -18,7 +18,8 @@ Gradients and scales stay in a range where no product with 1 / scale overflows: 
 looks at a gradient before it multiplies, and mezzo, which looks after, agree by design.
 
 The recording holds every pair of consecutive calls with their outcomes that the first 1,000 random
-sequences hold: of 40,000 it takes the beginnings that hold the most of these pairs a line.
+sequences hold: of 40,000, half of which are of calls of any kind, it takes the beginnings that hold
+the most of these pairs a line.
 """
 
 import heapq
@@ -266,6 +267,14 @@ class Sequence:
         if self.rng.random() < 0.25:
             self.rng.choice([self.setter, self.save, self.load, self.load, self.archive])()
 
+    def anything(self):
+        """One call of any kind."""
+        index = self.rng.choice([0, 0, 1, 2, 2, 3])
+        calls = [self.scale, self.update, self.setter, self.save, self.load, self.archive, self.renew]
+        for call in (self.set_gradients, self.set_gradients, self.unscale, self.step, self.step_with_closure):
+            calls.append(lambda call=call: call(index))
+        self.rng.choice(calls)()
+
 
 def words_of(line):
     """The call, the arguments, the results, and the scale after a line."""
@@ -331,10 +340,15 @@ def main():
     rng = random.Random(SEED)
     errors = {}
     sequences = []
-    for _ in range(SEQUENCES):
+    for number in range(SEQUENCES):
         sequence = Sequence(rng, errors)
-        for _ in range(rng.randint(1, 6)):
-            sequence.iteration()
+        if number < WANTED or number % 2:
+            for _ in range(rng.randint(1, 6)):
+                sequence.iteration()
+        else:
+            sequence.scale()
+            for _ in range(rng.randint(2, 12)):
+                sequence.anything()
         sequences.append(sequence.lines)
     sys.stdout.write("# Made by record_torch_sequences.py with torch %s\n" % torch.__version__)
     for text, number in errors.items():

@@ -1,5 +1,5 @@
 // One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
-
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -11,6 +11,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -27,7 +28,9 @@ namespace {
 using namespace test_support;
 using mezzo::GradScaler;
 using mezzo::LossScale;
+using mezzo::LossScaleKind;
 using testing::HasSubstr;
+using testing::ThrowsMessage;
 
 TEST(GradScaler, HasTorchsDefaults) {
   const GradScaler scaler;
@@ -93,11 +96,6 @@ TEST(GradScaler, ScalesNestedContainersToTheSameType) {
   EXPECT_EQ(std::get<4>(scaled)->item<float>(), 4.0F);
   EXPECT_FALSE(std::get<5>(scaled).has_value());
   EXPECT_EQ(one.item<float>(), 1.0F);
-}
-
-TEST(GradScaler, KeepsTheDtypeOfAHalfOutput) {
-  GradScaler scaler;
-  EXPECT_EQ(scaler.scale(torch::ones({2}, torch::kHalf)).scalar_type(), torch::kHalf);
 }
 
 TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
@@ -246,6 +244,130 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
       EXPECT_EQ(scaler.get_scale(), 0.125);
     }
   }
+}
+
+// --- Bounds, and memory that is shared.
+
+TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
+  EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
+              ThrowsMessage<c10::Error>(HasSubstr("init_scale is 1e-60")));
+  EXPECT_THAT([] { GradScaler({.min_scale = 1e-60}); },
+              ThrowsMessage<c10::Error>(HasSubstr("min_scale is 1e-60")));
+  GradScaler scaler({.min_scale = 0});
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_THAT([&] { scaler.update(1e-60); },
+              ThrowsMessage<c10::Error>(HasSubstr("new_scale is 1e-60")));
+}
+
+TEST(GradScalerBounds, HoldForAFixedScaleToo) {
+  GradScaler scaler({.init_scale = 128, .max_scale = 1024, .kind = LossScaleKind::fixed});
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_EQ(scaler.rule().max_scale, 1024.0F);
+  EXPECT_THAT([&] { scaler.update(4096.0); },
+              ThrowsMessage<c10::Error>(HasSubstr("new_scale is 4096")));
+  EXPECT_EQ(scaler.get_scale(), 128.0);
+}
+
+class GradScalerSharing : public testing::Test {
+ protected:
+  GradScaler scaler_{{.init_scale = 4}};
+  torch::Tensor x_ = torch::zeros({4}).requires_grad_();
+  torch::optim::SGD sgd_{{x_}, torch::optim::SGDOptions(1.0)};
+};
+
+TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
+  const auto shared = torch::ones({4});
+  x_.mutable_grad() = at::_lazy_clone(shared);
+  (void)scaler_.scale(torch::zeros({}));
+  scaler_.unscale_(sgd_);
+  EXPECT_TRUE(torch::equal(shared, torch::ones({4})));
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::full({4}, 0.25)));
+}
+
+TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
+  x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
+  GradScaler constant{mezzo::LossScale::none()};
+  (void)constant.scale(torch::zeros({}));
+  EXPECT_TRUE(constant.step(sgd_).ran());
+  EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
+}
+
+TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
+  const auto calls = std::make_shared<int>(0);
+  scaler_.on_skip([this, calls](const mezzo::SkippedStep&) {
+    scaler_.on_skip(nullptr);
+    ++*calls;  // owned by the callback
+  });
+  for (int i = 0; i < 2; ++i) {
+    (void)scaler_.scale(torch::zeros({}));
+    x_.mutable_grad() = torch::full({4}, std::numeric_limits<float>::infinity());
+    scaler_.step(sgd_);
+    scaler_.update();
+  }
+  EXPECT_EQ(*calls, 1);
+}
+
+// --- A small model in half on the CPU, whose first scaled gradients overflow.
+
+struct TrainingRun {
+  int skipped = 0;
+  int ran = 0;
+  bool always_finite = true;
+  float first_loss = 0;
+  float last_loss = 0;
+  std::vector<double> scales;
+};
+
+bool all_finite(const torch::nn::Module& module) {
+  for (const auto& parameter : module.parameters()) {
+    if (!torch::isfinite(parameter).all().item<bool>()) return false;
+  }
+  return true;
+}
+
+TrainingRun train(const mezzo::LossScale& options, int steps) {
+  torch::manual_seed(5);
+  torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
+                              torch::nn::Linear(16, 1));
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+  const auto inputs = torch::randn({32, 8});
+  const auto targets = inputs.sum(1, /*keepdim=*/true) * 3;
+  mezzo::GradScaler scaler(options);
+  scaler.on_skip(nullptr);
+  TrainingRun run;
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    torch::Tensor output;
+    {
+      mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+      output = model->forward(inputs);
+    }
+    EXPECT_EQ(output.scalar_type(), torch::kHalf);
+    const auto loss = torch::mse_loss(output.to(torch::kFloat), targets);
+    scaler.scale(loss).backward();
+    scaler.unscale_(optimizer);
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 10.0);
+    const auto result = scaler.step(optimizer);
+    scaler.update();
+    ++(result.ran() ? run.ran : run.skipped);
+    run.always_finite &= all_finite(*model);
+    run.scales.push_back(scaler.get_scale());
+    (step == 0 ? run.first_loss : run.last_loss) = loss.item<float>();
+  }
+  return run;
+}
+
+// 150 steps of a model of 161 parameters: half a second, for half is slow on most CPUs.
+TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
+  const TrainingRun run = train({.init_scale = 0x1p22, .growth_interval = 30}, 150);
+  EXPECT_GE(run.skipped, 3);
+  EXPECT_GE(run.ran, 130);
+  EXPECT_TRUE(run.always_finite);
+  EXPECT_LT(run.last_loss, run.first_loss / 5);
+  EXPECT_LT(run.scales.front(), 0x1p22) << "the first step overflowed";
+  bool grew = false;
+  for (std::size_t i = 1; i < run.scales.size(); ++i) grew |= run.scales[i] > run.scales[i - 1];
+  EXPECT_TRUE(grew) << "and the scale came back";
 }
 
 }  // namespace

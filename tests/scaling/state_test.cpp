@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
-#include "../support/special_values.h"
+#include "../support/tiny_optimizer.h"
 
 namespace {
 
@@ -22,27 +22,17 @@ using mezzo::LossScale;
 using test_support::error_of;
 using testing::HasSubstr;
 
-/// A parameter with an optimizer, to run iterations with a gradient of one's choice.
-class Iterations {
- public:
-  void run(GradScaler& scaler, const std::vector<float>& gradients) {
-    for (const float gradient : gradients) {
-      (void)scaler.scale(torch::zeros({}));
-      x_.mutable_grad() = torch::full({1}, gradient);
-      scaler.step(optimizer_);
-      scaler.update();
-    }
+/// Iterations of `scaler`, each with a gradient.
+void run(GradScaler& scaler, const std::vector<float>& gradients) {
+  const torch::Tensor x = test_support::parameter({0});
+  torch::optim::SGD optimizer = test_support::sgd({x});
+  for (const float gradient : gradients) {
+    (void)scaler.scale(torch::zeros({}));
+    test_support::set_gradient(x, {gradient});
+    scaler.step(optimizer);
+    scaler.update();
   }
-
-  void unscale(GradScaler& scaler) {
-    x_.mutable_grad() = torch::ones({1});
-    scaler.unscale_(optimizer_);
-  }
-
- private:
-  torch::Tensor x_ = torch::zeros({1}, torch::requires_grad());
-  torch::optim::SGD optimizer_{std::vector<torch::Tensor>{x_}, torch::optim::SGDOptions(0.1)};
-};
+}
 
 LossScale unusual_options() {
   return {.init_scale = 64,
@@ -88,20 +78,19 @@ TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
 TEST(GradScalerState, ComesBackWhole) {
   GradScaler source(unusual_options());
   source.on_skip(nullptr);
-  Iterations iterations;
-  iterations.run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
+  run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
   for (const bool has_scaled : {false, true}) {
     GradScaler restored;
     restored.on_skip(nullptr);
-    if (has_scaled) iterations.run(restored, {1, 1, 1});
+    if (has_scaled) run(restored, {1, 1, 1});
     restored.load_state_dict(source.state_dict());
     EXPECT_EQ(restored.state_dict(), source.state_dict());
     const std::vector<float> gradients{kInfinity, kInfinity, 1, 1, 1, 1, 1, 1, kInfinity};
     auto continued = GradScaler(unusual_options());
     continued.load_state_dict(source.state_dict());
     continued.on_skip(nullptr);
-    iterations.run(restored, gradients);
-    iterations.run(continued, gradients);
+    run(restored, gradients);
+    run(continued, gradients);
     EXPECT_EQ(restored.state_dict(), continued.state_dict());
   }
 }
@@ -109,7 +98,7 @@ TEST(GradScalerState, ComesBackWhole) {
 TEST(GradScalerState, GoesThroughAnArchive) {
   GradScaler source(unusual_options());
   source.on_skip(nullptr);
-  Iterations().run(source, {1, 1, kInfinity});
+  run(source, {1, 1, kInfinity});
   std::stringstream stream;
   torch::save(source, stream);
   GradScaler restored;
@@ -154,7 +143,7 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
 
 TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
   GradScaler scaler(unusual_options());
-  Iterations().run(scaler, {1, 1});
+  run(scaler, {1, 1});
   const auto before = scaler.state_dict();
   const auto error_with = [&](const std::string& key, double value) {
     auto state = before;
@@ -180,7 +169,10 @@ TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
 TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
   GradScaler scaler;
   (void)scaler.scale(torch::zeros({}));
-  Iterations().unscale(scaler);
+  const torch::Tensor x = test_support::parameter({0});
+  torch::optim::SGD optimizer = test_support::sgd({x});
+  test_support::set_gradient(x, {1});
+  scaler.unscale_(optimizer);
   std::stringstream stream;
   EXPECT_THAT(
       error_of([&] { torch::save(scaler, stream); }),

@@ -304,7 +304,7 @@ TEST(GradScalerTorchParity, ReplaysRecordedSequences) {
     }
     ASSERT_EQ(player->state(), line.state) << where;
   }
-  EXPECT_EQ(sequences, 172);
+  EXPECT_EQ(sequences, 149);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
 // Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
-
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
@@ -11,8 +10,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -21,8 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/error_of.h"
-#include "../../support/state_of.h"
+#include "../support/error_of.h"
+#include "../support/same_bits.h"
+#include "../support/special_values.h"
+#include "../support/state_of.h"
 
 namespace {
 
@@ -30,7 +31,9 @@ using mezzo::Ema;
 using mezzo::EmaScope;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
+using test_support::copies_of;
 using test_support::error_of;
+using test_support::SameBits;
 using test_support::state_of;
 using testing::HasSubstr;
 
@@ -313,11 +316,7 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
       EXPECT_FALSE(torch::equal(watched, parameter)) << i;
     }
   }
-  const auto actual = outcome_of(evaluated, watched), expected = outcome_of(optimizer, parameter);
-  ASSERT_EQ(actual.size(), expected.size());
-  for (std::size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_TRUE(torch::equal(actual[i], expected[i])) << i;
-  }
+  EXPECT_THAT(outcome_of(evaluated, watched), SameBits(outcome_of(optimizer, parameter)));
 }
 
 // A master or a file that is made in the scope would be made from the average.
@@ -336,17 +335,11 @@ TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
 
-TEST(EmaScope, LeavesTrainingAsItWasToTheBitInFloat) {
+TEST(EmaScope, LeavesTrainingAsItWasToTheBit) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
-}
-TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithMasters) {
   expect_training_undisturbed(WeightStorage::master, torch::kBFloat16);
   expect_training_undisturbed(WeightStorage::master, torch::kHalf);
-}
-TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithSplitMasters) {
   expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
-}
-TEST(EmaScope, LeavesTrainingAsItWasToTheBitWithStochasticRounding) {
   expect_training_undisturbed(WeightStorage::stochastic, torch::kBFloat16);
 }
 
@@ -371,8 +364,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
     Ema ema({parameter}, {.decay = 0.5});
     step(optimizer, parameter);
     ema.update();
-    std::vector<torch::Tensor> before;
-    for (const auto& one : outcome_of(optimizer, parameter)) before.push_back(one.detach().clone());
+    const auto before = copies_of(outcome_of(optimizer, parameter));
     const torch::Tensor gradient = parameter.grad();
     {
       const EmaScope averaged(ema);
@@ -381,9 +373,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
       parameter.sum().backward();
     }
     EXPECT_TRUE(parameter.grad().is_same(gradient));
-    const auto after = outcome_of(optimizer, parameter);
-    ASSERT_EQ(after.size(), before.size());
-    for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(torch::equal(after[i], before[i]));
+    EXPECT_THAT(outcome_of(optimizer, parameter), SameBits(before));
   }
 }
 
@@ -434,6 +424,118 @@ TEST(Ema, AveragesBuffersThatAreAppendedAndTakesMastersOfTheParameters) {
   EXPECT_EQ(ema.averages()[1][0].item<float>(), 3);
   const EmaScope scope(ema);
   EXPECT_EQ(norm->running_mean[0].item<float>(), 2);
+}
+
+// --- A step that a device decides; CPU tensors stand in for it.
+
+/// A step that a device decides, of which the host is never told.
+class UnheardStep final : public mezzo::StepSlot {
+ public:
+  explicit UnheardStep(float found_inf) : found_inf_(torch::full({1}, found_inf)) {}
+  bool ready() const noexcept override { return false; }
+  const mezzo::StepOutcome& outcome() override {
+    ADD_FAILURE() << "the host waited for the device";
+    return outcome_;
+  }
+  at::Tensor found_inf_on_device() const override { return found_inf_; }
+
+ private:
+  torch::Tensor found_inf_;
+  mezzo::StepOutcome outcome_;
+};
+
+StepResult step_with(float found_inf) {
+  return StepResult(std::make_shared<UnheardStep>(found_inf));
+}
+
+/// Parameters of every kind that an update treats differently.
+std::vector<torch::Tensor> every_kind() {
+  const torch::Tensor square = torch::rand({4, 4});
+  return {torch::rand({1000}),
+          torch::rand({7}),
+          torch::rand({3}, torch::kDouble),
+          torch::rand({33}).to(torch::kBFloat16),
+          torch::rand({5}).to(torch::kHalf),
+          torch::rand({2, 3, 4, 5}).to(torch::MemoryFormat::ChannelsLast),
+          square.t(),
+          torch::rand({6, 4}).slice(1, 0, 4, 2),
+          torch::empty({0}),
+          torch::rand({})};
+}
+
+TEST(StepResultOnTheHost, HasNoFlagOnADevice) {
+  EXPECT_FALSE(StepResult({.ran = true}).found_inf_on_device().defined());
+  EXPECT_FALSE(StepResult({.ran = false}).found_inf_on_device().defined());
+}
+
+TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
+  torch::manual_seed(3);
+  const std::vector<torch::Tensor> parameters = every_kind();
+  Ema on_device(parameters, {.decay = 0.9}), on_host(parameters, {.decay = 0.9});
+  for (int i = 0; i < 10; ++i) {
+    for (const torch::Tensor& parameter : parameters) parameter.copy_(torch::rand_like(parameter));
+    on_device.update(step_with(0));
+    on_host.update(StepResult({.ran = true}));
+  }
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_TRUE(torch::allclose(on_device.averages()[i], on_host.averages()[i], 1e-6, 1e-7)) << i;
+    EXPECT_EQ(on_device.averages()[i].strides(), on_host.averages()[i].strides()) << i;
+  }
+}
+
+TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
+  const std::vector<torch::Tensor> parameters = every_kind();
+  const std::vector<torch::Tensor> before = copies_of(parameters);
+  Ema ema(parameters, {.decay = 0.5});
+  for (const torch::Tensor& average : ema.averages()) torch::Tensor(average).zero_();
+  ema.update(step_with(0));
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    EXPECT_THAT(parameters[i], SameBits(before[i])) << i;
+    EXPECT_TRUE(torch::allclose(ema.averages()[i], before[i].to(ema.averages()[i].dtype()) / 2))
+        << i;
+  }
+}
+
+TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
+  const std::vector<torch::Tensor> parameters = every_kind();
+  Ema ema(parameters, {.decay = 0.5});
+  for (const torch::Tensor& average : ema.averages()) {
+    if (average.numel() > 1) torch::Tensor(average).flatten()[0] = -0.0;
+  }
+  const std::vector<torch::Tensor> before = copies_of(ema.averages());
+  for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a count, where several looked
+    for (const float broken : {5.0F, kInfinity, kNan}) {
+      for (const torch::Tensor& parameter : parameters) parameter.fill_(broken);
+      ema.update(step_with(found_inf));
+    }
+  }
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    EXPECT_THAT(ema.averages()[i], SameBits(before[i])) << i;
+  }
+}
+
+TEST(EmaOnADevice, ShowsItsWritesToWhoeverCachesCastsOfAnAverage) {
+  Ema ema({torch::ones({2})});
+  const auto version = ema.averages()[0]._version();
+  ema.update(step_with(0));
+  EXPECT_GT(ema.averages()[0]._version(), version);
+}
+
+TEST(EmaUnderInference, IsFollowedByAnUpdateOutsideOfIt) {
+  torch::Tensor parameter = torch::ones({4});
+  std::unique_ptr<Ema> ema;
+  {
+    const c10::InferenceMode inference;
+    ema = std::make_unique<Ema>(std::vector{parameter, torch::ones({4})},
+                                mezzo::EmaOptions{.decay = 0.5});
+    parameter.fill_(3);
+    ema->update();
+  }
+  EXPECT_FALSE(ema->averages()[0].is_inference());
+  ema->update();
+  ema->update(step_with(0));
+  EXPECT_TRUE(torch::equal(ema->averages()[0], torch::full({4}, 2.75)));
+  EXPECT_TRUE(torch::equal(ema->averages()[1], torch::ones({4})));
 }
 
 }  // namespace

@@ -9,6 +9,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <sstream>
@@ -16,13 +19,22 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/saved.h"
-#include "../../support/warnings.h"
+#include "../support/saved.h"
+#include "../support/special_values.h"
+#include "../support/warnings.h"
 
 namespace {
 
+using mezzo::CosineCurve;
+using mezzo::LinearCurve;
 using mezzo::LinearSchedule;
+using mezzo::PolynomialCurve;
 using mezzo::StepResult;
+using mezzo::Verdict;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::SGD;
+using mezzo::optim::SGDOptions;
 using test_support::load;
 using test_support::saved;
 using testing::DoubleEq;
@@ -30,6 +42,94 @@ using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::Pointwise;
 using testing::ThrowsMessage;
+
+static_assert(mezzo::LrCurve<LinearCurve> && mezzo::LrCurve<CosineCurve> &&
+              mezzo::LrCurve<PolynomialCurve>);
+
+template <class Curve>
+std::vector<double> factors(const Curve& curve, int64_t count) {
+  std::vector<double> all;
+  for (int64_t n = 0; n < count; ++n) all.push_back(curve.factor(n));
+  return all;
+}
+
+MATCHER(IsClose, "") { return std::abs(std::get<0>(arg) - std::get<1>(arg)) <= 1e-15; }
+
+// The expected numbers are those of transformers 5.23 with torch 2.11: the rate of SGD(lr=1) before
+// each step under the function that is named.
+
+TEST(LrCurves, HaveTheNumbersOfHuggingFaces) {
+  // get_linear_schedule_with_warmup(optimizer, 4, 10)
+  EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 10}, 13),
+              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 5. / 6, 4. / 6, 3. / 6, 2. / 6,
+                                    1. / 6, 0.0, 0.0, 0.0}));
+  // get_linear_schedule_with_warmup(optimizer, 0, 4) and get_cosine_schedule_with_warmup
+  EXPECT_THAT(factors(LinearCurve{.total_steps = 4}, 6),
+              Pointwise(IsClose(), {1.0, 0.75, 0.5, 0.25, 0.0, 0.0}));
+  EXPECT_THAT(factors(CosineCurve{.total_steps = 4}, 6),
+              Pointwise(IsClose(), {1.0, 0.8535533905932737, 0.5, 0.14644660940672627, 0.0, 0.0}));
+  // get_cosine_schedule_with_warmup(optimizer, 4, 10), which rises again from the twelfth on
+  EXPECT_THAT(factors(CosineCurve{.warmup_steps = 4, .total_steps = 10}, 13),
+              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.9330127018922194, 0.75, 0.5,
+                                    0.2500000000000001, 0.06698729810778065, 0.0, 0.0, 0.0}));
+  // get_cosine_schedule_with_warmup(optimizer, 4, 10, num_cycles=1.0)
+  EXPECT_THAT(factors(CosineCurve{.warmup_steps = 4, .total_steps = 10, .cycles = 1}, 11),
+              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.75, 0.2500000000000001, 0.0,
+                                    0.24999999999999978, 0.75, 1.0}));
+  // get_cosine_with_min_lr_schedule_with_warmup(optimizer, 4, 10, min_lr_rate=0.1)
+  EXPECT_THAT(factors(CosineCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1}, 11),
+              Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.9397114317029974, 0.775, 0.55,
+                                    0.3250000000000001, 0.16028856829700258, 0.1}));
+  // get_polynomial_decay_schedule_with_warmup(optimizer, 4, 10, lr_end=0.1, power=2.0)
+  EXPECT_THAT(
+      factors(PolynomialCurve{.warmup_steps = 4, .total_steps = 10, .min_factor = 0.1, .power = 2},
+              13),
+      Pointwise(IsClose(), {0.0, 0.25, 0.5, 0.75, 1.0, 0.7250000000000001, 0.5000000000000001,
+                            0.325, 0.2, 0.125, 0.1, 0.1, 0.1}));
+}
+
+TEST(LinearCurve, RisesFromItsInitialFactorAndFallsToItsMinimum) {
+  EXPECT_THAT(factors(LinearCurve{.warmup_steps = 4, .total_steps = 4, .min_factor = 1}, 7),
+              ElementsAre(0.0, 0.25, 0.5, 0.75, 1.0, 1.0, 1.0));
+  EXPECT_THAT(
+      factors(
+          LinearCurve{
+              .warmup_steps = 3, .total_steps = 5, .min_factor = 0.5, .initial_factor = 0.25},
+          7),
+      ElementsAre(0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.5));
+}
+
+TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
+  EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(4)), 0.8);
+  EXPECT_EQ((LinearCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
+  EXPECT_EQ((CosineCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 1);
+  EXPECT_EQ((PolynomialCurve{.warmup_steps = 5, .total_steps = 5}.factor(5)), 0);
+}
+
+TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
+  const std::vector<std::pair<std::function<double()>, std::string>> cases{
+      {[] { return LinearCurve{}.factor(0); },
+       "LinearCurve: total_steps is 0; it should be at least 1"},
+      {[] { return CosineCurve{.warmup_steps = 11, .total_steps = 10}.factor(0); },
+       "CosineCurve: warmup_steps is 11; it should be from 0 to total_steps (10)"},
+      {[] { return LinearCurve{.warmup_steps = -1, .total_steps = 10}.factor(0); },
+       "warmup_steps is -1"},
+      {[] { return LinearCurve{.total_steps = 10, .min_factor = 1.5}.factor(0); },
+       "min_factor is 1.5; it should be from 0 to 1"},
+      {[] { return LinearCurve{.total_steps = 10, .initial_factor = kNan}.factor(0); },
+       "initial_factor is nan"},
+      {[] { return CosineCurve{.total_steps = 10, .cycles = 0}.factor(0); },
+       "CosineCurve: cycles is 0; it should be positive and finite"},
+      {[] { return PolynomialCurve{.total_steps = 10, .power = -2}.factor(0); },
+       "PolynomialCurve: power is -2"},
+      {[] { return PolynomialCurve{.total_steps = 10}.factor(-1); },
+       "PolynomialCurve: applied_steps is -1; it should be at least 0"}};
+  for (const auto& [call, error] : cases) {
+    EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(error)));
+  }
+}
+
+// --- Schedules.
 
 torch::Tensor weight(double value = 0) { return torch::full({1}, value).requires_grad_(); }
 
@@ -128,27 +228,7 @@ TEST(LrSchedule, LeavesAnOptimizerAloneWhoseNumbersAreRefused) {
   EXPECT_EQ(lr_of(optimizer), 2.0);
 }
 
-const std::vector<bool> kOverflows{true, true, false, true, false, false, true, true};
-// Rates 1, 3/4, (3/4 skipped), 1/2, (1/4 skipped twice), 1/4, 0.
-const std::vector<double> kWeights{0, -1, -1.75, -1.75, -2.25, -2.25, -2.25, -2.5, -2.5};
-
-TEST(LrSchedule, SpendsNoRateOnOverflows) {
-  const auto expect_rates = [](auto&& optimizer) {
-    LinearSchedule schedule(optimizer, {.total_steps = 4});
-    mezzo::GradScaler scaler = scaler_of_four();
-    const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
-    EXPECT_EQ(train(parameter, optimizer, schedule, scaler, kOverflows), kWeights);
-    EXPECT_EQ(lr_of(optimizer), 0.0);
-    EXPECT_EQ(schedule.applied_steps(), 5);
-    EXPECT_THAT(schedule.lrs(), ElementsAre(0.0));
-    EXPECT_THAT(schedule.base_lrs(), ElementsAre(1.0));
-  };
-  expect_rates(torch::optim::SGD({weight()}, 1.0));
-  expect_rates(mezzo::optim::SGD({weight()}, 1.0));
-}
-
 // --- The lr option shows the rate
-// ------------------------------------------------------------------
 
 /// The option before each of six steps, the third of which overflows.
 template <class Optimizer, class Stepper>
@@ -520,6 +600,110 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
   const std::string tensor = saved(torch::ones({2}));
   EXPECT_THAT([&] { load(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
+}
+
+// --- A schedule as a table, indexed by the steps that were applied.
+
+Verdict verdict_of(bool found_inf) {
+  return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
+}
+
+/// Steps of SGD with gradient 1: how far each one went.
+class Distances : public testing::TestWithParam<bool> {
+ protected:
+  double step(bool found_inf = false) {
+    const double before = parameter_.item<double>();
+    parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
+    if (GetParam()) {
+      optimizer_.apply_with_aten(optimizer_.plan(), verdict_of(found_inf));
+    } else {
+      optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
+    }
+    return before - parameter_.item<double>();
+  }
+
+  torch::Tensor parameter_ = torch::zeros({}, torch::kDouble).requires_grad_();
+  SGD optimizer_ = SGD({parameter_}, SGDOptions(0.5));
+};
+
+TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.0, 2.0});
+  for (const double expected : {0.5, 0.25, 0.0, 1.0, 1.0, 1.0}) {
+    EXPECT_DOUBLE_EQ(step(), expected);
+  }
+  EXPECT_EQ(optimizer_.applied_steps(), 6);
+}
+
+TEST_P(Distances, AreNotUsedUpBySkippedSteps) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.25});
+  EXPECT_EQ(step(true), 0);
+  EXPECT_EQ(optimizer_.applied_steps(), 0);
+  EXPECT_DOUBLE_EQ(step(), 0.5);
+  EXPECT_EQ(step(true), 0);
+  EXPECT_EQ(step(true), 0);
+  EXPECT_DOUBLE_EQ(step(), 0.25);
+  EXPECT_EQ(optimizer_.applied_steps(), 2);
+}
+
+TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
+  optimizer_.set_lr_factors({1.0, 0.5, 0.25, 0.125});
+  optimizer_.set_applied_steps(2);
+  EXPECT_DOUBLE_EQ(step(), 0.125) << "before any step";
+  optimizer_.set_applied_steps(1);
+  EXPECT_EQ(step(true), 0);
+  EXPECT_DOUBLE_EQ(step(), 0.25);
+  EXPECT_EQ(optimizer_.applied_steps(), 2);
+  std::stringstream file;
+  torch::save(optimizer_, file);
+  SGD resumed({parameter_}, SGDOptions(3));
+  torch::load(resumed, file);
+  EXPECT_EQ(resumed.applied_steps(), 2);
+}
+
+INSTANTIATE_TEST_SUITE_P(OfEachWayToStep, Distances, testing::Bool(), [](const auto& one) {
+  return one.param ? "ThroughAten" : "ByMezzosKernels";
+});
+
+TEST(LrFactors, CountStepsOfTheOptimizerNotThoseOfAParameter) {
+  const auto always = torch::zeros({1}).requires_grad_();
+  const auto seldom = torch::zeros({1}).requires_grad_();
+  SGD optimizer({always, seldom}, SGDOptions(1.0));
+  optimizer.set_lr_factors({1.0, 0.5, 0.25});
+  always.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  optimizer.step();
+  seldom.mutable_grad() = torch::ones({1});
+  optimizer.step();
+  EXPECT_EQ(seldom.item<float>(), -0.25F);
+}
+
+TEST(LrFactors, AreChecked) {
+  const auto parameter = torch::zeros({1}).requires_grad_();
+  SGD optimizer({parameter}, SGDOptions(1.0));
+  for (const double bad :
+       {-0.5, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THAT(
+        [&] {
+          optimizer.set_lr_factors({1.0, bad});
+        },
+        ThrowsMessage<c10::Error>(HasSubstr("factors[1] is")));
+  }
+  EXPECT_TRUE(optimizer.lr_factors().empty());
+}
+
+TEST(AppliedSteps, LeaveWhatParametersCountAsItIs) {
+  const auto parameter = torch::zeros({4}).requires_grad_();
+  AdamW optimizer({parameter}, AdamWOptions(0.1));
+  parameter.mutable_grad() = torch::ones({4});
+  optimizer.step();
+  optimizer.set_applied_steps(1000);
+  const auto& state =
+      static_cast<mezzo::optim::AdamWParamState&>(*optimizer.state().begin()->second);
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_EQ(optimizer.applied_steps(), 1000);
+  EXPECT_THAT([&] { optimizer.set_applied_steps(-1); },
+              ThrowsMessage<c10::Error>(HasSubstr("applied_steps is -1")));
+  EXPECT_EQ(optimizer.applied_steps(), 1000);
 }
 
 }  // namespace

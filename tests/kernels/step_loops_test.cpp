@@ -1,0 +1,255 @@
+// The CPU's loops of the rules against plain references, bit for bit: every pair of dtypes and
+// every instruction set that this machine has, every tail, any alignment, values at the formats'
+// edges.
+
+#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/sgd_element.h>
+
+#include <torch/torch.h>
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "step_buffers.h"
+
+namespace {
+
+using mezzo::detail::AdamRule;
+using mezzo::detail::CpuIsa;
+using mezzo::detail::LionRule;
+using mezzo::detail::SgdRule;
+using mezzo::detail::step_loop;
+using test_support::SameBits;
+
+constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
+
+// Of each rule one element, as the papers and torch::optim have it; T is float, or double for
+// double.
+
+template <class T>
+void plain_adam(const mezzo::detail::AdamCoefficients& c, bool amsgrad, T& parameter, T gradient,
+                T& mean, T& square, T& largest) {
+  const auto in = [](double value) { return static_cast<T>(value); };
+  if (c.l2 != 0) gradient = std::fma(in(c.l2), parameter, gradient);
+  mean = std::fma(in(c.beta1), mean, in(1.0 - c.beta1) * gradient);
+  square = std::fma(in(c.beta2), square, in(1.0 - c.beta2) * gradient * gradient);
+  T divisor = square;
+  if (amsgrad) divisor = largest = largest > square ? largest : square;
+  const T denominator = std::fma(std::sqrt(divisor), in(c.root_scale), in(c.eps));
+  parameter = std::fma(in(-c.step_size), mean / denominator, parameter * in(c.decay));
+}
+
+template <class T>
+void plain_sgd(const mezzo::detail::SgdCoefficients& c, bool has_momentum, T& parameter, T gradient,
+               T& buffer) {
+  const auto in = [](double value) { return static_cast<T>(value); };
+  if (c.weight_decay != 0) gradient = std::fma(in(c.weight_decay), parameter, gradient);
+  T direction = gradient;
+  if (has_momentum) {
+    direction = buffer = std::fma(in(c.momentum), buffer, in(c.share) * gradient);
+    if (c.look_ahead != 0) direction = std::fma(in(c.look_ahead), buffer, gradient);
+  }
+  parameter = std::fma(in(-c.lr), direction, parameter);
+}
+
+template <class T>
+void plain_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradient, T& mean) {
+  const auto in = [](double value) { return static_cast<T>(value); };
+  const T direction = std::fma(in(c.beta1), mean, in(1.0 - c.beta1) * gradient);
+  mean = std::fma(in(c.beta2), mean, in(1.0 - c.beta2) * gradient);
+  const T nothing = direction * 0;  // of the direction's sign, or NaN
+  const T change = direction > 0 ? in(-c.lr) : direction < 0 ? in(c.lr) : nothing;
+  parameter = std::fma(parameter, in(c.decay), change);
+}
+
+/// A rule with its constants: its loops, and the plain reference.
+struct RuleCase {
+  std::string name;
+  mezzo::detail::StepNumbers coefficients;
+  std::function<mezzo::detail::StepLoop(torch::ScalarType, CpuIsa)> loop;
+  /// Steps parameter, gradient and moments, all of float or all of double.
+  std::function<void(const std::vector<torch::Tensor>& values, double factor)> step_plainly;
+};
+
+/// `plain` is given the coefficients, the parameter, the gradient and three moments.
+template <class Rule, class Plain>
+RuleCase rule_case(std::string name, const typename Rule::Constants& constants, Plain plain) {
+  const auto coefficients = constants.at(/*lr=*/1e-3, /*step=*/3);
+  const auto loop = [](torch::ScalarType dtype, CpuIsa isa) {
+    return step_loop<Rule>(kPlain, dtype, isa);
+  };
+  return {std::move(name), coefficients, loop,
+          [coefficients, plain](const std::vector<torch::Tensor>& values, double factor) {
+            const auto step_all = [&]<class T>(T) {
+              for (int64_t i = 0; i < values[0].numel(); ++i) {
+                const auto at = [&](std::size_t k) -> T& { return values[k].data_ptr<T>()[i]; };
+                plain(coefficients, at(0), at(1) * static_cast<T>(factor), at(2), at(3), at(4));
+              }
+            };
+            values[0].scalar_type() == torch::kDouble ? step_all(double{}) : step_all(float{});
+          }};
+}
+
+std::vector<RuleCase> rule_cases() {
+  std::vector<RuleCase> all;
+  for (const bool decoupled : {false, true}) {
+    const mezzo::detail::AdamConstants constants{
+        .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .is_decoupled = decoupled};
+    const std::string name = decoupled ? "adamw" : "adam";
+    all.push_back(rule_case<AdamRule<false>>(
+        name, constants, [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
+          plain_adam(c, false, p, g, m, s, l);
+        }));
+    all.push_back(rule_case<AdamRule<true>>(name + " amsgrad", constants,
+                                            [](const auto& c, auto& p, auto g, auto& m, auto& s,
+                                               auto& l) { plain_adam(c, true, p, g, m, s, l); }));
+  }
+  const auto sgd = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
+    plain_sgd(c, false, p, g, m);
+  };
+  const auto momentum = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
+    plain_sgd(c, true, p, g, m);
+  };
+  all.push_back(rule_case<SgdRule<false>>("sgd", {}, sgd));
+  all.push_back(rule_case<SgdRule<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
+  all.push_back(
+      rule_case<SgdRule<true>>("momentum", {.momentum = 0.9, .dampening = 0.25}, momentum));
+  all.push_back(rule_case<SgdRule<true>>(
+      "nesterov", {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, momentum));
+  all.push_back(rule_case<LionRule>(
+      "lion", {.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1},
+      [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) { plain_lion(c, p, g, m); }));
+  return all;
+}
+
+/// One step of a rule's loop and of its plain reference.
+struct LoopCase {
+  RuleCase rule;
+  DtypePair dtypes;
+  CpuIsa isa;
+
+  std::string name() const { return rule.name + " " + name_of(dtypes); }
+
+  void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
+    mezzo::detail::run_step_cpu({task_of(rule.loop(dtypes.parameter, isa), dtypes, span,
+                                         rule.coefficients, {.factor = factor}, clears)});
+  }
+
+  /// The buffers after one step of the plain reference with gradients times `factor`.
+  StepBuffers expected(const StepBuffers& before, double factor) const {
+    const bool is_double = dtypes.parameter == torch::kDouble;
+    std::vector<torch::Tensor> values;
+    for (const auto& tensor : before.in_order()) {
+      values.push_back(tensor.to(is_double ? torch::kDouble : torch::kFloat, false, /*copy=*/true));
+    }
+    rule.step_plainly(values, factor);
+    StepBuffers after = before.clone();
+    after.parameter = values[0].to(dtypes.parameter);
+    for (std::size_t k = 0; k < 3; ++k) after.moments[k] = values[2 + k].to(dtypes.parameter);
+    return after;
+  }
+};
+
+class StepLoops : public testing::TestWithParam<CpuIsa> {
+ protected:
+  void SetUp() override {
+    if (!mezzo::detail::has_isa(GetParam())) GTEST_SKIP() << "not on this CPU";
+    torch::manual_seed(1);
+  }
+
+  static std::vector<LoopCase> cases() {
+    std::vector<LoopCase> all;
+    for (const RuleCase& rule : rule_cases()) {
+      for (const auto& dtypes : kDtypePairs) all.push_back({rule, dtypes, GetParam()});
+    }
+    return all;
+  }
+};
+
+TEST_P(StepLoops, GiveThePlainReferencesBitsForEveryTail) {
+  for (const LoopCase& one : cases()) {
+    for (int64_t count = 0; count <= 67; ++count) {
+      auto buffers = StepBuffers::random(one.dtypes, count);
+      const auto after = one.expected(buffers, 0.3);
+      one.run(buffers.span(), 0.3);
+      EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name() << " " << count;
+    }
+  }
+}
+
+TEST_P(StepLoops, GiveThePlainReferencesBitsAtTheFormatsEdges) {
+  for (const LoopCase& one : cases()) {
+    auto buffers = StepBuffers::edges(one.dtypes);
+    const double factor = std::ldexp(1.0, -16);
+    const auto after = one.expected(buffers, factor);
+    one.run(buffers.span(), factor);
+    EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name();
+  }
+}
+
+TEST_P(StepLoops, TakeMemoryAtAnyByteAndTouchNothingElse) {
+  for (const LoopCase& one : cases()) {
+    const auto before = StepBuffers::random(one.dtypes, 35);
+    const auto after = one.expected(before, 1.0);
+    for (std::size_t offset = 0; offset < 33; ++offset) {
+      MisalignedBuffers memory(before, offset);
+      one.run(memory.span(), 1.0);
+      EXPECT_TRUE(memory.holds(after)) << one.name() << " " << offset;
+    }
+  }
+}
+
+TEST_P(StepLoops, ClearTheGradientsWhenAsked) {
+  for (const LoopCase& one : cases()) {
+    auto buffers = StepBuffers::random(one.dtypes, 45);
+    auto after = one.expected(buffers, 0.5);
+    one.run(buffers.span(), 0.5, /*clears=*/true);
+    after.gradient.zero_();
+    EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StepLoops,
+                         testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
+                                         CpuIsa::avx512),
+                         [](const auto& test) { return name_of(test.param); });
+
+TEST(StepLoopDtypes, HaveNoLoopForOthers) {
+  EXPECT_TRUE(step_loop<AdamRule<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));
+  EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
+}
+
+TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
+  constexpr int64_t kPiece = mezzo::detail::kStepPiece;
+  using Task = mezzo::detail::StepTask;
+  std::vector<std::vector<char>> memory;
+  for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
+                              3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
+    memory.emplace_back(static_cast<std::size_t>(count));
+  }
+  std::vector<Task> tasks;
+  for (auto& bytes : memory) {
+    const auto visit = [](const mezzo::detail::StepSpan& span, const auto&, const auto&) {
+      auto* visits = static_cast<char*>(span.parameter);
+      for (int64_t i = 0; i < span.count; ++i) ++visits[i];
+    };
+    tasks.push_back({{visit},
+                     {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
+                     {.parameter = 1, .gradient = 1, .moment = 1},
+                     torch::kFloat,
+                     /*widens=*/false,
+                     /*clears=*/false,
+                     {},
+                     {}});
+  }
+  mezzo::detail::run_step_cpu(tasks);
+  for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 1));
+}
+
+}  // namespace

@@ -1,0 +1,892 @@
+// MasterWeights: any optimizer of libtorch's, or a user's own, trains float masters of half and
+// bfloat16 parameters, and is an ordinary optimizer again after each step.
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/lr_schedule.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <concepts>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/owned_optimizer.h"
+#include "../support/same_bits.h"
+#include "../support/saved.h"
+#include "../support/scratch.h"
+#include "../support/state_of.h"
+#include "../support/tiny_optimizer.h"
+
+namespace master_weights_test {
+namespace {
+
+using mezzo::AnyOptimizer;
+using mezzo::GradScaler;
+using mezzo::master_params;
+using mezzo::MasterWeights;
+using mezzo::StepOptions;
+using mezzo::optim::WeightStorage;
+using test_support::copies_of;
+using test_support::load;
+using test_support::OwnedOptimizer;
+using test_support::quiet_scaler;
+using test_support::same_bits;
+using test_support::SameBits;
+using test_support::saved;
+using test_support::state_of;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+using torch::optim::SGDOptions;
+
+constexpr double kScale = 1024;
+
+using Tensors = std::vector<torch::Tensor>;
+using Groups = std::vector<torch::optim::OptimizerParamGroup>;
+using MakeOptimizer = std::function<std::unique_ptr<torch::optim::Optimizer>(const Groups&)>;
+
+/// Parameters of `dtype` and float in two groups, one of them transposed, one empty, and one with
+/// gaps, which mezzo's own optimizers refuse; and what they are in float.
+struct Model {
+  Tensors parameters;
+
+  explicit Model(torch::ScalarType dtype, bool has_gaps = true) {
+    torch::manual_seed(3);
+    add(torch::randn({7, 5}).to(dtype));
+    add(torch::randn({33}));
+    add(torch::randn({6, 5}).to(dtype).t());
+    const auto sliced = torch::randn({6, 8}).to(dtype).slice(1, 0, 8, 2);
+    add(has_gaps ? sliced : sliced.contiguous());
+    add(torch::randn({0}).to(dtype));
+    add(torch::randn({}).to(dtype));
+  }
+
+  /// The same values, all in float.
+  Model in_float() const {
+    Model model = *this;
+    for (auto& parameter : model.parameters) {
+      parameter = parameter.detach().to(torch::kFloat, /*non_blocking=*/false, /*copy=*/true);
+      parameter.requires_grad_();
+    }
+    return model;
+  }
+
+  Groups groups() const {
+    const auto middle = parameters.begin() + 3;
+    return {torch::optim::OptimizerParamGroup(Tensors(parameters.begin(), middle)),
+            torch::optim::OptimizerParamGroup(Tensors(middle, parameters.end()))};
+  }
+
+  /// Gradients of step number `step` as backward leaves them, times the scale.
+  void set_gradients(int step, double scale = kScale) const {
+    torch::manual_seed(100 + step);
+    for (const auto& parameter : parameters) {
+      parameter.mutable_grad() =
+          (torch::randn(parameter.sizes()) * scale).to(parameter.scalar_type());
+    }
+  }
+
+  /// Those of `other`, unscaled in float.
+  void take_gradients(const Model& other, double scale = kScale) const {
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      parameters[i].mutable_grad() = other.parameters[i].grad().to(torch::kFloat).mul(1 / scale);
+    }
+  }
+
+  Tensors gradients() const {
+    Tensors all;
+    for (const auto& parameter : parameters) all.push_back(parameter.grad());
+    return all;
+  }
+
+ private:
+  void add(const torch::Tensor& values) { parameters.push_back(values.requires_grad_()); }
+};
+
+template <class Optimizer, class Options>
+MakeOptimizer maker(const Options& options) {
+  return [options](const Groups& groups) -> std::unique_ptr<torch::optim::Optimizer> {
+    return std::make_unique<Optimizer>(groups, options);
+  };
+}
+
+/// Optimizers that keep no masters themselves.
+std::vector<MakeOptimizer> libtorch_optimizers() {
+  return {
+      maker<torch::optim::SGD>(torch::optim::SGDOptions(0.01)),
+      maker<torch::optim::SGD>(
+          torch::optim::SGDOptions(0.01).momentum(0.9).nesterov(true).weight_decay(0.1)),
+      maker<torch::optim::Adam>(torch::optim::AdamOptions(1e-3).amsgrad(true)),
+      maker<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-3).weight_decay(0.1)),
+      maker<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.5)),
+      maker<torch::optim::Adagrad>(torch::optim::AdagradOptions(1e-2)),
+      maker<mezzo::optim::LAMB>(mezzo::optim::LAMBOptions(1e-3).weight_decay(0.1))};
+}
+
+class StepOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(MasterWeightsStep, StepOfDtype,
+                         testing::Values(torch::kHalf, torch::kBFloat16));
+
+void expect_rounded(const Model& model, const Tensors& masters) {
+  for (std::size_t i = 0; i < masters.size(); ++i) {
+    EXPECT_EQ(masters[i].scalar_type(), torch::kFloat);
+    const auto& parameter = model.parameters[i];
+    EXPECT_THAT(parameter, SameBits(masters[i].to(parameter.scalar_type()))) << i;
+  }
+}
+
+TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
+  for (const MakeOptimizer& make : libtorch_optimizers()) {
+    const Model model(GetParam());
+    const Model floats = model.in_float();
+    const auto inner = make(model.groups());
+    const auto reference = make(floats.groups());
+    MasterWeights optimizer(*inner);
+    GradScaler scaler = quiet_scaler();
+    for (int step = 0; step < 8; ++step) {
+      model.set_gradients(step);
+      floats.take_gradients(model);
+      EXPECT_TRUE(scaler.step(optimizer).ran());
+      scaler.update();
+      reference->step();
+    }
+    EXPECT_THAT(master_params(optimizer), SameBits(floats.parameters));
+    expect_rounded(model, master_params(optimizer));
+    EXPECT_EQ(optimizer.applied_steps(), 8);
+  }
+}
+
+TEST_P(StepOfDtype, BumpsTheVersionsOfWhatItWrites) {
+  const Model model(GetParam());
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
+  MasterWeights optimizer(inner);
+  model.set_gradients(0);
+  std::vector<int64_t> versions;
+  for (const auto& parameter : model.parameters) versions.push_back(parameter._version());
+  optimizer.step();
+  for (std::size_t i = 0; i < versions.size(); ++i) {
+    if (model.parameters[i].scalar_type() != GetParam()) continue;  // written by libtorch
+    EXPECT_GT(model.parameters[i]._version(), versions[i]) << i;
+  }
+}
+
+TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
+  auto tied = torch::ones({2}).requires_grad_();
+  auto half = torch::ones({2}, torch::kHalf).requires_grad_();
+  torch::optim::SGD sgd(Tensors{tied, tied, half}, torch::optim::SGDOptions(1.0));
+  MasterWeights optimizer(sgd);
+  GradScaler scaler = quiet_scaler();
+  const auto gradient = torch::full({2}, 0.25 * kScale);
+  tied.mutable_grad() = gradient;
+  half.mutable_grad() = gradient.to(torch::kHalf);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(tied.grad().is_same(gradient));
+  EXPECT_EQ(tied[0].item<float>(), 0.5F) << "libtorch's SGD steps twice";
+  EXPECT_EQ(half[0].item<float>(), 0.75F);
+}
+
+TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
+  const Model model(torch::kBFloat16);
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  MasterWeights optimizer(inner);
+  for (int step = 0; step < 3; ++step) {
+    model.set_gradients(step, 1.0);
+    optimizer.step();
+    std::size_t number = 0;
+    for (const auto& group : inner.param_groups()) {
+      for (const auto& parameter : group.params()) {
+        EXPECT_TRUE(parameter.is_same(model.parameters[number])) << number;
+        const auto state = inner.state().find(parameter.unsafeGetTensorImpl());
+        ASSERT_NE(state, inner.state().end()) << number;
+        const auto& sgd = static_cast<const torch::optim::SGDParamState&>(*state->second);
+        EXPECT_EQ(sgd.momentum_buffer().scalar_type(), torch::kFloat);
+        ++number;
+      }
+    }
+    EXPECT_EQ(inner.state().size(), model.parameters.size());
+  }
+  const auto master = master_params(optimizer)[0].clone();
+  model.set_gradients(3, 1.0);
+  inner.step();  // alone, on the parameter of 16 bits
+  const auto after = model.parameters[0].detach().to(torch::kFloat);
+  EXPECT_FALSE(same_bits(master.to(torch::kBFloat16), model.parameters[0]));
+  const auto followed = master_params(optimizer)[0];
+  const auto is_kept = master.to(torch::kBFloat16).eq(model.parameters[0]);
+  EXPECT_THAT(followed, SameBits(torch::where(is_kept, master, after)));
+}
+
+TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
+  const auto parameter = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  torch::optim::SGD sgd({parameter}, 0.5);
+  mezzo::MasterWeights masters(sgd);
+  for (const int64_t size : {2, 3}) {
+    parameter.mutable_grad() = torch::Tensor();
+    parameter.set_data(torch::ones({size}, torch::kBFloat16));
+    parameter.mutable_grad() = torch::ones({size}, torch::kBFloat16);
+    masters.step();
+    EXPECT_TRUE(parameter.equal(torch::full({size}, 0.5, torch::kBFloat16)));
+  }
+}
+
+TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
+  const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
+  const std::vector<std::pair<float, double>> expected_weights_and_rates = {
+      {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
+  for (const auto& [expected, next_rate] : expected_weights_and_rates) {
+    x.mutable_grad() =
+        torch::full_like(x, expected == 8.0F && x.item<float>() != 0 ? kInfinity : -kScale);
+    const auto result = scaler.step(optimizer);
+    scaler.update(kScale);
+    ours.step(result);
+    EXPECT_EQ(x.item<float>(), expected);
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), next_rate);
+  }
+  EXPECT_EQ(ours.lrs(), std::vector<double>{4.0});
+  optimizer.set_lr_factors({});
+  torch::optim::StepLR theirs(inner, /*step_size=*/1, /*gamma=*/0.5);
+  theirs.step();  // halves the rate at its second step
+  theirs.step();
+  x.mutable_grad() = torch::full_like(x, -1);
+  optimizer.step();
+  EXPECT_EQ(x.item<float>(), 18.0F);
+}
+
+TEST(MasterWeightsStep, CallsAClosureOnceWithGradients) {
+  const auto x = torch::full({1}, 2.0F).to(torch::kHalf).requires_grad_();
+  torch::optim::SGD inner({x}, torch::optim::SGDOptions(0.25));
+  MasterWeights optimizer(inner);
+  const torch::NoGradGuard no_grad;
+  const auto loss = optimizer.step([&] {
+    auto squared = (x * x).sum();
+    squared.backward();
+    return squared;
+  });
+  EXPECT_EQ(loss.item<float>(), 4.0F);
+  EXPECT_EQ(x.item<float>(), 1.0F);
+}
+
+/// A user's own: subtracts what has added up, throws when told to, and has no learning rate.
+struct SummingOptions : torch::optim::OptimizerCloneableOptions<SummingOptions> {};
+struct SummingState : torch::optim::OptimizerCloneableParamState<SummingState> {
+  torch::Tensor sum;
+};
+class Summing : public torch::optim::Optimizer {
+ public:
+  explicit Summing(Tensors parameters)
+      : Optimizer(std::move(parameters), std::make_unique<SummingOptions>()) {}
+
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    const torch::NoGradGuard no_grad;
+    EXPECT_FALSE(closure);
+    int number = 0;
+    for (auto& group : param_groups_) {
+      for (auto& parameter : group.params()) {
+        if (!parameter.grad().defined() || !parameter.requires_grad()) continue;
+        if (number++ == throw_at) throw std::runtime_error("stop");
+        auto& state = state_[parameter.unsafeGetTensorImpl()];
+        if (!state) {
+          state = std::make_unique<SummingState>();
+          static_cast<SummingState&>(*state).sum = torch::zeros_like(parameter);
+        }
+        parameter -= static_cast<SummingState&>(*state).sum.add_(parameter.grad());
+      }
+    }
+    return {};
+  }
+  int throw_at = -1;
+};
+
+TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  Summing inner({x});
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  for (int step = 0; step < 3; ++step) {
+    x.mutable_grad() = torch::full_like(x, kScale);
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_EQ(x[0].item<float>(), -6.0F);
+  const auto& state = state_of<SummingState>(inner, x);
+  EXPECT_EQ(state.sum.scalar_type(), torch::kFloat);
+}
+
+TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
+  const Tensors all{torch::zeros({2}, torch::kHalf).requires_grad_(),
+                    torch::zeros({2}).requires_grad_(),
+                    torch::zeros({2}, torch::kHalf).requires_grad_()};
+  Summing inner(all);
+  MasterWeights optimizer(inner);
+  GradScaler scaler = quiet_scaler();
+  const auto set_gradients = [&] {
+    for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
+  };
+  set_gradients();
+  const Tensors gradients{all[0].grad(), all[1].grad(), all[2].grad()};
+  inner.throw_at = 2;
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_TRUE(inner.param_groups()[0].params()[i].is_same(all[i])) << i;
+    EXPECT_TRUE(all[i].grad().is_same(gradients[i])) << i;
+    EXPECT_EQ(all[i].grad()[0].item<float>(), kScale) << i;
+    EXPECT_EQ(inner.state().count(all[i].unsafeGetTensorImpl()), i < 2 ? 1U : 0U) << i;
+    EXPECT_EQ(all[i][0].item<float>(), i < 2 ? -1.0F : 0.0F) << i;
+  }
+  EXPECT_EQ(inner.state().size(), 2U);
+  EXPECT_EQ(optimizer.applied_steps(), 0);
+  const Tensors masters = master_params(optimizer);
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    EXPECT_TRUE(masters[i].grad().is_same(all[i].grad())) << i;
+  }
+  inner.throw_at = -1;
+  EXPECT_TRUE(scaler.step(optimizer).ran()) << "the iteration goes on where it stood";
+  EXPECT_EQ(all[0][0].item<float>(), -3.0F);
+  EXPECT_EQ(all[2][0].item<float>(), -1.0F);
+}
+
+TEST(MasterWeightsStep, ConvertsStateThatIsOf16Bits) {
+  const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
+  const auto moments_of = [&](const torch::optim::AdamW& adam) {
+    return state_of<torch::optim::AdamWParamState>(adam, x);
+  };
+  torch::optim::AdamW inner({x}, torch::optim::AdamWOptions(1e-3));
+  x.mutable_grad() = torch::ones_like(x);
+  inner.step();
+  ASSERT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kBFloat16);
+  MasterWeights optimizer(inner);
+  optimizer.step();
+  EXPECT_EQ(moments_of(inner).exp_avg().scalar_type(), torch::kFloat);
+  EXPECT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kFloat);
+  EXPECT_EQ(moments_of(inner).step(), 2);
+}
+
+TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
+  const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
+  torch::optim::LBFGS lbfgs({x});
+  EXPECT_THAT([&] { MasterWeights optimizer(lbfgs); },
+              ThrowsMessage<c10::Error>(HasSubstr("LBFGS calls its closure several times")));
+  mezzo::optim::SGD ours({x}, mezzo::optim::SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(ours); },
+              ThrowsMessage<c10::Error>(HasSubstr("{.weight_storage = WeightStorage::master}")));
+  torch::optim::SGD overlapping({x, x.detach().slice(0, 1, 3).requires_grad_()},
+                                torch::optim::SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(overlapping); },
+              ThrowsMessage<c10::Error>(HasSubstr("share memory")));
+  torch::optim::SGD twice({x, x}, torch::optim::SGDOptions(0.1));
+  EXPECT_THAT([&] { MasterWeights optimizer(twice); },
+              ThrowsMessage<c10::Error>(HasSubstr("is given twice")));
+}
+
+TEST(MasterWeightsStep, AModelThatIsCastMeanwhileTrainsAsWhatItIs) {
+  torch::nn::Linear model(3, 2);
+  model->to(torch::kHalf);
+  torch::optim::SGD inner(model->parameters(), torch::optim::SGDOptions(1.0));
+  MasterWeights optimizer(inner);
+  const auto step = [&] {
+    for (const auto& one : model->parameters()) one.mutable_grad() = torch::ones_like(one);
+    optimizer.step();
+  };
+  step();
+  model->to(torch::kFloat);
+  step();
+  EXPECT_TRUE(master_params(optimizer)[0].is_same(model->weight));
+  {
+    const torch::NoGradGuard no_grad;
+    model->weight.fill_(7.0);
+  }
+  model->to(torch::kBFloat16);
+  step();
+  EXPECT_EQ(master_params(optimizer)[0][0][0].item<float>(), 6.0F);
+  EXPECT_EQ(model->weight[1][2].item<float>(), 6.0F);
+}
+
+// --- Groups, options and rates are the inner optimizer's alone.
+
+// Whoever has a reference to an optimizer has the one whose groups count.
+static_assert(!std::convertible_to<MasterWeights&, Optimizer&>);
+static_assert(std::convertible_to<MasterWeights&, mezzo::AnyOptimizer>);
+
+torch::Tensor half_parameter() { return torch::zeros({2}, torch::kHalf).requires_grad_(); }
+
+class OptionsOfTheInner : public testing::Test {
+ protected:
+  void step() {
+    for (auto& group : inner_.param_groups()) {
+      for (auto& parameter : group.params()) parameter.mutable_grad() = torch::ones_like(parameter);
+    }
+    masters_.step();
+  }
+
+  torch::Tensor parameter_ = half_parameter(), other_ = half_parameter();
+  torch::optim::SGD inner_{{parameter_}, SGDOptions(1.0)};
+  MasterWeights masters_{inner_};
+};
+
+TEST_F(OptionsOfTheInner, AreTakenByTheNextStepAndReachedThroughEither) {
+  EXPECT_EQ(&masters_.optimizer(), &inner_);
+  EXPECT_EQ(&mezzo::AnyOptimizer(masters_).optimizer(), &inner_);
+  masters_.optimizer().param_groups()[0].options().set_lr(0.5);
+  EXPECT_EQ(inner_.param_groups()[0].options().get_lr(), 0.5);
+  inner_.param_groups()[0].options().set_lr(inner_.param_groups()[0].options().get_lr() * 0.125);
+  step();
+  EXPECT_EQ(parameter_[0].item<float>(), -0.0625F);
+  inner_.param_groups()[0].set_options(std::make_unique<SGDOptions>(0.5));
+  step();
+  EXPECT_EQ(parameter_[0].item<float>(), -0.5625F);
+}
+
+TEST_F(OptionsOfTheInner, GoWithGroupsThatAreRemoved) {
+  inner_.add_param_group(OptimizerParamGroup({other_}, std::make_unique<SGDOptions>(2.0)));
+  step();
+  inner_.param_groups().erase(inner_.param_groups().begin());
+  step();
+  EXPECT_EQ(parameter_[0].item<float>(), -1.0F);
+  EXPECT_EQ(other_[0].item<float>(), -4.0F);
+  inner_.param_groups().clear();
+  EXPECT_TRUE(mezzo::master_params(masters_).empty());
+}
+
+TEST_F(OptionsOfTheInner, AreReadAnewWhereItIsAssigned) {
+  inner_ = torch::optim::SGD({other_}, SGDOptions(2.0));
+  step();
+  EXPECT_EQ(other_[0].item<float>(), -2.0F);
+}
+
+/// Has no options, neither of groups nor defaults.
+class OptionlessOptimizer : public Optimizer {
+ public:
+  explicit OptionlessOptimizer(const Tensors& parameters)
+      : Optimizer(std::vector<OptimizerParamGroup>(), /*defaults=*/nullptr) {
+    for (const auto& parameter : parameters) param_groups_.emplace_back(Tensors{parameter});
+  }
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    for (const auto& group : param_groups_) {
+      for (auto parameter : group.params()) {
+        if (parameter.grad().defined()) parameter.sub_(parameter.grad());
+      }
+    }
+    return {};
+  }
+};
+
+TEST(MasterWeightsOptions, MayBeLacking) {
+  const auto first = half_parameter(), second = half_parameter(), third = half_parameter();
+  OptionlessOptimizer inner({first, second});
+  MasterWeights masters(inner);
+  inner.param_groups().erase(inner.param_groups().begin());
+  inner.add_parameters({third});
+  third.mutable_grad() = torch::ones_like(third);
+  masters.step();
+  EXPECT_EQ(third[0].item<float>(), -1.0F);
+  EXPECT_EQ(first[0].item<float>(), 0.0F);
+}
+
+// --- unscale_ gives true gradients in float, to be clipped at master_params(optimizer).
+
+constexpr mezzo::optim::WeightOptions kMasters{.weight_storage = WeightStorage::master};
+
+using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
+
+template <class Optimizer, class Options>
+MakeKeeper ours(Options options) {
+  return [options](const Groups& groups) {
+    return OwnedOptimizer(std::make_unique<Optimizer>(groups, options, kMasters),
+                          /*with_masters=*/false);
+  };
+}
+
+MakeKeeper adapter(const MakeOptimizer& make) {
+  return [make](const Groups& groups) { return OwnedOptimizer(make(groups), true); };
+}
+
+std::vector<MakeKeeper> keepers() {
+  using namespace mezzo::optim;
+  std::vector<MakeKeeper> all{
+      ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
+      ours<Adam>(AdamOptions(1e-3).amsgrad(true)), ours<SGD>(mezzo::optim::SGDOptions(1e-2)),
+      ours<SGD>(mezzo::optim::SGDOptions(1e-2).momentum(0.9)), ours<Lion>(LionOptions(1e-3))};
+  for (const MakeOptimizer& make : libtorch_optimizers()) all.push_back(adapter(make));
+  return all;
+}
+
+/// Seven steps, one of which overflows. Unless `unscales`, they leave gradients as they are.
+template <class Step>
+Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
+  const Model model(dtype, /*has_gaps=*/false);
+  const OwnedOptimizer keeper = make(model.groups());
+  AnyOptimizer optimizer = keeper.any();
+  GradScaler scaler = quiet_scaler();
+  for (int number = 0; number < 7; ++number) {
+    model.set_gradients(number, scaler.get_scale());
+    if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
+    const auto before = copies_of(model.gradients());
+    step(scaler, optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      if (unscales) continue;
+      EXPECT_THAT(model.gradients()[i], SameBits(before[i])) << i;
+    }
+    scaler.update();
+  }
+  Model all = model;
+  for (const auto& master : master_params(optimizer)) {
+    EXPECT_EQ(master.scalar_type(), torch::kFloat);
+    all.parameters.push_back(master);
+  }
+  return all;
+}
+
+class UnscaledOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
+                         testing::Values(torch::kHalf, torch::kBFloat16));
+
+TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
+  int number = 0;
+  for (const MakeKeeper& make : keepers()) {
+    const Model one_pass = trained(GetParam(), make, /*unscales=*/false,
+                                   [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
+    const Model unscaled = trained(GetParam(), make, true, [](auto& scaler, auto& optimizer) {
+      scaler.unscale_(optimizer);
+      scaler.step(optimizer);
+    });
+    EXPECT_THAT(one_pass.parameters, SameBits(unscaled.parameters)) << "optimizer " << number;
+    const Model fresh(GetParam(), /*has_gaps=*/false);
+    EXPECT_FALSE(same_bits(fresh.parameters[0], unscaled.parameters[0])) << number;
+    ++number;
+  }
+}
+
+/// One parameter of half, one of float, with masters of mezzo's SGD or of the adapter's.
+class Unscaled : public testing::TestWithParam<bool> {
+ protected:
+  static OwnedOptimizer owned(const Tensors& parameters) {
+    if (!GetParam()) {
+      const torch::optim::SGDOptions options(1.0);
+      return {std::make_unique<torch::optim::SGD>(parameters, options), /*with_masters=*/true};
+    }
+    return {std::make_unique<mezzo::optim::SGD>(parameters, 1.0, kMasters), /*with_masters=*/false};
+  }
+
+  void set_gradients(float value, double scale = kScale) {
+    for (const auto& parameter : {x_, y_}) {
+      parameter.mutable_grad() = torch::full({2}, value * scale).to(parameter.scalar_type());
+    }
+  }
+  torch::Tensor master() { return master_params(optimizer_)[0]; }
+  float value() { return master()[0].item<float>(); }
+
+  torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
+  torch::Tensor y_ = torch::zeros({2}).requires_grad_();
+  OwnedOptimizer owned_ = owned({x_, y_});
+  AnyOptimizer optimizer_ = owned_.any();
+  GradScaler scaler_ = quiet_scaler();
+};
+INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
+  return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
+});
+
+TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
+  set_gradients(3);
+  scaler_.unscale_(optimizer_);
+  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F)));
+  EXPECT_TRUE(master().grad().is_same(x_.grad()));
+  EXPECT_THAT(y_.grad(), SameBits(torch::full({2}, 3.0F)));
+  EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
+  EXPECT_TRUE(scaler_.step(optimizer_).ran());
+  EXPECT_EQ(value(), -3.0F);
+  EXPECT_EQ(y_[0].item<float>(), -3.0F);
+  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F))) << "a step writes no gradient";
+}
+
+TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
+  const Tensors masters = master_params(optimizer_);
+  for (const float gradient : {3.0F, 5.0F}) {
+    optimizer_.optimizer().zero_grad();
+    set_gradients(gradient);
+    scaler_.unscale_(optimizer_);
+    EXPECT_EQ(masters[0].grad()[0].item<float>(), gradient);
+    scaler_.step(optimizer_);
+    EXPECT_FALSE(masters[0].grad().defined()) << "a master keeps no memory of gradients";
+    scaler_.update();
+  }
+  EXPECT_EQ(value(), -8.0F);
+}
+
+TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
+  for (const bool unscales_before : {false, true}) {
+    GradScaler scaler = quiet_scaler({.init_scale = 0x1p16});
+    x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
+    ASSERT_EQ((x_.grad() / 65536)[0].item<float>(), 0.0F);
+    if (unscales_before) scaler.unscale_(optimizer_);
+    scaler.step(optimizer_);
+    EXPECT_EQ(value(), unscales_before ? -0x1p-35F : -0x1p-36F);
+  }
+}
+
+TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
+  const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
+  x.mutable_grad() = torch::ones_like(x);
+  GradScaler scaler = quiet_scaler();
+  mezzo::optim::SGD plain({x}, mezzo::optim::SGDOptions(1.0));
+  for (const bool explicitly : {false, true}) {
+    EXPECT_THAT([&] { explicitly ? scaler.unscale_(plain) : (void)scaler.step(plain); },
+                ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
+  }
+  mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0), kMasters);
+  EXPECT_TRUE(scaler.step(kept).ran());
+}
+
+TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
+  const Model model(torch::kBFloat16, /*has_gaps=*/false);
+  torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
+  mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
+  mezzo::optim::SGD stochastic(model.groups(), mezzo::optim::SGDOptions(1.0),
+                               {.weight_storage = WeightStorage::stochastic});
+  for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&theirs),
+                                             static_cast<torch::optim::Optimizer*>(&plain),
+                                             static_cast<torch::optim::Optimizer*>(&stochastic)}) {
+    const Tensors params = master_params(*optimizer);
+    ASSERT_EQ(params.size(), model.parameters.size());
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      EXPECT_TRUE(params[i].is_same(model.parameters[i])) << i;
+    }
+  }
+}
+
+TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
+  for (const MakeKeeper& make : {keepers().front(), keepers().back()}) {
+    const Model model(torch::kHalf, /*has_gaps=*/false);
+    const OwnedOptimizer keeper = make(model.groups());
+    AnyOptimizer optimizer = keeper.any();
+    const Tensors before = master_params(optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) {
+      EXPECT_THAT(before[i], SameBits(model.parameters[i].to(torch::kFloat))) << i;
+    }
+    GradScaler scaler = quiet_scaler();
+    for (int step = 0; step < 3; ++step) {
+      model.set_gradients(step);
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    const Tensors after = master_params(optimizer);
+    for (std::size_t i = 0; i < before.size(); ++i) EXPECT_TRUE(after[i].is_same(before[i])) << i;
+  }
+}
+
+// bfloat16 has float's exponents, so that unscaling by a power of two in place loses nothing.
+TEST(MasterParams, OfSplitMastersThereAreNone) {
+  const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  mezzo::optim::SGD split({x}, mezzo::optim::SGDOptions(1.0),
+                          {.weight_storage = WeightStorage::split_master});
+  EXPECT_THAT([&] { master_params(split); },
+              ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
+                                                  "scaler.step(optimizer, {.max_norm")));
+  GradScaler scaler = quiet_scaler();
+  x.mutable_grad() = torch::full_like(x, kScale);
+  scaler.unscale_(split);
+  EXPECT_EQ(x.grad()[0].item<float>(), 1.0F);
+  EXPECT_TRUE(scaler.step(split).ran());
+  EXPECT_EQ(x[0].item<float>(), -1.0F);
+}
+
+TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
+  const Model model(torch::kHalf, /*has_gaps=*/false);
+  mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
+  (void)master_params(optimizer);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  mezzo::optim::AdamW other(model.groups(), 1e-3, kMasters);
+  torch::load(other, file);
+  model.set_gradients(0, 1.0);
+  other.step();
+  const Tensors masters = master_params(other);
+  EXPECT_THAT(model.parameters[0], SameBits(masters[0].to(torch::kHalf)));
+}
+
+at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
+
+struct NoRate : torch::optim::OptimizerOptions {
+  double get_lr() const override { return 1; }
+  std::unique_ptr<OptimizerOptions> clone() const override {
+    return std::make_unique<NoRate>(*this);
+  }
+};
+struct WithoutRate : torch::optim::Optimizer {
+  explicit WithoutRate(const Tensors& parameters)
+      : Optimizer({torch::optim::OptimizerParamGroup(parameters)}, std::make_unique<NoRate>()) {}
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override { return {}; }
+};
+
+TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
+  const at::Tensor weight = one_weight();
+  weight.mutable_grad() = torch::ones_like(weight);
+  WithoutRate inner({weight});
+  mezzo::MasterWeights masters(inner);
+  EXPECT_ANY_THROW(masters.set_lr_factors({0.5}));
+  EXPECT_TRUE(masters.lr_factors().empty());
+  masters.step();
+}
+
+// --- Files: a resumed run takes the steps of one that was not interrupted.
+
+void train(const Model& model, MasterWeights& optimizer, int first, int last) {
+  GradScaler scaler = quiet_scaler();
+  for (int step = first; step < last; ++step) {
+    model.set_gradients(step);
+    if (step < 6) model.parameters[3].mutable_grad() = torch::Tensor();  // its master comes later
+    scaler.step(optimizer, {.max_norm = 2.0});
+    scaler.update();
+  }
+}
+
+class FileOfDtype : public testing::TestWithParam<torch::ScalarType> {};
+INSTANTIATE_TEST_SUITE_P(MasterWeightsFile, FileOfDtype,
+                         testing::Values(torch::kHalf, torch::kBFloat16));
+
+TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
+  for (const MakeOptimizer& make : libtorch_optimizers()) {
+    const Model whole(GetParam());
+    const auto whole_inner = make(whole.groups());
+    MasterWeights uninterrupted(*whole_inner);
+    train(whole, uninterrupted, 0, 5);
+    const std::string file = saved(uninterrupted);
+    const Tensors values = copies_of(whole.parameters);
+    train(whole, uninterrupted, 5, 10);
+
+    const Model resumed(GetParam());
+    const auto inner = make(resumed.groups());
+    MasterWeights optimizer(*inner);
+    train(resumed, optimizer, 20, 22);  // of which nothing may be left
+    load(optimizer, file);
+    {
+      const torch::NoGradGuard no_grad;
+      for (std::size_t i = 0; i < values.size(); ++i) resumed.parameters[i].copy_(values[i]);
+    }
+    EXPECT_EQ(optimizer.applied_steps(), 5);
+    train(resumed, optimizer, 5, 10);
+    EXPECT_THAT(resumed.parameters, SameBits(whole.parameters));
+    EXPECT_THAT(master_params(optimizer), SameBits(master_params(uninterrupted)));
+    EXPECT_EQ(optimizer.applied_steps(), 10);
+  }
+}
+
+TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
+  const Model model(torch::kBFloat16);
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
+  MasterWeights optimizer(inner);
+  train(model, optimizer, 0, 8);
+  const Tensors masters = copies_of(master_params(optimizer));
+  Model half(torch::kHalf);
+  {
+    const torch::NoGradGuard no_grad;
+    for (std::size_t i = 0; i < masters.size(); ++i) half.parameters[i].copy_(masters[i]);
+  }
+  torch::optim::SGD other(half.groups(), torch::optim::SGDOptions(0.1));
+  MasterWeights loaded(other);
+  load(loaded, saved(optimizer));
+  EXPECT_THAT(master_params(loaded), SameBits(masters));
+}
+
+TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
+  const Model model(torch::kHalf);
+  torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  MasterWeights optimizer(inner);
+  train(model, optimizer, 0, 7);
+  torch::optim::SGD other(model.groups(), torch::optim::SGDOptions(0.5).momentum(0.9));
+  load(other, saved(inner));
+  EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.1);
+  const auto momentum = [&](const torch::optim::SGD& sgd) {
+    const auto key = model.parameters[0].unsafeGetTensorImpl();
+    return static_cast<torch::optim::SGDParamState&>(*sgd.state().at(key)).momentum_buffer();
+  };
+  EXPECT_THAT(momentum(other), SameBits(momentum(inner)));
+}
+
+/// What `call` throws; the optimizer goes on as if nothing had been.
+class RefusedFile : public testing::Test {
+ protected:
+  RefusedFile() { train(model_, optimizer_, 0, 7); }
+
+  std::string error_of_loading(const std::string& file) {
+    const std::string before = saved(optimizer_);
+    const Tensors masters = copies_of(master_params(optimizer_));
+    const std::string error = test_support::error_of([&] { load(optimizer_, file); });
+    EXPECT_THAT(master_params(optimizer_), SameBits(masters));
+    EXPECT_EQ(optimizer_.applied_steps(), 7);
+    EXPECT_EQ(inner_.param_groups()[1].options().get_lr(), 0.1);
+    EXPECT_EQ(inner_.state().size(), model_.parameters.size());
+    EXPECT_EQ(saved(optimizer_).size(), before.size());
+    return error;
+  }
+
+  Model model_{torch::kHalf};
+  torch::optim::SGD inner_{model_.groups(), torch::optim::SGDOptions(0.1).momentum(0.9)};
+  MasterWeights optimizer_{inner_};
+};
+
+TEST_F(RefusedFile, OfTheBareOptimizer) {
+  EXPECT_THAT(error_of_loading(saved(inner_)), HasSubstr("the archive holds no masters"));
+}
+
+TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
+  torch::optim::Adam adam(model_.groups(), torch::optim::AdamOptions(0.7));
+  const MasterWeights other(adam);
+  EXPECT_NE(error_of_loading(saved(other)), "no error");
+}
+
+TEST_F(RefusedFile, OfOtherGroups) {
+  torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
+  const MasterWeights other(sgd);
+  EXPECT_THAT(error_of_loading(saved(other)), HasSubstr("a different number of parameter groups"));
+}
+
+TEST_F(RefusedFile, OfAModelThatWasCast) {
+  const std::string file = saved(optimizer_);
+  model_.parameters[0].mutable_grad() = torch::Tensor();
+  model_.parameters[0].set_data(model_.parameters[0].detach().to(torch::kFloat));
+  EXPECT_THAT(error_of_loading(file), HasSubstr("cast as it was then"));
+}
+
+TEST_F(RefusedFile, OfMastersOfAnotherShape) {
+  Model model(torch::kHalf);
+  model.parameters[0] = torch::zeros({5, 7}, torch::kHalf).requires_grad_();
+  torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
+  MasterWeights other(sgd);
+  train(model, other, 0, 2);
+  EXPECT_THAT(error_of_loading(saved(other)),
+              HasSubstr("the master float32 [5, 7] on cpu for parameter 0 of group 0"));
+}
+
+TEST(MasterWeightsFile, OfAFloatModelIsReadFromACheckpoint) {
+  const torch::nn::Linear model(2, 2);
+  torch::optim::SGD sgd(model->parameters(), 0.1);
+  MasterWeights masters(sgd);
+  mezzo::TrainingState state;
+  state.add("optimizer", masters);
+  const test_support::Scratch scratch;
+  mezzo::save_checkpoint(scratch / "checkpoint", state);
+  EXPECT_NO_THROW(mezzo::load_checkpoint(scratch / "checkpoint", state));
+}
+
+}  // namespace
+}  // namespace master_weights_test

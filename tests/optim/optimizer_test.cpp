@@ -1,0 +1,418 @@
+// The three calls that a step is made of, without a GradScaler: plan, read and apply.
+#include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lion.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <sstream>
+#include <utility>
+#include <vector>
+
+#include "../support/state_of.h"
+#include "../support/tiny_optimizer.h"
+
+namespace {
+
+using mezzo::GradScaler;
+using mezzo::StepOptions;
+using mezzo::Verdict;
+using mezzo::optim::AdamW;
+using mezzo::optim::AdamWOptions;
+using mezzo::optim::SGD;
+using mezzo::optim::SGDOptions;
+using mezzo::optim::WeightStorage;
+using test_support::quiet_scaler;
+using test_support::state_of;
+using testing::HasSubstr;
+using testing::ThrowsMessage;
+
+torch::Tensor with_gradient(std::vector<float> gradient, at::ScalarType dtype = torch::kFloat) {
+  const auto size = static_cast<int64_t>(gradient.size());
+  const auto parameter = torch::ones({size}, dtype).requires_grad_();
+  parameter.mutable_grad() = torch::tensor(gradient).to(dtype);
+  return parameter;
+}
+
+const torch::Tensor& inverse() {
+  static const torch::Tensor number = torch::full({}, 0.25F);
+  return number;
+}
+
+TEST(StepPlan, HasARowForEachGradient) {
+  const auto x = with_gradient({12, 0}), y = with_gradient({-16}), unused = torch::ones({3});
+  SGD optimizer({x, unused, y}, SGDOptions(1.0));
+  const auto plan = optimizer.plan();
+  ASSERT_EQ(plan.rows.size(), 2U);
+  EXPECT_TRUE(plan.rows[1].gradient.is_same(y.grad()));
+  EXPECT_EQ(plan.rows[1].number, 2U) << "among all parameters";
+  EXPECT_FALSE(plan.has_bare_half);
+  EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().rows.empty());
+}
+
+TEST(StepPlan, IsReadOnceForAVerdict) {
+  const auto x = with_gradient({12, 0}), y = with_gradient({-16});
+  SGD optimizer({x, y}, SGDOptions(1.0));
+  const auto verdict = optimizer.read(optimizer.plan(), inverse());
+  EXPECT_EQ(verdict.inv_scale.item<float>(), 0.25F);
+  EXPECT_EQ(verdict.found_inf.item<float>(), 0.0F);
+  EXPECT_EQ(verdict.sum_of_squares.item<double>(), 25.0);
+  EXPECT_EQ(verdict.max_abs.item<double>(), 4.0);
+  x.mutable_grad()[1] = std::numeric_limits<float>::infinity();
+  EXPECT_EQ(optimizer.read(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
+}
+
+TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
+  const auto ours = with_gradient({3, -7, 11}), theirs = with_gradient({3, -7, 11});
+  AdamW left({ours}, AdamWOptions(0.1)), right({theirs}, AdamWOptions(0.1));
+  mezzo::GradScaler scaler({.init_scale = 4});
+  (void)scaler.scale(torch::zeros({}));
+  for (int i = 0; i < 3; ++i) {
+    auto plan = left.plan();
+    const auto verdict = left.read(plan, inverse());
+    left.apply(std::move(plan), verdict, {.max_norm = 1.0});
+    scaler.step(right, {.max_norm = 1.0});
+    scaler.update();
+    EXPECT_TRUE(torch::equal(ours, theirs)) << i;
+  }
+  EXPECT_EQ(left.applied_steps(), 3);
+}
+
+TEST(StepPlan, WritesNothingWhereItIsRefused) {
+  const auto x = with_gradient({4}), y = with_gradient({8});
+  AdamW optimizer({x, y}, AdamWOptions(1.0));
+  y.mutable_grad() = torch::ones({2});
+  EXPECT_THROW((void)optimizer.plan(), c10::Error);
+  EXPECT_EQ(x.item<float>(), 1.0F);
+  EXPECT_TRUE(optimizer.state().empty());
+  EXPECT_EQ(optimizer.applied_steps(), 0);
+}
+
+TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
+  const auto half = with_gradient({1}, torch::kHalf);
+  EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_bare_half);
+  SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
+  EXPECT_FALSE(with_master.plan().has_bare_half);
+}
+
+TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
+                             WeightStorage::split_master, WeightStorage::stochastic}) {
+    const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
+    const auto narrow = with_gradient({1.5, -2}, torch::kBFloat16);
+    wide.mutable_grad() = wide.grad().to(torch::kFloat);
+    AdamW left({wide}, AdamWOptions(0.1), {.weight_storage = storage});
+    AdamW right({narrow}, AdamWOptions(0.1), {.weight_storage = storage});
+    for (int i = 0; i < 3; ++i) {
+      left.step();
+      right.step();
+    }
+    EXPECT_TRUE(torch::equal(wide, narrow)) << static_cast<int>(storage);
+  }
+}
+
+TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
+  const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
+  const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
+  SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
+  (p.sum() + q.sum()).backward();
+  optimizer.step();
+  optimizer.zero_grad();
+  p.set_data(torch::ones({6}, torch::kBFloat16));
+  q.sum().backward();
+  optimizer.step();
+  EXPECT_EQ(q[0].item<float>(), -1.0F);
+}
+
+TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
+  const auto on_cpu = torch::ones({2}).requires_grad_();
+  const auto elsewhere = torch::ones({2}, torch::kMeta).requires_grad_();
+  SGD optimizer({on_cpu, elsewhere}, SGDOptions(0.1).momentum(0.9).dampening(0.5));
+  on_cpu.mutable_grad() = torch::ones({2});
+  elsewhere.mutable_grad() = torch::ones({2}, torch::kMeta);
+  EXPECT_THROW(optimizer.step(), c10::Error);
+  EXPECT_EQ(on_cpu[0].item<float>(), 1.0F);
+}
+
+// --- GradScaler::step with mezzo's optimizers and with options.
+
+class OneFusedStep : public testing::Test {
+ protected:
+  void set_gradient(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
+
+  torch::Tensor x_ = torch::zeros({2}).requires_grad_();
+  AdamW optimizer_{{x_}, AdamWOptions(0.1).weight_decay(0.01)};
+  GradScaler scaler_ = quiet_scaler();
+};
+
+TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
+  set_gradient({3, 4});
+  const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_EQ(result.scale(), 1024.0F);
+  EXPECT_DOUBLE_EQ(result.grad_norm().value(), 5.0);
+  EXPECT_EQ(result.grad_max_abs(), 4.0);
+  EXPECT_FALSE(result.was_unscaled());
+  ASSERT_TRUE(result.value().has_value()) << "as from any optimizer's step without closure";
+  EXPECT_FALSE(result.value()->defined());
+  scaler_.update();
+  set_gradient({3, kInfinity});
+  EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
+}
+
+TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
+  set_gradient({3, 4});
+  scaler_.step(optimizer_);
+  scaler_.update();
+  const auto& state = state_of<const mezzo::optim::AdamWParamState>(optimizer_, x_);
+  const std::vector<torch::Tensor> before{x_.detach().clone(), state.exp_avg().clone(),
+                                          state.exp_avg_sq().clone()};
+  const auto version = x_._version();
+  x_.mutable_grad() = torch::tensor({1.0F, kInfinity});
+  const auto result = scaler_.step(optimizer_);
+  scaler_.update();
+  EXPECT_FALSE(result.ran());
+  EXPECT_TRUE(result.found_inf());
+  EXPECT_TRUE(torch::equal(x_, before[0]));
+  EXPECT_TRUE(torch::equal(state.exp_avg(), before[1]));
+  EXPECT_TRUE(torch::equal(state.exp_avg_sq(), before[2]));
+  EXPECT_EQ(state.step(), 1);
+  EXPECT_EQ(x_._version(), version);
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::tensor({1.0F, kInfinity})));
+  EXPECT_EQ(scaler_.get_scale(), 512.0);
+}
+
+TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
+  set_gradient({kInfinity, 0});
+  scaler_.step(optimizer_);
+  EXPECT_TRUE(optimizer_.state().empty());
+}
+
+// A thread that cleared one before another thread read it would lose half of the step.
+TEST_F(OneFusedStep, ClearsAGradientOfSeveralParametersAfterAllHaveReadIt) {
+  const std::vector<torch::Tensor> all{torch::ones({40000}).requires_grad_(),
+                                       torch::ones({40000}).requires_grad_()};
+  const auto gradient = torch::full({40000}, 1024.0F);
+  for (const auto& one : all) one.mutable_grad() = gradient;
+  AdamW optimizer(all, AdamWOptions(0.1));
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::equal(all[0], all[1]));
+  EXPECT_NEAR(all[1][39999].item<double>(), 0.899, 1e-6);
+  EXPECT_EQ(gradient.abs().max().item<float>(), 0.0F);
+}
+
+TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
+  const auto y = torch::ones({5}).requires_grad_();
+  y.mutable_grad() = torch::full({1}, 1024.0F).expand({5});
+  AdamW optimizer({y}, AdamWOptions(0.1));
+  EXPECT_TRUE(scaler_.step(optimizer, {.zero_grad = true}).ran());
+  EXPECT_TRUE(torch::allclose(y, torch::full({5}, 0.899F)));
+  EXPECT_TRUE(torch::equal(y.grad(), torch::zeros({5})));
+}
+
+TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
+  set_gradient({3, 4});
+  for (const double bad : {0.0, -1.0, std::nan("")}) {
+    EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
+                ThrowsMessage<c10::Error>(HasSubstr("max_norm is")));
+  }
+  EXPECT_TRUE(scaler_.step(optimizer_, {.max_norm = 1.0}).ran());
+}
+
+TEST_F(OneFusedStep, ADisabledScalerStepsWhateverTheGradientsAre) {
+  GradScaler disabled({.enabled = false});
+  x_.mutable_grad() = torch::tensor({3.0F, kInfinity});
+  const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_FALSE(std::isfinite(result.grad_norm().value()));
+  EXPECT_TRUE(x_.isnan().any().item<bool>());  // inf / inf, as after clip_grad_norm_
+}
+
+TEST_F(OneFusedStep, ADisabledScalerHasNothingToClipWithoutGradients) {
+  GradScaler disabled({.enabled = false});
+  const auto result = disabled.step(optimizer_, {.max_norm = 1.0});
+  EXPECT_TRUE(result.ran());
+  EXPECT_EQ(result.grad_norm(), std::nullopt);
+  EXPECT_EQ(result.grad_max_abs(), std::nullopt);
+  EXPECT_TRUE(torch::equal(x_, torch::zeros({2})));
+}
+
+/// A gradient of double that is scaled by 4, for an optimizer whose step subtracts gradients.
+torch::Tensor double_parameter() {
+  const auto x = torch::zeros({3}, torch::kDouble).requires_grad_();
+  x.mutable_grad() = torch::tensor({3.0, 4.0, 12.0}, torch::kDouble) * 4;
+  return x;
+}
+
+TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
+  const auto ours = double_parameter(), theirs = double_parameter();
+  mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
+  torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
+  GradScaler scaler = quiet_scaler({.init_scale = 4});
+  scaler.step(fused, {.max_norm = 1.0});
+  scaler.step(plain, {.max_norm = 1.0});
+  const double coefficient = 1.0 / (13.0 + 1e-6);
+  EXPECT_NEAR(ours[2].item<double>(), -12.0 * coefficient, 1e-15);
+  EXPECT_NEAR(theirs[2].item<double>(), -12.0 * coefficient, 1e-15);
+}
+
+// --- ATen's fused optimizers, for devices without mezzo's kernels, walked on the CPU: they give
+// what mezzo's kernels give.
+
+std::vector<torch::Tensor> parameters() {
+  torch::manual_seed(1);
+  return {torch::randn({17, 9}), torch::randn({6, 4}).t(), torch::ones({6, 4}),
+          torch::randn({5}, torch::kDouble), torch::randn({3})};
+}
+
+Verdict verdict_of(bool found_inf, double norm) {
+  return {torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
+          torch::full({}, norm * norm, torch::kDouble)};
+}
+
+/// Twelve steps of both ways, every third of which is skipped.
+template <class Optimizer, class Options>
+void expect_same_steps(const Options& options) {
+  const auto ours = parameters();
+  const auto aten = parameters();
+  Optimizer left(ours, options);
+  Optimizer right(aten, options);
+  for (int i = 0; i < 12; ++i) {
+    std::vector<torch::Tensor> given;
+    for (std::size_t k = 0; k < ours.size(); ++k) {
+      const bool is_left_out = k == 4 && i % 2 == 0;
+      const auto gradient = torch::randn(ours[k].sizes(), ours[k].options());
+      given.push_back(is_left_out ? torch::Tensor() : gradient);
+      ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
+      aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
+    }
+    const auto verdict = i % 5 == 4 ? Verdict() : verdict_of(i % 3 == 0, i);
+    const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
+    left.apply(left.plan(), verdict, step_options);
+    right.apply_with_aten(right.plan(), verdict, step_options);
+    for (std::size_t k = 0; k < ours.size(); ++k) {
+      if (!given[k].defined()) continue;
+      const auto wanted = i == 7 ? torch::zeros_like(given[k]) : given[k];
+      EXPECT_TRUE(ours[k].grad().equal(wanted)) << k;
+      EXPECT_TRUE(aten[k].grad().equal(wanted)) << k;
+    }
+  }
+  for (std::size_t k = 0; k < ours.size(); ++k) {
+    EXPECT_TRUE(torch::allclose(ours[k], aten[k], 1e-5, 1e-5)) << k;
+  }
+  std::stringstream archive;  // the counts come home
+  torch::save(right, archive);
+  torch::load(left, archive);
+  for (const auto& parameter : aten) {
+    const auto found = right.state().find(parameter.unsafeGetTensorImpl());
+    if (found == right.state().end()) continue;
+    using State = typename Optimizer::State;
+    const auto& counted = static_cast<const State&>(*found->second);
+    const int64_t expected = parameter.is_same(aten[4]) ? 5 : 9;
+    EXPECT_EQ(counted.step(), expected);
+  }
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdamW) {
+  using mezzo::optim::AdamWOptions;
+  expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2));
+  expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true).weight_decay(0.1));
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForAdam) {
+  using mezzo::optim::AdamOptions;
+  expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2));
+  expect_same_steps<mezzo::optim::Adam>(AdamOptions(1e-2).amsgrad(true).weight_decay(0.1));
+}
+
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
+  using mezzo::optim::SGDOptions;
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).weight_decay(0.1));
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9));
+  expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
+}
+
+TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
+  const auto gradient = torch::full({3}, 8.0F);
+  const auto x = torch::ones({3});
+  const auto y = torch::ones({3});
+  x.mutable_grad() = gradient;
+  y.mutable_grad() = gradient;
+  mezzo::optim::SGD optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
+  const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
+  optimizer.apply_with_aten(optimizer.plan(), {number(0.125), number(0)});
+  EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
+  EXPECT_TRUE(torch::equal(y, x));
+}
+
+TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
+  const auto x = torch::ones({2});
+  x.mutable_grad() = torch::ones({2});
+  mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
+  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
+  EXPECT_TRUE(torch::equal(x, torch::ones({2})));
+}
+
+template <class Optimizer>
+int64_t steps_of(Optimizer& optimizer, const torch::Tensor& parameter) {
+  auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+  return static_cast<typename Optimizer::State&>(state).step();
+}
+
+TEST(AtenStep, CountsNoStepThatItRefuses) {
+  const auto x = torch::ones({2});
+  const auto y = torch::ones({2});
+  x.mutable_grad() = torch::ones({2});
+  y.mutable_grad() = torch::ones({2});
+  using mezzo::optim::SGDOptions;
+  mezzo::optim::SGD sgd(
+      {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
+      SGDOptions(0.5).momentum(0.5));
+  sgd.apply_with_aten(sgd.plan());
+  static_cast<SGDOptions&>(sgd.param_groups()[1].options()).dampening(0.1);
+  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
+  EXPECT_EQ(steps_of(sgd, x), 1);
+  EXPECT_EQ(steps_of(sgd, y), 1);
+  EXPECT_EQ(sgd.applied_steps(), 1);
+  EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
+
+  mezzo::optim::Lion lion({x});
+  EXPECT_THROW(lion.apply_with_aten(lion.plan()), c10::Error);
+  EXPECT_TRUE(lion.state().empty());
+}
+
+/// Or a backward pass would go on with weights that are no longer those of its forward pass.
+// A check that unscale_ made and one that the step made add up, and devices' do.
+TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
+  const auto parameter = torch::ones({5});
+  mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
+  optimizer.apply_with_aten(optimizer.plan(), {torch::ones({}), torch::full({}, 2.0F)});
+  EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
+}
+
+TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
+  const auto parameter = torch::ones({5}).requires_grad_();
+  mezzo::optim::AdamW adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  mezzo::optim::SGD sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
+  const auto expect_bump = [&](auto& optimizer) {
+    const auto loss = (parameter * parameter).sum();
+    parameter.mutable_grad() = torch::ones({5});
+    optimizer.apply_with_aten(optimizer.plan());
+    EXPECT_THROW(loss.backward(), c10::Error);
+  };
+  expect_bump(adam);
+  expect_bump(sgd);
+}
+
+}  // namespace
