@@ -70,7 +70,8 @@ class ModelList {
  public:
   /// Lists one model: the ownership of a holder or shared_ptr is shared; a module must stay at its
   /// address while the list is in use. \throws c10::Error for an empty holder or pointer
-  template <std::convertible_to<detail::ListedModel> M>
+  template <std::convertible_to<detail::ListedModel> M>  // which no ModelList is
+  // NOLINTNEXTLINE(bugprone-forwarding-reference-overload)
   ModelList(M&& model) : ModelList({detail::ListedModel(std::forward<M>(model))}) {}
   /// Lists several models. \throws c10::Error for none, an empty one, or the same one twice
   ModelList(std::initializer_list<detail::ListedModel> models) {

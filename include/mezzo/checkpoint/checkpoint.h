@@ -146,7 +146,8 @@ class CheckpointManager {
  public:
   /// Writes nothing; `save` creates the folder. Warns if another process is saving to it.
   /// \throws c10::Error unless keep is at least 1
-  explicit CheckpointManager(std::filesystem::path folder, CheckpointManagerOptions options = {});
+  explicit CheckpointManager(const std::filesystem::path& folder,
+                             CheckpointManagerOptions options = {});
 
   /// Writes a temporary file with a CRC-32C of its bytes, flushes it to the disk, renames it,
   /// flushes the folder, and removes files beyond `keep`. Waits for the devices, and needs host

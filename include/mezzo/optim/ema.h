@@ -325,7 +325,7 @@ std::vector<at::Tensor> averages_in(Archive& archive, const Ema& ema) {
   TORCH_CHECK(archive.try_read("averages", value) && value.isTensorList(),
               "This archive is not that of an Ema: it lacks \"averages\"; load what "
               "torch::save(ema, path) wrote");
-  const std::vector<at::Tensor> averages = value.toTensorVector();
+  std::vector<at::Tensor> averages = value.toTensorVector();
   const std::vector<at::Tensor>& own = ema.averages();
   TORCH_CHECK(averages.size() == own.size(), "The archive of an Ema has ", averages.size(),
               " averages, and this Ema ", own.size(),

@@ -366,8 +366,8 @@ class ValueReader {
     torch::jit::Unpickler unpickler(
         next, nullptr, nullptr, [this](const std::string& key) { return record("data/" + key); },
         c10::Device(at::kCPU));
-    const c10::IValue value = unpickler.parse_ivalue();
-    for_each_tensor(value, [this](const at::Tensor& tensor) { check_size(tensor); });
+    c10::IValue value = unpickler.parse_ivalue();
+    for_each_tensor(std::as_const(value), [this](const at::Tensor& tensor) { check_size(tensor); });
     return value;
   }
 

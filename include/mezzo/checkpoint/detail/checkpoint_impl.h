@@ -43,7 +43,7 @@ MEZZO_INLINE TrainingState& TrainingState::add_part(std::string name, detail::Ch
 
 // --- A folder ------------------------------------------------------------------------------------
 
-MEZZO_INLINE CheckpointManager::CheckpointManager(std::filesystem::path folder,
+MEZZO_INLINE CheckpointManager::CheckpointManager(const std::filesystem::path& folder,
                                                   CheckpointManagerOptions options)
     : folder_(std::filesystem::absolute(folder.empty() ? "." : folder)),
       options_(std::move(options)) {
@@ -184,7 +184,9 @@ MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,
     TORCH_CHECK(false, file.string(), " ", failure.what(), "; ", failure.advice());
   }
   detail::apply(checked);
-  for (const std::string& note : checked.notes) TORCH_WARN(file.string(), ": ", note);
+  for (const std::string& note : checked.notes) {
+    TORCH_WARN(file.string(), ": ", note);
+  }
   return {checked.file, checked.step};
 }
 

@@ -112,7 +112,7 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
 }
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
-inline CheckpointPart named_tensors_part(std::function<std::vector<NamedTensor>()> tensors) {
+inline CheckpointPart named_tensors_part(const std::function<std::vector<NamedTensor>()>& tensors) {
   return {.save =
               [tensors] {
                 PythonDict values = python_dict();
@@ -131,7 +131,7 @@ inline CheckpointPart named_tensors_part(std::function<std::vector<NamedTensor>(
 /// The part of a module, or of the module that a holder has when a checkpoint is saved or loaded.
 /// `module` returns it, or throws.
 MEZZO_INLINE CheckpointPart
-module_part(std::function<std::shared_ptr<torch::nn::Module>()> module) {
+module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module) {
   module();
   CheckpointPart part = named_tensors_part([module] { return state_dict_of(*module()); });
   part.parameters = [module] {
@@ -171,7 +171,7 @@ inline std::string class_in_files(const std::string& demangled) {
     return colon == std::string::npos ? name : name.substr(colon + 2);
   };
   constexpr std::string_view kSharded = "ShardedOptimizer<";
-  const std::string name = unqualified(demangled);
+  std::string name = unqualified(demangled);
   if (!name.starts_with(kSharded) || !name.ends_with('>')) return name;
   return unqualified(name.substr(kSharded.size(), name.size() - kSharded.size() - 1));
 }
@@ -179,7 +179,7 @@ inline std::string class_in_files(const std::string& demangled) {
 /// Returns a name such as "AdamW" or "MasterWeights of SGD".
 inline std::string class_in_files(const AnyOptimizer& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
-  const std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
+  std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
   const optim::FusedOptimizer* const mezzos = optimizer.mezzos();
   if (mezzos == nullptr || dynamic_cast<const torch::optim::Optimizer*>(mezzos) != nullptr) {
     return name;
@@ -337,9 +337,9 @@ MEZZO_INLINE CheckpointPart::Apply checked_value(const CheckpointPart& part,
 
 /// The part of an object that torch::save and torch::load accept. `check` throws what `take` would.
 MEZZO_INLINE CheckpointPart
-archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-             std::function<void(torch::serialize::InputArchive&)> take,
-             std::function<void(torch::serialize::InputArchive&)> check) {
+archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
+             const std::function<void(torch::serialize::InputArchive&)>& take,
+             const std::function<void(torch::serialize::InputArchive&)>& check) {
   return {.save =
               [put] {
                 const c10::NoGradGuard no_grad;
@@ -410,7 +410,7 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
 
 /// The part of generators. `as_list`: the file has a list of their states, which may be of another
 /// length; otherwise the state of the one.
-inline CheckpointPart generators_part(std::function<std::vector<at::Generator>()> generators,
+inline CheckpointPart generators_part(const std::function<std::vector<at::Generator>()>& generators,
                                       bool as_list) {
   return {.save =
               [generators, as_list] {

@@ -119,11 +119,11 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 }
 
 // Defined in object_parts.h.
-CheckpointPart module_part(std::function<std::shared_ptr<torch::nn::Module>()> module);
+CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module);
 CheckpointPart optimizer_part(AnyOptimizer optimizer);
-CheckpointPart archive_part(std::function<void(torch::serialize::OutputArchive&)> put,
-                            std::function<void(torch::serialize::InputArchive&)> take,
-                            std::function<void(torch::serialize::InputArchive&)> check);
+CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
+                            const std::function<void(torch::serialize::InputArchive&)>& take,
+                            const std::function<void(torch::serialize::InputArchive&)>& check);
 CheckpointPart tensor_part(at::Tensor& tensor);
 CheckpointPart tensors_part(std::vector<at::Tensor>& tensors);
 CheckpointPart generator_part(at::Generator& generator);

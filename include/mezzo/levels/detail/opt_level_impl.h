@@ -141,7 +141,7 @@ inline Precision OptLevel::precision() const {
 
 inline std::string OptLevel::describe() const {
   const std::string before = parse(name()).listing(), after = listing();
-  const std::string selected =
+  std::string selected =
       c10::str("Selected optimization level ", name(), ":  ", own_.brief, "\n", before);
   if (after == before) return selected;
   return c10::str(selected,
