@@ -33,28 +33,14 @@ using torch::optim::AdamWOptions;
 using torch::optim::OptimizerParamGroup;
 using torch::optim::SGDOptions;
 
-struct AdamNames {
-  using Ours = mezzo::optim::Adam;
-  using OurState = mezzo::optim::AdamParamState;
-  using Theirs = torch::optim::Adam;
-  using Options = torch::optim::AdamOptions;
-  using State = torch::optim::AdamParamState;
-};
-
-struct AdamWNames {
-  using Ours = mezzo::optim::AdamW;
-  using OurState = mezzo::optim::AdamWParamState;
-  using Theirs = torch::optim::AdamW;
-  using Options = torch::optim::AdamWOptions;
-  using State = torch::optim::AdamWParamState;
-};
-
-struct SgdNames {
-  using Ours = mezzo::optim::SGD;
-  using OurState = mezzo::optim::SGDParamState;
-  using Theirs = torch::optim::SGD;
-  using Options = torch::optim::SGDOptions;
-  using State = torch::optim::SGDParamState;
+template <class OfMezzo, class StateOfMezzo, class OfTorch, class OptionsOfTorch,
+          class StateOfTorch>
+struct Names {
+  using Ours = OfMezzo;
+  using OurState = StateOfMezzo;
+  using Theirs = OfTorch;
+  using Options = OptionsOfTorch;
+  using State = StateOfTorch;
 };
 
 /// With a state: SGD has one with momentum.
@@ -96,11 +82,11 @@ void step_with_the_same_gradient(torch::optim::Optimizer& ours, torch::optim::Op
   theirs.step();
 }
 
-template <class Names>
+template <class Kind>
 class LibtorchIdioms : public testing::Test {
  protected:
   static auto& options_of(torch::optim::Optimizer& optimizer, std::size_t group = 0) {
-    return static_cast<typename Names::Options&>(optimizer.param_groups()[group].options());
+    return static_cast<typename Kind::Options&>(optimizer.param_groups()[group].options());
   }
 
   void step(int steps = 1) {
@@ -113,11 +99,17 @@ class LibtorchIdioms : public testing::Test {
 
   torch::Tensor our_parameter_ = some_parameter(1);
   torch::Tensor their_parameter_ = some_parameter(1);
-  typename Names::Ours ours_{{our_parameter_}, options_with<typename Names::Options>(1e-2)};
-  typename Names::Theirs theirs_{{their_parameter_}, options_with<typename Names::Options>(1e-2)};
+  typename Kind::Ours ours_{{our_parameter_}, options_with<typename Kind::Options>(1e-2)};
+  typename Kind::Theirs theirs_{{their_parameter_}, options_with<typename Kind::Options>(1e-2)};
 };
 
-using AllNames = testing::Types<AdamNames, AdamWNames, SgdNames>;
+using AllNames =
+    testing::Types<Names<mezzo::optim::Adam, mezzo::optim::AdamParamState, torch::optim::Adam,
+                         torch::optim::AdamOptions, torch::optim::AdamParamState>,
+                   Names<mezzo::optim::AdamW, mezzo::optim::AdamWParamState, torch::optim::AdamW,
+                         torch::optim::AdamWOptions, torch::optim::AdamWParamState>,
+                   Names<mezzo::optim::SGD, mezzo::optim::SGDParamState, torch::optim::SGD,
+                         torch::optim::SGDOptions, torch::optim::SGDParamState>>;
 TYPED_TEST_SUITE(LibtorchIdioms, AllNames);
 
 TYPED_TEST(LibtorchIdioms, ARateThatIsSetByAStaticCastIsTaken) {

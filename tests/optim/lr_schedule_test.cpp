@@ -372,18 +372,6 @@ TEST(ShownLr, IsTheBaseRateAgainWhenTheScheduleEnds) {
   EXPECT_THAT(next.base_lrs(), ElementsAre(1.0));
 }
 
-TEST(LrSchedule, NeverWaitsForAFusedOptimizersStep) {
-  mezzo::optim::AdamW optimizer({weight()}, 1e-3);
-  LinearSchedule schedule(optimizer, {.total_steps = 4});
-  schedule.step(StepResult(std::make_shared<LaterOutcome>()));
-}
-
-TEST(LrSchedule, GivesAFusedOptimizerItsCurveAsATable) {
-  mezzo::optim::AdamW optimizer({weight()}, 1e-3);
-  const LinearSchedule schedule(optimizer, {.warmup_steps = 2, .total_steps = 4});
-  EXPECT_THAT(optimizer.lr_factors(), ElementsAre(0, 0.5, 1, 0.5, 0));
-}
-
 TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
   mezzo::optim::AdamW optimizer({weight()}, 1e-3);
   EXPECT_THAT([&] { LinearSchedule(optimizer, {.total_steps = 1 << 24}); },
@@ -489,11 +477,7 @@ TEST(LrScheduleFiles, ResumeWhereTheyWereSavedWhicheverIsMadeFirst) {
     EXPECT_THAT((resume<torch::optim::SGD, torch::optim::SGD>(first)), goes_on);
     EXPECT_THAT((resume<mezzo::optim::SGD, mezzo::optim::SGD>(first)), goes_on);
   }
-}
-
-TEST(LrScheduleFiles, GoFromMezzosOptimizersToLibtorchs) {
-  EXPECT_THAT((resume<mezzo::optim::SGD, torch::optim::SGD>(false)),
-              ElementsAre(0, -0.75, -0.75, -1.375));
+  EXPECT_THAT((resume<mezzo::optim::SGD, torch::optim::SGD>(false)), goes_on);
 }
 
 TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {

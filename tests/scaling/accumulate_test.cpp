@@ -1,7 +1,8 @@
 // Micro-batches of a loader that know their place in a step.
-
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/accumulate.h>
+#include <mezzo/scaling/accumulate_if_finite.h>
+#include <mezzo/scaling/detail/set_aside.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -11,16 +12,21 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/special_values.h"
 
 namespace {
 
+using mezzo::accumulate_if_finite;
+using mezzo::detail::SetAside;
 using testing::ElementsAre;
 using testing::HasSubstr;
+using torch::Tensor;
 
 /// Samples 0, 1, ... in batches of one.
 auto loader_of(int64_t samples) {
@@ -94,6 +100,211 @@ TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
   EXPECT_EQ(batches[0].values.size(), 1);
   EXPECT_THAT(test_support::error_of([&] { mezzo::accumulate(batches, 0); }),
               HasSubstr("micro_batches is 0"));
+}
+
+// --- One bad micro-batch does not spoil the others.
+
+class AccumulateIfFinite : public testing::Test {
+ protected:
+  /// One micro-batch whose gradients are `a` and `b`; whether it was dropped.
+  bool run(float a, float b) {
+    return accumulate_if_finite({a_, b_}, [&] { (a_ * a + b_ * b).sum().backward(); });
+  }
+  static void expect_all(const Tensor& gradient, float value) {
+    EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, value))) << gradient;
+  }
+  bool found_inf() const { return !torch::isfinite(a_.grad() + b_.grad()).all().item<bool>(); }
+  void zero_grad() {
+    a_.mutable_grad().reset();
+    b_.mutable_grad().reset();
+  }
+
+  Tensor a_ = torch::ones({3}).requires_grad_();
+  Tensor b_ = torch::ones({3}).requires_grad_();
+};
+
+TEST_F(AccumulateIfFinite, ABadMicroBatchIsDroppedAndTheRestSurvives) {
+  EXPECT_FALSE(run(1, 2));
+  EXPECT_TRUE(run(kNan, 4));
+  EXPECT_TRUE(run(8, kInfinity));
+  EXPECT_FALSE(run(16, 32));
+  expect_all(a_.grad(), 17);
+  expect_all(b_.grad(), 34);
+}
+
+TEST_F(AccumulateIfFinite, ABadFirstOneIsReplacedByTheNext) {
+  EXPECT_TRUE(run(kNan, 1));
+  EXPECT_FALSE(run(2, 3));
+  expect_all(a_.grad(), 2);
+  expect_all(b_.grad(), 3);
+  EXPECT_FALSE(run(2, 3));
+  expect_all(a_.grad(), 4);
+}
+
+TEST_F(AccumulateIfFinite, IfAllAreBadTheStepsCheckFindsTheLast) {
+  EXPECT_TRUE(run(kNan, 1));
+  EXPECT_TRUE(run(1, kNan));
+  EXPECT_TRUE(found_inf());
+  expect_all(a_.grad(), 1);
+  zero_grad();
+  EXPECT_FALSE(run(1, 1));
+  EXPECT_FALSE(run(1, 1));
+  expect_all(a_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, NothingIsRememberedOfGradientsThatWereCleared) {
+  EXPECT_TRUE(run(kNan, 1));
+  zero_grad();
+  EXPECT_FALSE(run(1, 2));
+  EXPECT_FALSE(run(1, 2));
+  expect_all(a_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, GradientsOfZeroCountAsAccumulated) {
+  EXPECT_TRUE(run(kNan, 1));
+  a_.grad().zero_();
+  b_.grad().zero_();
+  EXPECT_TRUE(run(kNan, 1));
+  expect_all(a_.grad(), 0);
+  EXPECT_FALSE(run(1, 2));
+  expect_all(b_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, AddsToGradientsOfAnOrdinaryPass) {
+  (a_ * 5).sum().backward();
+  EXPECT_TRUE(run(kNan, 1));
+  EXPECT_FALSE(run(1, 2));
+  expect_all(a_.grad(), 6);
+  expect_all(b_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, KeepsParametersThatItDoesNotUse) {
+  EXPECT_FALSE(run(1, 2));
+  EXPECT_FALSE(accumulate_if_finite({a_, b_}, [&] { a_.sum().backward(); }));
+  expect_all(a_.grad(), 2);
+  expect_all(b_.grad(), 2);
+  EXPECT_FALSE(accumulate_if_finite({a_, b_}, [] {}));
+  expect_all(a_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, PutsBackWhatWasAccumulatedIfBackwardThrows) {
+  EXPECT_FALSE(run(1, 2));
+  const auto throws = [&] {
+    (a_ * 7).sum().backward();
+    throw std::runtime_error("out of memory");
+  };
+  EXPECT_THROW(accumulate_if_finite({a_, b_}, throws), std::runtime_error);
+  expect_all(a_.grad(), 1);
+  expect_all(b_.grad(), 2);
+  zero_grad();
+  EXPECT_THROW(accumulate_if_finite({a_, b_}, throws), std::runtime_error);
+  EXPECT_FALSE(a_.grad().defined());
+}
+
+TEST_F(AccumulateIfFinite, PutsBackWhatWasAccumulatedIfAGradientCannotBeAdded) {
+  EXPECT_FALSE(run(1, 2));
+  EXPECT_THROW(accumulate_if_finite({a_, b_},
+                                    [&] {
+                                      (a_ * 7).sum().backward();
+                                      b_.mutable_grad() = torch::ones({2});
+                                    }),
+               c10::Error);
+  expect_all(a_.grad(), 1);
+  expect_all(b_.grad(), 2);
+  EXPECT_FALSE(run(1, 2));
+  expect_all(a_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, TakesAParameterThatIsGivenTwice) {
+  const std::vector<Tensor> tied{a_, a_};
+  for (const float value : {1.0F, kNan, 2.0F}) {
+    accumulate_if_finite(tied, [&] { (a_ * value).sum().backward(); });
+  }
+  expect_all(a_.grad(), 3);
+}
+
+TEST_F(AccumulateIfFinite, TakesSparseGradients) {
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+  const auto run_sparse = [&](float weight) {
+    return accumulate_if_finite(embedding->parameters(), [&] {
+      (embedding->forward(torch::tensor({1})) * weight).sum().backward();
+    });
+  };
+  EXPECT_FALSE(run_sparse(1));
+  EXPECT_TRUE(run_sparse(kNan));
+  EXPECT_FALSE(run_sparse(2));
+  EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 6);
+}
+
+TEST_F(AccumulateIfFinite, SaysWhatIsWrongWithItsArguments) {
+  EXPECT_NE(test_support::error_of([&] {
+              accumulate_if_finite({a_}, nullptr);
+            }).find("backward is an empty function"),
+            std::string::npos);
+  EXPECT_NE(test_support::error_of([&] {
+              accumulate_if_finite({a_, Tensor()}, [] {});
+            }).find("parameter 1 is undefined"),
+            std::string::npos);
+}
+
+// --- Gradients that are set aside come back as they were, or join those that came since.
+
+Tensor leaf(torch::ScalarType dtype = torch::kFloat) {
+  return torch::ones({3}, dtype).requires_grad_();
+}
+
+Tensor sparse(double value, torch::ScalarType dtype = torch::kFloat) {
+  return torch::sparse_coo_tensor(torch::tensor({{int64_t{1}}}), torch::full({1}, value, dtype),
+                                  {3});
+}
+
+TEST(SetAside, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
+  const auto a = leaf();
+  const auto flat = torch::zeros({8});
+  const auto place = flat.narrow(0, 2, 3);
+  place.fill_(2);
+  a.mutable_grad() = place;
+  {
+    const SetAside before({a});
+    place.fill_(7);  // as the hook of a bucket does
+    a.mutable_grad() = place;
+  }
+  EXPECT_TRUE(a.grad().is_same(place));
+  EXPECT_TRUE(torch::equal(place, torch::full({3}, 2.0F)));
+}
+
+TEST(SetAside, TheSumIsAFloatWhereOneOfTheTwoIs) {
+  for (const auto low : {torch::kBFloat16, torch::kHalf}) {
+    for (const bool is_old_wide : {false, true}) {
+      const auto a = leaf(low);
+      a.mutable_grad() = torch::full({3}, 2048.0, is_old_wide ? torch::kFloat : low);
+      SetAside before({a});
+      a.mutable_grad() = torch::full({3}, 1.0, is_old_wide ? low : torch::kFloat);
+      before.add_back();
+      EXPECT_TRUE(torch::equal(a.grad(), torch::full({3}, 2049.0F)));
+    }
+  }
+}
+
+TEST(SetAside, AddsSparseToDenseAndDenseToSparse) {
+  const auto expected = torch::tensor({1.0F, 3.0F, 1.0F});
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+    for (const bool is_old_sparse : {false, true}) {
+      const auto a = leaf(dtype);
+      a.mutable_grad() = is_old_sparse ? sparse(2) : torch::ones({3}, dtype);
+      SetAside before({a});
+      a.mutable_grad() = is_old_sparse ? torch::ones({3}, dtype) : sparse(2);
+      before.add_back();
+      EXPECT_TRUE(torch::equal(a.grad(), expected)) << dtype << is_old_sparse << a.grad();
+    }
+  }
+  const auto a = leaf();
+  a.mutable_grad() = sparse(2);
+  SetAside before({a});
+  a.mutable_grad() = sparse(3);
+  before.add_back();
+  EXPECT_TRUE(a.grad().is_sparse());
+  EXPECT_TRUE(torch::equal(a.grad().to_dense(), torch::tensor({0.0F, 5.0F, 0.0F})));
 }
 
 }  // namespace

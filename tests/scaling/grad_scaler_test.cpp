@@ -1,0 +1,1027 @@
+// One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/throwing_sgd.h"
+#include "../support/tiny_optimizer.h"
+#include "../support/warnings.h"
+
+namespace {
+
+using namespace test_support;
+using mezzo::AnyOptimizer;
+using mezzo::GradScaler;
+using mezzo::LossScale;
+using mezzo::LossScaleKind;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::StartsWith;
+using testing::ThrowsMessage;
+using torch::Tensor;
+
+TEST(GradScaler, HasTorchsDefaults) {
+  const GradScaler scaler;
+  EXPECT_TRUE(scaler.is_enabled());
+  EXPECT_EQ(scaler.get_scale(), 65536.0);
+  EXPECT_EQ(scaler.get_growth_factor(), 2.0);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.5);
+  EXPECT_EQ(scaler.get_growth_interval(), 2000);
+}
+
+// A number alone might be any option; an aggregate in braces names it.
+static_assert(!std::is_constructible_v<GradScaler, double>);
+static_assert(!std::is_constructible_v<GradScaler, int>);
+static_assert(!std::is_constructible_v<GradScaler, bool>);
+static_assert(std::is_aggregate_v<LossScale>);
+
+TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
+  const GradScaler scaler({.init_scale = 1024, .growth_factor = 4, .backoff_factor = 0.25});
+  EXPECT_EQ(scaler.get_scale(), 1024);
+  EXPECT_EQ(scaler.get_growth_factor(), 4);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
+  EXPECT_FALSE(GradScaler({.enabled = false}).is_enabled());
+}
+
+TEST(GradScaler, RefusesOptionsOutOfRange) {
+  const auto make = [](const LossScale& options) { GradScaler{options}; };
+  EXPECT_THAT(error_of([&] { make({.init_scale = -1}); }), HasSubstr("init_scale"));
+  EXPECT_THAT(error_of([&] { make({.growth_factor = 1}); }),
+              HasSubstr("The growth factor must be > 1.0."));
+  EXPECT_THAT(error_of([&] { make({.backoff_factor = 1}); }),
+              HasSubstr("The backoff factor must be < 1.0."));
+  EXPECT_THAT(error_of([&] { make({.growth_interval = 0, .enabled = false}); }),
+              HasSubstr("growth_interval is 0"));
+  EXPECT_THAT(error_of([&] { make({.hysteresis = 0}); }), HasSubstr("hysteresis is 0"));
+  EXPECT_THAT(error_of([&] { make({.min_scale = 4, .max_scale = 2}); }),
+              HasSubstr("max_scale is 2"));
+}
+
+TEST(GradScaler, ScalesATensorDifferentiablyAndLeavesItAlone) {
+  GradScaler scaler({.init_scale = 8});
+  const auto x = parameter({3});
+  const auto loss = (x * x).sum();
+  const auto scaled = scaler.scale(loss);
+  EXPECT_EQ(loss.item<float>(), 9.0F);
+  EXPECT_EQ(scaled.item<float>(), 72.0F);
+  scaled.backward();
+  EXPECT_EQ(x.grad().item<float>(), 48.0F);
+}
+
+TEST(GradScaler, ScalesNestedContainersToTheSameType) {
+  GradScaler scaler({.init_scale = 4});
+  const auto one = torch::ones({});
+  using Outputs = std::tuple<torch::Tensor, std::vector<torch::Tensor>,
+                             std::map<std::string, std::pair<torch::Tensor, torch::Tensor>>,
+                             std::array<std::unordered_map<int, torch::Tensor>, 1>,
+                             std::optional<torch::Tensor>, std::optional<torch::Tensor>>;
+  const Outputs outputs{one, {one, one * 2}, {{"a", {one, one * 3}}}, {{{{7, one}}}}, one, {}};
+  const Outputs scaled = scaler.scale(outputs);
+  EXPECT_EQ(std::get<0>(scaled).item<float>(), 4.0F);
+  EXPECT_EQ(std::get<1>(scaled).at(1).item<float>(), 8.0F);
+  EXPECT_EQ(std::get<2>(scaled).at("a").second.item<float>(), 12.0F);
+  EXPECT_EQ(std::get<3>(scaled).at(0).at(7).item<float>(), 4.0F);
+  EXPECT_EQ(std::get<4>(scaled)->item<float>(), 4.0F);
+  EXPECT_FALSE(std::get<5>(scaled).has_value());
+  EXPECT_EQ(one.item<float>(), 1.0F);
+}
+
+TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
+  auto scaler = quiet_scaler({.growth_interval = 1});
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  const auto scaled = scaler.scale(x.sum());
+  set_gradient(x, {1});
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_THAT(error_of([&] { scaled.backward(); }), HasSubstr("modified by an inplace operation"));
+}
+
+TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
+  auto scaler = quiet_scaler({.init_scale = 4});
+  auto x = parameter({10, 20});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4, 8});
+  const auto result = scaler.step(optimizer);
+  EXPECT_TRUE(result.ready());
+  EXPECT_TRUE(result.ran());
+  EXPECT_FALSE(result.found_inf());
+  EXPECT_EQ(result.scale(), 4.0F);
+  ASSERT_TRUE(result.value().has_value());
+  EXPECT_FALSE(result.value()->defined());
+  EXPECT_TRUE(torch::equal(x, torch::tensor({9.0F, 18.0F})));
+  EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
+}
+
+TEST(GradScaler, SkipsTheStepAndHalvesTheScaleOnInf) {
+  for (const float bad : {kInfinity, -kInfinity, std::nanf("")}) {
+    auto scaler = quiet_scaler({.init_scale = 4});
+    auto x = parameter({10, 20});
+    auto optimizer = sgd({x});
+    set_gradient(x, {4, bad});
+    const auto result = scaler.step(optimizer);
+    EXPECT_FALSE(result.ran());
+    EXPECT_TRUE(result.found_inf());
+    EXPECT_FALSE(result.value().has_value());
+    EXPECT_TRUE(torch::equal(x, torch::tensor({10.0F, 20.0F})));
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), 2.0);
+    EXPECT_EQ(result.scale(), 4.0F) << "the result is about its own step";
+  }
+}
+
+TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
+  auto scaler = quiet_scaler({.init_scale = 2});
+  const std::vector<torch::ScalarType> dtypes{torch::kFloat, torch::kDouble, torch::kBFloat16};
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const auto dtype : dtypes) {
+    const auto x = torch::zeros({3}, torch::dtype(dtype).requires_grad(true));
+    x.mutable_grad() = torch::full({3}, 6.0, dtype);
+    groups.emplace_back(std::vector<torch::Tensor>{x});
+  }
+  torch::optim::SGD optimizer(groups, torch::optim::SGDOptions(1.0));
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  for (auto& group : optimizer.param_groups()) {
+    EXPECT_TRUE(torch::equal(group.params()[0], torch::full_like(group.params()[0], -3.0)));
+  }
+  scaler.update();
+  optimizer.param_groups()[2].params()[0].mutable_grad()[1] = kInfinity;
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+}
+
+// A tied weight: libtorch's Module::parameters() names it as often as the model has it.
+TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
+  for (const bool explicitly : {false, true}) {
+    auto scaler = quiet_scaler({.init_scale = 4});
+    auto x = parameter({3, 4});
+    auto optimizer = sgd({x, x});
+    set_gradient(x, {12, 16});
+    if (explicitly) {
+      scaler.unscale_(optimizer);
+      EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({3.0F, 4.0F})));
+    }
+    const auto result = scaler.step(optimizer, {.max_norm = 100});
+    EXPECT_EQ(result.grad_norm(), 5.0);
+    EXPECT_EQ(result.grad_max_abs(), 4.0);
+    EXPECT_EQ(result.was_unscaled(), explicitly);
+    EXPECT_TRUE(torch::equal(x, torch::tensor({-3.0F, -4.0F}))) << "libtorch's SGD steps twice";
+  }
+}
+
+TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
+  auto scaler = quiet_scaler({.init_scale = 2, .allow_fp16_gradients = true});
+  const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
+  auto optimizer = sgd({x});
+  const auto sparse = [](std::vector<int64_t> places, float value) {
+    const auto count = static_cast<int64_t>(places.size());
+    const auto values = torch::full({count}, value, torch::kHalf);
+    return torch::sparse_coo_tensor(torch::tensor(places).unsqueeze(0), values, {4});
+  };
+  x.mutable_grad() = sparse({1, 1}, 64000);  // 128000 in one place: inf in half
+  EXPECT_FALSE(scaler.step(optimizer).ran());
+  scaler.update(2.0);
+  x.mutable_grad() = sparse({1, 3}, 64000);
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  EXPECT_TRUE(torch::equal(x.to(torch::kFloat), torch::tensor({0.0F, -32000.0F, 0.0F, -32000.0F})));
+}
+
+TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
+  const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
+  auto optimizer = sgd({x});
+  const auto refused = [&](const auto& call) {
+    auto scaler = quiet_scaler({});
+    x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
+    EXPECT_THAT(error_of([&] { call(scaler); }),
+                testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
+                               HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
+  };
+  refused([&](GradScaler& scaler) { scaler.unscale_(optimizer); });
+  for (const mezzo::StepOptions& options :
+       {mezzo::StepOptions{}, mezzo::StepOptions{.max_norm = 1.0}, {.zero_grad = true}}) {
+    refused([&](GradScaler& scaler) { scaler.step(optimizer, options); });
+  }
+  EXPECT_EQ(x.item<float>(), 0.0F);
+  x.mutable_grad() = torch::ones({1}, torch::kHalf);
+  auto allowing = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
+  EXPECT_TRUE(allowing.step(optimizer).ran());
+  EXPECT_EQ(x.grad().item<float>(), 0.25F);
+}
+
+// Divided by a scale below 1 it overflows in half and not in float, which is what the check
+// computes in.
+TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
+  for (const bool zero_grad : {false, true}) {
+    for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
+      auto scaler = quiet_scaler(
+          LossScale{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
+      const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
+      auto optimizer = sgd({x});
+      (void)scaler.scale(torch::zeros({}));
+      x.mutable_grad() = torch::full({3}, 30000, torch::kHalf);
+      const auto result = scaler.step(optimizer, {.max_norm = max_norm, .zero_grad = zero_grad});
+      EXPECT_FALSE(result.ran());
+      EXPECT_TRUE(result.found_inf());
+      EXPECT_FALSE(result.value().has_value());
+      if (max_norm == 1e9) {
+        EXPECT_EQ(result.grad_norm(), kInfinity);
+        EXPECT_EQ(result.grad_max_abs(), kInfinity);
+      }
+      EXPECT_TRUE(x.equal(torch::ones({3}, torch::kHalf)));
+      EXPECT_EQ(x.grad()[0].item<float>(), zero_grad ? 0.0F : kInfinity);
+      scaler.update();
+      EXPECT_EQ(scaler.get_scale(), 0.125);
+    }
+  }
+}
+
+// --- Bounds, and memory that is shared.
+
+TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
+  EXPECT_THAT([] { GradScaler({.init_scale = 1e-60, .min_scale = 0}); },
+              ThrowsMessage<c10::Error>(HasSubstr("init_scale is 1e-60")));
+  EXPECT_THAT([] { GradScaler({.min_scale = 1e-60}); },
+              ThrowsMessage<c10::Error>(HasSubstr("min_scale is 1e-60")));
+  GradScaler scaler({.min_scale = 0});
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_THAT([&] { scaler.update(1e-60); },
+              ThrowsMessage<c10::Error>(HasSubstr("new_scale is 1e-60")));
+}
+
+TEST(GradScalerBounds, HoldForAFixedScaleToo) {
+  GradScaler scaler({.init_scale = 128, .max_scale = 1024, .kind = LossScaleKind::fixed});
+  (void)scaler.scale(torch::zeros({}));
+  EXPECT_EQ(scaler.rule().max_scale, 1024.0F);
+  EXPECT_THAT([&] { scaler.update(4096.0); },
+              ThrowsMessage<c10::Error>(HasSubstr("new_scale is 4096")));
+  EXPECT_EQ(scaler.get_scale(), 128.0);
+}
+
+class GradScalerSharing : public testing::Test {
+ protected:
+  GradScaler scaler_{{.init_scale = 4}};
+  torch::Tensor x_ = torch::zeros({4}).requires_grad_();
+  torch::optim::SGD sgd_{{x_}, torch::optim::SGDOptions(1.0)};
+};
+
+TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
+  const auto shared = torch::ones({4});
+  x_.mutable_grad() = at::_lazy_clone(shared);
+  (void)scaler_.scale(torch::zeros({}));
+  scaler_.unscale_(sgd_);
+  EXPECT_TRUE(torch::equal(shared, torch::ones({4})));
+  EXPECT_TRUE(torch::equal(x_.grad(), torch::full({4}, 0.25)));
+}
+
+TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
+  x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
+  GradScaler constant{mezzo::LossScale::none()};
+  (void)constant.scale(torch::zeros({}));
+  EXPECT_TRUE(constant.step(sgd_).ran());
+  EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
+}
+
+TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
+  const auto calls = std::make_shared<int>(0);
+  scaler_.on_skip([this, calls](const mezzo::SkippedStep&) {
+    scaler_.on_skip(nullptr);
+    ++*calls;  // owned by the callback
+  });
+  for (int i = 0; i < 2; ++i) {
+    (void)scaler_.scale(torch::zeros({}));
+    x_.mutable_grad() = torch::full({4}, std::numeric_limits<float>::infinity());
+    scaler_.step(sgd_);
+    scaler_.update();
+  }
+  EXPECT_EQ(*calls, 1);
+}
+
+// --- A small model in half on the CPU, whose first scaled gradients overflow.
+
+struct TrainingRun {
+  int skipped = 0;
+  int ran = 0;
+  bool always_finite = true;
+  float first_loss = 0;
+  float last_loss = 0;
+  std::vector<double> scales;
+};
+
+bool all_finite(const torch::nn::Module& module) {
+  for (const auto& parameter : module.parameters()) {
+    if (!torch::isfinite(parameter).all().item<bool>()) return false;
+  }
+  return true;
+}
+
+TrainingRun train(const mezzo::LossScale& options, int steps) {
+  torch::manual_seed(5);
+  torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
+                              torch::nn::Linear(16, 1));
+  torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
+  const auto inputs = torch::randn({32, 8});
+  const auto targets = inputs.sum(1, /*keepdim=*/true) * 3;
+  mezzo::GradScaler scaler(options);
+  scaler.on_skip(nullptr);
+  TrainingRun run;
+  for (int step = 0; step < steps; ++step) {
+    optimizer.zero_grad();
+    torch::Tensor output;
+    {
+      mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+      output = model->forward(inputs);
+    }
+    EXPECT_EQ(output.scalar_type(), torch::kHalf);
+    const auto loss = torch::mse_loss(output.to(torch::kFloat), targets);
+    scaler.scale(loss).backward();
+    scaler.unscale_(optimizer);
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 10.0);
+    const auto result = scaler.step(optimizer);
+    scaler.update();
+    ++(result.ran() ? run.ran : run.skipped);
+    run.always_finite &= all_finite(*model);
+    run.scales.push_back(scaler.get_scale());
+    (step == 0 ? run.first_loss : run.last_loss) = loss.item<float>();
+  }
+  return run;
+}
+
+// 150 steps of a model of 161 parameters: half a second, for half is slow on most CPUs.
+TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
+  const TrainingRun run = train({.init_scale = 0x1p22, .growth_interval = 30}, 150);
+  EXPECT_GE(run.skipped, 3);
+  EXPECT_GE(run.ran, 130);
+  EXPECT_TRUE(run.always_finite);
+  EXPECT_LT(run.last_loss, run.first_loss / 5);
+  EXPECT_LT(run.scales.front(), 0x1p22) << "the first step overflowed";
+  bool grew = false;
+  for (std::size_t i = 1; i < run.scales.size(); ++i) grew |= run.scales[i] > run.scales[i - 1];
+  EXPECT_TRUE(grew) << "and the scale came back";
+}
+
+// --- How the loss scale moves, and what is said of it.
+
+TEST(GradScaler, GrowsTheScaleAfterTheIntervalOfCleanIterations) {
+  OneWeight one({.init_scale = 4, .growth_interval = 2});
+  EXPECT_THAT(one.scales({1, 1, kInfinity, 1, 1}), ElementsAre(4, 8, 4, 4, 8));
+}
+
+TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
+  auto scaler = quiet_scaler({});
+  auto new_scale = torch::full({}, 3.0);
+  scaler.update(new_scale);
+  new_scale.fill_(7.0);
+  EXPECT_EQ(scaler.get_scale(), 3.0);
+  scaler.update(5.0);
+  EXPECT_EQ(scaler.get_scale(), 5.0);
+  scaler.update(torch::tensor({9}));
+  EXPECT_EQ(scaler.get_scale(), 9.0);
+}
+
+TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
+  auto scaler = quiet_scaler({.min_scale = 1, .max_scale = 1e6});
+  for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
+    EXPECT_THAT(error_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
+  }
+  for (const auto& bad :
+       {torch::ones({2}), torch::ones({1}, torch::requires_grad()), torch::Tensor()}) {
+    EXPECT_THAT(
+        error_of([&] { scaler.update(bad); }),
+        testing::StartsWith("new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                            "torch.FloatTensor with requires_grad=False."));
+  }
+  EXPECT_EQ(scaler.get_scale(), 65536.0);
+  scaler.update(torch::full({}, 1e9));
+  EXPECT_EQ(scaler.get_scale(), 1e6);
+}
+
+TEST(GradScaler, SettersChangeTheRuleAndValidate) {
+  OneWeight one({.init_scale = 16});
+  GradScaler& scaler = one.scaler;
+  scaler.set_growth_factor(4);
+  scaler.set_backoff_factor(0.25);
+  scaler.set_growth_interval(1);
+  EXPECT_EQ(scaler.get_growth_factor(), 4.0);
+  EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
+  EXPECT_EQ(scaler.get_growth_interval(), 1);
+  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(0.5); }), HasSubstr("growth_factor is 0.5"));
+  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(-1); }),
+              HasSubstr("growth_interval is -1"));
+  EXPECT_THAT(one.scales({1}), ElementsAre(64));
+}
+
+TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
+  GradScaler scaler(LossScale::fixed(2));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
+  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
+  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
+}
+
+TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
+  OneWeight one(LossScale::fixed(128));
+  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_EQ(one.scaler.get_scale(), 128.0);
+  EXPECT_TRUE(one.step(128).ran());
+  EXPECT_EQ(one.x.item<float>(), -1.0F);
+}
+
+TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
+  OneWeight one(LossScale::none());
+  const auto loss = one.x.sum();
+  EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
+  set_gradient(one.x, {3});
+  const auto version = one.x.grad()._version();
+  EXPECT_TRUE(one.scaler.step(one.optimizer).ran());
+  EXPECT_EQ(one.x.grad()._version(), version);
+  one.scaler.update();
+  EXPECT_FALSE(one.step(kInfinity).ran());
+  EXPECT_THAT(error_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleKind::none"));
+}
+
+TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
+  OneWeight one({.init_scale = 8, .hysteresis = 2});
+  EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
+}
+
+TEST(GradScaler, TellsOfASkipOnce) {
+  std::vector<std::string> lines;
+  auto scaler = quiet_scaler({.loss_id = 0});
+  scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
+  auto x = parameter({0});
+  auto y = parameter({0});
+  auto first = sgd({x});
+  auto second = sgd({y});
+  set_gradient(x, {kInfinity});
+  set_gradient(y, {kInfinity});
+  scaler.step(first);
+  scaler.step(second);
+  EXPECT_TRUE(lines.empty());
+  scaler.update();
+  set_gradient(x, {1});
+  scaler.step(first);
+  scaler.update();
+  EXPECT_EQ(lines, (std::vector<std::string>{
+                       "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss "
+                       "scale to 32768.0"}));
+}
+
+TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
+  std::vector<bool> modes;
+  OneWeight one;
+  one.scaler.on_skip(
+      [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
+  for (const bool mode : {true, false}) {
+    const torch::AutoGradMode grad_mode(mode);
+    one.step(kInfinity);
+  }
+  EXPECT_THAT(modes, ElementsAre(true, false));
+}
+
+/// What `steps` iterations of `one` write to the error stream.
+std::vector<std::string> lines_of(OneWeight& one, int steps, float gradient) {
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < steps; ++i) one.step(gradient);
+  std::istringstream text(testing::internal::GetCapturedStderr());
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(text, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
+  OneWeight one(GradScaler({.init_scale = 1, .loss_id = 3}));
+  EXPECT_THAT(lines_of(one, 1, kInfinity),
+              ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
+                          "scale to 0.5"));
+  one.scaler.on_skip(nullptr);
+  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre());
+}
+
+// A loss that is NaN for good would write a line a step.
+TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
+  OneWeight one(GradScaler({.init_scale = 4, .min_scale = 1}));
+  EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
+  EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
+                                                             HasSubstr("look for an inf or NaN"))));
+  EXPECT_EQ(lines_of(one, 998, kInfinity).size(), 0U);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "the 1000th";
+  one.scaler.update(2.0);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "2 to 1";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U) << "at the floor again";
+}
+
+// What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
+TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
+  OneWeight one{GradScaler()};
+  const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
+  ASSERT_EQ(first.size(), 11U);
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_EQ(first[static_cast<std::size_t>(i)],
+              "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to " +
+                  mezzo::detail::python_float(std::ldexp(1.0, 15 - i)));
+  }
+  EXPECT_EQ(first[10],
+            "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to 32.0 "
+            "(step 11 in a row that was skipped; from here on one in 1000 is printed): no loss "
+            "scale cures an inf or NaN in the data, the loss or the weights; "
+            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
+  one.scaler.update(65536.0);
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "update(new_scale) ends the row";
+  EXPECT_EQ(lines_of(one, 1, 1).size(), 0U);
+  EXPECT_EQ(lines_of(one, 10, kInfinity).size(), 10U) << "and so does a step that ran";
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 1U);
+  EXPECT_EQ(lines_of(one, 1, kInfinity).size(), 0U);
+}
+
+TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
+  std::vector<int64_t> times;
+  OneWeight one({.min_scale = 32768});
+  one.scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
+  for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
+    one.step(gradient);
+  }
+  EXPECT_THAT(times, ElementsAre(1, 2, 3, 1));
+}
+
+TEST(SkippedStep, PrintsScalesAsPythonDoes) {
+  const auto line = [](float scale, float next) {
+    return mezzo::SkippedStep{.scale = scale, .next_scale = next}.message();
+  };
+  EXPECT_THAT(line(65536, 32768), HasSubstr("reducing loss scale to 32768.0"));
+  EXPECT_THAT(line(6.103515625e-05F, 3.0517578125e-05F), HasSubstr(" to 3.0517578125e-05"));
+  EXPECT_THAT(line(0x1p60F, 0x1p50F), HasSubstr(" to 1125899906842624.0"));
+  EXPECT_THAT(line(0x1p61F, 0x1p60F), HasSubstr(" to 1.152921504606847e+18"));
+  EXPECT_THAT(line(1, 0.5F), HasSubstr(" to 0.5"));
+  EXPECT_THAT(line(128, 128), HasSubstr("keeping loss scale at 128.0"));
+  EXPECT_THAT(line(128, 256), HasSubstr("setting loss scale to 256.0"));
+}
+
+// --- Calls that a scaler accepts and refuses, and what it remembers between them.
+
+TEST(GradScaler, TakesAClosureThatIsNone) {
+  OneWeight one;
+  set_gradient(one.x, {1});
+  EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).ran());
+}
+
+TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
+  for (const double max_norm : {100.0, double{kInfinity}}) {
+    auto scaler = quiet_scaler({.init_scale = 4});
+    auto x = parameter({1});
+    ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
+    set_gradient(x, {4});
+    optimizer.throws = true;
+    EXPECT_THROW(scaler.step(optimizer, {.max_norm = max_norm}), std::runtime_error);
+    EXPECT_EQ(x.grad().item<float>(), 1.0F) << "unscaled, as by torch.amp";
+    optimizer.throws = false;
+    EXPECT_TRUE(scaler.step(optimizer, {.max_norm = max_norm}).ran());
+    EXPECT_EQ(x.item<float>(), 0.0F) << "unscaled once";
+  }
+}
+
+// torch refuses it too: what came after is scaled, and would be taken for unscaled.
+TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
+  auto scaler = quiet_scaler({.init_scale = 4});
+  auto x = parameter({1});
+  torch::optim::SGD of_torch({x}, 1.0);
+  mezzo::optim::SGD of_mezzo({x}, 1.0);
+  for (const mezzo::AnyOptimizer optimizer : {mezzo::AnyOptimizer(of_torch), {of_mezzo}}) {
+    x.mutable_grad() = torch::Tensor();
+    scaler.unscale_(optimizer);
+    set_gradient(x, {4});
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+                StartsWith("No inf checks were recorded for this optimizer."));
+  }
+  EXPECT_EQ(x.item<float>(), 1);
+}
+
+TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  for (const bool unscales_after : {false, true}) {
+    test_support::Warnings warnings;
+    GradScaler scaler;
+    auto x = parameter({0, 0, 0});
+    mezzo::optim::SGD optimizer({x}, 1e-3);
+    for (int i = 0; i < 20; ++i) {
+      optimizer.zero_grad();
+      scaler.scale((x * torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F})).sum())
+          .backward();
+      torch::nn::utils::clip_grad_norm_({x}, 0.5);
+      if (unscales_after) scaler.unscale_(optimizer);
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    ASSERT_EQ(warnings.texts.size(), 1U);
+    EXPECT_THAT(warnings.texts[0],
+                HasSubstr("GradScaler: the norm of the scaled gradients has been "
+                          "0.5 for 5 steps in a row"));
+    EXPECT_THAT(warnings.texts[0], HasSubstr("{.max_norm = ...}"));
+  }
+}
+
+TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  enum class Loop { plain, clipped, eighth, one_batch, unit_inputs, no_gradient };
+  for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
+                          Loop::unit_inputs, Loop::no_gradient}) {
+    SCOPED_TRACE(static_cast<int>(loop));
+    test_support::Warnings warnings;
+    const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
+    GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});
+    auto x = parameter({0, 0, 0});
+    mezzo::optim::SGD optimizer({x}, 1e-3);
+    for (int i = 0; i < 20; ++i) {
+      optimizer.zero_grad();
+      auto input = torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F});
+      if (loop == Loop::one_batch) input = torch::tensor({0.5F, 0.0F, 0.0F}) / 65536;
+      if (loop == Loop::unit_inputs) input = input / input.norm();
+      if (loop == Loop::no_gradient) input = torch::zeros({3});
+      scaler.scale((x * input).sum()).backward();
+      if (loop == Loop::clipped || is_eighth) {
+        scaler.unscale_(optimizer);
+        torch::nn::utils::clip_grad_norm_({x}, is_eighth ? 0.125 : 0.5);
+      }
+      scaler.step(optimizer);
+      scaler.update();
+    }
+    EXPECT_EQ(warnings.texts, std::vector<std::string>());
+  }
+}
+
+TEST(GradScaler, DisabledPassesEverythingThrough) {
+  GradScaler scaler({.enabled = false});
+  auto x = parameter({1});
+  auto optimizer = sgd({x});
+  const auto loss = torch::ones({});
+  EXPECT_TRUE(scaler.scale(loss).is_same(loss));
+  set_gradient(x, {kInfinity});
+  scaler.unscale_(optimizer);
+  int closures = 0;
+  const auto result = scaler.step(optimizer, [&] {
+    ++closures;
+    return torch::full({}, 5.0);
+  });
+  EXPECT_TRUE(result.ran());
+  EXPECT_EQ(result.scale(), 1.0F);
+  EXPECT_EQ(result.value().value().item<float>(), 5.0F);
+  EXPECT_EQ(closures, 1);
+  scaler.update();
+  scaler.update(4.0);
+  EXPECT_EQ(scaler.get_scale(), 1.0);
+  EXPECT_TRUE(scaler.state_dict().empty());
+  scaler.load_state_dict({{"nonsense", 1}});
+}
+
+TEST(GradScaler, SpreadsANanByClippingWhereItIsDisabledAsLibtorchsClippingDoes) {
+  GradScaler scaler({.enabled = false});
+  auto x = parameter({1, 1});
+  auto optimizer = sgd({x});
+  set_gradient(x, {std::nanf(""), 1});
+  EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1}).ran());
+  EXPECT_TRUE(x.isnan().all().item<bool>());
+}
+
+TEST(GradScaler, MovesWithItsState) {
+  auto scaler = quiet_scaler({.init_scale = 4});
+  auto x = parameter({0});
+  auto optimizer = sgd({x});
+  set_gradient(x, {4});
+  scaler.unscale_(optimizer);
+  GradScaler moved = std::move(scaler);
+  EXPECT_TRUE(moved.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1.0F);
+}
+
+// --- Several scalers for one optimizer, errors in between, odd gradients.
+
+/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+template <class Optimizer>
+class UnplannedScalerCalls : public testing::Test {
+ protected:
+  static Optimizer sgd(std::vector<Tensor> parameters) {
+    return Optimizer(std::move(parameters), torch::optim::SGDOptions(1.0));
+  }
+};
+
+using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
+TYPED_TEST_SUITE(UnplannedScalerCalls, Optimizers);
+
+TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
+  auto x = parameter({0});
+  auto optimizer = this->sgd({x});
+  auto first = quiet_scaler({.init_scale = 4});
+  auto second = quiet_scaler({.init_scale = 8});
+  set_gradient(x, {32});
+  first.unscale_(optimizer);
+  second.unscale_(optimizer);
+  EXPECT_TRUE(first.step(optimizer).ran());
+  EXPECT_EQ(x.item<float>(), -1);
+  first.update();
+  second.update();
+  EXPECT_EQ(first.get_scale(), 4);
+  EXPECT_EQ(second.get_scale(), 8);
+}
+
+TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
+  auto x = parameter({0});
+  auto scaler = quiet_scaler({.init_scale = 4});
+  {
+    auto optimizer = std::make_unique<TypeParam>(this->sgd({x}));
+    set_gradient(x, {kInfinity});
+    scaler.unscale_(*optimizer);
+  }
+  scaler.update();
+  EXPECT_EQ(scaler.get_scale(), 2);
+}
+
+TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
+  auto x = parameter({0});
+  auto optimizer = this->sgd({x});
+  GradScaler scaler({.init_scale = 4});
+  scaler.scale(scaler.scale(x.sum())).backward();
+  scaler.step(optimizer);
+  EXPECT_EQ(x.item<float>(), -4);
+}
+
+TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
+  auto x = parameter({});
+  auto optimizer = this->sgd({x});
+  auto scaler = quiet_scaler({});
+  set_gradient(x, {});
+  EXPECT_TRUE(scaler.step(optimizer).ran());
+  scaler.update();
+}
+
+TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
+  auto x = parameter({1});
+  auto without_gradients = this->sgd({x});
+  // mezzo's refuses to be without parameters.
+  torch::optim::SGD without_parameters(std::vector<torch::Tensor>{}, /*lr=*/1.0);
+  auto scaler = quiet_scaler({});
+  for (const AnyOptimizer optimizer :
+       {AnyOptimizer(without_gradients), AnyOptimizer(without_parameters)}) {
+    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+                HasSubstr("No inf checks were recorded for this optimizer."));
+  }
+  EXPECT_THAT(error_of([&] { scaler.update(); }),
+              HasSubstr("No inf checks were recorded prior to update."));
+}
+
+TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) {
+  for (const bool unscales_before : {false, true}) {
+    auto x = parameter({0}), y = parameter({0});
+    auto optimizer = this->sgd({x, y});
+    auto scaler = quiet_scaler({.init_scale = 4});
+    set_gradient(x, {4});
+    y.mutable_grad() = x.grad();
+    if (unscales_before) scaler.unscale_(optimizer);
+    scaler.step(optimizer);
+    EXPECT_EQ(x.item<float>(), -1);
+    EXPECT_EQ(y.item<float>(), -1);
+  }
+}
+
+TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
+  auto x = parameter({0}), y = parameter({0});
+  auto optimizer = this->sgd({x, y});
+  auto scaler = quiet_scaler({.init_scale = 4});
+  set_gradient(x, {16});
+  y.mutable_grad() = x.grad().detach();
+  scaler.unscale_(optimizer);
+  EXPECT_EQ(x.grad().item<float>(), 1);
+}
+
+TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
+  auto x = parameter({0}), y = parameter({0}), z = parameter({0});
+  auto optimizer = this->sgd({x});
+  for (const auto& other : {y, z}) {
+    optimizer.add_param_group(torch::optim::OptimizerParamGroup({other}));
+  }
+  auto& groups = optimizer.param_groups();
+  auto scaler = quiet_scaler({.init_scale = 4});
+  for (const auto& each : {x, y, z}) set_gradient(each, {4});
+  scaler.unscale_(optimizer);
+  groups.erase(groups.begin());
+  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("already been called"));
+  scaler.step(optimizer);
+  EXPECT_EQ(y.item<float>(), -1) << "unscaled once";
+  groups.erase(groups.begin());
+  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
+  EXPECT_EQ(z.item<float>(), -1) << "stepped once";
+}
+
+TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
+  auto scaler = quiet_scaler({.init_scale = 4});
+  for (const auto dtype :
+       {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
+    const Tensor scaled = scaler.scale(torch::full({2}, 3, dtype));
+    EXPECT_EQ(scaled.scalar_type(), dtype);
+    EXPECT_TRUE(torch::equal(scaled, torch::full({2}, 12, dtype))) << dtype;
+  }
+}
+
+// --- The scaler's state to and from a dictionary, an archive, and torch.amp.
+
+/// Iterations of `scaler`, each with a gradient.
+void run(GradScaler& scaler, const std::vector<float>& gradients) {
+  const torch::Tensor x = test_support::parameter({0});
+  torch::optim::SGD optimizer = test_support::sgd({x});
+  for (const float gradient : gradients) {
+    (void)scaler.scale(torch::zeros({}));
+    test_support::set_gradient(x, {gradient});
+    scaler.step(optimizer);
+    scaler.update();
+  }
+}
+
+LossScale unusual_options() {
+  return {.init_scale = 64,
+          .growth_factor = 3,
+          .backoff_factor = 0.25,
+          .growth_interval = 5,
+          .min_scale = 0.5,
+          .max_scale = 1024,
+          .hysteresis = 3};
+}
+
+/// Python's scaler takes what is read from a file, and refuses a growth_interval that is a float.
+TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
+  GradScaler scaler(unusual_options());
+  std::stringstream file;
+  torch::save(scaler, file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  for (const char* const key : mezzo::detail::kScalerStateKeys) {
+    torch::Tensor value;
+    archive.read(key, value, /*is_buffer=*/true);
+    const bool is_count = std::string(key).find("interval") != std::string::npos ||
+                          std::string(key).find("hysteresis") != std::string::npos ||
+                          std::string(key) == "_growth_tracker" ||
+                          std::string(key) == "_loss_scale_kind";
+    EXPECT_EQ(value.scalar_type(), is_count ? torch::kLong : torch::kDouble) << key;
+  }
+}
+
+/// As files were before.
+TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
+  std::stringstream file;
+  torch::serialize::OutputArchive written;
+  for (const auto& [key, value] : GradScaler(unusual_options()).state_dict()) {
+    written.write(key, torch::tensor(value, torch::kDouble), /*is_buffer=*/true);
+  }
+  written.save_to(file);
+  GradScaler scaler;
+  torch::load(scaler, file);
+  EXPECT_EQ(scaler.get_growth_interval(), 5);
+}
+
+TEST(GradScalerState, ComesBackWhole) {
+  GradScaler source(unusual_options());
+  source.on_skip(nullptr);
+  run(source, {kInfinity, kInfinity, kInfinity, 1, 1, kInfinity});
+  for (const bool has_scaled : {false, true}) {
+    GradScaler restored;
+    restored.on_skip(nullptr);
+    if (has_scaled) run(restored, {1, 1, 1});
+    restored.load_state_dict(source.state_dict());
+    EXPECT_EQ(restored.state_dict(), source.state_dict());
+    const std::vector<float> gradients{kInfinity, kInfinity, 1, 1, 1, 1, 1, 1, kInfinity};
+    auto continued = GradScaler(unusual_options());
+    continued.load_state_dict(source.state_dict());
+    continued.on_skip(nullptr);
+    run(restored, gradients);
+    run(continued, gradients);
+    EXPECT_EQ(restored.state_dict(), continued.state_dict());
+  }
+}
+
+TEST(GradScalerState, GoesThroughAnArchive) {
+  GradScaler source(unusual_options());
+  source.on_skip(nullptr);
+  run(source, {1, 1, kInfinity});
+  std::stringstream stream;
+  torch::save(source, stream);
+  GradScaler restored;
+  torch::load(restored, stream);
+  EXPECT_EQ(restored.state_dict(), source.state_dict());
+}
+
+TEST(GradScalerState, AFixedScaleStaysFixed) {
+  GradScaler restored;
+  restored.load_state_dict(GradScaler(LossScale::fixed(128)).state_dict());
+  EXPECT_EQ(restored.rule().kind, mezzo::LossScaleKind::fixed);
+  EXPECT_EQ(restored.get_scale(), 128.0);
+}
+
+TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
+  GradScaler scaler(unusual_options());
+  scaler.load_state_dict({{"scale", 512},
+                          {"growth_factor", 2},
+                          {"backoff_factor", 0.5},
+                          {"growth_interval", 7},
+                          {"_growth_tracker", 4}});
+  const auto state = scaler.state_dict();
+  EXPECT_EQ(state.at("scale"), 512);
+  EXPECT_EQ(state.at("_growth_tracker"), 4);
+  EXPECT_EQ(state.at("max_scale"), 1024);
+  EXPECT_EQ(state.at("hysteresis"), 3);
+  EXPECT_EQ(state.at("_hysteresis_left"), 3);
+}
+
+TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
+  const auto disabled = GradScaler({.enabled = false});
+  const std::string words =
+      "The source state dict is empty, possibly because it was saved from a disabled instance of "
+      "GradScaler.";
+  GradScaler scaler;
+  EXPECT_THAT(error_of([&] { scaler.load_state_dict(disabled.state_dict()); }),
+              testing::StartsWith(words));
+  std::stringstream stream;
+  torch::save(disabled, stream);
+  EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
+}
+
+TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
+  GradScaler scaler(unusual_options());
+  run(scaler, {1, 1});
+  const auto before = scaler.state_dict();
+  const auto error_with = [&](const std::string& key, double value) {
+    auto state = before;
+    state[key] = value;
+    return error_of([&] { scaler.load_state_dict(state); });
+  };
+  EXPECT_THAT(error_with("scale", 0), HasSubstr("scale is 0"));
+  EXPECT_THAT(error_with("scale", 4096), HasSubstr("scale is 4096"));
+  EXPECT_THAT(error_with("scale", std::nan("")), HasSubstr("scale is nan"));
+  EXPECT_THAT(error_with("growth_factor", 1), HasSubstr("growth_factor is 1"));
+  EXPECT_THAT(error_with("backoff_factor", 0), HasSubstr("backoff_factor is 0"));
+  EXPECT_THAT(error_with("growth_interval", 2.5), HasSubstr("growth_interval = 2.5"));
+  EXPECT_THAT(error_with("_growth_tracker", -1), HasSubstr("_growth_tracker = -1"));
+  EXPECT_THAT(error_with("_hysteresis_left", std::nan("")), HasSubstr("_hysteresis_left = nan"));
+  EXPECT_THAT(error_with("_loss_scale_kind", 3), HasSubstr("_loss_scale_kind = 3"));
+  auto incomplete = before;
+  incomplete.erase("_growth_tracker");
+  EXPECT_THAT(error_of([&] { scaler.load_state_dict(incomplete); }),
+              HasSubstr("lacks \"_growth_tracker\""));
+  EXPECT_EQ(scaler.state_dict(), before);
+}
+
+TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
+  GradScaler scaler;
+  (void)scaler.scale(torch::zeros({}));
+  const torch::Tensor x = test_support::parameter({0});
+  torch::optim::SGD optimizer = test_support::sgd({x});
+  test_support::set_gradient(x, {1});
+  scaler.unscale_(optimizer);
+  std::stringstream stream;
+  EXPECT_THAT(
+      error_of([&] { torch::save(scaler, stream); }),
+      testing::StartsWith("A GradScaler instance may only be pickled at the beginning of an "
+                          "iteration, or at the end after scaler.update()."));
+}
+
+/// Otherwise the step after the load would take scaled gradients for unscaled ones.
+TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
+  GradScaler scaler({.init_scale = 8});
+  std::stringstream stream;
+  torch::save(scaler, stream);
+  torch::Tensor x = torch::zeros({1}, torch::requires_grad());
+  torch::optim::SGD optimizer(std::vector<torch::Tensor>{x}, torch::optim::SGDOptions(1));
+  const auto backward = [&] {
+    optimizer.zero_grad();
+    scaler.scale(x.mul(0.5).sum()).backward();
+  };
+  backward();
+  scaler.unscale_(optimizer);
+  torch::load(scaler, stream);
+  EXPECT_FALSE(scaler.is_in_iteration());
+  backward();
+  scaler.step(optimizer);
+  scaler.update();
+  EXPECT_EQ(x.item<float>(), -0.5F);
+}
+
+}  // namespace
