@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/same_bits.h"
 #include "../support/saved.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
@@ -185,6 +186,32 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
       ASSERT_EQ(got == nullptr, wanted == nullptr);
       if (got != nullptr) expect_same_state(*got, *wanted);
     }
+  }
+}
+
+/// torch::optim::Adagrad makes the states of all parameters, other ranks' too, at the beginning.
+TEST(ShardedFiles, AStateIsItsOwnersWhoeverElseHasOne) {
+  using torch::optim::Adagrad;
+  const SomeRanks group(numbers_of_ranks().back());
+  const torch::optim::AdagradOptions options(0.01);
+  Model alone, other;
+  std::string archive;
+  if (group.has_this()) {
+    Model model;
+    ShardedOptimizer<Adagrad> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
+    train(model, sharded, 0, 3);
+    archive = saved(sharded);
+  }
+  Adagrad whole(alone->parameters(), options), loaded(other->parameters(), options);
+  train(alone, whole, 0, 3);
+  load(loaded, from_rank_0(archive));
+  const auto sum_of = [](Adagrad& optimizer, const at::Tensor& parameter) {
+    auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
+    return static_cast<torch::optim::AdagradParamState&>(state).sum();
+  };
+  for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
+    EXPECT_THAT(sum_of(loaded, other->parameters()[i]),
+                test_support::SameBits(sum_of(whole, alone->parameters()[i])));
   }
 }
 

@@ -114,7 +114,7 @@ struct AutocastSetting {
 };
 
 /// Returns the setting that this machine runs natively, and why (`.reason`):
-/// - CPU: bfloat16 with avx512_bf16 or amx_bf16, else autocast off.
+/// - CPU: bfloat16 with avx512_bf16, else autocast off.
 /// - CUDA: bfloat16 from compute capability 8.0, float16 (with a GradScaler) from 7.0, else off.
 /// - MPS: float16 (with a GradScaler), libtorch's default; mezzo has not been run on one.
 ///

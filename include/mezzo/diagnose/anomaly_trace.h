@@ -20,7 +20,6 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <ATen/record_function.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -33,6 +32,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <iostream>
@@ -453,12 +453,11 @@ class AnomalyTrace final : private detail::OpObserver {
     return told;
   }
 
-  /// Returns the last ops before the first anomaly, or so far, the earliest first. Views are left
-  /// out.
+  /// Returns the last ops but views before the first anomaly, or so far; the earliest first.
   std::vector<AnomalyFrame> frames() const {
     const std::vector<Anomaly> told = anomalies();
     const auto locked = lock();
-    return told.empty() ? frames_ : told.front().frames;
+    return told.empty() ? std::vector(frames_.begin(), frames_.end()) : told.front().frames;
   }
 
   /// Returns whether a backward pass has run a node since this object was made.
@@ -555,7 +554,7 @@ class AnomalyTrace final : private detail::OpObserver {
       if (judge(op, frame, read, outputs)) return;
     }
     frames_.push_back(std::move(frame));
-    if (frames_.size() > options_.frames) frames_.erase(frames_.begin());
+    if (frames_.size() > options_.frames) frames_.pop_front();
   }
 
   /// Returns whether an inf or NaN began in this op, or arrived there, and notes it.
@@ -602,7 +601,7 @@ class AnomalyTrace final : private detail::OpObserver {
       if (anomaly.inputs[i].is_finite()) continue;
       remember(read[i], {found_.size()}, std::make_shared<bool>(true));
     }
-    anomaly.frames = frames_;
+    anomaly.frames = {frames_.begin(), frames_.end()};
     found_.push_back(std::move(anomaly));
     return true;
   }
@@ -650,7 +649,7 @@ class AnomalyTrace final : private detail::OpObserver {
 
   AnomalyTraceOptions options_;
   std::vector<Anomaly> found_;
-  std::vector<AnomalyFrame> frames_;
+  std::deque<AnomalyFrame> frames_;
   std::unordered_map<const c10::StorageImpl*, Fact> facts_;
   bool ran_in_16_bits_ = false;
 };

@@ -25,7 +25,6 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
-#include <c10/util/StringUtil.h>
 #include <torch/csrc/jit/runtime/graph_executor.h>
 
 #include <algorithm>
@@ -471,7 +470,7 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
     std::function<std::vector<at::Tensor>()> forward = [&model, &sample] {
       const auto call = [&model](const auto&... arguments) { return model.forward(arguments...); };
       auto result = [&] {
-        if constexpr (detail::TupleLike<Sample>)
+        if constexpr (detail::TupleLike<Sample> && !requires { model.forward(sample); })
           return std::apply(call, sample);
         else
           return call(sample);

@@ -14,6 +14,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -71,45 +72,48 @@ struct Overflow {
   }
 };
 
-/// Reads the gradients that `parameters` have now. Writes nothing. Reads all once, and those that
-/// are not finite again; waits for the device.
+/// Reads the gradients that `parameters` have now; waits for the device. Writes nothing.
 /// \param loss_scale  that the gradients carry, or carried
 inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1) {
   const at::NoGradGuard no_grad;
-  std::vector<at::Tensor> gradients;
+  std::vector<at::Tensor> all;  // of a sparse gradient its rows
   for (const auto& [name, parameter] : parameters) {
-    const at::Tensor gradient = parameter.grad();
-    const bool is_sparse = gradient.defined() && gradient.is_sparse();
-    gradients.push_back(is_sparse ? gradient.coalesce() : gradient);
+    at::Tensor gradient = parameter.grad();
+    if (gradient.defined() && gradient.is_sparse()) gradient = gradient.coalesce();
+    all.push_back(detail::is_readable(gradient) ? detail::ordered_values(gradient) : at::Tensor());
   }
-  std::vector<TensorSummary> summaries = summarize(gradients);
+  std::vector<TensorSummary> summaries = summarize(all);
   const bool by_unscaling = loss_scale < 1 && detail::all_finite(summaries);
   if (by_unscaling) {
-    for (at::Tensor& gradient : gradients) {
-      if (!gradient.defined()) continue;
-      const auto wide = gradient.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      gradient = gradient.to(at::kDouble).div(loss_scale).to(wide);
+    for (at::Tensor& values : all) {
+      if (!values.defined()) continue;
+      const auto wide = c10::promoteTypes(values.scalar_type(), at::kFloat);
+      values = values.to(at::kDouble).div(loss_scale).to(wide);
     }
-    summaries = summarize(gradients);
+    summaries = summarize(all);
   }
   Overflow overflow;
   std::set<std::string> layers, overflowed;
   for (std::size_t i = parameters.size(); i-- > 0;) {
-    const std::string& name = parameters[i].first;
-    const TensorSummary& summary = summaries[i];
+    const auto& [name, parameter] = parameters[i];
+    TensorSummary& summary = summaries[i];
     if (summary.count == 0) continue;
     layers.insert(detail::layer_name(name));
     if (summary.is_finite()) continue;
     overflowed.insert(detail::layer_name(name));
-    const at::Tensor values = gradients[i].is_sparse() ? gradients[i].to_dense() : gradients[i];
-    const at::Tensor is_bad = values.isfinite().logical_not();
-    const at::Tensor first = is_bad.nonzero()[0].cpu().contiguous();
+    summary.name = name;
+    summary.sizes = parameter.grad().sizes().vec();
+    const at::Tensor is_bad = all[i].isfinite().logical_not();
+    at::Tensor first = is_bad.nonzero()[0].cpu().contiguous();
+    if (parameter.grad().is_sparse()) {  // from the row among those that there are
+      const at::Tensor rows = parameter.grad().coalesce().indices().cpu();
+      first = at::cat({rows.select(1, first[0].item<int64_t>()), first.slice(0, 1)});
+    }
     const auto* const index = first.const_data_ptr<int64_t>();
     overflow.parameters.push_back({summary,
                                    {index, index + first.numel()},
-                                   values.masked_select(is_bad)[0].item<double>(),
+                                   all[i].masked_select(is_bad)[0].item<double>(),
                                    by_unscaling});
-    overflow.parameters.back().name = name;
   }
   overflow.layers = static_cast<std::int64_t>(layers.size());
   overflow.overflowed_layers = static_cast<std::int64_t>(overflowed.size());

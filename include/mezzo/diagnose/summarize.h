@@ -10,8 +10,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/aminmax.h>
 #include <ATen/ops/stack.h>
-#include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
@@ -257,42 +257,40 @@ inline bool vanishes(double value, at::ScalarType dtype) {
 }  // namespace detail
 
 /// Returns a summary of each tensor; an empty one of a tensor without floating numbers. Writes
-/// nothing. Waits for the device once.
+/// nothing. Waits for the device once, and again for each tensor that holds inf or NaN.
 inline std::vector<TensorSummary> summarize(const std::vector<at::Tensor>& tensors) {
-  constexpr double kInf = std::numeric_limits<double>::infinity();
   const at::NoGradGuard no_grad;
   std::vector<TensorSummary> summaries(tensors.size());
-  std::vector<at::Tensor> counted;
+  std::vector<at::Tensor> ends;
   for (const at::Tensor& tensor : tensors) {
     if (!detail::is_readable(tensor)) continue;
-    const at::Tensor values = detail::ordered_values(tensor), is_finite = values.isfinite();
-    for (const at::Tensor& number :
-         {at::where(is_finite, values, kInf).min(), at::where(is_finite, values, -kInf).max(),
-          at::where(is_finite, values.abs(), kInf).min(), values.isinf().sum(),
-          values.isneginf().sum(), values.isnan().sum()}) {
-      const at::Device device = counted.empty() ? number.device() : counted.front().device();
-      counted.push_back(number.to(device, at::kDouble));
-    }
+    const at::Tensor values = detail::ordered_values(tensor);
+    const auto [low, high] = at::aminmax(values);
+    ends.insert(ends.end(), {low, high, values.abs().min()});
   }
-  if (counted.empty()) return summaries;
-  const at::Tensor known = at::stack(counted).cpu();
+  if (ends.empty()) return summaries;
+  for (at::Tensor& end : ends) end = end.to(ends.front().device(), at::kDouble);
+  const at::Tensor known = at::stack(ends).cpu();
   const double* number = known.const_data_ptr<double>();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!detail::is_readable(tensors[i])) continue;
     TensorSummary& summary = summaries[i];
-    summary.dtype = tensors[i].scalar_type();
-    summary.sizes = tensors[i].sizes().vec();
-    summary.count = tensors[i].is_sparse() ? tensors[i]._values().numel() : tensors[i].numel();
-    summary.infs = static_cast<std::int64_t>(number[3]);
-    summary.negative_infs = static_cast<std::int64_t>(number[4]);
-    summary.nans = static_cast<std::int64_t>(number[5]);
-    if (summary.infs + summary.nans < summary.count) {
+    const at::Tensor values = detail::ordered_values(tensors[i]);
+    if (detail::nonfinite_bits(number[0]) || detail::nonfinite_bits(number[1])) {
+      summary = summarize({values.masked_select(values.isfinite())}).front();
+      summary.infs = values.isinf().sum().item<int64_t>();
+      summary.negative_infs = values.isneginf().sum().item<int64_t>();
+      summary.nans = values.isnan().sum().item<int64_t>();
+    } else {
       summary.minimum = number[0];
       summary.maximum = number[1];
       summary.smallest = number[2];
       summary.largest = std::max(std::abs(number[0]), std::abs(number[1]));
     }
-    number += 6;
+    summary.dtype = tensors[i].scalar_type();
+    summary.sizes = tensors[i].sizes().vec();
+    summary.count = values.numel();
+    number += 3;
   }
   return summaries;
 }

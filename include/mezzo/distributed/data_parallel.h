@@ -46,7 +46,7 @@ class Replica {
           const DataParallelOptions& options)
       : parameters_(once_.all(module.named_parameters())),
         buffers_(once_.all(module.named_buffers())),
-        group_(group),
+        group_(checked(group, "DataParallel")),
         broadcasts_(options.broadcast_buffers),
         all_reduce_(
             broadcast_and_select_trained(), group,
@@ -80,9 +80,8 @@ class Replica {
  private:
   /// Gives all ranks rank 0's values; returns the parameters that require grad.
   std::vector<at::Tensor> broadcast_and_select_trained() const {
-    checked(group_, "DataParallel");
-    NamedTensors all = parameters_;
-    all.insert(all.end(), buffers_.begin(), buffers_.end());
+    NamedTensors all = parameters_;  // a buffer is no parameter, though it may require grad
+    for (const auto& [name, buffer] : buffers_) all.emplace_back(name, buffer.detach());
     auto trained = broadcast_alike(
         all, group_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
     TORCH_CHECK(!trained.empty(), "DataParallel on rank ", group_->getRank(),

@@ -76,9 +76,9 @@ class Shards {
                 "a new ShardedOptimizer with all parameters that are trained");
     return found->second;
   }
-  bool is_others(const void* parameter) const {
+  bool is_others(const void* parameter, int than = -1) const {
     const auto found = owners_.find(parameter);
-    return found != owners_.end() && found->second != rank();
+    return found != owners_.end() && found->second != (than < 0 ? rank() : than);
   }
 
   /// Gives all ranks the parameters that their owners have stepped. Waits.
@@ -147,7 +147,9 @@ class Sharded : public OptimizerType, public optim::ShardedState {
       failure += failure_of([&] {
         if (shards_.rank() != 0 || text.empty()) return;
         const auto part = read(text, at::kCPU);
-        for (auto& [parameter, state] : part->state()) whole->state()[parameter] = std::move(state);
+        for (auto& [parameter, state] : part->state()) {  // some make all at the beginning
+          if (!shards_.is_others(parameter, rank)) whole->state()[parameter] = std::move(state);
+        }
       });
     }
     throw_together(shards_.group(), "ShardedOptimizer::save", failure);

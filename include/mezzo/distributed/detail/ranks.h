@@ -62,7 +62,6 @@ inline void all_gather(const GroupPtr& group, const at::Tensor& output, const at
 /// MiB of one device and dtype at a time. Waits.
 inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tensors, int root) {
   if (group->getSize() == 1) return;
-  constexpr std::size_t kEnough = std::size_t{25} << 20;
   const c10::NoGradGuard no_grad;
   const auto send = [&](const std::vector<at::Tensor>& pack) {
     std::vector<at::Tensor> flat = {at::flatten_dense_tensors(pack)};
@@ -79,7 +78,8 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
     alike[{tensor.device().str(), tensor.scalar_type()}].push_back(tensor.detach());
   }
   for (const auto& [of, all] : alike) {
-    for (const auto& pack : torch::utils::take_tensors(all, kEnough)) send(pack.tensors);
+    for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
+      send(pack.tensors);
   }
 }
 
