@@ -280,15 +280,6 @@ TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
   }
 }
 
-TEST_P(Captures, TheTableOfManyParametersIsCopiedOnce) {
-  Training gpu(host_gpu::device(), kManyParameters);
-  gpu.iterate();
-  gpu.iterate();
-  const host_gpu::Counts before = host_gpu::counts();
-  gpu.iterate();
-  EXPECT_EQ(host_gpu::counts().copies_from_host - before.copies_from_host, 0);
-}
-
 // The letter's memory is another's only when its kernel has run.
 TEST_P(Captures, AScalerMayEndBeforeItsLetterHasCome) {
   auto gpu = std::make_unique<Training>(host_gpu::device());
