@@ -12,7 +12,8 @@ namespace test_support {
 class LoadedLibrary {
  public:
   /// With RTLD_GLOBAL its symbols are those of all libraries that are loaded later.
-  LoadedLibrary(const char* path, int scope) : path_(path), handle_(dlopen(path, RTLD_NOW | scope)) {
+  LoadedLibrary(const char* path, int scope)
+      : path_(path), handle_(dlopen(path, RTLD_NOW | scope)) {
     if (handle_ != nullptr) return;
     std::fprintf(stderr, "%s\n", dlerror());
     std::exit(1);
