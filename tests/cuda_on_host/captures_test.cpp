@@ -8,6 +8,7 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -21,16 +22,16 @@
 #include "../support/error_of.h"
 #include "../support/special_values.h"
 #include "../support/state_of.h"
-#include "training.h"
+#include "../support/training.h"
+#include "host_gpu.h"
 
 namespace {
 
-using cuda_on_host::expect_same;
-using cuda_on_host::Training;
-using cuda_on_host::TrainingOptions;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
 using test_support::error_of;
+using test_support::expect_same;
+using test_support::TrainingOptions;
 using testing::HasSubstr;
 
 /// In many orders of what the streams do.
@@ -41,6 +42,14 @@ class Captures : public testing::TestWithParam<uint64_t> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{3}));
+
+/// Whose making has run: tests go on on streams of their own.
+struct Training : test_support::Training {
+  explicit Training(at::Device device, const TrainingOptions& options = {})
+      : test_support::Training(device, options) {
+    host_gpu::run_all();
+  }
+};
 
 /// More parameters than a table holds: it is copied to the device.
 const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
