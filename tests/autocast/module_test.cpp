@@ -172,18 +172,6 @@ TEST(AutocastModule, ReadsAndWritesTheModulesOwnCheckpoints) {
   EXPECT_TRUE(torch::equal(restored->linear->weight, plain->linear->weight));
 }
 
-TEST(AutocastModule, ClonesIntoAWrappedCopyOfItsOwn) {
-  AutocastModule wrapped(Gated(), {.device = torch::kCPU, .dtype = torch::kBFloat16});
-  wrapped->eval();
-  const auto copy =
-      std::dynamic_pointer_cast<mezzo::AutocastModuleImpl<GatedImpl>>(wrapped->clone());
-  ASSERT_NE(copy, nullptr);
-  const Tensor x = torch::rand({2, 4});
-  copy->eval();
-  EXPECT_TRUE(torch::equal(copy->forward(x, 2.0), wrapped(x)));
-  EXPECT_FALSE(copy->module()->gate.is_same(wrapped->module()->gate));
-}
-
 // A module in libtorch's usual idiom, with a wrapped child.
 struct ParentImpl : torch::nn::Cloneable<ParentImpl> {
   ParentImpl() { reset(); }

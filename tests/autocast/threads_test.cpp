@@ -16,18 +16,6 @@ namespace {
 using mezzo::AutocastState;
 using torch::Tensor;
 
-TEST(AutocastState, TravelsToAThreadThatKnowsNothingOfIt) {
-  torch::ScalarType plain = torch::kDouble;
-  torch::ScalarType handed = torch::kDouble;
-  {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
-    std::thread([&plain] { plain = dtype_of_product(); }).join();
-    std::thread(mezzo::with_current_autocast([&handed] { handed = dtype_of_product(); })).join();
-  }
-  EXPECT_EQ(plain, torch::kFloat);
-  EXPECT_EQ(handed, torch::kHalf);
-}
-
 void set_every_device_type_by_hand() {
   for (const c10::DeviceType device : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
     at::autocast::set_autocast_enabled(device, device != torch::kCPU);
@@ -94,16 +82,6 @@ TEST(AutocastState, TravelsWithTheArgumentsOfTheWork) {
   const Tensor product = result.get();
   EXPECT_EQ(product.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(product.sum().to(torch::kFloat).item<float>(), 24.0F);
-}
-
-TEST(AutocastState, IsAValueThatOutlivesItsRegion) {
-  const AutocastState kept = [] {
-    const mezzo::Autocast<torch::kCPU> autocast;
-    return AutocastState::capture();
-  }();
-  EXPECT_EQ(dtype_of_product(), torch::kFloat);
-  const AutocastState::Scope scope(kept);
-  EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
 }
 
 }  // namespace

@@ -106,17 +106,6 @@ TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
   }
 }
 
-TEST_F(GradScalerCuda, ScalesUnscalesAndUpdatesWithoutASync) {
-  const auto x = torch::zeros({1000}, torch::device(torch::kCUDA).requires_grad(true));
-  torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(0.1));
-  GradScaler scaler;
-  (void)scaler.scale(torch::zeros({}, torch::kCUDA));
-  const ForbidSync forbid;
-  scaler.scale(x.sum()).backward();
-  scaler.unscale_(optimizer);
-  scaler.update();
-}
-
 TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
   const auto make = [](torch::Device device) {
     const auto x = torch::zeros({2}, torch::device(device).requires_grad(true));

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../support/special_values.h"
+#include "../support/training.h"
 #include "count_launches.h"
 #include "forbid_sync.h"
 
@@ -261,52 +262,12 @@ TEST_F(OptimCuda, AStepIsSixLaunchesWhateverTheNumberOfTensors) {
 
 #endif
 
-/// Three parameters, of which the gradients are the input, scaled; and what steps them.
-class GraphTraining {
- public:
-  explicit GraphTraining(torch::Device device)
-      : input(torch::full({3, 1000}, 1.0F, device)),
-        parameters_(torch::zeros({3, 1000}, device).unbind()),
-        optimizer_(parameters_, mezzo::optim::AdamWOptions(0.1)),
-        scaler_({.init_scale = 4, .growth_interval = 2}) {
-    scaler_.on_skip(nullptr);
-    optimizer_.set_lr_factors({1.0, 0.5, 0.25});
-    for (const auto& x : parameters_) x.mutable_grad() = torch::zeros_like(x);
-  }
-
-  mezzo::StepResult iterate() {
-    const auto scaled = scaler_.scale(input);
-    for (std::size_t i = 0; i < parameters_.size(); ++i) {
-      parameters_[i].mutable_grad().copy_(scaled[static_cast<int64_t>(i)]);
-    }
-    const auto result = scaler_.step(optimizer_, {.max_norm = 5.0});
-    scaler_.update();
-    return result;
-  }
-
-  double scale() const { return scaler_.get_scale(); }
-  void set_scale(double scale) {
-    (void)scaler_.scale(input);
-    scaler_.update(scale);
-  }
-  int64_t applied_steps() const { return optimizer_.applied_steps(); }
-  torch::Tensor weights() const { return torch::stack(parameters_).cpu(); }
-
-  torch::Tensor input;
-
- private:
-  std::vector<torch::Tensor> parameters_;
-  mezzo::optim::AdamW optimizer_;
-  GradScaler scaler_;
-};
-
 // A whole step, captured once and replayed through overflows and growth, and through a scale that
 // was set from outside, with the CPU beside it.
 TEST_F(OptimCuda, RunsInsideACudaGraph) {
   const auto stream = c10::cuda::getStreamFromPool();
   const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
-  GraphTraining cpu(torch::kCPU);
-  GraphTraining gpu(torch::kCUDA);
+  test_support::Training cpu(torch::kCPU), gpu(torch::kCUDA);
   cpu.iterate();
   gpu.iterate();  // makes the state
   stream.synchronize();

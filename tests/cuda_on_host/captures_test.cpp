@@ -8,30 +8,31 @@
 
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/core/StreamGuard.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdint>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
-#include "training.h"
+#include "../support/error_of.h"
+#include "../support/special_values.h"
+#include "../support/state_of.h"
+#include "../support/training.h"
+#include "host_gpu.h"
 
 namespace {
 
-using cuda_on_host::expect_same;
-using cuda_on_host::Training;
-using cuda_on_host::TrainingOptions;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
+using test_support::error_of;
+using test_support::expect_same;
+using test_support::TrainingOptions;
 using testing::HasSubstr;
-using testing::Property;
-
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// In many orders of what the streams do.
 class Captures : public testing::TestWithParam<uint64_t> {
@@ -41,6 +42,14 @@ class Captures : public testing::TestWithParam<uint64_t> {
 };
 
 INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{3}));
+
+/// Whose making has run: tests go on on streams of their own.
+struct Training : test_support::Training {
+  explicit Training(at::Device device, const TrainingOptions& options = {})
+      : test_support::Training(device, options) {
+    host_gpu::run_all();
+  }
+};
 
 /// More parameters than a table holds: it is copied to the device.
 const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
@@ -184,9 +193,8 @@ TEST_P(Captures, WithoutAWarmUpAreRefused) {
   const auto refuses = [](Training& training) {
     host_gpu::Graph graph;
     const c10::StreamGuard stream(host_gpu::new_stream());
-    EXPECT_THAT(
-        [&] { host_gpu::capture(graph, [&] { training.iterate(); }); },
-        testing::Throws<c10::Error>(Property(&c10::Error::msg, HasSubstr("before the capture"))));
+    EXPECT_THAT(error_of([&] { host_gpu::capture(graph, [&] { training.iterate(); }); }),
+                HasSubstr("before the capture"));
   };
   for (const TrainingOptions& options : all_options()) {
     Training cold(host_gpu::device(), options);
@@ -214,13 +222,10 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
     result = gpu.iterate();
     EXPECT_FALSE(result->ready());
     (void)eager.ready();  // asks for no event now
-    EXPECT_THAT([&] { (void)result->ran(); },
-                testing::Throws<c10::Error>(
-                    Property(&c10::Error::msg, HasSubstr("while a CUDA graph is being captured"))));
+    EXPECT_THAT(error_of([&] { (void)result->ran(); }),
+                HasSubstr("while a CUDA graph is being captured"));
   });
-  EXPECT_THAT(
-      [&] { (void)result->ran(); },
-      testing::Throws<c10::Error>(Property(&c10::Error::msg, HasSubstr("has not been replayed"))));
+  EXPECT_THAT(error_of([&] { (void)result->ran(); }), HasSubstr("has not been replayed"));
   for (const float value : {1.0F, kInfinity, 2.0F}) {
     gpu.input.fill_(value);
     graph.replay();
@@ -280,15 +285,6 @@ TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
   }
 }
 
-TEST_P(Captures, TheTableOfManyParametersIsCopiedOnce) {
-  Training gpu(host_gpu::device(), kManyParameters);
-  gpu.iterate();
-  gpu.iterate();
-  const host_gpu::Counts before = host_gpu::counts();
-  gpu.iterate();
-  EXPECT_EQ(host_gpu::counts().copies_from_host - before.copies_from_host, 0);
-}
-
 // The letter's memory is another's only when its kernel has run.
 TEST_P(Captures, AScalerMayEndBeforeItsLetterHasCome) {
   auto gpu = std::make_unique<Training>(host_gpu::device());
@@ -335,44 +331,47 @@ TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
   EXPECT_EQ(rows, (std::vector<int64_t>{1, 2, 1, 2, 3}));
 }
 
+/// A training with an average of its weights.
+struct Averaged {
+  Averaged(at::Device device, const TrainingOptions& options) : training(device, options) {}
+  void iterate() { ema.update(training.iterate()); }
+
+  Training training;
+  mezzo::Ema ema{training.parameters(), {.decay = 0.75}};
+};
+
 TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
   for (const TrainingOptions& options : all_options()) {
-    Training cpu(at::kCPU, options);
-    Training gpu(host_gpu::device(), options);
-    mezzo::Ema of_cpu(cpu.parameters(), {.decay = 0.75});
-    mezzo::Ema of_gpu(gpu.parameters(), {.decay = 0.75});
+    Averaged cpu(at::kCPU, options), gpu(host_gpu::device(), options);
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
-      cpu.input.fill_(value);
-      gpu.input.fill_(value);
-      of_cpu.update(cpu.iterate());
-      const mezzo::StepResult result = gpu.iterate();
+      cpu.training.input.fill_(value);
+      gpu.training.input.fill_(value);
+      cpu.iterate();
+      const mezzo::StepResult result = gpu.training.iterate();
       const host_gpu::Counts before = host_gpu::counts();
-      of_gpu.update(result);
+      gpu.ema.update(result);
       EXPECT_EQ(host_gpu::counts().waits, before.waits);
       EXPECT_EQ(host_gpu::counts().copies_to_host, before.copies_to_host);
     }
-    expect_same(of_gpu, of_cpu);
+    expect_same(gpu.ema, cpu.ema);
   }
 }
 
 TEST_P(Captures, AnAverageIsPartOfTheGraph) {
   for (const TrainingOptions& options : all_options()) {
-    Training cpu(at::kCPU, options);
-    Training gpu(host_gpu::device(), options);
-    mezzo::Ema of_cpu(cpu.parameters(), {.decay = 0.75});
-    mezzo::Ema of_gpu(gpu.parameters(), {.decay = 0.75});
+    Averaged cpu(at::kCPU, options), gpu(host_gpu::device(), options);
     const c10::StreamGuard stream(host_gpu::new_stream());
-    of_cpu.update(cpu.iterate());
-    of_gpu.update(gpu.iterate());
+    cpu.iterate();
+    gpu.iterate();
     host_gpu::Graph graph;
-    host_gpu::capture(graph, [&] { of_gpu.update(gpu.iterate()); });
+    host_gpu::capture(graph, [&] { gpu.iterate(); });
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
-      cpu.input.fill_(value);
-      gpu.input.fill_(value);
-      of_cpu.update(cpu.iterate());
+      cpu.training.input.fill_(value);
+      gpu.training.input.fill_(value);
+      cpu.iterate();
       graph.replay();
     }
-    expect_same(of_gpu, of_cpu);
+    expect_same(gpu.ema, cpu.ema);
   }
 }
 
@@ -410,8 +409,7 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
   EXPECT_TRUE(at::equal(parameters.front().cpu(), before));
 }
 
-// --- Between two devices and their streams
-// ---------------------------------------------------------
+// --- Between two devices and their streams -----------------------------------------------------
 
 at::Tensor ones_on(int index) {
   return at::ones({3}, at::device(host_gpu::device(index)).dtype(at::kFloat));
@@ -452,8 +450,7 @@ TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
   EXPECT_EQ(parameter.grad()[0].item<float>(), 2.0F);
 }
 
-// --- What the host hears, and keeps
-// -------------------------------------------------------------------
+// --- What the host hears, and keeps ------------------------------------------------------------
 
 TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
   Training gpu(host_gpu::device());
@@ -491,8 +488,8 @@ TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
 TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
   Training gpu(host_gpu::device());
   gpu.iterate();
-  auto& state = static_cast<mezzo::optim::AdamWParamState&>(
-      *gpu.optimizer().state().at(gpu.parameters()[0].unsafeGetTensorImpl()));
+  auto& state =
+      test_support::state_of<mezzo::optim::AdamWParamState>(gpu.optimizer(), gpu.parameters()[0]);
   static_cast<torch::optim::AdamWParamState&>(state).step(41);
   gpu.iterate();
   EXPECT_EQ(state.step(), 42);

@@ -14,11 +14,11 @@
 
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../support/special_values.h"
 #include "host_device.h"
 #include "memory.h"
 
@@ -28,9 +28,6 @@ using cuda_on_host::copies_of;
 using cuda_on_host::kDtypes;
 using cuda_on_host::SameBits;
 using mezzo::Verdict;
-
-constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
-constexpr float kInf = std::numeric_limits<float>::infinity();
 
 class GradientsOnHost : public testing::Test {
  protected:
@@ -194,7 +191,7 @@ TEST_F(GradientsOnHost, UnscaleAndCheckMoreTensorsThanALaunchTakes) {
 TEST_F(GradientsOnHost, FindABadElementWhereverItIs) {
   for (const at::ScalarType dtype : kDtypes) {
     for (const int64_t place : {0, 8191, 20000}) {
-      for (const float bad : {kNan, -kInf}) {
+      for (const float bad : {kNan, -kInfinity}) {
         auto gradients = std::vector<at::Tensor>{at::ones({5}, dtype), at::ones({20001}, dtype)};
         gradients[1][place] = bad;
         expect_same_check(gradients);
@@ -209,7 +206,7 @@ TEST_F(GradientsOnHost, SeeAProductThatOverflows) {
   for (const at::ScalarType dtype : kDtypes) {
     const double most = dtype == at::kHalf ? 6e4 : dtype == at::kDouble ? 1e308 : 3e38;
     const std::vector<at::Tensor> gradients{at::full({9000}, most, at::kDouble).to(dtype)};
-    for (const float inv_scale : {1.0F, 2.0F, 100.0F, kInf, kNan}) {
+    for (const float inv_scale : {1.0F, 2.0F, 100.0F, kInfinity, kNan}) {
       expect_same_unscale(gradients, inv_scale);
       expect_same_summary(gradients, inv_scale);
     }

@@ -141,41 +141,41 @@ Weights with_masters(const std::string& name) {
   return weights;
 }
 
-enum class Way {
-  step,               ///< scaler.step(optimizer)
-  norm,               ///< scaler.step(optimizer, {.max_norm = 1})
-  norm_zero,          ///< scaler.step(optimizer, {.max_norm = 1, .zero_grad = true})
-  unscale,            ///< scaler.unscale_(optimizer), then step
-  unscale_norm,       ///< scaler.unscale_(optimizer), then as norm
-  unscale_value,      ///< scaler.unscale_(optimizer), gradients clamped to 0.05, then step
-  disabled,           ///< as norm, by a disabled scaler
-  bare,               ///< optimizer.step()
-  table,              ///< as norm, with a table of learning rates
-  zero,               ///< scaler.step(optimizer, {.zero_grad = true})
-  unscale_norm_zero,  ///< scaler.unscale_(optimizer), then as norm_zero
+/// How a step is taken: by a scaler, unless it is bare.
+struct Way {
+  const char* name;
+  bool unscales = false;    ///< by scaler.unscale_(optimizer), in a call of its own before the step
+  bool is_clipped = false;  ///< by {.max_norm = 1}
+  bool zeroes = false;      ///< by {.zero_grad = true}
+  bool clamps = false;      ///< gradients, to 0.05, before the step
+  bool is_disabled = false;
+  bool is_bare = false;    ///< optimizer.step()
+  bool has_table = false;  ///< of learning rates
 };
 
-constexpr std::pair<Way, const char*> kWays[] = {{Way::step, "step"},
-                                                 {Way::norm, "norm"},
-                                                 {Way::norm_zero, "norm_zero"},
-                                                 {Way::unscale, "unscale"},
-                                                 {Way::unscale_norm, "unscale_norm"},
-                                                 {Way::unscale_value, "unscale_value"},
-                                                 {Way::disabled, "disabled"},
-                                                 {Way::bare, "bare"},
-                                                 {Way::table, "table"},
-                                                 {Way::zero, "zero"},
-                                                 {Way::unscale_norm_zero, "unscale_norm_zero"}};
+constexpr Way kWays[] = {
+    {.name = "step"},
+    {.name = "norm", .is_clipped = true},
+    {.name = "norm_zero", .is_clipped = true, .zeroes = true},
+    {.name = "unscale", .unscales = true},
+    {.name = "unscale_norm", .unscales = true, .is_clipped = true},
+    {.name = "unscale_value", .unscales = true, .clamps = true},
+    {.name = "disabled", .is_clipped = true, .is_disabled = true},
+    {.name = "bare", .is_bare = true},
+    {.name = "table", .is_clipped = true, .has_table = true},
+    {.name = "zero", .zeroes = true},
+    {.name = "unscale_norm_zero", .unscales = true, .is_clipped = true, .zeroes = true}};
 
-/// Whether gradients lose the scale in a call of their own, before `step`.
-bool unscales_first(Way way) {
-  return way == Way::unscale || way == Way::unscale_norm || way == Way::unscale_value ||
-         way == Way::unscale_norm_zero;
+Way way_named(std::string_view name) {
+  for (const Way& way : kWays) {
+    if (way.name == name) return way;
+  }
+  TORCH_CHECK(false, "no way of stepping is named ", name);
 }
 
 struct Case {
   Weights weights;
-  Way way = Way::step;
+  Way way;
   double init_scale = 30000;  ///< no power of two, so that multiplying by its inverse rounds
   int64_t hysteresis = 1;
   bool writes_weights = false;  ///< somebody else writes some of the weights between two steps
@@ -225,7 +225,7 @@ std::vector<Tensor> group_of(const std::vector<Tensor>& parameters, std::size_t 
 
 /// Their norm is about 18 times the bound of clipping, and in each fourth step below it.
 void set_gradients(const std::vector<Tensor>& parameters, const Case& of, int step, double scale) {
-  const bool has_overflows = of.way != Way::disabled && of.way != Way::bare;
+  const bool has_overflows = !of.way.is_disabled && !of.way.is_bare;
   for (std::size_t i = 0; i != kParameters; ++i) {
     Tensor parameter = parameters[i];
     if (i == kSometimesWithoutGradient && step % 3 == 2) {
@@ -256,7 +256,7 @@ class Subject {
       : parameters_(parameters), inner_(make(groups(parameters, lr, finish), of, lr)) {
     if constexpr (kMasters) masters_.emplace(inner_);
     if constexpr (requires { stepped().set_lr_factors({}); }) {
-      if (of.way == Way::table) stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
+      if (of.way.has_table) stepped().set_lr_factors({0.25, 0.5, 1.0, 1.0, 0.5, 2.0, 0.125});
     }
   }
 
@@ -323,7 +323,7 @@ class Subject {
 mezzo::GradScaler make_scaler(const Case& of) {
   mezzo::GradScaler scaler({.init_scale = of.init_scale,
                             .growth_interval = 5,
-                            .enabled = of.way != Way::disabled,
+                            .enabled = !of.way.is_disabled,
                             .hysteresis = of.hysteresis,
                             .allow_fp16_gradients = of.weights.storage == WeightStorage::plain});
   scaler.on_skip(nullptr);
@@ -341,33 +341,11 @@ void add_result(const mezzo::StepResult& result, Hash& hash) {
 template <class Optimizer>
 mezzo::StepResult scaler_step(const std::vector<Tensor>& parameters, mezzo::GradScaler& scaler,
                               Optimizer& optimizer, Way way) {
-  switch (way) {
-    case Way::norm:
-    case Way::disabled:
-    case Way::table:
-      return scaler.step(optimizer, {.max_norm = 1.0});
-    case Way::zero:
-      return scaler.step(optimizer, {.zero_grad = true});
-    case Way::norm_zero:
-      return scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
-    case Way::unscale_norm_zero:
-      scaler.unscale_(optimizer);
-      return scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});
-    case Way::unscale:
-      scaler.unscale_(optimizer);
-      break;
-    case Way::unscale_norm:
-      scaler.unscale_(optimizer);
-      return scaler.step(optimizer, {.max_norm = 1.0});
-    case Way::unscale_value:
-      scaler.unscale_(optimizer);
-      torch::nn::utils::clip_grad_value_(parameters, 0.05);
-      break;
-    case Way::step:
-    case Way::bare:
-      break;
-  }
-  return scaler.step(optimizer);
+  if (way.unscales) scaler.unscale_(optimizer);
+  if (way.clamps) torch::nn::utils::clip_grad_value_(parameters, 0.05);
+  mezzo::StepOptions options{.zero_grad = way.zeroes};
+  if (way.is_clipped) options.max_norm = 1.0;
+  return scaler.step(optimizer, options);
 }
 
 struct Hashes {
@@ -377,10 +355,10 @@ struct Hashes {
 template <class Optimizer>
 void take_step(const std::vector<Tensor>& parameters, mezzo::GradScaler& scaler,
                Optimizer& optimizer, const Case& of, int step, Hashes& hashes) {
-  set_gradients(parameters, of, step, of.way == Way::bare ? 1.0 : scaler.get_scale());
+  set_gradients(parameters, of, step, of.way.is_bare ? 1.0 : scaler.get_scale());
   const Tensor loss = torch::ones({});
   std::optional<mezzo::StepResult> result;
-  if (of.way == Way::bare) {
+  if (of.way.is_bare) {
     optimizer.step();
   } else {
     (void)scaler.scale(loss);
@@ -404,9 +382,7 @@ void write_weights(const std::vector<Tensor>& parameters) {
 }
 
 /// Where a weight has a master, `.grad` after a call that unscales it may be of either dtype.
-bool compares_gradients(const Case& of) {
-  return !(of.weights.has_masters() && unscales_first(of.way));
-}
+bool compares_gradients(const Case& of) { return !(of.weights.has_masters() && of.way.unscales); }
 
 /// What `make(parameters)`, a Subject, computes: the columns of golden_bits.txt.
 template <class Make>
@@ -478,10 +454,7 @@ const NamedOptimizer& named(const std::vector<NamedOptimizer>& recipes, const st
 
 /// optimizer/weights/way
 std::string name_of(const NamedOptimizer& optimizer, const Case& of) {
-  for (const auto& [way, name] : kWays) {
-    if (way == of.way) return optimizer.name + '/' + of.weights.name + '/' + name;
-  }
-  TORCH_CHECK(false, "a way of stepping has no name");
+  return optimizer.name + '/' + of.weights.name + '/' + of.way.name;
 }
 
 struct NamedCase {
@@ -513,49 +486,49 @@ class Cases {
     constexpr std::size_t kWaysToPair = 9;
     for (std::size_t i = 0; i != mezzos_.size(); ++i) {
       for (std::size_t j = 0; j != weights.size(); ++j) {
-        add(mezzos_[i], {weights[j], kWays[(i + j) % kWaysToPair].first});
+        add(mezzos_[i], {weights[j], kWays[(i + j) % kWaysToPair]});
       }
     }
     for (std::size_t j = 0; j != weights.size(); ++j) {  // some ways that are left
       if (j % 8 == mezzos_.size()) continue;
-      add(mezzos_[j % 8], {weights[j], kWays[(8 + j) % kWaysToPair].first});
+      add(mezzos_[j % 8], {weights[j], kWays[(8 + j) % kWaysToPair]});
     }
   }
 
   void adamw_in_every_way() {
     for (const char* weights : {"float", "bfloat16_master", "bfloat16_split", "mixed_master"}) {
-      for (const auto& [way, name] : kWays) add(mezzos_[0], {weights_named(weights), way});
+      for (const Way& way : kWays) add(mezzos_[0], {weights_named(weights), way});
     }
   }
 
   void rare_cases() {
     for (const char* weights : {"bfloat16_master", "bfloat16_split", "bfloat16_stochastic",
                                 "half_master", "mixed_master"}) {
-      Case written{weights_named(weights), Way::norm};
+      Case written{weights_named(weights), way_named("norm")};
       written.writes_weights = true;
       add(mezzos_[0], written, "/written");
     }
-    add(mezzos_[0], {weights_named("float"), Way::norm, 65536.0}, "/power_of_two");
-    add(mezzos_[0], {weights_named("float"), Way::norm, 30000.0, 2}, "/hysteresis");
-    add(named(mezzos_, "sgd_dampening"), {weights_named("bfloat16_master"), Way::zero});
+    add(mezzos_[0], {weights_named("float"), way_named("norm"), 65536.0}, "/power_of_two");
+    add(mezzos_[0], {weights_named("float"), way_named("norm"), 30000.0, 2}, "/hysteresis");
+    add(named(mezzos_, "sgd_dampening"), {weights_named("bfloat16_master"), way_named("zero")});
   }
 
   void steps_of_libtorch() {
-    for (const auto& [way, name] : kWays) {
-      if (way == Way::bare) continue;
-      if (way != Way::table) {
+    for (const Way& way : kWays) {
+      if (way.is_bare) continue;
+      if (!way.has_table) {
         add(named(libtorchs_, "torch_sgd"), {weights_named("float"), way});
         add(named(libtorchs_, "torch_sgd"), {weights_named("double"), way});
       }
       add(named(libtorchs_, "masters_sgd"), {with_masters("bfloat16"), way});
     }
-    add(named(libtorchs_, "torch_sgd"), {weights_named("bfloat16"), Way::norm});
-    add(named(libtorchs_, "torch_sgd_momentum"), {weights_named("float"), Way::norm_zero});
-    for (const Way way : {Way::step, Way::norm, Way::unscale_norm, Way::norm_zero, Way::bare}) {
-      add(named(libtorchs_, "masters_sgd"), {with_masters("half"), way});
-      add(named(libtorchs_, "masters_sgd"), {with_masters("mixed_master"), way});
+    add(named(libtorchs_, "torch_sgd"), {weights_named("bfloat16"), way_named("norm")});
+    add(named(libtorchs_, "torch_sgd_momentum"), {weights_named("float"), way_named("norm_zero")});
+    for (const char* way : {"step", "norm", "unscale_norm", "norm_zero", "bare"}) {
+      add(named(libtorchs_, "masters_sgd"), {with_masters("half"), way_named(way)});
+      add(named(libtorchs_, "masters_sgd"), {with_masters("mixed_master"), way_named(way)});
     }
-    Case written{with_masters("bfloat16"), Way::norm};
+    Case written{with_masters("bfloat16"), way_named("norm")};
     written.writes_weights = true;
     add(named(libtorchs_, "masters_sgd"), written, "/written");
   }

@@ -6,57 +6,28 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 
-#include <dlfcn.h>
-
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <string>
 #include <vector>
 
-namespace {
-
-struct Library {
-  explicit Library(const char* path_in)
-      : path(path_in), handle(dlopen(path_in, RTLD_NOW | RTLD_GLOBAL)) {
-    if (handle == nullptr) {
-      std::fprintf(stderr, "%s\n", dlerror());
-      std::exit(1);
-    }
-  }
-  template <class Function>
-  Function* symbol(const char* name) const {
-    return reinterpret_cast<Function*>(dlsym(handle, name));
-  }
-
-  std::string path;
-  void* handle;
-};
-
-int failures = 0;
-
-void expect(bool holds, const Library& library, const char* what) {
-  if (holds) return;
-  std::fprintf(stderr, "not so: %s: %s\n", library.path.c_str(), what);
-  ++failures;
-}
-
-}  // namespace
+#include "../support/loaded_library.h"
 
 int main(int argc, char** argv) {
-  std::vector<Library> libraries;
-  for (int i = 1; i < argc; ++i) libraries.emplace_back(argv[i]);
+  std::vector<test_support::LoadedLibrary> libraries;
+  for (int i = 1; i < argc; ++i) libraries.emplace_back(argv[i], RTLD_GLOBAL);
   if (libraries.size() < 2) return 2;
   const at::Tensor parameter = at::ones({5}).requires_grad_();
-  for (const Library& library : libraries) {
-    const bool with_cuda = library.symbol<bool()>("was_built_with_cuda")();
-    expect(library.symbol<bool()>("has_cuda_kernels")() == with_cuda, library,
+  for (const auto& library : libraries) {
+    const auto expect = [&](bool holds, const char* what) {
+      test_support::expect(holds, library.path() + ": " + what);
+    };
+    const bool with_cuda = library.call<bool>("was_built_with_cuda");
+    expect(library.call<bool>("has_cuda_kernels") == with_cuda,
            "it calls the code that it was built with");
-    const char* type = library.symbol<const char*()>("type_name")();
-    expect((std::strstr(type, "_cuda") != nullptr) == with_cuda, library,
+    const char* type = library.call<const char*>("type_name");
+    expect((std::strstr(type, "_cuda") != nullptr) == with_cuda,
            "its types carry how it was built in their names");
-    expect(library.symbol<double(const at::Tensor&)>("sum_of_squares")(parameter) == 20, library,
+    expect(library.call<double, const at::Tensor&>("sum_of_squares", parameter) == 20,
            "its buckets work beside the others'");
   }
-  return failures;
+  return test_support::expect(true, "");
 }

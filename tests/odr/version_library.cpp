@@ -13,7 +13,6 @@
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <c10/macros/Export.h>
-#include <c10/util/Exception.h>
 
 #include <limits>
 #include <memory>
@@ -21,6 +20,8 @@
 #include <string>
 #include <typeinfo>
 #include <vector>
+
+#include "../support/error_of.h"
 
 namespace {
 
@@ -55,16 +56,6 @@ class Training {
 
 std::optional<mezzo::Autocast<at::kCPU>> region;
 mezzo::OpPolicy denied;  // and installed
-
-template <class Call>
-std::string error_of(const Call& call) {
-  try {
-    call();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "";
-}
 
 }  // namespace
 
@@ -102,9 +93,9 @@ C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Ten
   scaler.update();
 }
 
-/// What install_op_overrides says of an op to deny; empty if nothing.
+/// What install_op_overrides says of an op to deny.
 C10_EXPORT std::string deny(const std::string& op) {
-  return error_of(
+  return test_support::error_of(
       [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
 }
 

@@ -1,61 +1,23 @@
 // Loads two shared libraries that hold mezzo, each with local symbols, and checks that both obey
 // the same policies and that an op has one override between them: two_libraries FIRST SECOND
 
-#include <dlfcn.h>
+#include "../../support/loaded_library.h"
 
-#include <cstdio>
-#include <cstdlib>
-
-namespace {
-
-class Library {
- public:
-  explicit Library(const char* path) : handle_(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
-    if (handle_ == nullptr) {
-      std::fprintf(stderr, "%s\n", dlerror());
-      std::exit(1);
-    }
-  }
-
-  void enter(bool deny) const { symbol<void(bool)>("enter")(deny); }
-  void leave() const { symbol<void()>("leave")(); }
-  bool mm_runs_in_float() const { return symbol<bool()>("mm_runs_in_float")(); }
-  const void* registry() const { return symbol<const void*()>("registry")(); }
-
- private:
-  template <class Function>
-  Function* symbol(const char* name) const {
-    return reinterpret_cast<Function*>(dlsym(handle_, name));
-  }
-
-  void* handle_;
-};
-
-int failures = 0;
-
-void expect(bool holds, const char* what) {
-  if (!holds) {
-    std::fprintf(stderr, "not so: %s\n", what);
-    ++failures;
-  }
-}
-
-}  // namespace
+using test_support::expect;
 
 int main(int argc, char** argv) {
-  if (argc != 3) {
-    return 2;
-  }
-  const Library first(argv[1]);
-  const Library second(argv[2]);
-  first.enter(/*deny=*/true);
-  expect(first.mm_runs_in_float(), "the first library obeys its own policy");
-  expect(second.mm_runs_in_float(), "so does the second");
-  second.enter(/*deny=*/false);
-  expect(!first.mm_runs_in_float(), "an inner policy of the second library holds in the first");
-  expect(first.registry() == second.registry(), "there is one registry");
-  second.leave();
-  expect(first.mm_runs_in_float(), "the outer policy is back");
-  first.leave();
-  return failures;
+  if (argc != 3) return 2;
+  const test_support::LoadedLibrary first(argv[1], RTLD_LOCAL), second(argv[2], RTLD_LOCAL);
+  first.call<void>("enter", /*deny=*/true);
+  expect(first.call<bool>("mm_runs_in_float"), "the first library obeys its own policy");
+  expect(second.call<bool>("mm_runs_in_float"), "so does the second");
+  second.call<void>("enter", /*deny=*/false);
+  expect(!first.call<bool>("mm_runs_in_float"),
+         "an inner policy of the second library holds in the first");
+  expect(first.call<const void*>("registry") == second.call<const void*>("registry"),
+         "there is one registry");
+  second.call<void>("leave");
+  expect(first.call<bool>("mm_runs_in_float"), "the outer policy is back");
+  first.call<void>("leave");
+  return expect(true, "");
 }

@@ -4,15 +4,14 @@
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/ATen.h>
-#include <c10/core/StreamGuard.h>
+
+#include <gtest/gtest.h>
 
 #include <cstdint>
 #include <optional>
 #include <vector>
 
-#include "host_gpu.h"
-
-namespace cuda_on_host {
+namespace test_support {
 
 /// What a training is made of.
 struct TrainingOptions {
@@ -27,8 +26,7 @@ struct TrainingOptions {
   bool tells = false;     ///< of skipped steps, to a callback
 };
 
-/// Parameters whose gradients are an input, scaled; and what steps them: on the CPU, or on a GPU
-/// that the host plays.
+/// Parameters whose gradients are an input, scaled; and what steps them, on any device.
 class Training {
  public:
   explicit Training(at::Device device, const TrainingOptions& options = {})
@@ -40,7 +38,6 @@ class Training {
     scaler_.on_skip(nullptr);
     if (options.tells) scaler_.on_skip([](const mezzo::SkippedStep&) {});
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
-    host_gpu::run_all();  // tests go on on streams of their own
   }
 
   /// A whole iteration, in which every gradient is `input`.
@@ -73,6 +70,10 @@ class Training {
   mezzo::GradScaler& scaler() { return scaler_; }
   int64_t applied_steps() const { return optimizer_.applied_steps(); }
   double scale() const { return scaler_.get_scale(); }
+  void set_scale(double scale) {
+    (void)scaler_.scale(input);
+    scaler_.update(scale);
+  }
 
   at::Tensor input;
 
@@ -108,4 +109,4 @@ inline void expect_same(const mezzo::StepResult& device, const mezzo::StepResult
   EXPECT_EQ(device.was_unscaled(), cpu.was_unscaled());
 }
 
-}  // namespace cuda_on_host
+}  // namespace test_support
