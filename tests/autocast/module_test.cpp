@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "../support/saved.h"
+
 namespace {
 
 using mezzo::AutocastModule;
@@ -160,15 +162,12 @@ TEST(AutocastModule, ReadsAndWritesTheModulesOwnCheckpoints) {
   torch::manual_seed(2);
   const Gated plain;
   AutocastModule wrapped(Gated(), kBf16);
-  std::stringstream from_plain;
-  torch::save(plain, from_plain);
-  torch::load(wrapped, from_plain);
+  test_support::load(wrapped, test_support::saved(plain));
   EXPECT_TRUE(torch::equal(wrapped->module()->linear->weight, plain->linear->weight));
 
-  std::stringstream from_wrapped;
-  torch::save(wrapped, from_wrapped);
+  const std::string from_wrapped = test_support::saved(wrapped);
   Gated restored;
-  torch::load(restored, from_wrapped);
+  test_support::load(restored, from_wrapped);
   EXPECT_TRUE(torch::equal(restored->linear->weight, plain->linear->weight));
 }
 

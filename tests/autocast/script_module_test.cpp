@@ -10,12 +10,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "../support/error_of.h"
+#include "../support/saved.h"
 #include "../support/script_model.h"
 
 namespace {
@@ -173,12 +174,11 @@ TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
   EXPECT_EQ(net->named_buffers()["counter.calls"].item<float>(), 2);
 
   torch::jit::Module(script).forward({images()});  // not by way of the ScriptModule
-  std::stringstream file;
-  torch::save(net.ptr(), file);
+  const std::string file = test_support::saved(net.ptr());
   ScriptModule loaded(counter());
   loaded(images());
   auto pointer = loaded.ptr();
-  torch::load(pointer, file);
+  test_support::load(pointer, file);
   EXPECT_EQ(loaded->script().attr("counter").toModule().attr("calls").toTensor().item<float>(), 3);
 }
 
@@ -224,12 +224,7 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
     ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
     EXPECT_NO_THROW(net(torch::ones({2, 8})));
     const mezzo::Autocast<torch::kCPU> autocast;
-    try {
-      net(torch::ones({2, 8}));
-    } catch (const c10::Error& error) {
-      return std::string(error.what_without_backtrace());
-    }
-    return std::string("nothing");
+    return test_support::error_of([&] { net(torch::ones({2, 8})); });
   };
   EXPECT_THAT(refused("many_forks.pt"),
               testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is kept in a list"),

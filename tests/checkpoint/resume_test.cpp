@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/same_bits.h"
 #include "../support/scratch.h"
 
 namespace {
@@ -25,6 +26,7 @@ namespace {
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::WeightStorage;
+using test_support::SameBits;
 using test_support::Scratch;
 
 mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
@@ -67,8 +69,7 @@ class InterruptedTraining {
 
   /// All that training has come to.
   std::vector<torch::Tensor> outcome() {
-    std::vector<torch::Tensor> all;
-    for (const auto& tensor : model->parameters()) all.push_back(tensor.detach().clone());
+    std::vector<torch::Tensor> all = test_support::copies_of(model->parameters());
     for (const auto& tensor : model->buffers()) all.push_back(tensor.clone());
     for (const auto& tensor : ema.averages()) all.push_back(tensor.clone());
     for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
@@ -113,11 +114,7 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
   EXPECT_EQ(loaded->step, 9);
   for (int i = 0; i < 9; ++i) resumed.step();
 
-  const auto actual = resumed.outcome();
-  ASSERT_EQ(expected.size(), actual.size());
-  for (std::size_t i = 0; i < expected.size(); ++i) {
-    EXPECT_TRUE(torch::equal(expected[i], actual[i])) << i << '\n' << expected[i] << actual[i];
-  }
+  EXPECT_THAT(resumed.outcome(), SameBits(expected));
 }
 
 TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
@@ -178,15 +175,10 @@ TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
   for (const float scale : {0.5F, 1e30F, 1.0F}) whole.step(scale), resumed.step(scale);
   EXPECT_EQ(whole.scaler.state_dict(), resumed.scaler.state_dict());
   EXPECT_EQ(whole.optimizer.applied_steps(), 5);
-  const auto expect_same = [](const auto& expected, const auto& actual) {
-    ASSERT_EQ(expected.size(), actual.size());
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_TRUE(torch::equal(expected[i], actual[i])) << i << expected[i] << actual[i];
-    }
-  };
-  expect_same(whole.model->parameters(), resumed.model->parameters());
-  expect_same(mezzo::master_params(whole.optimizer), mezzo::master_params(resumed.optimizer));
-  expect_same(whole.ema.averages(), resumed.ema.averages());
+  EXPECT_THAT(resumed.model->parameters(), SameBits(whole.model->parameters()));
+  EXPECT_THAT(mezzo::master_params(resumed.optimizer),
+              SameBits(mezzo::master_params(whole.optimizer)));
+  EXPECT_THAT(resumed.ema.averages(), SameBits(whole.ema.averages()));
 }
 
 TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {

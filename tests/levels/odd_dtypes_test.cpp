@@ -14,11 +14,11 @@
 #include <gtest/gtest.h>
 
 #include <memory>
-#include <sstream>
 #include <string>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/saved.h"
 #include "../support/scratch.h"
 #include "../support/tiny_optimizer.h"
 
@@ -63,9 +63,7 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
     const Tensor before = x.detach().clone();
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());
     EXPECT_FALSE(torch::equal(x, before));
-    std::stringstream file;
-    torch::save(optimizer, file);
-    torch::load(optimizer, file);
+    test_support::load(optimizer, test_support::saved(optimizer));
   }
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }

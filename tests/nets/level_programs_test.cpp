@@ -14,12 +14,12 @@
 #include <filesystem>
 #include <functional>
 #include <set>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../support/saved.h"
 #include "../support/scratch.h"
 #include "program.h"
 
@@ -29,6 +29,7 @@ using namespace step_programs;
 using mezzo::Amp;
 using mezzo::AnyOptimizer;
 using mezzo::OptLevel;
+using test_support::saved;
 
 /// A batch norm whose weight may have any shape; nothing calls it.
 struct NormImpl : torch::nn::BatchNorm1dImpl {
@@ -734,19 +735,11 @@ class AmpProgram : public Program {
     saved_.emplace();
     expect(false, [&] {
       for (const Side& side : sides_) {
-        std::stringstream file;
-        torch::save(amp_->optimizer(*side.optimizer), file);
-        saved_->optimizers.push_back(file.str());
-        std::stringstream schedule;
-        if (side.schedule) torch::save(*side.schedule, schedule);
-        saved_->schedules.push_back(schedule.str());
-        std::stringstream model;
-        torch::save(side.model, model);
-        saved_->models.push_back(model.str());
+        saved_->optimizers.push_back(saved(amp_->optimizer(*side.optimizer)));
+        saved_->schedules.push_back(side.schedule ? saved(*side.schedule) : "");
+        saved_->models.push_back(saved(side.model));
       }
-      std::stringstream file;
-      torch::save(*amp_, file);
-      saved_->amp = file.str();
+      saved_->amp = saved(*amp_);
       for (const auto& [key, entry] : amp_->state_dict()) {
         saved_->apex[key] = {{"loss_scale", entry.at("loss_scale")},
                              {"unskipped", entry.at("unskipped")}};
@@ -773,18 +766,16 @@ class AmpProgram : public Program {
         return;
       }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
-        std::stringstream model(saved_->models[i]), file(saved_->optimizers[i]);
-        torch::load(sides_[i].model, model);
-        torch::load(amp_->optimizer(optimizer(i)), file);
+        AnyOptimizer loaded = any(i);
+        test_support::load(sides_[i].model, saved_->models[i]);
+        test_support::load(loaded, saved_->optimizers[i]);
         sides_[i].options = optimizer(i).param_groups()[0].options().clone();
         sides_[i].has_options_of_file = true;
         if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
-        std::stringstream schedule(saved_->schedules[i]);
-        torch::load(*sides_[i].schedule, schedule);
+        test_support::load(*sides_[i].schedule, saved_->schedules[i]);
       }
       if (random_.one_in(3)) return amp_->load_state_dict(saved_->apex);
-      std::stringstream file(saved_->amp);
-      torch::load(*amp_, file);
+      test_support::load(*amp_, saved_->amp);
     });
   }
 
@@ -827,12 +818,13 @@ class AmpProgram : public Program {
     for (Tensor& one : parameters) one.mutable_grad() = torch::ones_like(one);
     const test_support::OwnedOptimizer other(make_optimizer(given_at_level(drawn_[i]), parameters),
                                              plain_[i].recipe.in_master_weights);
-    std::stringstream file;
+    std::string file;
     expect(false, [&] {
       (void)other.any().step();
-      torch::save(other.any(), file);
+      file = saved(other.any());
     });
-    expect(true, [&] { torch::load(amp_->optimizer(optimizer(i)), file); });
+    AnyOptimizer loaded = any(i);
+    expect(true, [&] { test_support::load(loaded, file); });
   }
 
   bool is_enabled_ = true;

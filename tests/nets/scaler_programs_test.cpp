@@ -15,6 +15,8 @@
 #include <vector>
 
 #include "../support/owned_optimizer.h"
+#include "../support/same_bits.h"
+#include "../support/saved.h"
 #include "program.h"
 
 namespace {
@@ -456,15 +458,10 @@ class ScalerProgram : public Program {
     saved_.emplace();
     expect(false, [&] {
       for (const Side& side : sides_) {
-        std::stringstream file;
-        torch::save(side.owned.any(), file);
-        saved_->optimizers.push_back(file.str());
-        auto& weights = saved_->weights.emplace_back();
-        for (const Tensor& one : side.parameters) weights.push_back(one.detach().clone());
+        saved_->optimizers.push_back(test_support::saved(side.owned.any()));
+        saved_->weights.push_back(test_support::copies_of(side.parameters));
       }
-      std::stringstream file;
-      if (scaler_.is_enabled) torch::save(*library_, file);
-      saved_->scaler = file.str();
+      if (scaler_.is_enabled) saved_->scaler = test_support::saved(*library_);
     });
     saved_->plain = plain_;
     saved_->plain_scaler = scaler_;
@@ -487,12 +484,10 @@ class ScalerProgram : public Program {
         for (std::size_t j = 0; j < sides_[i].parameters.size(); ++j) {
           sides_[i].parameters[j].copy_(saved_->weights[i][j]);
         }
-        std::stringstream file(saved_->optimizers[i]);
         AnyOptimizer loaded = any(i);
-        torch::load(loaded, file);
+        test_support::load(loaded, saved_->optimizers[i]);
       }
-      std::stringstream file(saved_->scaler);
-      if (scaler_.is_enabled) torch::load(*library_, file);
+      if (scaler_.is_enabled) test_support::load(*library_, saved_->scaler);
     });
   }
 

@@ -11,12 +11,12 @@
 #include <gtest/gtest.h>
 
 #include <optional>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../support/same_bits.h"
+#include "../support/saved.h"
 
 namespace {
 
@@ -79,11 +79,10 @@ TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   parameter.mutable_grad() = slope_like(parameter);
   optimizer.step();
-  std::stringstream file;
-  torch::save(optimizer, file);
+  const std::string file = test_support::saved(optimizer);
   {
     const c10::InferenceMode inference;
-    torch::load(optimizer, file);
+    test_support::load(optimizer, file);
   }
   const auto before = parameter.detach().clone();
   optimizer.step();
@@ -129,11 +128,10 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
       masters.step();
     };
     step();
-    std::stringstream file;
-    torch::save(masters, file);
+    const std::string file = test_support::saved(masters);
     {
       const c10::InferenceMode inference(mode);
-      torch::load(masters, file);
+      test_support::load(masters, file);
     }
     step();
     return parameter.detach().clone();

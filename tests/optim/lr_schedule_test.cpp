@@ -14,7 +14,6 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -637,10 +636,9 @@ TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
   EXPECT_EQ(step(true), 0);
   EXPECT_DOUBLE_EQ(step(), 0.25);
   EXPECT_EQ(optimizer_.applied_steps(), 2);
-  std::stringstream file;
-  torch::save(optimizer_, file);
+  const std::string file = test_support::saved(optimizer_);
   SGD resumed({parameter_}, SGDOptions(3));
-  torch::load(resumed, file);
+  test_support::load(resumed, file);
   EXPECT_EQ(resumed.applied_steps(), 2);
 }
 

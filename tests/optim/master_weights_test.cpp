@@ -19,7 +19,6 @@
 #include <concepts>
 #include <functional>
 #include <memory>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -713,10 +712,9 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
   mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
-  std::stringstream file;
-  torch::save(optimizer, file);
+  const std::string file = test_support::saved(optimizer);
   mezzo::optim::AdamW other(model.groups(), 1e-3, kMasters);
-  torch::load(other, file);
+  test_support::load(other, file);
   model.set_gradients(0, 1.0);
   other.step();
   const Tensors masters = master_params(other);

@@ -23,6 +23,8 @@
 #include <vector>
 
 #include "../support/keepers.h"
+#include "../support/same_bits.h"
+#include "../support/saved.h"
 #include "../support/state_of.h"
 #include "../support/warnings.h"
 
@@ -212,8 +214,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
     models.step(first, first, 3);
     std::stringstream file;
     torch::save(first, file);
-    std::vector<torch::Tensor> saved;
-    for (const auto& parameter : models.low) saved.push_back(parameter.detach().clone());
+    const std::vector<torch::Tensor> saved = test_support::copies_of(models.low);
 
     Models resumed;
     {  // another process: the optimizer's file is read first, and then the model's
@@ -230,10 +231,8 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
         first.step();
         second.step();
       }
-      for (std::size_t i = 0; i < saved.size(); ++i) {
-        EXPECT_TRUE(torch::equal(resumed.low[i], models.low[i]))
-            << i << ", storage " << static_cast<int>(storage);
-      }
+      EXPECT_THAT(resumed.low, test_support::SameBits(models.low))
+        << "storage " << static_cast<int>(storage);
     }
   }
 }
@@ -302,10 +301,9 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
   models.set_gradients();
   theirs.step();
-  std::stringstream file;
-  torch::save(theirs, file);
+  const std::string file = test_support::saved(theirs);
   AdamW ours(models.low, AdamWOptions(7), {.weight_storage = WeightStorage::master, .seed = 9});
-  torch::load(ours, file);
+  test_support::load(ours, file);
   EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 1e-3);
   EXPECT_EQ(ours.weight_options().weight_storage, WeightStorage::master);
   EXPECT_EQ(ours.weight_options().seed, 9U);
@@ -376,10 +374,9 @@ class SplitParameter : public testing::Test {
 TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
   for (const auto dtype : {torch::kHalf, torch::kFloat}) {
     parameter_.set_data(parameter_.detach().to(dtype));
-    std::stringstream file;
-    torch::save(optimizer_, file);
+    const std::string file = test_support::saved(optimizer_);
     AdamW loaded({parameter_}, AdamWOptions(1e-4));
-    torch::load(loaded, file);
+    test_support::load(loaded, file);
     EXPECT_TRUE(torch::equal(state_of<AdamWParamState>(loaded, parameter_).master(),
                              parameter_.detach().to(torch::kFloat)));
   }
@@ -470,10 +467,9 @@ void write(const std::string& way, const Tensor& parameter, const Tensor& values
   } else if (way == "a raw pointer") {
     std::memcpy(parameter.data_ptr(), low.const_data_ptr(), low.nbytes());
   } else if (way == "torch::load") {
-    std::stringstream file;
-    torch::save(low, file);
+    const std::string file = test_support::saved(low);
     Tensor loaded;
-    torch::load(loaded, file);
+    test_support::load(loaded, file);
     Tensor(parameter).copy_(loaded);
   } else {
     Tensor(parameter).copy_(low);

@@ -11,9 +11,11 @@
 #include <memory>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 #include <type_traits>
 #include <vector>
 
+#include "../../support/saved.h"
 #include "../../support/special_values.h"
 #include "../../support/throwing_sgd.h"
 
@@ -62,16 +64,14 @@ TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
   auto optimizer = mezzo::enable_mixed_precision(sgd, {.init_scale = 64});
   optimizer.scaler().set_growth_interval(7);
   EXPECT_EQ(optimizer.dynamic_growth_steps(), 7);
-  std::stringstream file, fixed_file;
-  torch::save(optimizer, file);
+  const std::string file = test_support::saved(optimizer);
   auto resumed = mezzo::enable_mixed_precision(of_other);
-  torch::load(resumed, file);
+  test_support::load(resumed, file);
   EXPECT_EQ(resumed.dynamic_growth_steps(), 7);
   EXPECT_TRUE(resumed.dynamic());
   auto fixed = mezzo::enable_mixed_precision(sgd, mezzo::LossScale::fixed(8));
   EXPECT_FALSE(fixed.dynamic());
-  torch::save(fixed, fixed_file);
-  torch::load(resumed, fixed_file);
+  test_support::load(resumed, test_support::saved(fixed));
   EXPECT_FALSE(resumed.dynamic());
 }
 
@@ -154,22 +154,19 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
     optimizer.scaler().on_skip(nullptr);
     step_with(optimizer, weight, kInfinity);
     step_with(optimizer, weight, 0.25);
-    std::stringstream file;
-    torch::save(optimizer, file);
-
+    const std::string file = test_support::saved(optimizer);
     const torch::Tensor other = weight.detach().clone().requires_grad_();
     const auto of_other = make(other);
     auto resumed = mezzo::enable_mixed_precision(*of_other);
-    torch::load(resumed, file);
+    test_support::load(resumed, file);
     EXPECT_EQ(resumed.iterations(), 1);
     EXPECT_EQ(resumed.loss_scale(), 16384);
     step_with(optimizer, weight, 0.125);
     step_with(resumed, other, 0.125);
     EXPECT_TRUE(weight.equal(other));  // the momentum was in the file
 
-    std::stringstream foreign;
-    torch::save(*inner, foreign);
-    EXPECT_THAT([&] { torch::load(resumed, foreign); },
+    const std::string foreign = test_support::saved(*inner);
+    EXPECT_THAT([&] { test_support::load(resumed, foreign); },
                 ThrowsMessage<c10::Error>(HasSubstr("the archive holds something else")));
   }
 }
@@ -182,9 +179,7 @@ TEST(LossScaleOptimizer, GivesItsIterationsToAnInnerOptimizerThatLacksThem) {
   auto optimizer = mezzo::enable_mixed_precision(sgd);
   auto resumed = mezzo::enable_mixed_precision(of_mezzo);
   for (int i = 0; i < 3; ++i) step_with(optimizer, weight, 0.25);
-  std::stringstream file;
-  torch::save(optimizer, file);
-  torch::load(resumed, file);
+  test_support::load(resumed, test_support::saved(optimizer));
   EXPECT_EQ(resumed.iterations(), 3);
   EXPECT_EQ(of_mezzo.applied_steps(), 3);
 }
@@ -197,12 +192,11 @@ TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
     EXPECT_TRUE(step_with(optimizer, weight, 0.25));
     EXPECT_EQ(weight[0].item<float>(), 0.75F);
     EXPECT_EQ(optimizer.loss_scale(), 1);
-    std::stringstream file;
-    torch::save(optimizer, file);
+    const std::string file = test_support::saved(optimizer);
     const torch::Tensor other = weight.detach().clone().requires_grad_();
     const auto of_other = make(other);
     auto resumed = mezzo::enable_mixed_precision(*of_other, {.enabled = false});
-    torch::load(resumed, file);
+    test_support::load(resumed, file);
     EXPECT_EQ(resumed.iterations(), 1);
   }
 }

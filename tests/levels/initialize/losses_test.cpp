@@ -13,11 +13,11 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../../support/saved.h"
 #include "../../support/scratch.h"
 #include "vector_model.h"
 
@@ -273,9 +273,7 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
       ThrowsMessage<c10::Error>(HasSubstr("state_dict contains 1 entries, while 2")));
   EXPECT_EQ(resumed.scaler(0).get_scale(), 4);
 
-  std::stringstream file;
-  torch::save(amp, file);
-  torch::load(resumed, file);
+  test_support::load(resumed, test_support::saved(amp));
   EXPECT_EQ(resumed.state_dict(), state);
 }
 
