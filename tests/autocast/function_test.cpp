@@ -150,8 +150,7 @@ TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
   static_assert(std::is_void_v<decltype(autocast(half, [] {}))>);
 }
 
-// --- The dtype of results
-// --------------------------------------------------------------------------
+// --- The dtype of results ----------------------------------------------------------------------
 
 Tensor product() { return torch::ones({2, 2}).mm(torch::ones({2, 2})); }
 

@@ -7,7 +7,7 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
+#include <cstddef>
 #include <thread>
 #include <vector>
 
@@ -17,7 +17,7 @@ using mezzo::Autocast;
 using mezzo::OpPolicy;
 using torch::kCPU;
 
-constexpr int kThreads = 8;
+constexpr std::size_t kThreads = 8;
 
 // What one of the four kinds of thread expects of mm on float32 and of softmax on bfloat16.
 struct Expectation {
@@ -57,39 +57,36 @@ int run(const Expectation& expected, int rounds) {
   return wrong;
 }
 
-TEST(OpPolicyThreads, EachSeesItsOwnPolicyAndNoOther) {
+/// What `work` returns for each kind of thread, in two threads of each, together.
+template <class Work>
+int in_threads(const Work& work) {
   const auto kinds = expectations();
   std::atomic<int> wrong = 0;
   std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] { wrong += run(kinds[static_cast<std::size_t>(i) % 4], 400); });
+  for (std::size_t i = 0; i < kThreads; ++i) {
+    threads.emplace_back([&, i] { wrong += work(kinds[i % kinds.size()]); });
   }
-  for (auto& thread : threads) {
-    thread.join();
-  }
-  EXPECT_EQ(wrong, 0);
+  for (auto& thread : threads) thread.join();
+  return wrong;
+}
+
+TEST(OpPolicyThreads, EachSeesItsOwnPolicyAndNoOther) {
+  EXPECT_EQ(in_threads([](const Expectation& kind) { return run(kind, 400); }), 0);
 }
 
 // Policies, and questions about the lists, may come from any thread at any time.
 TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
-  const auto kinds = expectations();
-  std::atomic<int> wrong = 0;
-  std::vector<std::thread> threads;
-  for (int i = 0; i < kThreads; ++i) {
-    threads.emplace_back([&, i] {
-      for (int round = 0; round < 10; ++round) {
-        auto kind = kinds[static_cast<std::size_t>(i) % 4];
-        kind.policy = OpPolicy::parse(kind.policy.to_string());
-        wrong += run(kind, 2);
-        wrong += mezzo::autocast_op_lists(kCPU).category("aten::mm") !=
-                 mezzo::OpCategory::lower_precision;
-      }
-    });
-  }
-  for (auto& thread : threads) {
-    thread.join();
-  }
-  EXPECT_EQ(wrong, 0);
+  EXPECT_EQ(in_threads([](Expectation kind) {
+              int wrong = 0;
+              for (int round = 0; round < 10; ++round) {
+                kind.policy = OpPolicy::parse(kind.policy.to_string());
+                wrong += run(kind, 2);
+                wrong += mezzo::autocast_op_lists(kCPU).category("aten::mm") !=
+                         mezzo::OpCategory::lower_precision;
+              }
+              return wrong;
+            }),
+            0);
 }
 
 }  // namespace
