@@ -16,34 +16,16 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "forbid_sync.h"
+#include "on_gpu.h"
 
 namespace {
 
 using cuda_test::ForbidSync;
+using cuda_test::mixed_gradients;
 using mezzo::GradBuckets;
 using torch::Tensor;
 
-class GradBucketsCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
-  }
-};
-
-std::vector<Tensor> mixed_gradients() {
-  torch::manual_seed(1);
-  std::vector<Tensor> gradients;
-  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
-    for (const int64_t size : {0, 1, 3, 1000, 70001}) {
-      gradients.push_back(torch::randn({size}).to(dtype).to(torch::kCUDA));
-    }
-    gradients.push_back(torch::randn({40, 30}).to(dtype).to(torch::kCUDA).t());
-    gradients.push_back(torch::randn({200}).to(dtype).to(torch::kCUDA).slice(0, 3));
-  }
-  for (int i = 0; i < 1000; ++i) gradients.push_back(torch::randn({1 + i}).to(torch::kCUDA));
-  return gradients;
-}
+class GradBucketsCuda : public cuda_test::OnGpu {};
 
 std::vector<Tensor> on_cpu(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> copies;

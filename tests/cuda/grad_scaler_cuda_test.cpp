@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "../support/special_values.h"
-#include "forbid_sync.h"
+#include "on_gpu.h"
 
 namespace {
 
@@ -24,31 +24,10 @@ using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::LossScale;
 
-class GradScalerCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
-  }
-};
-
-torch::Tensor on_gpu(torch::IntArrayRef shape, torch::ScalarType dtype = torch::kFloat) {
-  return torch::randn(shape, torch::dtype(torch::kFloat)).to(dtype).to(torch::kCUDA);
-}
-
-std::vector<torch::Tensor> scaled_gradients() {
-  torch::manual_seed(1);
-  std::vector<torch::Tensor> gradients;
-  for (const auto dtype : {torch::kFloat, torch::kBFloat16, torch::kHalf, torch::kDouble}) {
-    for (const int64_t size : {0, 1, 3, 1000, 70001}) gradients.push_back(on_gpu({size}, dtype));
-    gradients.push_back(on_gpu({40, 30}, dtype).t());
-    gradients.push_back(on_gpu({200}, dtype).slice(0, 3));  // not aligned to 16 bytes
-  }
-  for (int i = 0; i < 300; ++i) gradients.push_back(on_gpu({i}));  // more than a launch takes
-  return gradients;
-}
+class GradScalerCuda : public cuda_test::OnGpu {};
 
 TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
-  auto gradients = scaled_gradients();
+  auto gradients = cuda_test::mixed_gradients();
   std::vector<torch::Tensor> expected;
   for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
   EXPECT_FALSE(mezzo::detail::unscale_cpu_(expected, 0.3F));

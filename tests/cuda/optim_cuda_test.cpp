@@ -20,7 +20,7 @@
 #include "../support/special_values.h"
 #include "../support/training.h"
 #include "count_launches.h"
-#include "forbid_sync.h"
+#include "on_gpu.h"
 
 namespace {
 
@@ -28,13 +28,7 @@ using cuda_test::ForbidSync;
 using mezzo::GradScaler;
 using mezzo::LossScale;
 
-class OptimCuda : public testing::Test {
- protected:
-  void SetUp() override {
-    if (!torch::cuda::is_available()) GTEST_SKIP() << "libtorch sees no CUDA device here";
-    torch::manual_seed(1);
-  }
-};
+class OptimCuda : public cuda_test::OnGpu {};
 
 /// Every layout and dtype that a parameter may have, on the CPU.
 std::vector<torch::Tensor> mixed_parameters(const std::vector<torch::ScalarType>& dtypes) {
@@ -155,21 +149,16 @@ TEST_F(OptimCuda, AdamWGivesTheCpusAnswersWithoutASync) {
 }
 
 TEST_F(OptimCuda, KeepsMastersAsTheCpuDoes) {
-  using mezzo::optim::AdamWOptions;
   using mezzo::optim::WeightStorage;
-  expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3),
-                                               {.weight_storage = WeightStorage::master});
+  const auto options = mezzo::optim::AdamWOptions(1e-2).eps(1e-3);
+  expect_the_cpus_answers<mezzo::optim::AdamW>(options, {.weight_storage = WeightStorage::master});
+#ifdef MEZZO_WITH_CUDA
+  expect_the_cpus_answers<mezzo::optim::AdamW>(
+      options, {.weight_storage = WeightStorage::split_master}, {torch::kFloat, torch::kBFloat16});
+#endif
 }
 
 #ifdef MEZZO_WITH_CUDA
-
-TEST_F(OptimCuda, SplitsMastersAsTheCpuDoes) {
-  using mezzo::optim::AdamWOptions;
-  using mezzo::optim::WeightStorage;
-  expect_the_cpus_answers<mezzo::optim::AdamW>(AdamWOptions(1e-2).eps(1e-3),
-                                               {.weight_storage = WeightStorage::split_master},
-                                               {torch::kFloat, torch::kBFloat16});
-}
 
 // The same random bits: rounding differs only where the arithmetic's last bits do.
 TEST_F(OptimCuda, RoundsStochasticallyAsTheCpuDoes) {

@@ -228,7 +228,6 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
     if (*event == nullptr) *event = new std::shared_ptr<Marker>;
-    ++machine.counts.events;
     auto marker = std::make_shared<Marker>();
     if (auto* const recording = machine.recording_of(key_of(stream))) {
       marker->capture = recording->id;

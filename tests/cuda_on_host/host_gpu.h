@@ -57,7 +57,6 @@ struct Counts {
   int64_t ops = 0;             ///< of ATen's, copies on a device among them
   int64_t copies_from_host = 0;
   int64_t copies_to_host = 0;  ///< recorded ones count once
-  int64_t events = 0;          ///< recorded ones
   int64_t waits = 0;           ///< of the host
 };
 Counts counts();

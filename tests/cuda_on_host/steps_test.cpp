@@ -2,26 +2,276 @@
 // every pair of dtypes and way of keeping weights, odd tails, any alignment, and all that a step
 // does beside the update. The same bits.
 
+#include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
+#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/weight_formats.h>
 
 #include <ATen/ATen.h>
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "host_device.h"
 #include "memory.h"
-#include "step_case.h"
 
 namespace {
 
 using namespace cuda_on_host;
+using mezzo::detail::AdamConstants;
+using mezzo::detail::SgdConstants;
+using mezzo::detail::StepUse;
+using mezzo::optim::WeightStorage;
+
+AdamConstants adam_constants(bool is_decoupled) {
+  return {
+      .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.02, .is_decoupled = is_decoupled};
+}
+SgdConstants sgd_constants() {
+  return {.momentum = 0.9, .dampening = 0.1, .weight_decay = 0.02, .nesterov = true};
+}
+
+/// What a step does beside the update.
+struct StepCase {
+  std::string name;
+  float scale = 0;      ///< the inverse scale; 0: none
+  double max_norm = 0;  ///< 0: no clipping
+  bool is_checked = false;
+  bool is_skipped = false;
+  bool clear = false;
+  int64_t rates = 0;       ///< how many factors of the rate there are
+  bool publishes = false;  ///< floats, as bfloat16 or half
+  bool copies_half = false;
+  int parameters_of_a_group = 4;
+};
+
+std::vector<StepCase> step_cases() {
+  return {{.name = "plain"},
+          {.name = "clear", .clear = true},
+          {.name = "checked", .scale = 0.25F, .is_checked = true},
+          {.name = "skipped", .scale = 0.25F, .is_skipped = true},
+          {.name = "skipped and cleared", .is_skipped = true, .clear = true},
+          {.name = "clipped", .scale = 0.5F, .max_norm = 0.5},
+          {.name = "scheduled", .rates = 3},
+          {.name = "published", .publishes = true},
+          {.name = "published as half", .publishes = true, .copies_half = true}};
+}
+
+/// Dtypes, and how weights are kept.
+struct Storage {
+  const char* name;
+  at::ScalarType parameter;
+  at::ScalarType gradient;
+  at::ScalarType moment;
+  WeightStorage weights = WeightStorage::plain;
+};
+
+/// Calls `work<Parameter, Gradient, Weights>(Storage)` for all that there are kernels for.
+template <class Work>
+void for_each_storage(const Work& work) {
+  using c10::BFloat16;
+  using c10::Half;
+  using mezzo::detail::PlainWeights;
+  using mezzo::detail::SplitWeights;
+  using mezzo::detail::StochasticWeights;
+  using enum WeightStorage;
+  const auto visit = [&]<class Parameter, class Gradient, class Weights>(const char* name,
+                                                                         WeightStorage weights) {
+    const auto dtype = c10::CppTypeToScalarType<Parameter>::value;
+    const auto gradient = c10::CppTypeToScalarType<Gradient>::value;
+    const auto moment = c10::CppTypeToScalarType<typename Weights::Moment>::value;
+    work.template operator()<Parameter, Gradient, Weights>(
+        Storage{name, dtype, gradient, moment, weights});
+  };
+  const auto visit_plain = [&]<class Parameter, class Gradient>(const char* name,
+                                                                WeightStorage weights) {
+    visit.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(name, weights);
+  };
+  visit_plain.template operator()<float, float>("float", plain);
+  visit_plain.template operator()<float, BFloat16>("master of bfloat16", master);
+  visit_plain.template operator()<float, Half>("master of half", master);
+  visit_plain.template operator()<double, double>("double", plain);
+  visit_plain.template operator()<double, float>("double with float", plain);
+  visit_plain.template operator()<BFloat16, BFloat16>("bfloat16", plain);
+  visit_plain.template operator()<BFloat16, float>("bfloat16 with float", plain);
+  visit_plain.template operator()<Half, Half>("half", plain);
+  visit_plain.template operator()<Half, float>("half with float", plain);
+  visit.template operator()<BFloat16, BFloat16, SplitWeights>("split", split_master);
+  visit.template operator()<BFloat16, float, SplitWeights>("split with float", split_master);
+  visit.template operator()<BFloat16, BFloat16, StochasticWeights>("stochastic", stochastic);
+  visit.template operator()<BFloat16, float, StochasticWeights>("stochastic with float",
+                                                                stochastic);
+}
+
+/// Parameters of one storage with their state. Every second one is not aligned; of each six one
+/// more has a single stream that is not, another one each time.
+class StepParameters {
+ public:
+  StepParameters(const Storage& storage, const StepCase& step, const std::vector<int64_t>& sizes)
+      : storage_(storage), sizes_(sizes) {
+    const bool has_copies = step.publishes && storage.parameter == at::kFloat;
+    const bool is_split = storage.weights == WeightStorage::split_master;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      const int64_t offset = static_cast<int64_t>(i) % 2;
+      std::size_t stream = 0;
+      const auto random = [&](at::ScalarType dtype, double spread) {
+        const int64_t more = i % 2 == 0 && i / 2 % 6 == stream++ ? 1 : 0;
+        const at::Tensor values =
+            at::randn({sizes[i] + offset + more + kMargin}, at::kDouble).mul(spread);
+        return values.to(dtype).narrow(0, offset + more, sizes[i]);
+      };
+      std::vector<at::Tensor> streams{
+          // in this order: of braces it is the language's
+          random(storage.parameter, 1), random(storage.gradient, 2), random(storage.moment, 0.1),
+          random(storage.moment, 0.1).abs_(), random(storage.moment, 0.1).abs_()};
+      streams.push_back(is_split || has_copies ? random(at::kShort, 1e4) : at::Tensor());
+      streams_.push_back(std::move(streams));
+      counts_.push_back(static_cast<float>(i % 7));
+    }
+  }
+
+  StepParameters clone() const {
+    StepParameters copy(*this);
+    for (std::vector<at::Tensor>& streams : copy.streams_) {
+      for (at::Tensor& stream : streams) {
+        if (stream.defined()) stream = copy_of(stream);
+      }
+    }
+    return copy;
+  }
+
+  std::size_t size() const { return sizes_.size(); }
+  const Storage& storage() const { return storage_; }
+  const at::Tensor& stream(std::size_t i, std::size_t k) const { return streams_[i][k]; }
+  float& count(std::size_t i) { return counts_[i]; }
+
+  mezzo::detail::StepSpan span(std::size_t i) const {
+    const auto data = [&](std::size_t k) {
+      return streams_[i][k].defined() ? streams_[i][k].data_ptr() : nullptr;
+    };
+    return {data(0), data(1), {data(2), data(3), data(4)}, sizes_[i], data(5)};
+  }
+
+  /// The first stream that differs, in words; empty where none does.
+  std::string difference(const StepParameters& other) const {
+    for (std::size_t i = 0; i < size(); ++i) {
+      for (std::size_t k = 0; k < streams_[i].size(); ++k) {
+        const at::Tensor &own = streams_[i][k], &others = other.streams_[i][k];
+        if (!own.defined() || same_bits(with_margin(own), with_margin(others))) continue;
+        return "stream " + std::to_string(k) + " of parameter " + std::to_string(i);
+      }
+    }
+    return "";
+  }
+
+ private:
+  static constexpr int64_t kMargin = 8;  // which nobody may write
+
+  static at::Tensor with_margin(const at::Tensor& stream) {
+    return stream.as_strided({stream.numel() + kMargin}, {1});
+  }
+
+  Storage storage_;
+  std::vector<int64_t> sizes_;
+  std::vector<std::vector<at::Tensor>> streams_;
+  std::vector<float> counts_;
+};
+
+constexpr double kRates[] = {1.0, 0.5, 0.125};
+constexpr float kApplied = 5;  // beyond the table: the last factor holds
+constexpr double kSumOfSquares = 4;
+
+double rate_of_group(int group) { return 1e-2 * (group + 1); }
+int group_of(std::size_t i, const StepCase& step) {
+  return static_cast<int>(i) / step.parameters_of_a_group;
+}
+
+/// What the kernels are to find out by themselves.
+StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
+  StepUse use{.copies_half = step.copies_half,
+              .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
+              .step = static_cast<uint64_t>(parameters.count(i)) + 1,
+              .parameter = 1000 + i};
+  if (step.scale != 0) use.factor = static_cast<double>(step.scale);
+  if (step.max_norm != 0) {
+    use.factor *= std::min(1.0, step.max_norm / (std::sqrt(kSumOfSquares) + 1e-6));
+  }
+  return use;
+}
+
+template <class Parameter, class Rule, class Weights>
+void step_on_cpu(StepParameters& parameters, const StepCase& step,
+                 const typename Rule::Constants& constants) {
+  using Lanes = mezzo::detail::ScalarLanes<Parameter>;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    if (step.is_skipped) {
+      if (step.clear) parameters.stream(i, 1).zero_();
+      continue;
+    }
+    const StepUse use = use_of(parameters, i, step);
+    const double rate =
+        rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
+    const auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
+    auto span = parameters.span(i);
+    using Value = mezzo::detail::StepValue<Parameter>;  // as which the CPU's loops read gradients
+    const at::Tensor wide = parameters.stream(i, 1).to(c10::CppTypeToScalarType<Value>::value);
+    span.gradient = wide.data_ptr();
+    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(span, coefficients,
+                                                                             use);
+    if (step.clear) parameters.stream(i, 1).zero_();
+  }
+}
+
+template <class Rule>
+constexpr bool kIsVariant = std::is_same_v<Rule, mezzo::detail::AdamRule<true>> ||
+                            std::is_same_v<Rule, mezzo::detail::SgdRule<true>>;
+
+/// In one call, as the library makes it. Moments that the rule has none of are null.
+template <class Rule>
+void step_on_device(const std::vector<StepParameters*>& all, const StepCase& step,
+                    const typename Rule::Constants& constants) {
+  const float found_inf = step.is_skipped ? 1.0F : 0.0F;
+  mezzo::detail::StepInputs inputs{.max_norm = step.max_norm, .clear = step.clear};
+  if (step.scale != 0) inputs.inv_scale = &step.scale;
+  if (step.is_checked || step.is_skipped) inputs.found_inf = &found_inf;
+  if (step.max_norm != 0) inputs.sum_of_squares = &kSumOfSquares;
+  if (step.rates != 0) {
+    inputs.applied = &kApplied;
+    inputs.lr_factors = kRates;
+    inputs.lr_factor_count = step.rates;
+  }
+  std::vector<mezzo::detail::StepRow> rows;
+  std::vector<mezzo::detail::StepGroup<mezzo::detail::StepNumbers>> groups;
+  for (StepParameters* const parameters : all) {
+    for (std::size_t i = 0; i < parameters->size(); ++i) {
+      const int group = group_of(i, step);
+      while (static_cast<int>(groups.size()) <= group) {
+        const int next = static_cast<int>(groups.size());
+        groups.push_back({constants, rate_of_group(next), 77U + static_cast<uint64_t>(next)});
+      }
+      auto span = parameters->span(i);
+      for (unsigned k = Rule::kMoments; k < mezzo::detail::kMaxMoments; ++k)
+        span.moments[k] = nullptr;
+      const Storage& storage = parameters->storage();
+      rows.push_back({span, &parameters->count(i), group, 1000 + static_cast<int>(i),
+                      kIsVariant<Rule>, step.copies_half, storage.weights, storage.parameter,
+                      storage.gradient});
+    }
+  }
+  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
+}
 
 class StepsOnHost : public testing::Test {
  protected:
