@@ -232,7 +232,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
         second.step();
       }
       EXPECT_THAT(resumed.low, test_support::SameBits(models.low))
-        << "storage " << static_cast<int>(storage);
+          << "storage " << static_cast<int>(storage);
     }
   }
 }
