@@ -137,23 +137,6 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
   EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
 }
 
-TEST(GradScaler, SkipsTheStepAndHalvesTheScaleOnInf) {
-  for (const float bad : {kInfinity, -kInfinity, std::nanf("")}) {
-    auto scaler = quiet_scaler({.init_scale = 4});
-    auto x = parameter({10, 20});
-    auto optimizer = sgd({x});
-    set_gradient(x, {4, bad});
-    const auto result = scaler.step(optimizer);
-    EXPECT_FALSE(result.ran());
-    EXPECT_TRUE(result.found_inf());
-    EXPECT_FALSE(result.value().has_value());
-    EXPECT_TRUE(torch::equal(x, torch::tensor({10.0F, 20.0F})));
-    scaler.update();
-    EXPECT_EQ(scaler.get_scale(), 2.0);
-    EXPECT_EQ(result.scale(), 4.0F) << "the result is about its own step";
-  }
-}
-
 TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
   auto scaler = quiet_scaler({.init_scale = 2});
   const std::vector<torch::ScalarType> dtypes{torch::kFloat, torch::kDouble, torch::kBFloat16};
@@ -319,36 +302,22 @@ TEST_F(GradScalerSharing, ASkipCallbackMaySilenceItself) {
   EXPECT_EQ(*calls, 1);
 }
 
-// --- A small model in half on the CPU, whose first scaled gradients overflow.
-
-struct TrainingRun {
-  int skipped = 0;
-  int ran = 0;
-  bool always_finite = true;
-  float first_loss = 0;
-  float last_loss = 0;
-  std::vector<double> scales;
-};
-
-bool all_finite(const torch::nn::Module& module) {
-  for (const auto& parameter : module.parameters()) {
-    if (!torch::isfinite(parameter).all().item<bool>()) return false;
-  }
-  return true;
-}
-
-TrainingRun train(const mezzo::LossScale& options, int steps) {
+// A model of 161 parameters in half on the CPU, whose first scaled gradients overflow: half a
+// second, for half is slow on most CPUs.
+TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
   torch::manual_seed(5);
   torch::nn::Sequential model(torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 1));
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
   const auto inputs = torch::randn({32, 8});
   const auto targets = inputs.sum(1, /*keepdim=*/true) * 3;
-  mezzo::GradScaler scaler(options);
-  scaler.on_skip(nullptr);
-  TrainingRun run;
-  for (int step = 0; step < steps; ++step) {
+  auto scaler = quiet_scaler({.init_scale = 0x1p22, .growth_interval = 30});
+  int skipped = 0;
+  bool grew = false;
+  std::vector<float> losses;
+  for (int step = 0; step < 150; ++step) {
     optimizer.zero_grad();
+    const double scale = scaler.get_scale();
     torch::Tensor output;
     {
       mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
@@ -359,35 +328,20 @@ TrainingRun train(const mezzo::LossScale& options, int steps) {
     scaler.scale(loss).backward();
     scaler.unscale_(optimizer);
     torch::nn::utils::clip_grad_norm_(model->parameters(), 10.0);
-    const auto result = scaler.step(optimizer);
+    if (!scaler.step(optimizer).ran()) ++skipped;
     scaler.update();
-    ++(result.ran() ? run.ran : run.skipped);
-    run.always_finite &= all_finite(*model);
-    run.scales.push_back(scaler.get_scale());
-    (step == 0 ? run.first_loss : run.last_loss) = loss.item<float>();
+    grew |= scaler.get_scale() > scale;
+    losses.push_back(loss.item<float>());
+    for (const auto& weight : model->parameters())
+      ASSERT_TRUE(weight.isfinite().all().item<bool>());
   }
-  return run;
-}
-
-// 150 steps of a model of 161 parameters: half a second, for half is slow on most CPUs.
-TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
-  const TrainingRun run = train({.init_scale = 0x1p22, .growth_interval = 30}, 150);
-  EXPECT_GE(run.skipped, 3);
-  EXPECT_GE(run.ran, 130);
-  EXPECT_TRUE(run.always_finite);
-  EXPECT_LT(run.last_loss, run.first_loss / 5);
-  EXPECT_LT(run.scales.front(), 0x1p22) << "the first step overflowed";
-  bool grew = false;
-  for (std::size_t i = 1; i < run.scales.size(); ++i) grew |= run.scales[i] > run.scales[i - 1];
-  EXPECT_TRUE(grew) << "and the scale came back";
+  EXPECT_GE(skipped, 3) << "the first step overflowed";
+  EXPECT_LE(skipped, 20);
+  EXPECT_TRUE(grew) << "the scale came back";
+  EXPECT_LT(losses.back(), losses.front() / 5);
 }
 
 // --- How the loss scale moves, and what is said of it.
-
-TEST(GradScaler, GrowsTheScaleAfterTheIntervalOfCleanIterations) {
-  OneWeight one({.init_scale = 4, .growth_interval = 2});
-  EXPECT_THAT(one.scales({1, 1, kInfinity, 1, 1}), ElementsAre(4, 8, 4, 4, 8));
-}
 
 TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
   auto scaler = quiet_scaler({});
