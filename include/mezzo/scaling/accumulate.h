@@ -5,7 +5,7 @@
 
 #include <mezzo/base/version.h>
 
-#include <ATen/core/Tensor.h>
+#include <ATen/TensorOperators.h>
 #include <c10/util/Exception.h>
 
 #include <cstddef>

@@ -210,6 +210,8 @@ TEST(OpPolicy, RefusesNamesThatDoNotExist) {
               HasSubstr("no operator \"aten::lineer\" is registered"));
   EXPECT_THAT(error_of([] { return OpPolicy().deny("aten::softmax.itn"); }),
               HasSubstr("no operator \"aten::softmax.itn\" is registered"));
+  EXPECT_THAT(error_of([] { return OpPolicy().deny("aten::cat."); }),
+              HasSubstr("no operator \"aten::cat.\" is registered"));
 }
 
 TEST(OpPolicy, RefusesOpsThatWrite) {

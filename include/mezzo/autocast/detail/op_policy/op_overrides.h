@@ -72,17 +72,11 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
   const std::string name = qualified(written);
   std::vector<c10::OperatorHandle> ops;
   bool exists = false;
-  if (name.find('.', name.find("::")) != std::string::npos) {
-    const auto op = find_op(name);
-    exists = op.has_value();
-    if (exists && is_functional(*op)) ops.push_back(*op);
-  } else {
-    for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
-      if (op_name.name != name) continue;
-      exists = true;
-      const auto op = c10::Dispatcher::singleton().findSchema(op_name);
-      if (op.has_value() && is_functional(*op)) ops.push_back(*op);
-    }
+  for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (op_name.name != name && full_name(op_name) != name) continue;
+    exists = true;
+    const auto op = c10::Dispatcher::singleton().findSchema(op_name);
+    if (op.has_value() && is_functional(*op)) ops.push_back(*op);
   }
   std::sort(ops.begin(), ops.end(), [](const auto& a, const auto& b) {
     return a.operator_name().overload_name < b.operator_name().overload_name;
