@@ -52,15 +52,11 @@ struct LayerImpl : nn::Module {
     output_norm = norm("output");
   }
 
-  Tensor forward(const Tensor& x, const Tensor& is_padding) {
+  Tensor forward(const Tensor& x, const Tensor& is_word) {
     const auto split = [&](Tensor t) { return t.unflatten(-1, {heads, -1}).transpose(1, 2); };
-    const Tensor q = split(query(x)), k = split(key(x)), v = split(value(x));
-    const double scale = 1 / std::sqrt(static_cast<double>(q.size(-1)));
-    // -inf exists in every dtype; a mask of -1e9 does not exist in half.
-    const Tensor scores = torch::matmul(q * scale, k.transpose(-1, -2))
-                              .masked_fill(is_padding, -std::numeric_limits<double>::infinity());
-    const Tensor context = torch::matmul(scores.softmax(-1), v).transpose(1, 2).flatten(2);
-    const Tensor attended = attention_norm(project(context) + x);
+    const Tensor context = torch::scaled_dot_product_attention(
+        split(query(x)), split(key(x)), split(value(x)), /*attn_mask=*/is_word);
+    const Tensor attended = attention_norm(project(context.transpose(1, 2).flatten(2)) + x);
     return output_norm(narrow(torch::gelu(widen(attended))) + attended);
   }
 
@@ -93,10 +89,10 @@ struct TokenClassifierImpl : nn::Module {
   /// \param ids int64 [batch, length], 0 where a row is padded
   /// \returns logits [batch, length, labels]
   Tensor forward(const Tensor& ids) {
-    const Tensor is_padding = ids.eq(0).unsqueeze(1).unsqueeze(1);
+    const Tensor is_word = ids.ne(0).unsqueeze(1).unsqueeze(1);
     const Tensor place = positions->weight.narrow(0, 0, ids.size(1)) + segments->weight[0];
     Tensor x = norm(words(ids) + place);
-    for (Layer& layer : layers) x = layer(x, is_padding);
+    for (Layer& layer : layers) x = layer(x, is_word);
     return classifier(x);
   }
 
@@ -152,13 +148,12 @@ std::vector<int64_t> pieces_of(const std::string& word, const Vocabulary& vocabu
     for (std::size_t begin = 0, length = 0; begin < part.size(); begin += length) {
       const auto piece = [&] { return (begin > 0 ? "##" : "") + part.substr(begin, length); };
       for (length = part.size() - begin; length > 0 && !vocabulary.contains(piece());) --length;
-      if (length > 0) {
-        ids.push_back(vocabulary.at(piece()));
-      } else {  // no piece fits: the whole part is unknown
+      if (length == 0) {  // no piece fits: the whole part is unknown
         ids.resize(ids_before);
         ids.push_back(vocabulary.at("[UNK]"));
         break;
       }
+      ids.push_back(vocabulary.at(piece()));
     }
   }
   return ids.empty() ? std::vector{vocabulary.at("[UNK]")} : ids;
@@ -251,10 +246,7 @@ double entity_f1(TokenClassifier& model, const std::vector<Batch>& batches,
 }
 
 int main(int argc, char** argv) try {
-  if (argc != 3 && argc != 4) {
-    std::fprintf(stderr, "usage: bert_finetune MODEL DATA [OUT]\n");
-    return 2;
-  }
+  TORCH_CHECK(argc == 3 || argc == 4, "give the arguments MODEL DATA [OUT]");
   torch::manual_seed(1);
   const std::filesystem::path folder = argv[1];
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
