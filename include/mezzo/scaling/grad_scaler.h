@@ -27,7 +27,6 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
 #include <ranges>
 #include <string>
 #include <string_view>
@@ -225,7 +224,6 @@ class GradScaler {
   void forget_iteration() noexcept {
     records_.clear();
     letters_.clear();
-    skipped_scale_.reset();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
@@ -273,7 +271,6 @@ class GradScaler {
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_with_closure(AnyOptimizer optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
-  void note_skip(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
   at::Tensor scale_on(at::Device device);
   LossScaleState read_state() const;
@@ -291,25 +288,18 @@ class GradScaler {
   SkipCallback on_skip_;
   int64_t times_at_floor_ = 0;
   int64_t times_in_a_row_ = 0;
-  std::optional<float> skipped_scale_;  // set on the CPU by a skipped step, until its `update`
   detail::ScaledClipping clipping_;
 
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
 
-  // For steps on a device:
   detail::LetterPool letter_pool_;
   Letters letters_;                 // of this iteration
   std::deque<Letters> iterations_;  // of which `on_skip` has yet to know
 };
 
 namespace detail {
-
-/// The keys of GradScaler::state_dict: torch's five, then mezzo's own.
-inline constexpr std::array<const char*, 10> kScalerStateKeys{
-    "scale",     "growth_factor", "backoff_factor", "growth_interval",  "_growth_tracker",
-    "min_scale", "max_scale",     "hysteresis",     "_hysteresis_left", "_loss_scale_kind"};
 
 /// The tensor that files hold of a state's number: of int64 for counts, since Python's scaler
 /// refuses a growth_interval of 2000.0 at its next update, all else in float64.
@@ -387,7 +377,7 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler) {
   GradScaler::StateDict state;
-  for (const char* const key : detail::kScalerStateKeys) {
+  for (const auto& [key, own] : scaler.state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) {
       state[key] = value.template item<double>();
