@@ -21,7 +21,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
