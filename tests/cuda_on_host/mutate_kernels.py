@@ -74,7 +74,10 @@ CHANGES = [
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
     ("a letter's event before its kernel", "scaling/detail/step_letter.h",
-     "write(scale, verdict);\n    mark();", "mark();\n    write(scale, verdict);"),
+     "write(on_device(scale, device_), verdict.on(device_));\n    if (!is_captured_) "
+     "event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));",
+     "if (!is_captured_) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));\n"
+     "    write(on_device(scale, device_), verdict.on(device_));"),
     ("a letter before its event has come", "scaling/detail/step_letter.h",
      "has_arrived_ = event_.query();", "has_arrived_ = true;"),
     ("the host's own step before its letter has come", "scaling/detail/step_letter.h",

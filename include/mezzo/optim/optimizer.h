@@ -189,8 +189,9 @@ class FusedOptimizer {
   /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
 
-  /// These three do what the functions of torch::optim::Optimizer with their names do.
-  virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
+  /// Takes a step without a scaler: calls `closure` once, if there is one, steps with the gradients
+  /// as they are, and returns what the closure returned.
+  virtual inline at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
   /// Writes the state and the options.
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
   /// Reads what `save` wrote.
@@ -375,10 +376,6 @@ class FusedOptimizer {
     }
     return lr_factors_on_device_;
   }
-
-  /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they
-  /// are, and returns what the closure returned.
-  inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
 
  private:
   static double factor_after(int64_t applied, const std::vector<double>& factors) {

@@ -59,7 +59,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
-  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
+  at::Tensor step(LossClosure closure = nullptr) override { return FusedOptimizer::step(closure); }
   MEZZO_INLINE StepPlan plan() override;
   void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
     apply_on_devices(plan, verdict, options, /*with_aten=*/false);
@@ -138,9 +138,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
                                        const at::Tensor& parameter);
-  optim::WeightStorage storage_in(const at::Tensor& parameter) const {
-    return storage_of(parameter, weights_.weight_storage, words());
-  }
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);

@@ -58,7 +58,7 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
 
 MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
-  const WeightStorage storage = storage_in(parameter);
+  const WeightStorage storage = storage_of(parameter, weights_.weight_storage, words());
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
@@ -171,7 +171,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_in(parameter);
+  const auto storage = storage_of(parameter, weights_.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
@@ -212,7 +212,8 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   bool is_counted = false;
   set_lrs(plan);
   for (const Row& row : plan.rows) {  // before any device has stepped
-    if (!with_aten && has_own_kernels(row.parameter->device())) continue;
+    const at::Device device = row.parameter->device();
+    if (!with_aten && (has_cpu_loops(device) || has_cuda_kernels(device))) continue;
     check_for_aten(row, plan.groups[row.group]);
   }
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
@@ -221,15 +222,15 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
-    if (with_aten || !has_own_kernels(device)) {
-      step_with_aten(rows, plan.groups, own, options);
-    } else if (has_cpu_loops(device)) {
+    if (!with_aten && has_cpu_loops(device)) {
       step_cpu(rows, plan.groups, own, options);
 #ifdef MEZZO_WITH_CUDA
-    } else {
+    } else if (!with_aten && has_cuda_kernels(device)) {
       is_counted = !plan.has_devices;
       step_on_cuda(rows, plan.groups, own, options, is_counted);
 #endif
+    } else {
+      step_with_aten(rows, plan.groups, own, options);
     }
     begin = end;
   }
@@ -271,11 +272,12 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
   if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
   if (row.slot == nullptr) return;
-  ParamSlot& slot = *row.slot;
-  const bool keeps_weights =
-      row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
-  if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
-    settle_weights(*row.parameter, row.storage, slot);
+  if (row.storage == WeightStorage::master) {
+    settle_master(*row.parameter, *row.slot);
+  } else if (row.storage == WeightStorage::split_master) {
+    settle_lower_half(*row.parameter, *row.slot);
+  } else {
+    row.slot->master = row.slot->lower_half = at::Tensor();
   }
   if (!keeps) row.slot = nullptr;
 }
@@ -337,16 +339,6 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
 
 // --- The CPU -----------------------------------------------------------------------------------
 
-/// Returns the bytes of an element of each stream of `row`.
-inline StepElementSizes element_sizes(const StepPlan::Row& row) {
-  const bool has_master = row.storage == optim::WeightStorage::master;
-  const auto own = static_cast<int64_t>(row.parameter->element_size());
-  return {
-      .parameter = has_master ? int64_t{sizeof(float)} : own,
-      .gradient = static_cast<int64_t>(row.gradient.element_size()),
-      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*row.parameter, row.storage)))};
-}
-
 MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                                        const StepOptions& options) {
   const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
@@ -368,10 +360,16 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
     StepTask& task = prepared.tasks.emplace_back();
     task.loop = row.loop;
     task.span = span_of(row, numbers, clears_on_the_way, prepared);
-    task.sizes = element_sizes(row);
+    const auto bytes = [](at::ScalarType dtype) {
+      return static_cast<int64_t>(c10::elementSize(dtype));
+    };
+    const bool has_master = row.storage == optim::WeightStorage::master;
+    const at::ScalarType own = row.parameter->scalar_type();
+    task.sizes = {.parameter = bytes(has_master ? at::kFloat : own),
+                  .gradient = bytes(row.gradient.scalar_type()),
+                  .moment = bytes(moment_dtype(*row.parameter, row.storage))};
     task.gradient_dtype = row.gradient.scalar_type();
-    const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
-    task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
+    task.widens = task.gradient_dtype != (own == at::kDouble ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
     const bool is_as_before = i > 0 && rows[i - 1].group == row.group &&
                               prepared.tasks[i - 1].use.step == static_cast<uint64_t>(count);

@@ -6,7 +6,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/unscale.h>
-#include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -364,7 +363,9 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
-/// skipped a step. On the CPU that is this one.
+/// skipped a step: reads the letters that have arrived, in order, and never waits. On the CPU this
+/// iteration's have; a skip on a device waits for the next iteration's letter, which carries the
+/// scale that followed.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   Letters letters = std::exchange(letters_, {});
@@ -374,12 +375,6 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   } else if (iterations_.empty()) {
     times_at_floor_ = times_in_a_row_ = 0;
   }
-  tell_of_iterations();
-}
-
-/// Reads the letters that have arrived, in order, and never waits. A skip on a device waits for the
-/// next iteration's letter, which carries the scale that followed.
-MEZZO_INLINE void GradScaler::tell_of_iterations() {
   const auto is_there = [](const auto& letter) { return letter->ready(); };
   while (!iterations_.empty() &&
          std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {

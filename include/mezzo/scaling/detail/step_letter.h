@@ -54,8 +54,18 @@ class StepLetter final : public StepSlot {
     has_norm_ = verdict.sum_of_squares.defined();
     was_unscaled_ = was_unscaled;
     found_inf_ = verdict.found_inf;
-    write(scale, verdict);
-    mark();
+    if (device_.is_cpu()) {
+      double* to = numbers_.mutable_data_ptr<double>();
+      for (const at::Tensor& number :
+           {scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs}) {
+        *to++ = number.defined() ? number.item<double>() : 0.0;
+      }
+      return;
+    }
+    has_arrived_ = false;
+    write(on_device(scale, device_), verdict.on(device_));
+    if (!is_captured_)
+      event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 
   /// Returns whether the device will not write the numbers any more. An event may not be queried
@@ -108,37 +118,23 @@ class StepLetter final : public StepSlot {
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
   void write(const at::Tensor& scale, const Verdict& verdict) {
-    if (device_.is_cpu()) {
-      double* to = numbers_.mutable_data_ptr<double>();
-      for (const at::Tensor& number :
-           {scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs}) {
-        *to++ = number.defined() ? number.item<double>() : 0.0;
-      }
-      return;
-    }
-    const at::Tensor own_scale = on_device(scale, device_);
-    const Verdict own = verdict.on(device_);
 #ifdef MEZZO_WITH_CUDA
     if (has_cuda_kernels(device_)) {
-      cuda::write_letter_(own_scale, own.found_inf, own.sum_of_squares, own.max_abs, numbers_);
+      cuda::write_letter_(scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs,
+                          numbers_);
       return;
     }
 #endif
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> all;
-    for (const at::Tensor& number : {own_scale, own.found_inf, own.sum_of_squares, own.max_abs}) {
+    for (const at::Tensor& number :
+         {scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs}) {
       all.push_back(number.defined() ? number.to(wide).reshape({})
-                                     : at::zeros({}, own_scale.options().dtype(wide)));
+                                     : at::zeros({}, scale.options().dtype(wide)));
     }
     // The stack may be freed as soon as its copy is queued: the allocator gives its memory away
     // again in the order of the stream.
     numbers_.copy_(at::stack(all), /*non_blocking=*/true);
-  }
-
-  void mark() {
-    has_arrived_ = device_.is_cpu();
-    const bool notifies = !device_.is_cpu() && !is_captured_;
-    if (notifies) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 
   at::Device device_;
@@ -160,8 +156,8 @@ class LetterPool {
   /// Returns a letter for one step on `device`.
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     for (const std::shared_ptr<StepLetter>& letter : letters_) {
-      const bool is_held = letter.use_count() > 1 || letter->device() != device;
-      if (!is_held && capture_on(device) == 0 && letter->ready()) return letter;
+      const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
+      if (is_free && (device.is_cpu() || capture_on(device) == 0)) return letter;
     }
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }
