@@ -74,14 +74,16 @@ CHANGES = [
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
     ("a letter's event before its kernel", "scaling/detail/step_letter.h",
-     "write(scale, verdict, was_unscaled, /*non_blocking=*/true);\n    mark();",
-     "mark();\n    write(scale, verdict, was_unscaled, /*non_blocking=*/true);"),
+     "write(on_device(scale, device_), verdict.on(device_));\n    if (!is_captured_) "
+     "event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));",
+     "if (!is_captured_) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));\n"
+     "    write(on_device(scale, device_), verdict.on(device_));"),
     ("a letter before its event has come", "scaling/detail/step_letter.h",
      "has_arrived_ = event_.query();", "has_arrived_ = true;"),
     ("the host's own step before its letter has come", "scaling/detail/step_letter.h",
-     "if (!non_blocking) current_stream().synchronize();", ""),
+     "event_.synchronize();", ""),
     ("a line before the next scale has come", "scaling/detail/grad_scaler_impl.h",
-     "iterations_.size() == 1 || !iterations_[1][0]->is_there()", "iterations_.size() == 1"),
+     "if (skipped_scale && !next_scale) return;", "if (!next_scale) next_scale = skipped_scale;"),
     ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
      "inputs.clear = inputs.clear && !share_gradients(rows);", ""),
     ("a count begins anew on a device", "optim/detail/param_slot.h", "values.push_back(static_cast<float>(count.value()));",

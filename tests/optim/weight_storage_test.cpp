@@ -242,7 +242,7 @@ TEST(SplitWeights, TakeAMastersTiesOverThatRoundTheOtherWay) {
   const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
   AdamWParamState state;
   state.master(tie.clone());
-  mezzo::detail::settle_weights(parameter, WeightStorage::split_master, state);
+  mezzo::detail::settle_lower_half(parameter, state);
   EXPECT_TRUE(torch::equal(mezzo::detail::joined(parameter, state.lower_half()), tie));
   EXPECT_FALSE(state.master().defined());
 }

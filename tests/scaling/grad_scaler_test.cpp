@@ -828,13 +828,12 @@ TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
   torch::save(scaler, file);
   torch::serialize::InputArchive archive;
   archive.load_from(file);
-  for (const char* const key : mezzo::detail::kScalerStateKeys) {
+  for (const auto& [key, number] : scaler.state_dict()) {
     torch::Tensor value;
     archive.read(key, value, /*is_buffer=*/true);
-    const bool is_count = std::string(key).find("interval") != std::string::npos ||
-                          std::string(key).find("hysteresis") != std::string::npos ||
-                          std::string(key) == "_growth_tracker" ||
-                          std::string(key) == "_loss_scale_kind";
+    const bool is_count = key.find("interval") != std::string::npos ||
+                          key.find("hysteresis") != std::string::npos || key == "_growth_tracker" ||
+                          key == "_loss_scale_kind";
     EXPECT_EQ(value.scalar_type(), is_count ? torch::kLong : torch::kDouble) << key;
   }
 }

@@ -11,7 +11,6 @@ namespace {
 
 using mezzo::StepOutcome;
 using mezzo::StepResult;
-using mezzo::detail::DeviceStepSlot;
 using mezzo::detail::LetterPool;
 using mezzo::detail::StepLetter;
 
@@ -76,10 +75,10 @@ void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
               /*was_unscaled=*/true);
 }
 
-TEST(DeviceStepSlot, IsReadyWhenTheAnswerHasArrived) {
+TEST(StepLetter, HasTheAnswerThatWasSent) {
   const auto letter = std::make_shared<StepLetter>(torch::kCPU);
-  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
-  EXPECT_FALSE(result.ready());
+  const mezzo::StepResult result(letter);
+  EXPECT_THROW((void)result.ran(), c10::Error);
   answer(*letter, 8.0F, 5.0, false);
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.ran());
@@ -101,20 +100,19 @@ TEST(LetterPool, UsesOneAgainThatAStepWhichThrewDidNotSend) {
   EXPECT_EQ(pool.letter_for(torch::kCPU).get(), address);
 }
 
-TEST(LetterPool, UsesOneThatWasReadAgainAndOldResultsKeepTheirAnswer) {
+TEST(LetterPool, UsesOneAgainWhoseResultIsGone) {
   LetterPool pool;
   auto letter = pool.letter_for(torch::kCPU);
   const auto* const address = letter.get();
-  const mezzo::StepResult result(std::make_shared<DeviceStepSlot>(letter));
+  auto result = std::make_unique<mezzo::StepResult>(letter);
   answer(*letter, 8.0F, 5.0, true);
   letter = nullptr;
-  EXPECT_NE(pool.letter_for(torch::kCPU).get(), address) << "the result has not been asked";
-  EXPECT_TRUE(result.found_inf());
-  const auto again = pool.letter_for(torch::kCPU);
-  EXPECT_EQ(again.get(), address);
-  EXPECT_FALSE(again->is_there());
-  EXPECT_TRUE(result.found_inf());
-  EXPECT_EQ(result.scale(), 8.0F);
+  EXPECT_TRUE(result->found_inf());
+  EXPECT_NE(pool.letter_for(torch::kCPU).get(), address) << "a result holds it";
+  EXPECT_TRUE(result->found_inf());
+  EXPECT_EQ(result->scale(), 8.0F);
+  result = nullptr;
+  EXPECT_EQ(pool.letter_for(torch::kCPU).get(), address);
 }
 
 }  // namespace

@@ -18,7 +18,6 @@
 
 #include <array>
 #include <optional>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -143,7 +142,7 @@ struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::A
 /// **Devices.** On CUDA with the target `mezzo::cuda` nothing waits for the device, and a step can
 /// be captured in a CUDA graph once a first step has made the state; docs/optimizers.md counts the
 /// launches. Without that target, and on other devices, ATen's fused kernels take the step, beside
-/// a copy of the gradients unless these are set to zero.
+/// a copy of gradients that carry a loss scale.
 ///
 /// Use it from one thread at a time; it shares its work among libtorch's (`at::set_num_threads`).
 class AdamW : public detail::OptimizerShell<

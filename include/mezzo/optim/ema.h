@@ -10,6 +10,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/step_result.h>
 
@@ -21,10 +22,11 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <functional>
+#include <map>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -133,8 +135,6 @@ class [[nodiscard]] EmaScope {
   ~EmaScope();
   EmaScope(const EmaScope&) = delete;
   EmaScope& operator=(const EmaScope&) = delete;
-  EmaScope(EmaScope&&) = delete;
-  EmaScope& operator=(EmaScope&&) = delete;
 
  private:
   /// A parameter, with what it had before.
@@ -192,34 +192,24 @@ inline std::vector<at::Tensor> Ema::weights() const {
 
 namespace detail {
 
-/// Averages and weights of one device and dtype, which ATen updates together. The two tensors of a
-/// pair have the same layout.
-struct AveragedTogether {
-  std::vector<at::Tensor> averages, weights;
-
-  bool takes(const at::Tensor& average) const {
-    return averages.front().device() == average.device() &&
-           averages.front().scalar_type() == average.scalar_type();
+/// Computes averages += share * (weights - averages), unless `found_inf` (one element, any device)
+/// is nonzero. An undefined `found_inf` means 0. All tensors are of one device and dtype, and the
+/// two of a pair have the same layout.
+inline void move_averages(const std::vector<at::Tensor>& averages,
+                          const std::vector<at::Tensor>& weights, double share,
+                          const at::Tensor& found_inf) {
+  if (!found_inf.defined()) {
+    at::_foreach_lerp_(averages, weights, share);
+    return;
   }
-
-  /// Computes averages += share * (weights - averages), unless `found_inf` (one element, any
-  /// device) is nonzero. An undefined `found_inf` means 0.
-  void move(double share, const at::Tensor& found_inf) const {
-    if (!found_inf.defined()) {
-      at::_foreach_lerp_(averages, weights, share);
-      return;
-    }
-    // SGD with the weights as gradients, a weight decay of -1 and a rate of -share is this update.
-    // ATen's fused one reads found_inf on the device, and writes nothing where it is 1.
-    at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0, /*lr=*/-share,
-                    /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
-                    /*is_first_step=*/false, /*grad_scale=*/{},
-                    found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
-    for (const at::Tensor& average : averages) {  // which that does not do
-      if (!average.is_inference()) average.unsafeGetTensorImpl()->bump_version();
-    }
-  }
-};
+  // SGD with the weights as gradients, a weight decay of -1 and a rate of -share is this update.
+  // ATen's fused one reads found_inf on the device, and writes nothing where it is 1.
+  at::_fused_sgd_(averages, weights, {}, /*weight_decay=*/-1.0, /*momentum=*/0.0, /*lr=*/-share,
+                  /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
+                  /*is_first_step=*/false, /*grad_scale=*/{},
+                  found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
+  for (const at::Tensor& average : averages) bump_version(average);  // which that does not do
+}
 
 }  // namespace detail
 
@@ -233,27 +223,24 @@ inline void Ema::move(const at::Tensor& found_inf) {
                 "Ema: ", detail::parameter_words(i, trained[i]), " had the shape ",
                 averages_[i].sizes(), " when this Ema was made; make a new Ema");
   }
-  for (std::size_t i = 0; i < averages_.size(); ++i) {  // a model that was moved or cast
-    averages_[i] = averages_[i].to(trained[i].device(), detail::wide_dtype(trained[i]));
-  }
   const double share = 1.0 - options_.decay;
-  std::vector<detail::AveragedTogether> all;
+  using Together = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+  std::map<std::pair<std::string, at::ScalarType>, Together> all;  // by device and dtype
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     const at::Tensor weight = trained[i].detach();
-    const bool fits = weight.scalar_type() == averages_[i].scalar_type() &&
-                      weight.strides() == averages_[i].strides();
-    if (!fits) {
-      const at::Tensor converted = at::empty_like(averages_[i]).copy_(weight);
-      detail::AveragedTogether{{averages_[i]}, {converted}}.move(share, found_inf);
+    at::Tensor& average = averages_[i];
+    average = average.to(weight.device(), detail::wide_dtype(weight));  // if it was moved or cast
+    if (weight.scalar_type() != average.scalar_type() || weight.strides() != average.strides()) {
+      detail::move_averages({average}, {at::empty_like(average).copy_(weight)}, share, found_inf);
       continue;
     }
-    const auto together = std::find_if(all.begin(), all.end(),
-                                       [&](const auto& some) { return some.takes(averages_[i]); });
-    auto& some = together != all.end() ? *together : all.emplace_back();
-    some.averages.push_back(averages_[i]);
-    some.weights.push_back(weight);
+    auto& [averages, weights] = all[{average.device().str(), average.scalar_type()}];
+    averages.push_back(average);
+    weights.push_back(weight);
   }
-  for (const detail::AveragedTogether& some : all) some.move(share, found_inf);
+  for (const auto& [place, some] : all) {
+    detail::move_averages(some.first, some.second, share, found_inf);
+  }
 }
 
 inline void Ema::update() { move({}); }

@@ -179,7 +179,7 @@ class LrSchedule {
   std::vector<double> lrs() const {
     return optimizer_.mezzos() != nullptr
                ? optimizer_.mezzos()->lrs()  // another steps with what its options say
-               : detail::ScheduledLrs().bases(optimizer_.optimizer().param_groups());
+               : detail::lrs_of(optimizer_.optimizer().param_groups());
   }
 
   /// Returns the rate that the factor multiplies, for each group.
@@ -205,8 +205,6 @@ class LrSchedule {
 
  private:
   void show_lrs();
-  void check(int64_t applied_steps, const std::vector<double>& base_lrs) const;
-  void restore(int64_t applied_steps, const std::vector<double>& base_lrs);
 
   /// Results of captured steps are never ready: so many wait at most.
   static constexpr std::size_t kMaxPending = 64;
@@ -220,9 +218,6 @@ class LrSchedule {
   template <class Archive, LrCurve C>
   requires std::same_as<Archive, torch::serialize::InputArchive>
   friend Archive& operator>>(Archive& archive, LrSchedule<C>& schedule);
-  template <class Archive, LrCurve C>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend void check_archive(Archive& archive, const LrSchedule<C>& schedule);
 };
 
 /// A warm-up and a straight fall.
@@ -321,33 +316,6 @@ void LrSchedule<Curve>::show_lrs() {
   }
 }
 
-template <LrCurve Curve>
-void LrSchedule<Curve>::check(int64_t applied_steps, const std::vector<double>& base_lrs) const {
-  const auto& groups = optimizer_.optimizer().param_groups();
-  TORCH_CHECK(applied_steps >= 0, "The archive of a schedule has ", applied_steps,
-              " applied steps; it is damaged: load an earlier file");
-  TORCH_CHECK(base_lrs.size() == groups.size(), "The archive of a schedule has ", base_lrs.size(),
-              " parameter groups, and this optimizer ", groups.size(),
-              "; make the groups that were there when it was saved");
-  for (const double lr : base_lrs) {
-    TORCH_CHECK(!detail::nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
-                "; it is damaged: load an earlier file");
-  }
-}
-
-template <LrCurve Curve>
-void LrSchedule<Curve>::restore(int64_t applied_steps, const std::vector<double>& base_lrs) {
-  if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
-    counting->set_applied_steps(applied_steps);
-    counting->set_base_lrs(base_lrs);
-  } else {
-    scheduled_.set(base_lrs, optimizer_.optimizer().param_groups());
-  }
-  known_steps_ = applied_steps;
-  pending_.clear();
-  show_lrs();
-}
-
 /// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
 /// applied steps and the base rates, not the curve (include <torch/serialize.h>). Load the
 /// optimizer first: its file holds rates too, and that of mezzo's optimizers the count, and the
@@ -363,16 +331,26 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 
 namespace detail {
 
-/// Returns the applied steps and the base rates of an archive.
+/// Returns the applied steps and the base rates of an archive, for an optimizer of `groups` groups.
 template <class Archive>
-std::pair<int64_t, std::vector<double>> schedule_in(Archive& archive) {
+std::pair<int64_t, std::vector<double>> schedule_in(Archive& archive, std::size_t groups) {
   c10::IValue applied_steps, base_lrs;
   TORCH_CHECK(archive.try_read("applied_steps", applied_steps) &&
                   archive.try_read("base_lrs", base_lrs) && applied_steps.isInt() &&
                   base_lrs.isDoubleList(),
               "This archive is not that of a schedule: it lacks \"applied_steps\" or \"base_lrs\"; "
               "load what torch::save(schedule, path) wrote");
-  return {applied_steps.toInt(), base_lrs.toDoubleVector()};
+  TORCH_CHECK(applied_steps.toInt() >= 0, "The archive of a schedule has ", applied_steps.toInt(),
+              " applied steps; it is damaged: load an earlier file");
+  std::vector<double> lrs = base_lrs.toDoubleVector();
+  TORCH_CHECK(lrs.size() == groups, "The archive of a schedule has ", lrs.size(),
+              " parameter groups, and this optimizer ", groups,
+              "; make the groups that were there when it was saved");
+  for (const double lr : lrs) {
+    TORCH_CHECK(!nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
+                "; it is damaged: load an earlier file");
+  }
+  return {applied_steps.toInt(), std::move(lrs)};
 }
 
 }  // namespace detail
@@ -381,9 +359,14 @@ std::pair<int64_t, std::vector<double>> schedule_in(Archive& archive) {
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, LrSchedule<Curve>& schedule) {
-  const auto [applied_steps, base_lrs] = detail::schedule_in(archive);
-  schedule.check(applied_steps, base_lrs);
-  schedule.restore(applied_steps, base_lrs);
+  auto& groups = schedule.optimizer_.optimizer().param_groups();
+  const auto [applied_steps, base_lrs] = detail::schedule_in(archive, groups.size());
+  if (optim::FusedOptimizer* const counting = schedule.optimizer_.mezzos()) {
+    counting->set_base_lrs(base_lrs);
+  } else {
+    schedule.scheduled_.set(base_lrs, groups);
+  }
+  schedule.set_applied_steps(applied_steps);
   return archive;
 }
 
@@ -391,8 +374,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 template <class Archive, LrCurve Curve>
 requires std::same_as<Archive, torch::serialize::InputArchive>
 void check_archive(Archive& archive, const LrSchedule<Curve>& schedule) {
-  const auto [applied_steps, base_lrs] = detail::schedule_in(archive);
-  schedule.check(applied_steps, base_lrs);
+  (void)detail::schedule_in(archive, schedule.base_lrs().size());
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

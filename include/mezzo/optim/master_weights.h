@@ -59,15 +59,9 @@ class MasterWeights : public optim::FusedOptimizer {
   /// Returns the optimizer that was given.
   torch::optim::Optimizer& optimizer() noexcept override { return *inner_; }
 
-  /// Takes a step without a scaler: calls `closure` once, if there is one, steps with the gradients
-  /// as they are, and returns what the closure returned.
-  /// \throws c10::Error as the constructor does, where parameters were added since
-  at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    return step_with(closure);
-  }
-
   /// GradScaler calls these two. `apply` waits for the device that decides whether to step.
-  /// \throws c10::Error as above, and what the inner optimizer's step throws
+  /// \throws c10::Error as the constructor does, where parameters were added since, and what the
+  ///   inner optimizer's step throws
   MEZZO_INLINE StepPlan plan() override;
   MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
                           const StepOptions& options = {}) override;

@@ -48,61 +48,56 @@ struct GroupNumbers {
 
 class ParamSlot;
 
+/// Returns the rates that the options of `groups` say.
+inline std::vector<double> lrs_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
+  std::vector<double> lrs;
+  for (const auto& group : groups) lrs.push_back(group.options().get_lr());
+  return lrs;
+}
+
 /// The rates of param groups under a schedule, by LambdaLR's rule: the base of each group is fixed,
 /// and the `lr` option shows base times factor. Another number there is the user's, for one step.
 class ScheduledLrs {
  public:
   using Groups = std::vector<torch::optim::OptimizerParamGroup>;
 
-  /// Makes the rates that the options say now the bases of groups that have none yet.
-  void meet(const Groups& groups) {
-    while (bases_.size() < groups.size()) {
-      bases_.push_back(groups[bases_.size()].options().get_lr());
-    }
-  }
-  /// Shows each group's base times `factor`.
+  /// Shows each group's base times `factor`. The rates that the options say now are the bases of
+  /// groups that have none yet.
   void show(Groups& groups, double factor) {
-    meet(groups);
-    shown_.clear();
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      groups[i].options().set_lr(bases_[i] * factor);
-      shown_.push_back(groups[i].options().get_lr());
-    }
+    bases_ = bases(groups);
+    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(bases_[i] * factor);
+    shown_ = lrs_of(groups);
   }
-  /// Returns whether the user has written the rate of a group, which says `lr`, since the last
-  /// show.
-  bool is_written(std::size_t group, double lr) const noexcept {
-    return group < shown_.size() && lr != shown_[group];
-  }
-  /// Returns the base of a group whose option says `lr`.
-  double base(std::size_t group, double lr) const noexcept {
-    return group < bases_.size() ? bases_[group] : lr;
+  /// Returns whether the user has written the rate of a group since the last show.
+  bool is_written(const Groups& groups) const {
+    const std::vector<double> lrs = lrs_of(groups);
+    return !std::equal(shown_.begin(), shown_.end(), lrs.begin());
   }
   /// Returns the bases of all groups.
   std::vector<double> bases(const Groups& groups) const {
-    std::vector<double> all;
-    for (const auto& group : groups) all.push_back(base(all.size(), group.options().get_lr()));
+    std::vector<double> all = lrs_of(groups);
+    std::copy(bases_.begin(), bases_.end(), all.begin());
     return all;
   }
   /// Returns the rates of the next step, whose factor is `factor`.
   std::vector<double> next(const Groups& groups, double factor) const {
-    std::vector<double> lrs;
-    for (const auto& group : groups) {
-      const double lr = group.options().get_lr();
-      lrs.push_back(is_written(lrs.size(), lr) ? lr : base(lrs.size(), lr) * factor);
+    std::vector<double> lrs = lrs_of(groups);
+    const std::vector<double> all = bases(groups);
+    for (std::size_t i = 0; i < lrs.size(); ++i) {
+      if (i >= shown_.size() || lrs[i] == shown_[i]) lrs[i] = all[i] * factor;
     }
     return lrs;
   }
   /// Sets the bases of rates that the options show now.
   void set(std::vector<double> bases, const Groups& groups) {
     bases_ = std::move(bases);
-    shown_ = ScheduledLrs().bases(groups);
+    shown_ = lrs_of(groups);
   }
   /// Makes rates that the user has written since the bases of their groups.
   void take_written(const Groups& groups) {
+    const std::vector<double> lrs = lrs_of(groups);
     for (std::size_t i = 0; i < bases_.size(); ++i) {
-      const double lr = groups[i].options().get_lr();
-      if (is_written(i, lr)) bases_[i] = lr;
+      if (lrs[i] != shown_[i]) bases_[i] = lrs[i];
     }
   }
 
@@ -194,8 +189,9 @@ class FusedOptimizer {
   /// steps.
   virtual torch::optim::Optimizer& optimizer() noexcept = 0;
 
-  /// These three do what the functions of torch::optim::Optimizer with their names do.
-  virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) = 0;
+  /// Takes a step without a scaler: calls `closure` once, if there is one, steps with the gradients
+  /// as they are, and returns what the closure returned.
+  virtual inline at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
   /// Writes the state and the options.
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
   /// Reads what `save` wrote.
@@ -243,8 +239,8 @@ class FusedOptimizer {
   /// Returns the rates that the factors multiply, one for each group. Without a table they are the
   /// groups' `lr` options.
   std::vector<double> base_lrs() {
-    return (lr_factors_.empty() ? detail::ScheduledLrs() : scheduled_)
-        .bases(optimizer().param_groups());
+    const auto& groups = optimizer().param_groups();
+    return lr_factors_.empty() ? detail::lrs_of(groups) : scheduled_.bases(groups);
   }
 
   /// Returns the rate of each group's next step. Waits for the device that counts the steps.
@@ -364,16 +360,8 @@ class FusedOptimizer {
 
   /// Returns whether there is a table of factors.
   bool has_schedule() const noexcept { return !lr_factors_.empty(); }
-  /// Returns the base rates that a device multiplies by its table's factor; none without a table,
-  /// and where the user has written a rate: then the rates of the next step are `lrs()`.
-  std::optional<std::vector<double>> lrs_for_device() {
-    if (lr_factors_.empty()) return std::nullopt;
-    const auto& groups = optimizer().param_groups();
-    for (std::size_t i = 0; i < groups.size(); ++i) {
-      if (scheduled_.is_written(i, groups[i].options().get_lr())) return std::nullopt;
-    }
-    return base_lrs();
-  }
+  /// Returns whether the user has written a rate since the schedule showed it.
+  bool is_lr_written() { return scheduled_.is_written(optimizer().param_groups()); }
 
   /// Returns the number of applied steps, wherever it is counted.
   detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
@@ -388,10 +376,6 @@ class FusedOptimizer {
     }
     return lr_factors_on_device_;
   }
-
-  /// Calls `closure`, if there is one, with autograd on, takes a step with the gradients as they
-  /// are, and returns what the closure returned.
-  inline at::Tensor step_with(const torch::optim::Optimizer::LossClosure& closure);
 
  private:
   static double factor_after(int64_t applied, const std::vector<double>& factors) {

@@ -7,7 +7,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <cmath>
 #include <memory>
 #include <optional>
 #include <utility>
@@ -25,19 +24,6 @@ struct StepOutcome {
   std::optional<double> grad_max_abs = std::nullopt;
   bool was_unscaled = false;  ///< whether the gradients had lost the scale before the step
   std::optional<at::Tensor> value = std::nullopt;  ///< what `optimizer.step` returned, if it ran
-
-  /// Returns the outcome that four numbers stand for: scale, found_inf, sum of squares, largest
-  /// magnitude.
-  static StepOutcome of(const double (&numbers)[4], bool has_norm, bool was_unscaled) {
-    StepOutcome outcome{.ran = numbers[1] == 0.0,
-                        .found_inf = numbers[1] != 0.0,
-                        .scale = static_cast<float>(numbers[0]),
-                        .was_unscaled = was_unscaled};
-    if (has_norm) outcome.grad_norm = std::sqrt(numbers[2]);
-    if (has_norm) outcome.grad_max_abs = numbers[3];
-    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
-    return outcome;
-  }
 };
 
 /// The place where an outcome arrives that the host did not decide. Derived classes answer `ready`

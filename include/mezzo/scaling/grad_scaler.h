@@ -2,23 +2,29 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
+#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/device_scale.h>
 #include <mezzo/scaling/detail/step_letter.h>
 #include <mezzo/scaling/skipped_step.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/reciprocal.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <concepts>
 #include <cstddef>
@@ -27,7 +33,7 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <optional>
+#include <mutex>
 #include <ranges>
 #include <string>
 #include <string_view>
@@ -45,6 +51,83 @@ class OutputArchive;
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 namespace detail {
+
+/// A loss scale's state on the device of the losses, with 1 / scale beside it, so that no step has
+/// to compute it. Tensors of one element: scale and inverse are float, the counts int32. They are
+/// written in place, where a captured graph reads them, and are no inference tensors, which could
+/// not be written outside of InferenceMode.
+class DeviceScale {
+ public:
+  /// Makes the tensors, unless they are there. Threads may call it at once, and read `original`
+  /// after it, until one of them writes.
+  /// \throws c10::Error while `device` is being captured: the scale has to be made before
+  void make(const LossScaleState& state, at::Device device) {
+    const std::lock_guard lock(making_);
+    if (defined()) return;
+    check_is_warm(device, "the loss scale");
+    const c10::InferenceMode no_inference(false);
+    const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+    const auto count = number.dtype(at::kInt);
+    scale_ = at::full({}, state.scale, number);
+    inverse_ = at::full({}, inverse_scale(state.scale), number);
+    growth_tracker_ = at::full({}, state.growth_tracker, count);
+    hysteresis_left_ = at::full({}, state.hysteresis_left, count);
+    is_made_.store(true, std::memory_order_release);
+  }
+
+  bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
+  const at::Tensor& original() const noexcept { return scale_; }
+
+  /// Returns 1 / scale, on the scale's device.
+  const at::Tensor& inverse() const noexcept { return inverse_; }
+
+  /// Returns the state. Waits for the device.
+  LossScaleState read() const {
+    return {.scale = original().item<float>(),
+            .growth_tracker = growth_tracker_.item<int32_t>(),
+            .hysteresis_left = hysteresis_left_.item<int32_t>()};
+  }
+
+  /// Writes the whole state. No host sync.
+  void write(const LossScaleState& state) {
+    const c10::NoGradGuard no_grad;
+    write_scale(state.scale);
+    growth_tracker_.fill_(state.growth_tracker);
+    hysteresis_left_.fill_(state.hysteresis_left);
+  }
+
+  // The next three move the scale. No host sync on a device.
+
+  /// Writes the scale and its inverse; the counts stay.
+  void write_scale(float scale) {
+    const c10::NoGradGuard no_grad;
+    scale_.fill_(scale);
+    inverse_.fill_(inverse_scale(scale));
+  }
+
+  /// Writes the scale from a tensor of one element on any device, clamped to [lowest, highest].
+  void write_scale(const at::Tensor& scale, double lowest, double highest) {
+    const c10::NoGradGuard no_grad;
+    scale_.copy_(scale.reshape({}));
+    scale_.clamp_(lowest, highest);
+    at::reciprocal_out(inverse_, scale_);
+  }
+
+  /// Moves the scale by `rule` after an iteration.
+  /// \param found_inf  a float of one element on the scale's device, not 0 where an inf was found
+  void advance(const LossScale& rule, const at::Tensor& found_inf) {
+    const c10::NoGradGuard no_grad;
+    update_scale_(rule, {scale_, inverse_, growth_tracker_, hysteresis_left_}, found_inf);
+  }
+
+ private:
+  at::Tensor scale_;
+  at::Tensor inverse_;
+  at::Tensor growth_tracker_;
+  at::Tensor hysteresis_left_;
+  std::mutex making_;
+  std::atomic<bool> is_made_ = false;
+};
 
 /// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
 /// scale. The norm, with the scale, is then the same round number in step after step, while the
@@ -225,7 +308,6 @@ class GradScaler {
   void forget_iteration() noexcept {
     records_.clear();
     letters_.clear();
-    skipped_scale_.reset();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
@@ -273,12 +355,10 @@ class GradScaler {
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_with_closure(AnyOptimizer optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
-  void note_skip(const at::Tensor& found_inf);
   void require_scale(const char* call) const;
   at::Tensor scale_on(at::Device device);
   LossScaleState read_state() const;
   void finish_iteration();
-  void tell_of_iterations();
   void tell_of_skip(float scale, float next_scale);
   template <class Number>
   void change_rule(const char* name, Number LossScale::*option, Number value);
@@ -291,25 +371,18 @@ class GradScaler {
   SkipCallback on_skip_;
   int64_t times_at_floor_ = 0;
   int64_t times_in_a_row_ = 0;
-  std::optional<float> skipped_scale_;  // set on the CPU by a skipped step, until its `update`
   detail::ScaledClipping clipping_;
 
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
 
-  // For steps on a device:
   detail::LetterPool letter_pool_;
   Letters letters_;                 // of this iteration
   std::deque<Letters> iterations_;  // of which `on_skip` has yet to know
 };
 
 namespace detail {
-
-/// The keys of GradScaler::state_dict: torch's five, then mezzo's own.
-inline constexpr std::array<const char*, 10> kScalerStateKeys{
-    "scale",     "growth_factor", "backoff_factor", "growth_interval",  "_growth_tracker",
-    "min_scale", "max_scale",     "hysteresis",     "_hysteresis_left", "_loss_scale_kind"};
 
 /// The tensor that files hold of a state's number: of int64 for counts, since Python's scaler
 /// refuses a growth_interval of 2000.0 at its next update, all else in float64.
@@ -387,7 +460,7 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler) {
   GradScaler::StateDict state;
-  for (const char* const key : detail::kScalerStateKeys) {
+  for (const auto& [key, own] : scaler.state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) {
       state[key] = value.template item<double>();

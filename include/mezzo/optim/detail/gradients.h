@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_summary.h>
@@ -77,14 +77,17 @@ inline void group_by_device(StepPlan& plan) {
 
 /// Returns the plan of an optimizer that is not mezzo's, or of a MasterWeights: parameters with a
 /// gradient, each once.
-inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer) {
+inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_masters = false) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
   for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
-    plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size()});
-    plan.has_bare_half = plan.has_bare_half || parameter.grad().scalar_type() == at::kHalf;
+    const bool has_master = keeps_masters && is_low_precision(parameter);
+    plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size(),
+                         has_master ? optim::WeightStorage::master : optim::WeightStorage::plain});
+    plan.has_bare_half =
+        plan.has_bare_half || (!has_master && parameter.grad().scalar_type() == at::kHalf);
   });
   group_by_device(plan);
   return plan;
@@ -157,8 +160,7 @@ inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tenso
   return detail::read_gradients(plan, inv_scale);
 }
 
-inline at::Tensor optim::FusedOptimizer::step_with(
-    const torch::optim::Optimizer::LossClosure& closure) {
+inline at::Tensor optim::FusedOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss = detail::loss_of(closure);
   apply(plan());
   return loss;

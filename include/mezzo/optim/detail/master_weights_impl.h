@@ -23,7 +23,6 @@
 #include <initializer_list>
 #include <optional>
 #include <string>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -68,56 +67,15 @@ inline void widen_state(torch::optim::OptimizerParamState& state,
   }
 }
 
-/// For the time of one step parameters have other gradients, and those with a master its memory;
-/// the groups have the rates of a schedule. The end of the scope gives back what was there.
-class LentStep {
- public:
-  explicit LentStep(torch::optim::Optimizer& optimizer) : optimizer_(optimizer) {}
-  LentStep(const LentStep&) = delete;
-  LentStep& operator=(const LentStep&) = delete;
-  ~LentStep() {
-    for (const Lent& one : lent_) {
-      if (one.memory.defined()) exchange(one.parameter, one.memory);
-      one.parameter.mutable_grad() = one.gradient;
-    }
-    for (std::size_t group = 0; group < lrs_.size(); ++group) {
-      optimizer_.param_groups()[group].options().set_lr(lrs_[group]);
-    }
-  }
+/// Does what Tensor::set_data does, but keeps the hooks of the gradient, which another dtype ends.
+inline void exchange(const at::Tensor& parameter, const at::Tensor& memory) {
+  parameter.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
+}
 
-  /// \param master  undefined where the parameter is trained in its own memory
-  void lend(const at::Tensor& parameter, const at::Tensor& master, at::Tensor gradient) {
-    lent_.push_back({parameter, {}, parameter.grad()});
-    if (master.defined()) {
-      lent_.back().memory = parameter.variable_data();
-      exchange(parameter, master);
-    }
-    parameter.mutable_grad() = std::move(gradient);
-  }
-  void lend_lrs(const std::vector<double>& lrs) {
-    auto& groups = optimizer_.param_groups();
-    for (std::size_t group = 0; group < groups.size(); ++group) {
-      const double lr = groups[group].options().get_lr();
-      groups[group].options().set_lr(lrs[group]);  // options of your own may refuse
-      lrs_.push_back(lr);
-    }
-  }
-
- private:
-  struct Lent {
-    at::Tensor parameter, memory, gradient;
-  };
-
-  /// Does what Tensor::set_data does, but keeps the hooks of the gradient, which another dtype
-  /// ends.
-  static void exchange(const at::Tensor& parameter, const at::Tensor& memory) {
-    parameter.unsafeGetTensorImpl()->shallow_copy_from(memory.getIntrusivePtr());
-  }
-
-  torch::optim::Optimizer& optimizer_;
-  std::vector<Lent> lent_;
-  std::vector<double> lrs_;
-};
+inline void set_lrs(torch::optim::Optimizer& optimizer, const std::vector<double>& lrs) {
+  auto& groups = optimizer.param_groups();
+  for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
+}
 
 /// Returns gradient * factor, in float where the gradient has 16 bits, and only then multiplied, so
 /// that nothing underflows on the way. Never the gradient itself where that would be written.
@@ -202,33 +160,21 @@ MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& param
 
 /// Looks at the parameters when there are more or fewer than before.
 MEZZO_INLINE void MasterWeights::meet_parameters() {
-  std::vector<at::Tensor> low_precision;
-  std::unordered_set<const c10::TensorImpl*> known;
-  std::size_t parameters = 0;
-  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
-    ++parameters;
-    if (!detail::is_low_precision(parameter)) return;
-    low_precision.push_back(parameter);
-    known.insert(parameter.unsafeGetTensorImpl());
-  });
+  std::vector<at::Tensor> all = words().parameters();
+  const std::size_t parameters = all.size();
   if (parameters == parameters_ && masters_.size() <= parameters) return;
-  detail::refuse_duplicates(low_precision, words());
+  std::erase_if(all, [](const at::Tensor& one) { return !detail::is_low_precision(one); });
+  detail::refuse_duplicates(all, words());
   parameters_ = parameters;
-  std::erase_if(masters_, [&](const auto& kept) { return known.count(kept.first) == 0; });
+  decltype(masters_) kept;
+  for (const at::Tensor& one : all) kept.insert(masters_.extract(one.unsafeGetTensorImpl()));
+  masters_ = std::move(kept);
 }
 
 MEZZO_INLINE StepPlan MasterWeights::plan() {
   const c10::NoGradGuard no_grad;
   meet_parameters();
-  StepPlan plan = detail::plain_plan(*inner_);
-  plan.has_bare_half = false;
-  for (StepPlan::Row& row : plan.rows) {
-    const bool has_master = detail::is_low_precision(*row.parameter);
-    if (has_master) row.storage = optim::WeightStorage::master;
-    plan.has_bare_half =
-        plan.has_bare_half || (!has_master && row.gradient.scalar_type() == at::kHalf);
-  }
-  return plan;
+  return detail::plain_plan(*inner_, /*keeps_masters=*/true);
 }
 
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
@@ -243,36 +189,50 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
   if (options.zero_grad) detail::zero_gradients(*inner_);
 }
 
-/// Steps the inner optimizer with masters in the memory of parameters of 16 bits, and rounds them
-/// to these.
+/// Steps the inner optimizer with other gradients, with the rates of a schedule, and with masters
+/// in the memory of parameters of 16 bits. In the end everything has what it had, and the masters
+/// are rounded to their parameters.
 MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor) {
-  std::vector<std::pair<at::Tensor, at::Tensor>> masters;  // and their parameters, first
-  for (const StepPlan::Row& row : plan.rows) {
-    if (!detail::is_low_precision(*row.parameter)) continue;
-    masters.emplace_back(*row.parameter, settled(*row.parameter).master);
-    const auto state = inner_->state().find(row.parameter->unsafeGetTensorImpl());
-    if (state == inner_->state().end()) continue;
-    detail::widen_state(*state->second, inner_->param_groups()[row.group].options());
-  }
-  const auto round = [&masters] {
-    for (const auto& [parameter, master] : masters) parameter.detach().copy_(master);
+  struct Lent {
+    at::Tensor parameter, gradient, memory, master;
+  };
+  std::vector<Lent> lent;
+  std::vector<double> shown;  // options of your own may have none
+  if (has_schedule()) shown = detail::lrs_of(inner_->param_groups());
+  const auto give_back = [&] {
+    for (const Lent& one : lent) {
+      if (one.master.defined()) {
+        detail::exchange(one.parameter, one.memory);
+        one.parameter.detach().copy_(one.master);
+      }
+      one.parameter.mutable_grad() = one.gradient;
+    }
+    if (has_schedule()) detail::set_lrs(*inner_, shown);
     detail::drop_weight_casts();
   };
   try {
-    detail::LentStep lent(*inner_);
-    auto master = masters.begin();
     for (const StepPlan::Row& row : plan.rows) {
-      const bool has_master = detail::is_low_precision(*row.parameter);
-      lent.lend(*row.parameter, has_master ? (master++)->second : at::Tensor(),
-                detail::multiplied(row.gradient, factor));
+      const at::Tensor& parameter = *row.parameter;
+      Lent own{parameter, parameter.grad(), {}, {}};
+      if (row.storage == optim::WeightStorage::master) {
+        own.master = settled(parameter).master;
+        own.memory = parameter.variable_data();
+        const auto state = inner_->state().find(parameter.unsafeGetTensorImpl());
+        if (state != inner_->state().end()) {
+          detail::widen_state(*state->second, inner_->param_groups()[row.group].options());
+        }
+      }
+      lent.push_back(std::move(own));
+      if (lent.back().master.defined()) detail::exchange(parameter, lent.back().master);
+      parameter.mutable_grad() = detail::multiplied(row.gradient, factor);
     }
-    if (has_schedule()) lent.lend_lrs(lrs());
+    if (has_schedule()) detail::set_lrs(*inner_, lrs());
     inner_->step();
   } catch (...) {
-    round();  // as without masters, what was trained before it threw is trained
+    give_back();  // as without masters, what was trained before it threw is trained
     throw;
   }
-  round();
+  give_back();
 }
 
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {

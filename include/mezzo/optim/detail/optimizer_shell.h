@@ -12,7 +12,6 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <memory>

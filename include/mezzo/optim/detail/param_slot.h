@@ -21,7 +21,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -170,22 +169,6 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
                        at::MemoryFormat::Preserve);
   }
   kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
-}
-
-/// Makes `kept` hold the tensors that `storage` needs, and no others, in the parameter's layout.
-inline void settle_weights(const at::Tensor& parameter, optim::WeightStorage storage,
-                           KeptWeights& kept) {
-  switch (storage) {
-    case optim::WeightStorage::master:
-      settle_master(parameter, kept);
-      break;
-    case optim::WeightStorage::split_master:
-      settle_lower_half(parameter, kept);
-      break;
-    case optim::WeightStorage::plain:
-    case optim::WeightStorage::stochastic:
-      kept.master = kept.lower_half = at::Tensor();
-  }
 }
 
 // --- Counts of steps ----------------------------------------------------------------------------

@@ -9,7 +9,6 @@
 #include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
@@ -18,7 +17,6 @@
 #include <memory>
 #include <optional>
 #include <span>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -34,10 +32,11 @@ class FiledOptimizer final : public torch::optim::Optimizer {
 /// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
 /// list belongs to parameter i.
 struct AtenLists {
-  std::vector<at::Tensor> parameters;
-  std::vector<at::Tensor> gradients;  ///< of the parameters' dtype
-  std::array<std::vector<at::Tensor>, 3> moments;
-  std::vector<at::Tensor> counts;  ///< floats, of this step already
+  std::size_t group;
+  std::vector<at::Tensor> parameters{};
+  std::vector<at::Tensor> gradients{};  ///< of the parameters' dtype
+  std::array<std::vector<at::Tensor>, 3> moments{};
+  std::vector<at::Tensor> counts{};  ///< floats, of this step already
 };
 
 /// A verdict as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
@@ -60,14 +59,16 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  public:
   torch::optim::Optimizer& optimizer() noexcept override { return *this; }
 
-  at::Tensor step(LossClosure closure = nullptr) override { return step_with(closure); }
+  at::Tensor step(LossClosure closure = nullptr) override { return FusedOptimizer::step(closure); }
   MEZZO_INLINE StepPlan plan() override;
-  MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
-                          const StepOptions& options = {}) override;
-
+  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
+    apply_on_devices(plan, verdict, options, /*with_aten=*/false);
+  }
   /// Takes the step through ATen's fused kernels; on the CPU for tests alone.
-  MEZZO_INLINE void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
-                                    const StepOptions& options = {});
+  void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
+                       const StepOptions& options = {}) {
+    apply_on_devices(plan, verdict, options, /*with_aten=*/true);
+  }
 
   /// Returns how the weights of all groups are kept.
   const optim::WeightOptions& weight_options() const noexcept { return weights_; }
@@ -124,8 +125,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   using Row = StepPlan::Row;
   using Rows = std::span<Row>;
   using Groups = std::vector<GroupNumbers>;
-  /// A tensor and the copy that a kernel works on in its place.
-  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
   /// Memory and copies that the host prepares for the kernels of one device.
   struct Prepared {
@@ -133,16 +132,12 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
     std::vector<at::Tensor> gradients{};  ///< copies, kept alive
     std::vector<at::Tensor> uncleared{};  ///< gradients that were copied and are to be cleared
   };
-  struct AtenCall;
 
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
   MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
                                        const at::Tensor& parameter);
-  optim::WeightStorage storage_in(const at::Tensor& parameter) const {
-    return storage_of(parameter, weights_.weight_storage, words());
-  }
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
@@ -163,18 +158,12 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 
-  /// Steps on another device than the CPU. Returns whether it has counted the step as applied.
-  MEZZO_INLINE bool step_on_device(Rows rows, const Groups& groups, const Verdict& verdict,
-                                   const StepOptions& options, bool is_alone);
 #ifdef MEZZO_WITH_CUDA
   MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
                                  const StepOptions& options, bool counts_applied);
 #endif
-  MEZZO_INLINE at::Tensor applied_on(at::Device device, bool counts_there);
   MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
                                    const StepOptions& options);
-  MEZZO_INLINE void add_to_call(const Row& row, const GroupNumbers& numbers, bool copies_gradient,
-                                std::vector<AtenCall>& calls, Copies& copies);
 
   CudaRule rule_;
   std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them

@@ -58,7 +58,7 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
 
 MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
   using optim::WeightStorage;
-  const WeightStorage storage = storage_in(parameter);
+  const WeightStorage storage = storage_of(parameter, weights_.weight_storage, words());
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
               "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
@@ -171,7 +171,7 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_in(parameter);
+  const auto storage = storage_of(parameter, weights_.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
@@ -194,16 +194,6 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
 
 // --- Applying it -------------------------------------------------------------------------------
 
-MEZZO_INLINE void StepEngine::apply(StepPlan plan, const Verdict& verdict,
-                                    const StepOptions& options) {
-  apply_on_devices(plan, verdict, options, /*with_aten=*/false);
-}
-
-MEZZO_INLINE void StepEngine::apply_with_aten(StepPlan plan, const Verdict& verdict,
-                                              const StepOptions& options) {
-  apply_on_devices(plan, verdict, options, /*with_aten=*/true);
-}
-
 /// Throws, before anything is written or counted, for a step that ATen's kernels cannot take.
 MEZZO_INLINE void StepEngine::check_for_aten(const Row& row, const GroupNumbers& numbers) const {
   TORCH_CHECK(numbers.missing_in_aten == nullptr, name_, ": ", words().parameter(*row.parameter),
@@ -222,8 +212,8 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   bool is_counted = false;
   set_lrs(plan);
   for (const Row& row : plan.rows) {  // before any device has stepped
-    if (!plan.has_devices) break;
-    if (has_own_kernels(row.parameter->device())) continue;
+    const at::Device device = row.parameter->device();
+    if (!with_aten && (has_cpu_loops(device) || has_cuda_kernels(device))) continue;
     check_for_aten(row, plan.groups[row.group]);
   }
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
@@ -232,13 +222,15 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
-    if (with_aten) {
-      step_with_aten(rows, plan.groups, own, options);
-    } else if (has_cpu_loops(device)) {
+    if (!with_aten && has_cpu_loops(device)) {
       step_cpu(rows, plan.groups, own, options);
+#ifdef MEZZO_WITH_CUDA
+    } else if (!with_aten && has_cuda_kernels(device)) {
+      is_counted = !plan.has_devices;
+      step_on_cuda(rows, plan.groups, own, options, is_counted);
+#endif
     } else {
-      const bool is_alone = rows.size() == plan.rows.size();
-      is_counted = step_on_device(rows, plan.groups, own, options, is_alone);
+      step_with_aten(rows, plan.groups, own, options);
     }
     begin = end;
   }
@@ -250,12 +242,12 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 /// the rates of the step.
 MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.rows.empty()) return;
-  const bool steps_here = plan.has_devices || has_cpu_loops(plan.rows.front().parameter->device());
-  const auto bases = steps_here ? std::nullopt : lrs_for_device();
-  const std::vector<double> rates = bases ? *bases : lrs();
+  const bool on_device = !plan.has_devices && !is_lr_written() &&
+                         !has_cpu_loops(plan.rows.front().parameter->device());
+  const std::vector<double> rates = on_device ? base_lrs() : lrs();
   for (std::size_t group = 0; group < plan.groups.size(); ++group) {
     plan.groups[group].lr = rates[group];
-    plan.groups[group].follows_table = bases.has_value();
+    plan.groups[group].follows_table = on_device;
   }
 }
 
@@ -263,17 +255,14 @@ MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
 /// for all: they step together or not at all. A step without any gradient counts too. If other
 /// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
-  const at::Tensor& count = applied_on_device();
-  const bool is_elsewhere = plan.has_rows_elsewhere && verdict.defined();
-  at::Device device = count.defined() ? count.device()
-                      : is_elsewhere  ? verdict.found_inf.device()
-                                      : at::Device(at::kCPU);
-  bool is_there = plan.rows.empty();
-  for (const Row& row : plan.rows) {
-    is_there = is_there || row.parameter->device() == device;
-    if (is_there || !plan.has_devices) break;
+  at::Device device = at::kCPU;
+  if (!plan.rows.empty()) {
+    device = plan.rows.front().parameter->device();
+  } else if (applied_on_device().defined()) {
+    device = applied_on_device().device();
+  } else if (plan.has_rows_elsewhere && verdict.defined()) {
+    device = verdict.found_inf.device();
   }
-  if (!is_there) device = plan.rows.front().parameter->device();
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
 
@@ -283,11 +272,12 @@ MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
   if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
   if (row.slot == nullptr) return;
-  ParamSlot& slot = *row.slot;
-  const bool keeps_weights =
-      row.storage == WeightStorage::master || row.storage == WeightStorage::split_master;
-  if (keeps_weights || slot.master.defined() || slot.lower_half.defined()) {
-    settle_weights(*row.parameter, row.storage, slot);
+  if (row.storage == WeightStorage::master) {
+    settle_master(*row.parameter, *row.slot);
+  } else if (row.storage == WeightStorage::split_master) {
+    settle_lower_half(*row.parameter, *row.slot);
+  } else {
+    row.slot->master = row.slot->lower_half = at::Tensor();
   }
   if (!keeps) row.slot = nullptr;
 }
@@ -349,16 +339,6 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
 
 // --- The CPU -----------------------------------------------------------------------------------
 
-/// Returns the bytes of an element of each stream of `row`.
-inline StepElementSizes element_sizes(const StepPlan::Row& row) {
-  const bool has_master = row.storage == optim::WeightStorage::master;
-  const auto own = static_cast<int64_t>(row.parameter->element_size());
-  return {
-      .parameter = has_master ? int64_t{sizeof(float)} : own,
-      .gradient = static_cast<int64_t>(row.gradient.element_size()),
-      .moment = static_cast<int64_t>(c10::elementSize(moment_dtype(*row.parameter, row.storage)))};
-}
-
 MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                                        const StepOptions& options) {
   const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
@@ -372,27 +352,29 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   const bool clears_on_the_way = options.zero_grad && !share_gradients(rows);
   Prepared prepared;
   prepared.tasks.reserve(rows.size());
-  std::size_t last_group = groups.size();  // whose coefficients, of step last_count, are the last
-  int64_t last_count = 0;
-  for (Row& row : rows) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    Row& row = rows[i];
     const GroupNumbers& numbers = groups[row.group];
     open_slot(row, numbers);
     const int64_t count = row.slot != nullptr ? row.slot->count().value() + 1 : 1;
     StepTask& task = prepared.tasks.emplace_back();
     task.loop = row.loop;
     task.span = span_of(row, numbers, clears_on_the_way, prepared);
-    task.sizes = element_sizes(row);
+    const auto bytes = [](at::ScalarType dtype) {
+      return static_cast<int64_t>(c10::elementSize(dtype));
+    };
+    const bool has_master = row.storage == optim::WeightStorage::master;
+    const at::ScalarType own = row.parameter->scalar_type();
+    task.sizes = {.parameter = bytes(has_master ? at::kFloat : own),
+                  .gradient = bytes(row.gradient.scalar_type()),
+                  .moment = bytes(moment_dtype(*row.parameter, row.storage))};
     task.gradient_dtype = row.gradient.scalar_type();
-    const bool computes_in_double = row.parameter->scalar_type() == at::kDouble;
-    task.widens = task.gradient_dtype != (computes_in_double ? at::kDouble : at::kFloat);
+    task.widens = task.gradient_dtype != (own == at::kDouble ? at::kDouble : at::kFloat);
     task.clears = clears_on_the_way;
-    if (row.group == last_group && count == last_count) {
-      task.coefficients = prepared.tasks[prepared.tasks.size() - 2].coefficients;
-    } else {
-      task.coefficients = coefficients(numbers, count);
-    }
-    last_group = row.group;
-    last_count = count;
+    const bool is_as_before = i > 0 && rows[i - 1].group == row.group &&
+                              prepared.tasks[i - 1].use.step == static_cast<uint64_t>(count);
+    task.coefficients =
+        is_as_before ? prepared.tasks[i - 1].coefficients : coefficients(numbers, count);
     task.use = {.factor = *factor,
                 .copies_half = copies_half(row),
                 .seed = weights_.seed,
@@ -404,19 +386,6 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
-
-MEZZO_INLINE bool StepEngine::step_on_device(Rows rows, const Groups& groups,
-                                             const Verdict& verdict, const StepOptions& options,
-                                             [[maybe_unused]] bool is_alone) {
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(rows.front().parameter->device())) {
-    step_on_cuda(rows, groups, verdict, options, is_alone);
-    return is_alone;
-  }
-#endif
-  step_with_aten(rows, groups, verdict, options);
-  return false;
-}
 
 #ifdef MEZZO_WITH_CUDA
 
@@ -436,7 +405,8 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   const at::Device device = rows.front().parameter->device();
   StepInputs inputs = step_inputs(verdict, options);
   inputs.clear = inputs.clear && !share_gradients(rows);
-  const at::Tensor applied = applied_on(device, counts_applied);
+  at::Tensor applied;
+  if (counts_applied) applied = counts_on(device, {applied_count()}).front();
   if (groups.front().follows_table) {
     const at::Tensor& factors = lr_factors_on(device);
     inputs.applied = applied.const_data_ptr<float>();
@@ -478,32 +448,6 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
 
 #endif
 
-/// Returns the number of applied steps as a float on `device`. If another device counts, it is a
-/// copy, unless `counts_there`: then `device` counts from here on.
-MEZZO_INLINE at::Tensor StepEngine::applied_on(at::Device device, bool counts_there) {
-  const at::Tensor& count = applied_on_device();
-  if (!counts_there && count.defined() && count.device() != device)
-    return count.to(device, /*non_blocking=*/true);
-  return counts_on(device, {applied_count()}).front();
-}
-
-/// One call of ATen's kernel: its group and arguments.
-struct StepEngine::AtenCall {
-  std::size_t group;
-  AtenLists lists{};
-};
-
-/// Bumps the versions of all tensors that ATen's fused optimizers wrote, which they do not do: so
-/// autograd notices.
-inline void bump_versions(const AtenLists& lists) {
-  const auto bump = [](const std::vector<at::Tensor>& written) {
-    for (const at::Tensor& tensor : written) bump_version(tensor);
-  };
-  bump(lists.parameters);
-  bump(lists.gradients);
-  for (const std::vector<at::Tensor>& moments : lists.moments) bump(moments);
-}
-
 inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   if (!verdict.defined()) return {};
   at::Tensor factor = verdict.inv_scale;
@@ -516,80 +460,53 @@ inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   return {factor.reciprocal().to(at::kFloat), verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
-/// Steps through ATen's fused optimizers, without a wait. ATen's kernels write to gradients, so
-/// that these are copied first.
+/// Steps through ATen's fused optimizers, without a wait.
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
                                              const Verdict& verdict, const StepOptions& options) {
-  for (const Row& row : rows) check_for_aten(row, groups[row.group]);
-  for (Row& row : rows) open_slot(row, groups[row.group]);
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
   if (groups.front().follows_table) {
     const at::Tensor& factors = lr_factors_on(device);
-    const at::Tensor number =
-        applied_on(device, /*counts_there=*/false).clamp_max(factors.numel() - 1).to(at::kLong);
-    own.lr_factor = factors.take(number).to(at::kFloat);
+    const at::Tensor applied = counts_on(device, {applied_count()}).front();
+    own.lr_factor =
+        factors.take(applied.clamp_max(factors.numel() - 1).to(at::kLong)).to(at::kFloat);
   }
-  std::vector<StepCount> own_counts;
+  std::vector<StepCount> kept;
+  for (Row& row : rows) {
+    open_slot(row, groups[row.group]);
+    if (row.slot != nullptr) kept.push_back(row.slot->count());
+  }
+  const std::vector<at::Tensor> counts = counts_on(device, kept);
+  std::vector<AtenLists> calls;  // rows come group by group
   for (const Row& row : rows) {
-    if (row.slot != nullptr) own_counts.push_back(row.slot->count());
+    at::Tensor parameter = *row.parameter;
+    if (row.storage == optim::WeightStorage::master) {
+      heal_master(parameter, *row.slot);
+      parameter = row.slot->master;
+    }
+    const bool joins = !calls.empty() && calls.back().group == row.group &&
+                       calls.back().parameters.back().scalar_type() == parameter.scalar_type();
+    if (!joins) calls.push_back({row.group});
+    AtenLists& lists = calls.back();
+    lists.parameters.push_back(parameter);
+    // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
+    const bool copies = own.grad_scale.has_value() || row.gradient.is_inference();
+    lists.gradients.push_back(in_layout_of(
+        parameter, row.gradient.to(parameter.scalar_type(), /*non_blocking=*/false, copies)));
+    if (row.slot == nullptr) continue;
+    lists.counts.push_back(row.slot->count().on_device());
+    for (int k = 0; k < groups[row.group].moments; ++k) {
+      lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, *row.parameter));
+    }
   }
-  const std::vector<at::Tensor> counts = counts_on(device, own_counts);
-  Copies copies;
-  std::vector<AtenCall> calls;
-  // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
-  // Gradients that are cleared in the end may be written, unless one is shared: it would be
-  // unscaled twice.
-  const bool copies_gradients =
-      own.grad_scale.has_value() && (!options.zero_grad || share_gradients(rows));
-  for (const Row& row : rows) {
-    add_to_call(row, groups[row.group], copies_gradients, calls, copies);
-  }
-  const auto write_back = [&] {
-    for (const auto& [original, copy] : copies) original.copy_(copy);
-  };
   // ATen's kernels expect counts of this step, also where they skip it.
   if (!counts.empty()) at::_foreach_add_(counts, 1);
-  try {
-    for (const AtenCall& call : calls) {
-      aten_step(groups[call.group], call.lists, own);
-      bump_versions(call.lists);
-    }
-  } catch (...) {
-    write_back();  // of the calls before the one that threw
-    throw;
-  }
+  for (const AtenLists& lists : calls) aten_step(groups[lists.group], lists, own);
   if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
-  write_back();
+  for (const Row& row : rows) {
+    if (row.storage == optim::WeightStorage::master) row.parameter->copy_(row.slot->master);
+  }
   finish(rows, options.zero_grad, /*are_cleared=*/false, {});
-}
-
-/// Adds a row to the last call, or begins a call. Rows come group by group, as those of a call do.
-MEZZO_INLINE void StepEngine::add_to_call(const Row& row, const GroupNumbers& numbers,
-                                          bool copies_gradient, std::vector<AtenCall>& calls,
-                                          Copies& copies) {
-  at::Tensor parameter = *row.parameter;
-  if (row.storage == optim::WeightStorage::master) {
-    heal_master(parameter, *row.slot);
-    parameter = row.slot->master;
-    copies.emplace_back(*row.parameter, parameter);
-  }
-  const auto fits = [&](const AtenCall& call) {
-    return call.group == row.group && call.lists.counts.empty() == (row.slot == nullptr) &&
-           call.lists.parameters.back().scalar_type() == parameter.scalar_type();
-  };
-  const bool joins = !calls.empty() && fits(calls.back());
-  if (!joins) calls.push_back({row.group});
-  AtenLists& lists = calls.back().lists;
-  lists.parameters.push_back(parameter);
-  const bool is_written_back = !copies_gradient && !row.gradient.is_inference();
-  const at::Tensor gradient = is_written_back ? row.gradient : row.gradient.clone();
-  lists.gradients.push_back(in_layout_of(parameter, gradient.to(parameter.scalar_type())));
-  if (row.slot == nullptr) return;
-  lists.counts.push_back(row.slot->count().on_device());
-  for (int k = 0; k < numbers.moments; ++k) {
-    lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, *row.parameter));
-  }
 }
 
 // --- Files -------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/unscale.h>
-#include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -16,7 +15,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
-#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cmath>
@@ -68,16 +66,6 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
 inline constexpr const char* kNoneHasNoNewScale =
     "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
     "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
-
-/// Returns the outcome of a step. Waits for the device of scale and verdict.
-inline StepOutcome outcome_on_host(const at::Tensor& scale, const Verdict& verdict,
-                                   bool was_unscaled) {
-  const bool has_norm = verdict.sum_of_squares.defined();
-  return StepOutcome::of({scale.item<double>(), verdict.found_inf.item<double>(),
-                          has_norm ? verdict.sum_of_squares.item<double>() : 0.0,
-                          has_norm ? verdict.max_abs.item<double>() : 0.0},
-                         has_norm, was_unscaled);
-}
 
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
@@ -255,19 +243,13 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
   check_verdict(record, verdict);
-  std::shared_ptr<detail::StepLetter> letter;  // made before the step, for it may throw
-  if (!scale.is_cpu()) letter = letter_pool_.letter_for(scale.device());
+  const std::shared_ptr<detail::StepLetter> letter =
+      letter_pool_.letter_for(scale.device());  // made before the step, for it may throw
   fused.apply(std::move(plan), verdict, options);
   record.stage = Stage::stepped;
-  if (scale.is_cpu()) {
-    StepOutcome outcome = detail::outcome_on_host(scale, verdict, was_unscaled);
-    clipping_.see(outcome);
-    if (outcome.found_inf) skipped_scale_ = outcome.scale;
-    return StepResult(std::move(outcome));
-  }
   letter->send(scale, verdict, was_unscaled);
   if (!letter->is_captured()) letters_.push_back(letter);  // replays do not notify the host
-  return StepResult(std::make_shared<detail::DeviceStepSlot>(letter));
+  return StepResult(letter);
 }
 
 /// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
@@ -287,7 +269,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     check_verdict(record, verdict);
   }
   const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send_and_wait(scale, verdict, was_unscaled);
+  letter->send(scale, verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
   if (outcome.ran) {
     if (detail::clips(options)) {
@@ -298,12 +280,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
   }
   record.stage = Stage::stepped;
   detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
-  if (scale.is_cpu()) {
-    clipping_.see(outcome);
-    if (outcome.found_inf) skipped_scale_ = outcome.scale;
-  } else {
-    letters_.push_back(letter);
-  }
+  letters_.push_back(letter);
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));
 }
@@ -322,7 +299,11 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     const bool is_known = fused == nullptr || device.is_cpu();
-    if (is_known) outcome = detail::outcome_on_host(one, verdict, /*was_unscaled=*/false);
+    if (is_known) {
+      const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(device);
+      letter->send(one, verdict);
+      outcome = letter->outcome();
+    }
   }
   if (fused != nullptr) {
     fused->apply(std::move(plan), verdict, options);
@@ -344,7 +325,9 @@ MEZZO_INLINE void GradScaler::update() {
     const at::Tensor& one = record.found_inf;
     if (!one.defined()) continue;
     found = found.defined() ? found.add(one) : one;
-    if (record.stage == Stage::unscaled) note_skip(one);  // no step tells of it
+    if (record.stage != Stage::unscaled) continue;
+    letters_.push_back(letter_pool_.letter_for(one.device()));  // no step tells of it
+    letters_.back()->send(scale_->original(), {.inv_scale = scale_->inverse(), .found_inf = one});
   }
   TORCH_CHECK(
       found.defined(),
@@ -353,18 +336,6 @@ MEZZO_INLINE void GradScaler::update() {
       "iteration");
   scale_->advance(rule_, found);
   finish_iteration();
-}
-
-/// Notes an inf that was found in this iteration, for `on_skip`.
-MEZZO_INLINE void GradScaler::note_skip(const at::Tensor& found_inf) {
-  const at::Tensor& scale = scale_->original();
-  if (scale.is_cpu()) {
-    if (found_inf.item<float>() != 0.0F) skipped_scale_ = scale.item<float>();
-    return;
-  }
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send(scale, {.inv_scale = scale_->inverse(), .found_inf = found_inf});
-  letters_.push_back(letter);
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
@@ -392,38 +363,36 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
-/// skipped a step. On the CPU that is this one.
+/// skipped a step: reads the letters that have arrived, in order, and never waits. On the CPU this
+/// iteration's have; a skip on a device waits for the next iteration's letter, which carries the
+/// scale that followed.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
   Letters letters = std::exchange(letters_, {});
-  const std::optional<float> skipped_scale = std::exchange(skipped_scale_, std::nullopt);
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
-  if (skipped_scale) {
-    tell_of_skip(*skipped_scale, scale_->original().item<float>());
-  } else if (!letters.empty()) {
+  if (!letters.empty()) {
     iterations_.push_back(std::move(letters));
   } else if (iterations_.empty()) {
     times_at_floor_ = times_in_a_row_ = 0;
   }
-  tell_of_iterations();
-}
-
-/// Reads the letters that have arrived, in order, and never waits. A skip waits for the next
-/// iteration's letter, which carries the scale that followed.
-MEZZO_INLINE void GradScaler::tell_of_iterations() {
-  const auto is_there = [](const auto& letter) { return letter->is_there(); };
+  const auto is_there = [](const auto& letter) { return letter->ready(); };
   while (!iterations_.empty() &&
          std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {
-    std::optional<float> skipped_scale;
+    std::optional<float> skipped_scale, next_scale;
     for (const auto& letter : iterations_[0]) {
-      const StepOutcome outcome = letter->outcome();
+      const StepOutcome& outcome = letter->outcome();
       if (outcome.found_inf) skipped_scale = outcome.scale;
     }
-    if (skipped_scale && (iterations_.size() == 1 || !iterations_[1][0]->is_there())) return;
+    if (scale_->original().is_cpu()) {
+      next_scale = scale_->original().item<float>();
+    } else if (iterations_.size() > 1 && iterations_[1][0]->ready()) {
+      next_scale = iterations_[1][0]->outcome().scale;
+    }
+    if (skipped_scale && !next_scale) return;
     for (const auto& letter : std::exchange(iterations_[0], {})) clipping_.see(letter->outcome());
     iterations_.pop_front();
     if (skipped_scale) {
-      tell_of_skip(*skipped_scale, iterations_[0][0]->outcome().scale);
+      tell_of_skip(*skipped_scale, *next_scale);
     } else {
       times_at_floor_ = times_in_a_row_ = 0;
     }
