@@ -43,8 +43,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The thread's state at the first run, which the second run gets again
-// -------------------------
+// --- The thread's state at the first run, which the second run gets again ------------------------
 
 /// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
 /// first run is gone by the second, so that the two runs would have different graphs.
@@ -61,45 +60,32 @@ class WeightCastsUncached {
   bool found_;
 };
 
-/// The device that `torch::kCUDA` without an index means, if there is one.
-inline std::optional<c10::Device> current_cuda_device() {
-  if (!at::hasCUDA()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
-}
-
-/// Autocast state, random state and current device of the thread that makes it.
-class RunConditions {
- public:
-  explicit RunConditions(bool with_random_state)
-      : autocast_(AutocastState::capture()), cuda_device_(current_cuda_device()) {
-    if (with_random_state) random_.emplace();
-  }
-
-  /// Runs the calling thread under `conditions`, recording for autograd, and restores what was
-  /// there.
-  class Scope {
-   public:
-    explicit Scope(const RunConditions& conditions)
-        : device_(conditions.cuda_device_), autocast_(conditions.autocast_) {
-      if (conditions.random_) random_.emplace(*conditions.random_);
-    }
-
-   private:
-    c10::AutoGradMode recording_{true};
-    c10::OptionalDeviceGuard device_;
-    std::optional<RandomState::Scope> random_;
-    AutocastState::Scope autocast_;
-    WeightCastsUncached uncached_;
-  };
-
- private:
-  AutocastState autocast_;
-  std::optional<c10::Device> cuda_device_;
-  std::optional<RandomState> random_;
+/// Random state, autocast state and current CUDA device of the thread that makes it.
+struct RunConditions {
+  std::optional<RandomState> random;
+  AutocastState autocast = AutocastState::capture();
+  std::optional<c10::Device> cuda_device =
+      at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
+                    : std::nullopt;
 };
 
-// --- The graph of a run: its nodes, and the edges by which it hangs on what a function captures
-// ---
+/// Runs the calling thread under `conditions`, recording for autograd, and restores what was there.
+class ConditionsScope {
+ public:
+  explicit ConditionsScope(const RunConditions& conditions)
+      : device_(conditions.cuda_device), autocast_(conditions.autocast) {
+    if (conditions.random) random_.emplace(*conditions.random);
+  }
+
+ private:
+  c10::AutoGradMode recording_{true};
+  c10::OptionalDeviceGuard device_;
+  std::optional<RandomState::Scope> random_;
+  AutocastState::Scope autocast_;
+  WeightCastsUncached uncached_;
+};
+
+// --- The graph of a run: its nodes, and the edges to what a function captures --------------------
 
 /// Owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to libtorch 2.11,
 /// c10::intrusive_ptr in later versions.
@@ -204,22 +190,7 @@ class RunGraph {
   torch::autograd::edge_list uses_;
 };
 
-// --- The call, and its node
-// -----------------------------------------------------------------------
-
-/// A call as backward knows it, without its types.
-class CheckpointedCall {
- public:
-  CheckpointedCall() = default;
-  virtual ~CheckpointedCall() = default;
-  CheckpointedCall(const CheckpointedCall&) = delete;
-  CheckpointedCall& operator=(const CheckpointedCall&) = delete;
-
-  /// Calls the function and returns the tensors in its result.
-  virtual std::vector<at::Tensor> result_tensors() = 0;
-  /// Returns the tensors among the arguments.
-  virtual std::vector<at::Tensor> argument_tensors() const = 0;
-};
+// --- The call, and its node ----------------------------------------------------------------------
 
 template <class T>
 std::vector<at::Tensor> tensors_in(T& value) {
@@ -251,7 +222,7 @@ decltype(auto) call_stored(F& function, Args&... args) {
 /// dangle.
 template <class F, class... Args>
 requires CallableTwice<F, Args...>
-class StoredCall final : public CheckpointedCall {
+class StoredCall {
  public:
   using Result = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
 
@@ -265,38 +236,34 @@ class StoredCall final : public CheckpointedCall {
         [this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
   }
 
-  std::vector<at::Tensor> result_tensors() override {
-    auto result = (*this)();
-    return tensors_in(result);
-  }
-
-  std::vector<at::Tensor> argument_tensors() const override { return tensors_in(args_); }
+  std::vector<at::Tensor> argument_tensors() const { return tensors_in(args_); }
 
  private:
   F function_;
   std::tuple<Args...> args_;
 };
 
-/// Returns the versions of the tensors among the arguments; those of inference mode have none.
-inline std::vector<std::int64_t> versions_of_arguments(const CheckpointedCall& call) {
+/// Returns the versions of tensors; those of inference mode have none.
+inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
-  for (const at::Tensor& tensor : call.argument_tensors()) {
+  for (const at::Tensor& tensor : arguments) {
     versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
   }
   return versions;
 }
 
-inline void check_arguments(const CheckpointedCall& call, const std::vector<std::int64_t>& expected,
-                            const char* when) {
-  TORCH_CHECK(versions_of_arguments(call) == expected,
+inline void check_arguments(const std::vector<at::Tensor>& arguments,
+                            const std::vector<std::int64_t>& expected, const char* when) {
+  TORCH_CHECK(versions_of(arguments) == expected,
               "activation_checkpoint: a tensor argument was modified in place ", when,
               ", so that running the function again would compute something else. Clone it first, "
               "or modify it after backward.");
 }
 
-/// The data of a recomputation.
+/// The data of a recomputation, without the types of the call.
 struct Recomputation {
-  std::unique_ptr<CheckpointedCall> call;
+  std::function<std::vector<at::Tensor>()> run;        ///< returns the result's tensors
+  std::function<std::vector<at::Tensor>()> arguments;  ///< returns the tensors among its arguments
   RunConditions conditions;
   std::vector<std::int64_t> versions;
   std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
@@ -378,10 +345,10 @@ class CheckpointNode final : public torch::autograd::Node {
   }
 
   static std::pair<torch::autograd::edge_list, RunGraph> run_again(const Recomputation& again) {
-    check_arguments(*again.call, again.versions, "between its forward and its backward");
-    const RunConditions::Scope scope(again.conditions);
+    check_arguments(again.arguments(), again.versions, "between its forward and its backward");
+    const ConditionsScope scope(again.conditions);
     const GraphMark start;
-    torch::autograd::edge_list roots = result_edges(again.call->result_tensors(), again.results);
+    torch::autograd::edge_list roots = result_edges(again.run(), again.results);
     RunGraph graph(roots, start);
     TORCH_CHECK(graph.uses() == again.uses,
                 "activation_checkpoint: the recomputation used other parameters or other tensors "
@@ -424,22 +391,27 @@ void replace_graph(Result& result, const GraphMark& start, Recomputation recompu
 
 /// Runs `call` and replaces the graph of its result.
 template <class Call>
-auto first_run(std::unique_ptr<Call> call, bool preserve_random_state) {
+auto first_run(const std::shared_ptr<Call>& call, bool preserve_random_state) {
   // Materialises the gradient edges: autograd renews the node of a view whose base was modified
   // when it is first asked for it, and that must not happen during the run.
   for (const at::Tensor& tensor : call->argument_tensors()) {
     if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
   }
-  auto versions = versions_of_arguments(*call);
-  RunConditions conditions(preserve_random_state);
+  auto versions = versions_of(call->argument_tensors());
+  RunConditions conditions{preserve_random_state ? std::optional(RandomState()) : std::nullopt};
   const GraphMark start;
   auto result = [&] {
     const WeightCastsUncached uncached;
     return (*call)();
   }();
-  check_arguments(*call, versions, "by the function itself");
+  check_arguments(call->argument_tensors(), versions, "by the function itself");
   replace_graph(result, start,
-                {.call = std::move(call),
+                {.run =
+                     [call] {
+                       auto again = (*call)();
+                       return tensors_in(again);
+                     },
+                 .arguments = [call] { return call->argument_tensors(); },
                  .conditions = std::move(conditions),
                  .versions = std::move(versions)});
   return result;

@@ -76,8 +76,6 @@ class OpenFile {
   std::int64_t process_with_lock() const noexcept;
   /// Whether the file has this path.
   bool is_at(const std::filesystem::path& path) const noexcept;
-  /// Gives the file the permissions of another: 0600 stays 0600.
-  void take_mode_of(const std::filesystem::path& other) const noexcept;
 
  private:
   static int opened(const std::filesystem::path& path, FileUse use) noexcept;
@@ -119,7 +117,6 @@ inline int OpenFile::lock_for_process() const noexcept { return lock(); }
 inline std::int64_t OpenFile::process_with_lock() const noexcept { return 0; }
 /// No file is removed or renamed there while it is open.
 inline bool OpenFile::is_at(const std::filesystem::path&) const noexcept { return is_open(); }
-inline void OpenFile::take_mode_of(const std::filesystem::path&) const noexcept {}
 
 /// The names in a folder are in the file system's journal.
 inline int flush_folder(const std::filesystem::path&) noexcept { return 0; }
@@ -200,10 +197,6 @@ inline bool OpenFile::is_at(const std::filesystem::path& path) const noexcept {
   }, there{};
   return ::fstat(descriptor_, &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
          own.st_dev == there.st_dev && own.st_ino == there.st_ino;
-}
-inline void OpenFile::take_mode_of(const std::filesystem::path& other) const noexcept {
-  struct stat status {};
-  if (::stat(other.c_str(), &status) == 0) (void)::fchmod(descriptor_, status.st_mode & 07777);
 }
 
 /// Brings the names in a folder to the disk. \returns 0 or the system's error

@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -46,18 +47,12 @@ inline at::Tensor savable(const at::Tensor& tensor) {
 
 // --- Modules, and tensors whose memory stays -----------------------------------------------------
 
-using NamedTensor = std::pair<std::string, at::Tensor>;
-
 /// Returns the tensors of a module under the names that Python's `state_dict` gives them.
-inline std::vector<NamedTensor> state_dict_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> tensors;
-  const auto take = [&tensors](const auto& list) {
-    for (const auto& one : list) {
-      if (one.value().defined()) tensors.emplace_back(one.key(), one.value());
-    }
-  };
-  take(module.named_parameters());
-  take(module.named_buffers());
+inline NamedTensors state_dict_of(const torch::nn::Module& module) {
+  NamedTensors tensors = module.named_parameters().pairs();
+  const NamedTensors buffers = module.named_buffers().pairs();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  std::erase_if(tensors, [](const auto& one) { return !one.second.defined(); });
   return tensors;
 }
 
@@ -86,8 +81,7 @@ inline std::string shape_words(const at::Tensor& tensor) {
 }
 
 /// Checks that the file has the names, dtypes and shapes of `own`. Returns the file's values.
-inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
-                                                const std::vector<NamedTensor>& own) {
+inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const NamedTensors& own) {
   std::unordered_map<std::string, c10::IValue> found;
   collect_tensors(value, "", found);
   std::vector<at::Tensor> values;
@@ -112,7 +106,7 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
 }
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
-inline CheckpointPart named_tensors_part(const std::function<std::vector<NamedTensor>()>& tensors) {
+inline CheckpointPart named_tensors_part(const std::function<NamedTensors()>& tensors) {
   return {.save =
               [tensors] {
                 PythonDict values = python_dict();
@@ -128,30 +122,25 @@ inline CheckpointPart named_tensors_part(const std::function<std::vector<NamedTe
           }};
 }
 
-/// The part of a module, or of the module that a holder has when a checkpoint is saved or loaded.
-/// `module` returns it, or throws.
+/// The part of the module that `find` returns when a checkpoint is saved or loaded.
 MEZZO_INLINE CheckpointPart
-module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module) {
+module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
+  const auto module = [find] {
+    auto found = find();
+    TORCH_CHECK(found != nullptr,
+                "TrainingState::add: the module holder is empty; construct the module before it "
+                "is added");
+    return found;
+  };
   module();
   CheckpointPart part = named_tensors_part([module] { return state_dict_of(*module()); });
-  part.parameters = [module] {
-    std::vector<NamedTensor> all;
-    for (const auto& one : module()->named_parameters()) all.emplace_back(one.key(), one.value());
-    return all;
-  };
+  part.parameters = [module] { return module()->named_parameters().pairs(); };
   return part;
-}
-
-MEZZO_INLINE std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module) {
-  TORCH_CHECK(module != nullptr,
-              "TrainingState::add: the module holder is empty; construct the module before it "
-              "is added");
-  return {std::shared_ptr<void>(), module};
 }
 
 MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
   return named_tensors_part([&tensors] {
-    std::vector<NamedTensor> all;
+    NamedTensors all;
     for (const at::Tensor& one : tensors) {
       const std::string name = std::to_string(all.size());
       TORCH_CHECK(one.defined(), "tensor ", name, " is undefined; give it a value first");

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/model_list.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/optimizer.h>
 
@@ -83,7 +85,7 @@ struct CheckpointPart {
   /// itself. The tensors of a value are views of the file.
   std::function<Apply(const c10::IValue& value)> load;
   /// Returns the parameters of a module with their names; null for other objects.
-  std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters = nullptr;
+  std::function<NamedTensors()> parameters = nullptr;
   /// The optimizer; none for other objects.
   std::optional<AnyOptimizer> optimizer = std::nullopt;
 };
@@ -119,7 +121,7 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 }
 
 // Defined in object_parts.h.
-CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module);
+CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
 CheckpointPart optimizer_part(AnyOptimizer optimizer);
 CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
                             const std::function<void(torch::serialize::InputArchive&)>& take,
@@ -128,8 +130,6 @@ CheckpointPart tensor_part(at::Tensor& tensor);
 CheckpointPart tensors_part(std::vector<at::Tensor>& tensors);
 CheckpointPart generator_part(at::Generator& generator);
 CheckpointPart random_states_part();
-/// Returns a holder's module. \throws c10::Error if it is null
-std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module);
 /// Calls `part.save`, and adds to an optimizer's value what a file says of the optimizer.
 c10::IValue saved_value(const CheckpointPart& part, const ParameterNames& names);
 /// Calls `part.load`, after a check that an optimizer is the one that the file speaks of.
@@ -137,22 +137,7 @@ CheckpointPart::Apply checked_value(const CheckpointPart& part, const c10::IValu
                                     const ParameterNames& names);
 
 template <class T>
-concept IsModule = std::derived_from<T, torch::nn::Module>;
-
-/// A torch::nn::ModuleHolder (`torch::nn::Linear`), std::shared_ptr or the like.
-template <class T>
-concept HoldsModule = requires(T& holder) {
-  requires IsModule<std::remove_cvref_t<decltype(*holder)>>;
-};
-
-template <class T>
 concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
-
-/// A type that can say without a change to itself whether it will load an archive.
-template <class T>
-concept ChecksArchives = requires(torch::serialize::InputArchive& input, const T& object) {
-  check_archive(input, object);
-};
 
 template <class T>
 concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
@@ -267,12 +252,8 @@ CheckpointPart part_of(T& object) {
   static_assert(!std::is_const_v<T>,
                 "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
                 "it; add one that is not const");
-  if constexpr (IsModule<T>) {
-    return module_part(
-        [&object] { return std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &object); });
-  } else if constexpr (HoldsModule<T>) {
-    return module_part(
-        [&object] { return held_module(static_cast<bool>(object) ? &*object : nullptr); });
+  if constexpr (ModelHandle<T> || ModuleVariable<T>) {
+    return module_part([&object] { return module_pointer(object); });
   } else if constexpr (IsOptimizer<T>) {
     return optimizer_part(object);
   } else if constexpr (std::derived_from<T, at::Tensor>) {
@@ -301,7 +282,9 @@ CheckpointPart part_of(T& object) {
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
         [&object](torch::serialize::InputArchive& archive) { archive >> object; },
         [&object](torch::serialize::InputArchive& archive) {
-          if constexpr (ChecksArchives<T>) check_archive(archive, std::as_const(object));
+          if constexpr (requires { check_archive(archive, std::as_const(object)); }) {
+            check_archive(archive, std::as_const(object));
+          }
         });
   }
 }

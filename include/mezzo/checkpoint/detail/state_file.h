@@ -2,7 +2,6 @@
 
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/part_of.h>
