@@ -1,6 +1,6 @@
 /// \file
-/// Activation checkpointing: the conditions under which a function runs twice, the part of
-/// autograd's graph that a run adds, and the node that stands for it until backward.
+/// Activation checkpointing: the part of autograd's graph that a run adds, and the node that stands
+/// for it until backward.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -17,6 +17,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
@@ -42,48 +43,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-// --- The thread's state at the first run, which the second run gets again ------------------------
-
-/// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
-/// first run is gone by the second, so that the two runs would have different graphs.
-class WeightCastsUncached {
- public:
-  WeightCastsUncached() noexcept : found_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~WeightCastsUncached() { at::autocast::set_autocast_cache_enabled(found_); }
-  WeightCastsUncached(const WeightCastsUncached&) = delete;
-  WeightCastsUncached& operator=(const WeightCastsUncached&) = delete;
-
- private:
-  bool found_;
-};
-
-/// Random state, autocast state and current CUDA device of the thread that makes it.
-struct RunConditions {
-  std::optional<RandomState> random;
-  AutocastState autocast = AutocastState::capture();
-  std::optional<c10::Device> cuda_device =
-      at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
-                    : std::nullopt;
-};
-
-/// Runs the calling thread under `conditions`, recording for autograd, and restores what was there.
-class ConditionsScope {
- public:
-  explicit ConditionsScope(const RunConditions& conditions)
-      : device_(conditions.cuda_device), autocast_(conditions.autocast) {
-    if (conditions.random) random_.emplace(*conditions.random);
-  }
-
- private:
-  c10::AutoGradMode recording_{true};
-  c10::OptionalDeviceGuard device_;
-  std::optional<RandomState::Scope> random_;
-  AutocastState::Scope autocast_;
-  WeightCastsUncached uncached_;
-};
 
 // --- The graph of a run: its nodes, and the edges to what a function captures --------------------
 
@@ -264,8 +223,13 @@ inline void check_arguments(const std::vector<at::Tensor>& arguments,
 struct Recomputation {
   std::function<std::vector<at::Tensor>()> run;        ///< returns the result's tensors
   std::function<std::vector<at::Tensor>()> arguments;  ///< returns the tensors among its arguments
-  RunConditions conditions;
   std::vector<std::int64_t> versions;
+  // The thread's state at the first run, which the second run gets again.
+  std::optional<RandomState> random;
+  AutocastState autocast = AutocastState::capture();
+  std::optional<c10::Device> cuda_device =
+      at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
+                    : std::nullopt;
   std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
   torch::autograd::edge_list uses{};   ///< where the edges that leave the first run's graph led
 };
@@ -346,7 +310,12 @@ class CheckpointNode final : public torch::autograd::Node {
 
   static std::pair<torch::autograd::edge_list, RunGraph> run_again(const Recomputation& again) {
     check_arguments(again.arguments(), again.versions, "between its forward and its backward");
-    const ConditionsScope scope(again.conditions);
+    const c10::AutoGradMode recording(true);
+    const c10::OptionalDeviceGuard device(again.cuda_device);
+    std::optional<RandomState::Scope> random;
+    if (again.random) random.emplace(*again.random);
+    const AutocastState::Scope autocast(again.autocast);
+    at::autocast::set_autocast_cache_enabled(false);  // as in the first run
     const GraphMark start;
     torch::autograd::edge_list roots = result_edges(again.run(), again.results);
     RunGraph graph(roots, start);
@@ -397,23 +366,26 @@ auto first_run(const std::shared_ptr<Call>& call, bool preserve_random_state) {
   for (const at::Tensor& tensor : call->argument_tensors()) {
     if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
   }
-  auto versions = versions_of(call->argument_tensors());
-  RunConditions conditions{preserve_random_state ? std::optional(RandomState()) : std::nullopt};
+  Recomputation recomputation{
+      .run =
+          [call] {
+            auto again = (*call)();
+            return tensors_in(again);
+          },
+      .arguments = [call] { return call->argument_tensors(); },
+      .versions = versions_of(call->argument_tensors()),
+      .random = preserve_random_state ? std::optional(RandomState()) : std::nullopt};
   const GraphMark start;
   auto result = [&] {
-    const WeightCastsUncached uncached;
+    // A cast that was cached before the first run is gone by the second: the graphs would differ.
+    const bool caches = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_cache_enabled(false);
+    const auto end =
+        c10::make_scope_exit([caches] { at::autocast::set_autocast_cache_enabled(caches); });
     return (*call)();
   }();
-  check_arguments(call->argument_tensors(), versions, "by the function itself");
-  replace_graph(result, start,
-                {.run =
-                     [call] {
-                       auto again = (*call)();
-                       return tensors_in(again);
-                     },
-                 .arguments = [call] { return call->argument_tensors(); },
-                 .conditions = std::move(conditions),
-                 .versions = std::move(versions)});
+  check_arguments(recomputation.arguments(), recomputation.versions, "by the function itself");
+  replace_graph(result, start, std::move(recomputation));
   return result;
 }
 

@@ -29,14 +29,6 @@ namespace detail {
 
 inline std::string reason(int error) { return std::generic_category().message(error); }
 
-/// Whether an error of the system says that there is no room, or none that the user may take.
-inline bool is_full(int error) noexcept {
-#if !defined(_WIN32)
-  if (error == EDQUOT) return true;
-#endif
-  return error == ENOSPC || error == EFBIG;
-}
-
 /// What a file is opened for. read: without waiting for whoever writes to a pipe. create: a file
 /// that is not there yet. lock: to read and write, created if it is not there.
 enum class FileUse { read, write, create, lock };

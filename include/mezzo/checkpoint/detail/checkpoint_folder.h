@@ -123,9 +123,9 @@ class AtomicFile {
 
  private:
   [[noreturn]] void fail(const char* what, int error) const {
-    TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error), "; ",
-                is_full(error) ? "make room" : "see to the disk and the folder's permissions",
-                ". The checkpoints that were there before are untouched");
+    TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error),
+                "; see to the disk, to room on it and to the folder's permissions. The checkpoints "
+                "that were there before are untouched");
   }
 
   std::filesystem::path temporary_, target_;

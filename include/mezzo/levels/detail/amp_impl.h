@@ -196,7 +196,7 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
 inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
   TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
               "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy.empty(), "policy: the level ", level.name(),
+  TORCH_CHECK(level.uses_op_lists() || options.policy == nullptr, "policy: the level ", level.name(),
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
 }
 
