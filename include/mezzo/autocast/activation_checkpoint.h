@@ -12,7 +12,6 @@
 #include <c10/core/GradMode.h>
 
 #include <concepts>
-#include <functional>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -62,9 +61,9 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& funct
       detail::carries_tensors<typename Call::Result>(),
       "mezzo::activation_checkpoint: no tensors in the function's result; return tensors, or a "
       "struct with a member tensors() that lists them");
-  auto call = std::make_unique<Call>(std::forward<F>(function), std::forward<Args>(args)...);
+  auto call = std::make_shared<Call>(std::forward<F>(function), std::forward<Args>(args)...);
   if (!c10::GradMode::is_enabled()) return (*call)();
-  return detail::first_run(std::move(call), options.preserve_random_state);
+  return detail::first_run(call, options.preserve_random_state);
 }
 
 /// Calls `activation_checkpoint` with the default options.

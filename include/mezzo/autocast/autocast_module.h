@@ -7,6 +7,7 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/region.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
+#include <mezzo/base/model_list.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>
@@ -23,25 +24,16 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// LinearImpl for Linear, std::shared_ptr<LinearImpl> and LinearImpl itself.
 template <class M>
-struct ModuleImplOf {
-  static_assert(std::is_base_of_v<torch::nn::Module, M>,
+auto pointed_at_by() {
+  static_assert(ModelHandle<M> || ModuleVariable<M>,
                 "mezzo::AutocastModule<M>: M is a module holder such as torch::nn::Linear, a "
                 "std::shared_ptr to a module, or a class derived from torch::nn::Module");
-  using type = M;
-};
+  return std::type_identity<typename decltype(module_pointer(std::declval<M&>()))::element_type>();
+}
+/// LinearImpl for Linear, std::shared_ptr<LinearImpl> and LinearImpl itself.
 template <class M>
-requires requires { typename M::ContainedType; }
-struct ModuleImplOf<M> {
-  using type = typename M::ContainedType;
-};
-template <class Impl>
-struct ModuleImplOf<std::shared_ptr<Impl>> {
-  using type = Impl;
-};
-template <class M>
-using module_impl_of = typename ModuleImplOf<M>::type;
+using module_impl_of = typename decltype(pointed_at_by<M>())::type;
 
 /// A `forward` of these types that goes through `Derived::call`.
 template <class Derived, class Result, class... Args>

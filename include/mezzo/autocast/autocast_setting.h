@@ -13,14 +13,10 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <utility>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-class OpPolicy;
-
 namespace detail {
-class Region;
 struct PolicyEdits;
 }  // namespace detail
 
@@ -45,24 +41,10 @@ constexpr bool autocast_accepts(c10::DeviceType device, at::ScalarType dtype) {
   return lower_precision && default_autocast_dtype(device) != at::ScalarType::Undefined;
 }
 
-/// Handle of an OpPolicy (op_policy.h) in a setting; it shares the policy's edits. An OpPolicy
-/// converts to it, so that guards need not include op_policy.h, which takes four seconds to
-/// compile.
-class PolicyRef {
- public:
-  /// No policy: the surrounding region's stays in force.
-  PolicyRef() = default;
-  /// Whether there are no edits.
-  bool empty() const noexcept { return edits_ == nullptr; }
-
- private:
-  friend OpPolicy;
-  friend detail::Region;
-  explicit PolicyRef(std::shared_ptr<const detail::PolicyEdits> edits) noexcept
-      : edits_(std::move(edits)) {}
-
-  std::shared_ptr<const detail::PolicyEdits> edits_;
-};
+/// Handle of an OpPolicy (op_policy.h) in a setting; it shares the policy's edits. Null: the
+/// surrounding region's policy stays in force. An OpPolicy converts to it, so that guards need not
+/// include op_policy.h, which takes four seconds to compile.
+using PolicyRef = std::shared_ptr<const detail::PolicyEdits>;
 
 /// Settings of a region of autocast. Guards, wrapped callables and modules take them:
 ///

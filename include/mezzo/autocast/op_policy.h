@@ -138,7 +138,7 @@ class OpPolicy {
   bool empty() const { return edits_ == nullptr; }
 
   /// Converts to what an AutocastSetting holds.
-  operator PolicyRef() const { return PolicyRef(edits_); }
+  operator PolicyRef() const { return edits_; }
 
  private:
   friend OpPolicy install_op_overrides(OpPolicy policy);

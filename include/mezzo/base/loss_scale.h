@@ -89,7 +89,7 @@ struct LossScale {
   int64_t loss_id = 0;
 
   /// Returns a scale that stays 1.
-  static LossScale none();
+  static LossScale none() { return {.init_scale = 1.0, .kind = LossScaleKind::none}; }
 
   /// Returns a constant scale, such as 128. The bounds apply to a scale that is set by hand
   /// (GradScaler::update). \throws c10::Error as `checked` does
@@ -100,7 +100,7 @@ struct LossScale {
   /// in a row. \throws c10::Error as `checked` does
   static LossScale dynamic(const LossScale& options);
   /// Returns torch.amp's default.
-  static LossScale dynamic();
+  static LossScale dynamic() { return {}; }
 
   /// Returns these options, with the scale and its bounds rounded to float, and 1 for
   /// LossScaleKind::none. Whoever takes a LossScale calls it.
@@ -159,36 +159,7 @@ inline void check_scale_value(const char* name, double value, double low, double
               low, ") and max_scale (", high, ")");
 }
 
-inline void check_bounds(double min_scale, double max_scale) {
-  TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
-                  min_scale <= kLargestFloat,
-              "min_scale is ", min_scale,
-              "; it must be 0 (no floor, as in torch) or a positive, finite float");
-  const bool is_nan = !is_finite(max_scale) && !is_positive_infinity(max_scale);
-  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ",
-              max_scale, "; it must be positive and not below min_scale (", min_scale, ")");
-}
-
-inline void check_factors(double growth_factor, double backoff_factor) {
-  TORCH_CHECK(is_finite(growth_factor) && growth_factor > 1.0,
-              "The growth factor must be > 1.0. (growth_factor is ", growth_factor,
-              "; 2 is usual)");
-  TORCH_CHECK(is_finite(backoff_factor) && backoff_factor > 0.0 && backoff_factor < 1.0,
-              "The backoff factor must be < 1.0. (backoff_factor is ", backoff_factor,
-              "; it must be > 0.0 too: 0.5 is usual)");
-}
-
-inline void check_counts(int64_t growth_interval, int64_t hysteresis) {
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK(growth_interval >= 1 && growth_interval <= kLargest, "growth_interval is ",
-              growth_interval, "; it must be between 1 and ", kLargest);
-  TORCH_CHECK(hysteresis >= 1 && hysteresis <= kLargest, "hysteresis is ", hysteresis,
-              "; it must be between 1 (every overflow backs off) and ", kLargest);
-}
-
 }  // namespace detail
-
-inline LossScale LossScale::none() { return {.init_scale = 1.0, .kind = LossScaleKind::none}; }
 
 inline LossScale LossScale::fixed(double scale, double min_scale, double max_scale) {
   return LossScale{.init_scale = scale,
@@ -203,14 +174,29 @@ inline LossScale LossScale::dynamic(const LossScale& options) {
               "LossScale::dynamic: kind is another; leave it out, or give it to GradScaler({...})");
   return options.checked();
 }
-inline LossScale LossScale::dynamic() { return {}; }
 
 inline LossScale LossScale::checked() const {
-  detail::check_factors(growth_factor, backoff_factor);
-  detail::check_counts(growth_interval, hysteresis);
-  detail::check_bounds(min_scale, max_scale);
+  using detail::is_finite, detail::is_positive_float, detail::kLargestFloat;
+  TORCH_CHECK(is_finite(growth_factor) && growth_factor > 1.0,
+              "The growth factor must be > 1.0. (growth_factor is ", growth_factor,
+              "; 2 is usual)");
+  TORCH_CHECK(is_finite(backoff_factor) && backoff_factor > 0.0 && backoff_factor < 1.0,
+              "The backoff factor must be < 1.0. (backoff_factor is ", backoff_factor,
+              "; it must be > 0.0 too: 0.5 is usual)");
+  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK(growth_interval >= 1 && growth_interval <= kLargest, "growth_interval is ",
+              growth_interval, "; it must be between 1 and ", kLargest);
+  TORCH_CHECK(hysteresis >= 1 && hysteresis <= kLargest, "hysteresis is ", hysteresis,
+              "; it must be between 1 (every overflow backs off) and ", kLargest);
+  TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
+                  min_scale <= kLargestFloat,
+              "min_scale is ", min_scale,
+              "; it must be 0 (no floor, as in torch) or a positive, finite float");
+  const bool is_nan = !is_finite(max_scale) && !detail::is_positive_infinity(max_scale);
+  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ",
+              max_scale, "; it must be positive and not below min_scale (", min_scale, ")");
   detail::check_scale_value("init_scale", init_scale, min_scale,
-                            std::min(max_scale, detail::kLargestFloat));
+                            std::min(max_scale, kLargestFloat));
   TORCH_CHECK(
       kind == LossScaleKind::none || kind == LossScaleKind::fixed || kind == LossScaleKind::dynamic,
       "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
@@ -218,7 +204,7 @@ inline LossScale LossScale::checked() const {
   rounded.init_scale = kind == LossScaleKind::none ? 1.0 : static_cast<float>(init_scale);
   rounded.min_scale = static_cast<float>(min_scale);
   rounded.max_scale =
-      max_scale > detail::kLargestFloat ? kNoMaxScale : double{static_cast<float>(max_scale)};
+      max_scale > kLargestFloat ? kNoMaxScale : double{static_cast<float>(max_scale)};
   return rounded;
 }
 

@@ -9,6 +9,8 @@
 #include <torch/optim/optimizer.h>
 
 #include <concepts>
+#include <cstddef>
+#include <functional>
 #include <initializer_list>
 #include <memory>
 #include <ranges>
@@ -109,12 +111,6 @@ class ModelList {
 
 namespace detail {
 
-/// One optimizer of a list. An lvalue: a temporary would be destroyed after the call.
-struct ListedOptimizer {
-  ListedOptimizer(torch::optim::Optimizer& listed) : optimizer(&listed) {}
-  torch::optim::Optimizer* optimizer;
-};
-
 template <class P>
 concept OptimizerPointer = requires(const P& pointer) {
   { *pointer } -> std::convertible_to<torch::optim::Optimizer&>;
@@ -130,9 +126,8 @@ class OptimizerList {
   /// Lists one optimizer, which must outlive the list.
   OptimizerList(torch::optim::Optimizer& optimizer) : optimizers_{&optimizer} {}
   /// Lists several optimizers, or none. \throws c10::Error for the same one twice
-  OptimizerList(std::initializer_list<detail::ListedOptimizer> optimizers) {
-    for (const detail::ListedOptimizer& listed : optimizers)
-      optimizers_.push_back(listed.optimizer);
+  OptimizerList(std::initializer_list<std::reference_wrapper<torch::optim::Optimizer>> optimizers) {
+    for (torch::optim::Optimizer& listed : optimizers) optimizers_.push_back(&listed);
     check();
   }
   /// Lists the optimizers that a range of pointers points to.

@@ -21,7 +21,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <optional>
 #include <set>
 #include <string>
@@ -57,8 +56,11 @@ class TrainingState {
   /// Loading gives optimizers' states and single tensors new memory: capture CUDA graphs after it.
   /// An undefined tensor is loaded to the CPU; all others stay on their devices.
   /// \throws c10::Error for an empty name, the name "mezzo", or a name that is already taken
-  template <class T>
-  TrainingState& add(std::string name, T& object);
+  template <class T>  // moved on, which clang-tidy does not see in a template
+  // NOLINTNEXTLINE(performance-unnecessary-value-param)
+  TrainingState& add(std::string name, T& object) {
+    return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
+  }
 
   /// Adds an object of any other type by two callables:
   ///
@@ -69,14 +71,21 @@ class TrainingState {
   ///   a number, string, tensor, vector of integers or engine
   /// \param load  called with what `save` returned
   template <class Save, class Load>
-  TrainingState& add(std::string name, Save save, Load load);
+  // NOLINTNEXTLINE(performance-unnecessary-value-param)
+  TrainingState& add(std::string name, Save save, Load load) {
+    return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
+                    /*is_per_rank=*/false);
+  }
 
   /// Adds an object whose value differs between ranks, such as a
   /// rank's own generator or position in the data. DistributedCheckpointManager
   /// (distributed/checkpoint_manager.h) saves the value of every rank. CheckpointManager treats it
   /// like any other object; from a file of several ranks it loads rank 0's value, with a warning.
   template <class T>
-  TrainingState& add_per_rank(std::string name, T& object);
+  // NOLINTNEXTLINE(performance-unnecessary-value-param)
+  TrainingState& add_per_rank(std::string name, T& object) {
+    return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
+  }
 
   /// Adds the default generators of the CPU and of each CUDA device, for each rank, under the name
   /// "random_state". Initialises CUDA if there is a device. If the number of CUDA devices has
@@ -206,25 +215,6 @@ SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const Trainin
 /// damaged
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/false);
-}
-
-template <class Save, class Load>
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add(std::string name, Save save, Load load) {
-  return add_part(std::move(name), detail::part_of_callables(std::move(save), std::move(load)),
-                  /*is_per_rank=*/false);
-}
-
-template <class T>  // moved on, which clang-tidy does not see in a template
-// NOLINTNEXTLINE(performance-unnecessary-value-param)
-TrainingState& TrainingState::add_per_rank(std::string name, T& object) {
-  return add_part(std::move(name), detail::part_of(object), /*is_per_rank=*/true);
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

@@ -76,8 +76,7 @@ class DistributedCheckpointManager {
     std::string failure;
     for (const detail::NamedPart& one : parts) {
       c10::IValue value;
-      const std::string words =
-          detail::failure_of([&] { value = detail::saved_value(one.part, names); });
+      const std::string words = detail::failure_of([&] { value = one.part.save(names); });
       if (failure.empty() && !words.empty()) failure = '"' + one.name + "\": " + words;
       values.insert(one.name, value);
       if (one.is_per_rank) own.insert(one.name, value);

@@ -34,36 +34,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// A model that was given to `initialize`, and the types of its devices.
-class AmpModel {
- public:
-  explicit AmpModel(std::shared_ptr<torch::nn::Module> module) : module_(std::move(module)) {
-    for (const at::Tensor& parameter : module_->parameters()) {
-      if (!lies_on(parameter.device().type())) placed_.push_back(parameter);
-    }
-  }
-
-  /// Returns the model or inner module at this address, or null.
-  torch::nn::Module* find(const void* wanted) const {
-    if (module_.get() == wanted) return module_.get();
-    for (const auto& module : module_->modules(/*include_self=*/false)) {
-      if (module.get() == wanted) return module.get();
-    }
-    return nullptr;
-  }
-
-  /// Whether a parameter is on this type of device. True for a model without parameters.
-  bool lies_on(c10::DeviceType type) const {
-    for (const at::Tensor& parameter : placed_) {
-      if (parameter.device().type() == type) return true;
-    }
-    return false;
-  }
-  bool runs_on(c10::DeviceType type) const { return placed_.empty() || lies_on(type); }
-
- private:
-  std::shared_ptr<torch::nn::Module> module_;
-  std::vector<at::Tensor> placed_;  // one parameter for each type of device
+/// A model that was given to `initialize`, and its parameters, which tell its devices.
+struct AmpModel {
+  std::shared_ptr<torch::nn::Module> module;
+  std::vector<at::Tensor> parameters;
 };
 
 }  // namespace detail
@@ -238,9 +212,8 @@ class Amp {
   /// The autocast regions on a model's devices.
   using ForwardRegions = std::array<std::optional<detail::Region>, detail::kPolicyDevices.size()>;
 
-  /// Returns the module of this identity, and enters the `regions` that its model runs under.
-  torch::nn::Module& find_and_enter(const void* wanted, const std::string& name,
-                                    ForwardRegions& regions) const;
+  /// Enters the `regions` of the model that a module is, or is inside of.
+  void enter(const torch::nn::Module& wanted, ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
   Loss& loss_of(int64_t loss_id);
   Pass begin_pass(const at::Tensor& value, const OptimizerList& optimizers,

@@ -1,6 +1,6 @@
 /// \file
-/// Activation checkpointing: the conditions under which a function runs twice, the part of
-/// autograd's graph that a run adds, and the node that stands for it until backward.
+/// Activation checkpointing: the part of autograd's graph that a run adds, and the node that stands
+/// for it until backward.
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
@@ -17,6 +17,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/ScopeExit.h>
 #include <c10/util/intrusive_ptr.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/engine.h>
@@ -43,63 +44,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-// --- The thread's state at the first run, which the second run gets again
-// -------------------------
-
-/// Leaves libtorch's cache of weight casts unread and unwritten. A cast that was cached before the
-/// first run is gone by the second, so that the two runs would have different graphs.
-class WeightCastsUncached {
- public:
-  WeightCastsUncached() noexcept : found_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  ~WeightCastsUncached() { at::autocast::set_autocast_cache_enabled(found_); }
-  WeightCastsUncached(const WeightCastsUncached&) = delete;
-  WeightCastsUncached& operator=(const WeightCastsUncached&) = delete;
-
- private:
-  bool found_;
-};
-
-/// The device that `torch::kCUDA` without an index means, if there is one.
-inline std::optional<c10::Device> current_cuda_device() {
-  if (!at::hasCUDA()) return std::nullopt;
-  return c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice();
-}
-
-/// Autocast state, random state and current device of the thread that makes it.
-class RunConditions {
- public:
-  explicit RunConditions(bool with_random_state)
-      : autocast_(AutocastState::capture()), cuda_device_(current_cuda_device()) {
-    if (with_random_state) random_.emplace();
-  }
-
-  /// Runs the calling thread under `conditions`, recording for autograd, and restores what was
-  /// there.
-  class Scope {
-   public:
-    explicit Scope(const RunConditions& conditions)
-        : device_(conditions.cuda_device_), autocast_(conditions.autocast_) {
-      if (conditions.random_) random_.emplace(*conditions.random_);
-    }
-
-   private:
-    c10::AutoGradMode recording_{true};
-    c10::OptionalDeviceGuard device_;
-    std::optional<RandomState::Scope> random_;
-    AutocastState::Scope autocast_;
-    WeightCastsUncached uncached_;
-  };
-
- private:
-  AutocastState autocast_;
-  std::optional<c10::Device> cuda_device_;
-  std::optional<RandomState> random_;
-};
-
-// --- The graph of a run: its nodes, and the edges by which it hangs on what a function captures
-// ---
+// --- The graph of a run: its nodes, and the edges to what a function captures --------------------
 
 /// Owns a node of autograd's graph: std::shared_ptr with a deleter of its own up to libtorch 2.11,
 /// c10::intrusive_ptr in later versions.
@@ -204,22 +149,7 @@ class RunGraph {
   torch::autograd::edge_list uses_;
 };
 
-// --- The call, and its node
-// -----------------------------------------------------------------------
-
-/// A call as backward knows it, without its types.
-class CheckpointedCall {
- public:
-  CheckpointedCall() = default;
-  virtual ~CheckpointedCall() = default;
-  CheckpointedCall(const CheckpointedCall&) = delete;
-  CheckpointedCall& operator=(const CheckpointedCall&) = delete;
-
-  /// Calls the function and returns the tensors in its result.
-  virtual std::vector<at::Tensor> result_tensors() = 0;
-  /// Returns the tensors among the arguments.
-  virtual std::vector<at::Tensor> argument_tensors() const = 0;
-};
+// --- The call, and its node ----------------------------------------------------------------------
 
 template <class T>
 std::vector<at::Tensor> tensors_in(T& value) {
@@ -251,7 +181,7 @@ decltype(auto) call_stored(F& function, Args&... args) {
 /// dangle.
 template <class F, class... Args>
 requires CallableTwice<F, Args...>
-class StoredCall final : public CheckpointedCall {
+class StoredCall {
  public:
   using Result = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
 
@@ -265,40 +195,41 @@ class StoredCall final : public CheckpointedCall {
         [this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
   }
 
-  std::vector<at::Tensor> result_tensors() override {
-    auto result = (*this)();
-    return tensors_in(result);
-  }
-
-  std::vector<at::Tensor> argument_tensors() const override { return tensors_in(args_); }
+  std::vector<at::Tensor> argument_tensors() const { return tensors_in(args_); }
 
  private:
   F function_;
   std::tuple<Args...> args_;
 };
 
-/// Returns the versions of the tensors among the arguments; those of inference mode have none.
-inline std::vector<std::int64_t> versions_of_arguments(const CheckpointedCall& call) {
+/// Returns the versions of tensors; those of inference mode have none.
+inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
-  for (const at::Tensor& tensor : call.argument_tensors()) {
+  for (const at::Tensor& tensor : arguments) {
     versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
   }
   return versions;
 }
 
-inline void check_arguments(const CheckpointedCall& call, const std::vector<std::int64_t>& expected,
-                            const char* when) {
-  TORCH_CHECK(versions_of_arguments(call) == expected,
+inline void check_arguments(const std::vector<at::Tensor>& arguments,
+                            const std::vector<std::int64_t>& expected, const char* when) {
+  TORCH_CHECK(versions_of(arguments) == expected,
               "activation_checkpoint: a tensor argument was modified in place ", when,
               ", so that running the function again would compute something else. Clone it first, "
               "or modify it after backward.");
 }
 
-/// The data of a recomputation.
+/// The data of a recomputation, without the types of the call.
 struct Recomputation {
-  std::unique_ptr<CheckpointedCall> call;
-  RunConditions conditions;
+  std::function<std::vector<at::Tensor>()> run;        ///< returns the result's tensors
+  std::function<std::vector<at::Tensor>()> arguments;  ///< returns the tensors among its arguments
   std::vector<std::int64_t> versions;
+  // The thread's state at the first run, which the second run gets again.
+  std::optional<RandomState> random;
+  AutocastState autocast = AutocastState::capture();
+  std::optional<c10::Device> cuda_device =
+      at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
+                    : std::nullopt;
   std::vector<std::size_t> results{};  ///< which of the result's tensors the node stands for
   torch::autograd::edge_list uses{};   ///< where the edges that leave the first run's graph led
 };
@@ -378,10 +309,15 @@ class CheckpointNode final : public torch::autograd::Node {
   }
 
   static std::pair<torch::autograd::edge_list, RunGraph> run_again(const Recomputation& again) {
-    check_arguments(*again.call, again.versions, "between its forward and its backward");
-    const RunConditions::Scope scope(again.conditions);
+    check_arguments(again.arguments(), again.versions, "between its forward and its backward");
+    const c10::AutoGradMode recording(true);
+    const c10::OptionalDeviceGuard device(again.cuda_device);
+    std::optional<RandomState::Scope> random;
+    if (again.random) random.emplace(*again.random);
+    const AutocastState::Scope autocast(again.autocast);
+    at::autocast::set_autocast_cache_enabled(false);  // as in the first run
     const GraphMark start;
-    torch::autograd::edge_list roots = result_edges(again.call->result_tensors(), again.results);
+    torch::autograd::edge_list roots = result_edges(again.run(), again.results);
     RunGraph graph(roots, start);
     TORCH_CHECK(graph.uses() == again.uses,
                 "activation_checkpoint: the recomputation used other parameters or other tensors "
@@ -424,24 +360,32 @@ void replace_graph(Result& result, const GraphMark& start, Recomputation recompu
 
 /// Runs `call` and replaces the graph of its result.
 template <class Call>
-auto first_run(std::unique_ptr<Call> call, bool preserve_random_state) {
+auto first_run(const std::shared_ptr<Call>& call, bool preserve_random_state) {
   // Materialises the gradient edges: autograd renews the node of a view whose base was modified
   // when it is first asked for it, and that must not happen during the run.
   for (const at::Tensor& tensor : call->argument_tensors()) {
     if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
   }
-  auto versions = versions_of_arguments(*call);
-  RunConditions conditions(preserve_random_state);
+  Recomputation recomputation{
+      .run =
+          [call] {
+            auto again = (*call)();
+            return tensors_in(again);
+          },
+      .arguments = [call] { return call->argument_tensors(); },
+      .versions = versions_of(call->argument_tensors()),
+      .random = preserve_random_state ? std::optional(RandomState()) : std::nullopt};
   const GraphMark start;
   auto result = [&] {
-    const WeightCastsUncached uncached;
+    // A cast that was cached before the first run is gone by the second: the graphs would differ.
+    const bool caches = at::autocast::is_autocast_cache_enabled();
+    at::autocast::set_autocast_cache_enabled(false);
+    const auto end =
+        c10::make_scope_exit([caches] { at::autocast::set_autocast_cache_enabled(caches); });
     return (*call)();
   }();
-  check_arguments(*call, versions, "by the function itself");
-  replace_graph(result, start,
-                {.call = std::move(call),
-                 .conditions = std::move(conditions),
-                 .versions = std::move(versions)});
+  check_arguments(recomputation.arguments(), recomputation.versions, "by the function itself");
+  replace_graph(result, start, std::move(recomputation));
   return result;
 }
 

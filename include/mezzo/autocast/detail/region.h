@@ -45,22 +45,13 @@ class Region {
         found_(found()),
         nesting_(*checked.dtype != found_.dtype) {
     install({enabled_, *checked.dtype, checked.cache.value_or(found_.caches),
-             PolicyEdits::nest(found_.policy, checked.policy.edits_)});
+             PolicyEdits::nest(found_.policy, checked.policy)});
   }
   ~Region() { install(found_); }
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
   bool is_enabled() const noexcept { return enabled_; }
-
-  static void check_installed(const PolicyRef& policy) {
-    if (policy.empty()) return;
-    for (const auto& [op, category] : policy.edits_->by_op) {
-      TORCH_CHECK(op->is_installed, "policy: it makes ", op->name, " ", to_string(category),
-                  ", and mezzo's override of that op is not installed in this process. Call "
-                  "mezzo::install_op_overrides(policy) once, before other threads run ops.");
-    }
-  }
 
  private:
   struct Flags {
@@ -116,7 +107,13 @@ inline AutocastSetting checked_setting(AutocastSetting setting) {
               dtype, "; use Half or BFloat16, or a disabled region for full precision");
   TORCH_CHECK(!setting.output || at::isFloatingType(*setting.output),
               "output: results cannot be of ", *setting.output, "; use torch::kFloat");
-  Region::check_installed(setting.policy);
+  if (setting.policy != nullptr) {
+    for (const auto& [op, category] : setting.policy->by_op) {
+      TORCH_CHECK(op->is_installed, "policy: it makes ", op->name, " ", to_string(category),
+                  ", and mezzo's override of that op is not installed in this process. Call "
+                  "mezzo::install_op_overrides(policy) once, before other threads run ops.");
+    }
+  }
   if (setting.enabled) warn_of_hardware(device, dtype);
   setting.dtype = dtype;
   return setting;

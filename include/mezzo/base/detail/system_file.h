@@ -29,14 +29,6 @@ namespace detail {
 
 inline std::string reason(int error) { return std::generic_category().message(error); }
 
-/// Whether an error of the system says that there is no room, or none that the user may take.
-inline bool is_full(int error) noexcept {
-#if !defined(_WIN32)
-  if (error == EDQUOT) return true;
-#endif
-  return error == ENOSPC || error == EFBIG;
-}
-
 /// What a file is opened for. read: without waiting for whoever writes to a pipe. create: a file
 /// that is not there yet. lock: to read and write, created if it is not there.
 enum class FileUse { read, write, create, lock };
@@ -76,8 +68,6 @@ class OpenFile {
   std::int64_t process_with_lock() const noexcept;
   /// Whether the file has this path.
   bool is_at(const std::filesystem::path& path) const noexcept;
-  /// Gives the file the permissions of another: 0600 stays 0600.
-  void take_mode_of(const std::filesystem::path& other) const noexcept;
 
  private:
   static int opened(const std::filesystem::path& path, FileUse use) noexcept;
@@ -119,7 +109,6 @@ inline int OpenFile::lock_for_process() const noexcept { return lock(); }
 inline std::int64_t OpenFile::process_with_lock() const noexcept { return 0; }
 /// No file is removed or renamed there while it is open.
 inline bool OpenFile::is_at(const std::filesystem::path&) const noexcept { return is_open(); }
-inline void OpenFile::take_mode_of(const std::filesystem::path&) const noexcept {}
 
 /// The names in a folder are in the file system's journal.
 inline int flush_folder(const std::filesystem::path&) noexcept { return 0; }
@@ -200,10 +189,6 @@ inline bool OpenFile::is_at(const std::filesystem::path& path) const noexcept {
   }, there{};
   return ::fstat(descriptor_, &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
          own.st_dev == there.st_dev && own.st_ino == there.st_ino;
-}
-inline void OpenFile::take_mode_of(const std::filesystem::path& other) const noexcept {
-  struct stat status {};
-  if (::stat(other.c_str(), &status) == 0) (void)::fchmod(descriptor_, status.st_mode & 07777);
 }
 
 /// Brings the names in a folder to the disk. \returns 0 or the system's error

@@ -18,7 +18,6 @@
 #include <initializer_list>
 #include <map>
 #include <string>
-#include <utility>
 #include <vector>
 
 // Converts libtorch's archives to dicts that Python reads, and back. The contents of an archive are

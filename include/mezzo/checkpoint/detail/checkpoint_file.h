@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
+#include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 
 #include <ATen/EmptyTensor.h>
@@ -82,32 +82,19 @@ class UnusableCheckpoint : public std::runtime_error {
 
 // --- Writing -----------------------------------------------------------------------------------
 
-/// Instructions of a pickle without tags, which torch.load(weights_only=True) takes, and the
-/// tensors that they refer to.
-struct Pickled {
-  std::string instructions{};
-  std::vector<at::Tensor> tensors{};
-};
-
-inline Pickled pickled(const c10::IValue& value) {
-  Pickled result;
-  torch::jit::Pickler pickler(
-      [&result](const char* bytes, std::size_t size) { result.instructions.append(bytes, size); },
-      nullptr, nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
-  pickler.protocol();
-  pickler.pushIValue(value);
-  pickler.stop();
-  result.tensors = pickler.tensorData();
-  return result;
-}
-
 /// Writes a zip to `file`, whose bytes end with their CRC-32C.
 ///
 /// No exception may pass through libtorch's zip code: its destructor would go on writing after one,
 /// and a second exception would end the process. The error of a failed write is therefore kept,
 /// later writes are dropped, and the error is thrown after libtorch has returned.
 inline void write_zip(AtomicFile& file, const c10::IValue& document) {
-  const Pickled all = pickled(document);
+  std::string pickle;  // without tags, which torch.load(weights_only=True) refuses
+  torch::jit::Pickler pickler(
+      [&pickle](const char* bytes, std::size_t size) { pickle.append(bytes, size); }, nullptr,
+      nullptr, nullptr, nullptr, /*tag_aggregates=*/false);
+  pickler.protocol();
+  pickler.pushIValue(document);
+  pickler.stop();
   std::exception_ptr failure;
   bool is_ending = false;
   std::string end;
@@ -125,8 +112,8 @@ inline void write_zip(AtomicFile& file, const c10::IValue& document) {
   };
   {
     caffe2::serialize::PyTorchStreamWriter zip(take);
-    torch::jit::writeArchiveAndTensors("data", all.instructions.data(), all.instructions.size(),
-                                       all.tensors, zip);
+    torch::jit::writeArchiveAndTensors("data", pickle.data(), pickle.size(), pickler.tensorData(),
+                                       zip);
     is_ending = true;  // what follows is given a comment
     zip.writeEndOfFile();
   }
@@ -316,21 +303,14 @@ inline std::string for_libtorch(std::string_view pickle) {
       case 'X':  // BINUNICODE
         instruction_of(4 + number(pickle.substr(0, 4)));
         break;
-      case 'G':  // BINFLOAT
-        instruction_of(8);
-        break;
-      case 'J':  // BININT
-        instruction_of(4);
-        break;
-      case 'M':
-        instruction_of(2);
-        break;
-      case 'K':
-      case '\x80':  // PROTO
-        instruction_of(1);
-        break;
-      default:
-        instruction_of(0);
+      default: {
+        const char code = instruction[0];
+        instruction_of(code == 'G'                     ? 8  // BINFLOAT
+                       : code == 'J'                   ? 4  // BININT
+                       : code == 'M'                   ? 2  // BININT2
+                       : code == 'K' || code == '\x80' ? 1  // BININT1, PROTO
+                                                       : 0);
+      }
     }
     rewritten += instruction;
   }
@@ -344,68 +324,55 @@ struct ReadCheckpoint {
   c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
 };
 
+/// Checks that a tensor lies within its memory, of which `sizes` has the bytes by address.
+inline void check_size(const at::Tensor& tensor, const std::map<const void*, std::size_t>& sizes) {
+  if (!tensor.has_storage()) return;
+  const c10::Storage& storage = tensor.storage();
+  const auto size = sizes.find(storage.data());
+  const auto is_negative = [](int64_t number) { return number < 0; };
+  const bool has_shape = tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
+                         std::ranges::none_of(tensor.sizes(), is_negative) &&
+                         std::ranges::none_of(tensor.strides(), is_negative);
+  TORCH_CHECK(has_shape && (size == sizes.end() || storage.nbytes() <= size->second) &&
+                  at::detail::computeStorageNbytes(
+                      tensor.sizes(), tensor.strides(), tensor.itemsize(),
+                      static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
+              "a tensor is longer than its bytes");
+}
+
 /// Reads the values of a file; tensors refer to its memory, on the CPU.
-class ValueReader {
- public:
-  explicit ValueReader(std::shared_ptr<MappedFile> file) : file_(std::move(file)), zip_(file_) {
-    if (zip_.hasRecord("constants.pkl")) {
-      throw_foreign("torch::save wrote it, and torch::load reads it");
-    }
+inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
+  caffe2::serialize::PyTorchStreamReader zip(file);
+  if (zip.hasRecord("constants.pkl")) {
+    throw_foreign("torch::save wrote it, and torch::load reads it");
   }
-
-  c10::IValue read() {
-    const auto [bytes, size] = zip_.getRecord("data.pkl");
-    const std::string pickle = for_libtorch({static_cast<const char*>(bytes.get()), size});
-    std::string_view rest = pickle;
-    const auto next = [&rest](char* to, std::size_t count) {
-      count = std::min(count, rest.size());
-      std::memcpy(to, rest.data(), count);
-      rest.remove_prefix(count);
-      return count;
-    };
-    torch::jit::Unpickler unpickler(
-        next, nullptr, nullptr, [this](const std::string& key) { return record("data/" + key); },
-        c10::Device(at::kCPU));
-    c10::IValue value = unpickler.parse_ivalue();
-    for_each_tensor(std::as_const(value), [this](const at::Tensor& tensor) { check_size(tensor); });
-    return value;
-  }
-
- private:
-  at::DataPtr record(const std::string& name) {
+  const auto [bytes, length] = zip.getRecord("data.pkl");
+  const std::string pickle = for_libtorch({static_cast<const char*>(bytes.get()), length});
+  std::string_view rest = pickle;
+  const auto next = [&rest](char* to, std::size_t count) {
+    count = std::min(count, rest.size());
+    std::memcpy(to, rest.data(), count);
+    rest.remove_prefix(count);
+    return count;
+  };
+  std::map<const void*, std::size_t> sizes;
+  const auto record = [&](const std::string& key) {
     constexpr std::size_t kMethod = 8;  // in a zip's header of a file
-    const std::size_t header = zip_.getRecordHeaderOffset(name);
-    const std::size_t begin = zip_.getRecordOffset(name), size = zip_.getRecordSize(name);
-    TORCH_CHECK(begin <= file_->size() && size <= file_->size() - begin, name, " is cut off");
-    TORCH_CHECK(file_->memory()[header + kMethod] == 0, name, " is compressed; save it anew");
-    char* const memory = file_->memory() + begin;
-    sizes_[memory] = size;
-    auto* const owner = new std::shared_ptr<MappedFile>(file_);
-    return {memory, owner,
-            [](void* context) { delete static_cast<std::shared_ptr<MappedFile>*>(context); },
-            at::kCPU};
-  }
-
-  void check_size(const at::Tensor& tensor) const {
-    if (!tensor.has_storage()) return;
-    const c10::Storage& storage = tensor.storage();
-    const auto size = sizes_.find(storage.data());
-    const auto is_negative = [](int64_t number) { return number < 0; };
-    const bool has_shape =
-        tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
-        std::none_of(tensor.sizes().begin(), tensor.sizes().end(), is_negative) &&
-        std::none_of(tensor.strides().begin(), tensor.strides().end(), is_negative);
-    TORCH_CHECK(has_shape && (size == sizes_.end() || storage.nbytes() <= size->second) &&
-                    at::detail::computeStorageNbytes(
-                        tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                        static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
-                "a tensor is longer than its bytes");
-  }
-
-  std::shared_ptr<MappedFile> file_;
-  caffe2::serialize::PyTorchStreamReader zip_;
-  std::map<const void*, std::size_t> sizes_;
-};
+    const std::string name = "data/" + key;
+    const std::size_t header = zip.getRecordHeaderOffset(name);
+    const std::size_t begin = zip.getRecordOffset(name), size = zip.getRecordSize(name);
+    TORCH_CHECK(begin <= file->size() && size <= file->size() - begin, name, " is cut off");
+    TORCH_CHECK(file->memory()[header + kMethod] == 0, name, " is compressed; save it anew");
+    char* const memory = file->memory() + begin;
+    sizes[memory] = size;
+    const auto keep_file = [file](void*) {};
+    return c10::InefficientStdFunctionContext::makeDataPtr(memory, keep_file, at::kCPU);
+  };
+  torch::jit::Unpickler unpickler(next, nullptr, nullptr, record, c10::Device(at::kCPU));
+  const c10::IValue value = unpickler.parse_ivalue();
+  for_each_tensor(value, [&sizes](const at::Tensor& tensor) { check_size(tensor, sizes); });
+  return value;
+}
 
 /// Sorts the values of a file of format 1: {"step": 3400, "state": {"model": {"0": {"weight":
 /// ...}}, "position": 3, "position, rank 1": 5}}.
@@ -439,7 +406,7 @@ inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
               " is a checkpoint of format ", format, ", and this version of mezzo reads format ",
               kCheckpointFormat, ": update mezzo, or move the file elsewhere");
   try {
-    const c10::IValue document = ValueReader(file).read();
+    const c10::IValue document = read_values(file);
     TORCH_CHECK(document.isGenericDict(), "it holds ", value_words(document),
                 ", and should hold a dict of objects by name");
     if (format == "1") return from_format_1(document);

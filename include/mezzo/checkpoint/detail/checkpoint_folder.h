@@ -1,8 +1,9 @@
 #pragma once
 
+#include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/system_file.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 
 #include <c10/macros/Export.h>
 #include <c10/util/Exception.h>
@@ -10,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cinttypes>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
@@ -28,6 +30,110 @@
 // saves lower steps.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Returns all names in `folder`; none if it does not exist.
+inline std::vector<std::string> names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names;
+  std::error_code error;
+  std::filesystem::directory_iterator entry(folder, error);
+  if (error == std::errc::no_such_file_or_directory) return names;
+  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+    names.push_back(entry->path().filename().string());
+  }
+  TORCH_CHECK(!error, folder.string(), " cannot be listed: ", error.message());
+  return names;
+}
+
+/// Removes what killed writers left in `folder` of the files that `is_ours` picks by name: the
+/// temporaries ".NAME.3.tmp" that nobody has locked.
+template <class Pick>
+void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& is_ours) {
+  for (const std::filesystem::path file : names_in(folder)) {
+    const std::string name = file.stem().stem().string(), number = file.stem().extension().string();
+    const bool is_temporary = file.extension() == ".tmp" && name.starts_with('.') &&
+                              number.size() > 1 &&
+                              number.find_first_not_of("0123456789", 1) == std::string::npos;
+    if (!is_temporary || !is_ours(name.substr(1))) continue;
+    OpenFile left(folder / file, FileUse::write);
+    if (!left.is_open() || left.lock() != 0) continue;
+    if (remove_file(folder / file) != 0) {  // where an open file cannot be removed
+      left = OpenFile();
+      (void)remove_file(folder / file);
+    }
+  }
+}
+
+/// Writes a file atomically: to a temporary beside the target, which is flushed to the disk and
+/// then renamed. A failure before the rename throws and leaves the target unchanged. Any number of
+/// threads and processes may write the same target; the last to end wins.
+class AtomicFile {
+ public:
+  explicit AtomicFile(std::filesystem::path target) : target_(std::move(target)) {
+    int number = 0;
+    do {  // until the temporary is ours: others take names, and remove what nobody has locked
+      temporary_ = target_.parent_path() /
+                   ("." + target_.filename().string() + "." + std::to_string(number++) + ".tmp");
+      file_ = OpenFile(temporary_, FileUse::create);
+      if (!file_.is_open() && errno != EEXIST) fail("cannot be created", errno);
+    } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.is_at(temporary_));
+    std::error_code none;
+    const auto status = std::filesystem::status(target_, none);
+    if (std::filesystem::exists(status)) {  // 0600 stays 0600
+      std::filesystem::permissions(temporary_, status.permissions(), none);
+    }
+  }
+  ~AtomicFile() {
+    if (is_committed_) return;
+    file_ = OpenFile();
+    (void)remove_file(temporary_);
+  }
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  void write(const void* data, std::size_t size) {
+    total_ += size;
+    crc_ = crc32c(data, size, crc_);
+    const auto* bytes = static_cast<const char*>(data);
+    while (size > 0) {
+      const std::ptrdiff_t written = file_.write(bytes, size);
+      if (written < 0 && errno == EINTR) continue;
+      if (written <= 0) fail("cannot be written", written < 0 ? errno : EIO);
+      bytes += written, size -= static_cast<std::size_t>(written);
+    }
+  }
+
+  /// Returns the number of bytes written.
+  std::uint64_t total() const noexcept { return total_; }
+
+  /// Returns the CRC-32C of all bytes written.
+  std::uint32_t crc() const noexcept { return crc_; }
+
+  /// Renames the temporary to the target. \returns 0, or the system's error if only a last step
+  /// failed, closing the file or flushing the folder: the file is then in place, but may not
+  /// survive a crash
+  [[nodiscard]] int commit() {
+    if (const int error = file_.flush()) fail("cannot be brought to the disk", error);
+    if (const int error = replace_file(temporary_, target_, file_)) {
+      fail("cannot be put in its place", error);
+    }
+    is_committed_ = true;
+    const int of_file = file_.close(), of_folder = flush_folder(target_.parent_path());
+    return of_file != 0 ? of_file : of_folder;
+  }
+
+ private:
+  [[noreturn]] void fail(const char* what, int error) const {
+    TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error),
+                "; see to the disk, to room on it and to the folder's permissions. The checkpoints "
+                "that were there before are untouched");
+  }
+
+  std::filesystem::path temporary_, target_;
+  OpenFile file_;
+  std::uint64_t total_ = 0;
+  std::uint32_t crc_ = 0;
+  bool is_committed_ = false;
+};
 
 struct CheckpointName {
   std::uint64_t sequence = 0;
@@ -109,17 +215,16 @@ inline bool is_there(const std::filesystem::path& path) {
 struct LockedFolders {
   struct Owner {
     int process = 0;
-    const OpenFile* file = nullptr;
+    std::weak_ptr<const OpenFile> file{};
   };
   std::mutex mutex{};
   std::map<std::filesystem::path, Owner> owners{};  // a forked child finds its parent's entries
 
   /// Returns the file of the lock that this process has; null if it has none, or it was removed.
-  const OpenFile* file_of(const std::filesystem::path& folder) const {
-    const auto found = owners.find(folder);
-    const bool is_own = found != owners.end() && found->second.process == process_id() &&
-                        found->second.file->is_at(folder / ".lock");
-    return is_own ? found->second.file : nullptr;
+  std::shared_ptr<const OpenFile> file_of(const std::filesystem::path& folder) {
+    const Owner& owner = owners[folder];
+    const auto file = owner.process == process_id() ? owner.file.lock() : nullptr;
+    return file != nullptr && file->is_at(folder / ".lock") ? file : nullptr;
   }
 };
 C10_EXPORT inline LockedFolders& locked_folders() {
@@ -136,7 +241,7 @@ class FolderLock {
   FolderLock& operator=(FolderLock&&) = delete;
   ~FolderLock() {
     const std::lock_guard guard(locked_folders().mutex);
-    release();
+    file_ = nullptr;
   }
 
   /// Takes the lock, unless this object has it. Call it before each save: in the meantime the
@@ -146,19 +251,16 @@ class FolderLock {
     const auto folder = std::filesystem::canonical(existing_folder);
     LockedFolders& locked = locked_folders();
     const std::lock_guard guard(locked.mutex);
-    if (const OpenFile* const own = locked.file_of(folder)) {
-      return own == file_.get() ? 0 : EWOULDBLOCK;
-    }
-    release();
+    if (const auto own = locked.file_of(folder)) return own == file_ ? 0 : EWOULDBLOCK;
+    file_ = nullptr;
     do {  // until what is locked is there: others may remove it
       OpenFile file(folder / ".lock", FileUse::lock);
       TORCH_CHECK(file.is_open(), (folder / ".lock").string(),
                   " cannot be opened: ", reason(errno));
       if (const int error = file.lock_for_process()) return error;
-      file_ = std::make_unique<OpenFile>(std::move(file));
+      file_ = std::make_shared<OpenFile>(std::move(file));
     } while (!file_->is_at(folder / ".lock"));
-    locked.owners[folder] = {process_id(), file_.get()};
-    folder_ = folder;
+    locked.owners[folder] = {process_id(), file_};
     return 0;
   }
 
@@ -172,17 +274,7 @@ class FolderLock {
   }
 
  private:
-  void release() {
-    auto& owners = locked_folders().owners;
-    const auto own = owners.find(folder_);
-    if (file_ != nullptr && own != owners.end() && own->second.file == file_.get()) {
-      owners.erase(own);
-    }
-    file_ = nullptr;
-  }
-
-  std::unique_ptr<OpenFile> file_;
-  std::filesystem::path folder_;
+  std::shared_ptr<const OpenFile> file_;
 };
 
 }  // namespace detail

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/object_parts.h>
@@ -15,8 +14,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
-#include <functional>
-#include <iostream>
 #include <optional>
 #include <string>
 #include <utility>
@@ -113,14 +110,13 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
     detail::CheckedLoad checked;
     try {
       checked = detail::check_file(file, parts, options.subset);
-    } catch (const detail::UnusableCheckpoint& failure) {
-      if (!detail::is_there(file)) return load_newest(state, options);  // as below
+    } catch (const std::exception& failure) {
+      // The writer has removed it: there is a newer one.
+      if (!detail::is_there(file)) return load_newest(state, options);
+      if (dynamic_cast<const detail::UnusableCheckpoint*>(&failure) == nullptr) throw;
       pass_over(file, failure.what());
       damages += "\n  " + file.string() + " " + failure.what();
       continue;
-    } catch (const c10::Error&) {
-      if (detail::is_there(file)) throw;
-      return load_newest(state, options);  // the writer removed it: there is a newer one
     }
     detail::apply(checked);
     for (const std::string& note : checked.notes) warn(file.string() + ": " + note);

@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -46,18 +47,12 @@ inline at::Tensor savable(const at::Tensor& tensor) {
 
 // --- Modules, and tensors whose memory stays -----------------------------------------------------
 
-using NamedTensor = std::pair<std::string, at::Tensor>;
-
 /// Returns the tensors of a module under the names that Python's `state_dict` gives them.
-inline std::vector<NamedTensor> state_dict_of(const torch::nn::Module& module) {
-  std::vector<NamedTensor> tensors;
-  const auto take = [&tensors](const auto& list) {
-    for (const auto& one : list) {
-      if (one.value().defined()) tensors.emplace_back(one.key(), one.value());
-    }
-  };
-  take(module.named_parameters());
-  take(module.named_buffers());
+inline NamedTensors state_dict_of(const torch::nn::Module& module) {
+  NamedTensors tensors = module.named_parameters().pairs();
+  const NamedTensors buffers = module.named_buffers().pairs();
+  tensors.insert(tensors.end(), buffers.begin(), buffers.end());
+  std::erase_if(tensors, [](const auto& one) { return !one.second.defined(); });
   return tensors;
 }
 
@@ -86,8 +81,7 @@ inline std::string shape_words(const at::Tensor& tensor) {
 }
 
 /// Checks that the file has the names, dtypes and shapes of `own`. Returns the file's values.
-inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
-                                                const std::vector<NamedTensor>& own) {
+inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const NamedTensors& own) {
   std::unordered_map<std::string, c10::IValue> found;
   collect_tensors(value, "", found);
   std::vector<at::Tensor> values;
@@ -112,46 +106,42 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
 }
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
-inline CheckpointPart named_tensors_part(const std::function<std::vector<NamedTensor>()>& tensors) {
-  return {.save =
-              [tensors] {
-                PythonDict values = python_dict();
-                for (const auto& [name, tensor] : tensors()) values.insert(name, savable(tensor));
-                return c10::IValue(values);
-              },
-          .load = [tensors](const c10::IValue& value) -> CheckpointPart::Apply {
-            auto own = tensors();
-            auto values = check_state_dict(value, own);
-            return [own = std::move(own), values = std::move(values)] {
-              for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
-            };
-          }};
+inline CheckpointPart named_tensors_part(const std::function<NamedTensors()>& tensors) {
+  return {
+      .save =
+          [tensors](const ParameterNames&) {
+            PythonDict values = python_dict();
+            for (const auto& [name, tensor] : tensors()) values.insert(name, savable(tensor));
+            return c10::IValue(values);
+          },
+      .load = [tensors](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
+        auto own = tensors();
+        auto values = check_state_dict(value, own);
+        return [own = std::move(own), values = std::move(values)] {
+          for (std::size_t i = 0; i < own.size(); ++i) own[i].second.copy_(values[i]);
+        };
+      }};
 }
 
-/// The part of a module, or of the module that a holder has when a checkpoint is saved or loaded.
-/// `module` returns it, or throws.
+/// The part of the module that `find` returns when a checkpoint is saved or loaded.
 MEZZO_INLINE CheckpointPart
-module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module) {
+module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
+  const auto module = [find] {
+    auto found = find();
+    TORCH_CHECK(found != nullptr,
+                "TrainingState::add: the module holder is empty; construct the module before it "
+                "is added");
+    return found;
+  };
   module();
   CheckpointPart part = named_tensors_part([module] { return state_dict_of(*module()); });
-  part.parameters = [module] {
-    std::vector<NamedTensor> all;
-    for (const auto& one : module()->named_parameters()) all.emplace_back(one.key(), one.value());
-    return all;
-  };
+  part.parameters = [module] { return module()->named_parameters().pairs(); };
   return part;
-}
-
-MEZZO_INLINE std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module) {
-  TORCH_CHECK(module != nullptr,
-              "TrainingState::add: the module holder is empty; construct the module before it "
-              "is added");
-  return {std::shared_ptr<void>(), module};
 }
 
 MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
   return named_tensors_part([&tensors] {
-    std::vector<NamedTensor> all;
+    NamedTensors all;
     for (const at::Tensor& one : tensors) {
       const std::string name = std::to_string(all.size());
       TORCH_CHECK(one.defined(), "tensor ", name, " is undefined; give it a value first");
@@ -210,38 +200,13 @@ inline std::string parameter_words(const at::Tensor& parameter, const ParameterN
     words += (words.empty() ? "" : ", ") + std::to_string(size);
   }
   const auto known = names.find(parameter.unsafeGetTensorImpl());
-  return "[" + words + "]" +
-         (known == names.end()
-              ? ""
-              : " " + *std::min_element(known->second.begin(), known->second.end()));
+  return "[" + words + "]" + (known == names.end() ? "" : " " + known->second);
 }
 
 /// Whether two parameters have the same shape and, where both have one, the same name.
 inline bool may_be_same(std::string_view a, std::string_view b) {
   if (a.size() > b.size()) std::swap(a, b);
   return a == b || (b.starts_with(a) && a.ends_with(']'));
-}
-
-/// Adds to an optimizer's value what a file says of it, beside its state:
-///
-///     {"class": "AdamW", "weight_storage": "split_master",
-///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
-MEZZO_INLINE c10::IValue saved_value(const CheckpointPart& part, const ParameterNames& names) {
-  c10::IValue value = part.save();
-  if (!part.optimizer) return value;
-  auto groups = python_list();
-  for (const auto& group : part.optimizer->optimizer().param_groups()) {
-    auto parameters = python_list();
-    for (const at::Tensor& parameter : group.params()) {
-      parameters.push_back(parameter_words(parameter, names));
-    }
-    groups.push_back(parameters);
-  }
-  PythonDict dict = value.toGenericDict();
-  dict.insert("class", class_in_files(*part.optimizer));
-  dict.insert("weight_storage", storage_in_files(part.optimizer->optimizer()));
-  dict.insert("parameters", groups);
-  return value;
 }
 
 /// Checks the options of a group of Python's against the optimizer.
@@ -326,13 +291,6 @@ inline c10::IValue copied(const c10::IValue& value,
   return dict;
 }
 
-MEZZO_INLINE CheckpointPart::Apply checked_value(const CheckpointPart& part,
-                                                 const c10::IValue& value,
-                                                 const ParameterNames& names) {
-  if (part.optimizer) check_optimizer(value, *part.optimizer, names);
-  return part.load(value);
-}
-
 // --- Other objects -----------------------------------------------------------------------------
 
 /// The part of an object that torch::save and torch::load accept. `check` throws what `take` would.
@@ -341,13 +299,14 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
              const std::function<void(torch::serialize::InputArchive&)>& take,
              const std::function<void(torch::serialize::InputArchive&)>& check) {
   return {.save =
-              [put] {
+              [put](const ParameterNames&) {
                 const c10::NoGradGuard no_grad;
                 torch::serialize::OutputArchive archive;
                 put(archive);
                 return python_form(dict_of(module_in(archive)));
               },
-          .load = [take, check](const c10::IValue& value) -> CheckpointPart::Apply {
+          .load = [take, check](const c10::IValue& value,
+                                const ParameterNames&) -> CheckpointPart::Apply {
             check_value(value.isGenericDict(), value, "an object's dict");
             auto archive = archive_of(archive_form(value));
             check(archive);
@@ -358,12 +317,31 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
           }};
 }
 
-/// The part of any optimizer, in the form of Python's `state_dict`.
+/// The part of any optimizer: Python's `state_dict`, and what tells optimizers apart.
+///
+///     {"state": ..., "param_groups": ..., "class": "AdamW", "weight_storage": "split_master",
+///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
 MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
   CheckpointPart part =
       archive_part([optimizer](auto& archive) { optimizer.save(archive); }, nullptr, nullptr);
-  part.optimizer = optimizer;
-  part.load = [optimizer](const c10::IValue& saved) -> CheckpointPart::Apply {
+  part.save = [optimizer, save = part.save](const ParameterNames& names) {
+    PythonDict value = save(names).toGenericDict();
+    auto groups = python_list();
+    for (const auto& group : optimizer.optimizer().param_groups()) {
+      auto parameters = python_list();
+      for (const at::Tensor& parameter : group.params()) {
+        parameters.push_back(parameter_words(parameter, names));
+      }
+      groups.push_back(parameters);
+    }
+    value.insert("class", class_in_files(optimizer));
+    value.insert("weight_storage", storage_in_files(optimizer.optimizer()));
+    value.insert("parameters", groups);
+    return c10::IValue(value);
+  };
+  part.load = [optimizer](const c10::IValue& saved,
+                          const ParameterNames& names) -> CheckpointPart::Apply {
+    check_optimizer(saved, optimizer, names);
     return [optimizer, saved] {
       std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
       const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
@@ -383,11 +361,11 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
 MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
   return {
       .save =
-          [&tensor] {
+          [&tensor](const ParameterNames&) {
             TORCH_CHECK(tensor.defined(), "the tensor is undefined; give it a value before saving");
             return c10::IValue(savable(tensor));
           },
-      .load = [&tensor](const c10::IValue& value) -> CheckpointPart::Apply {
+      .load = [&tensor](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
         check_value(value.isTensor(), value, "a tensor");
         const at::Tensor read = value.toTensor();
         TORCH_CHECK(
@@ -413,12 +391,13 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
 inline CheckpointPart generators_part(const std::function<std::vector<at::Generator>()>& generators,
                                       bool as_list) {
   return {.save =
-              [generators, as_list] {
+              [generators, as_list](const ParameterNames&) {
                 auto states = python_list();
                 for (const at::Generator& one : generators()) states.push_back(state_of(one));
                 return as_list ? c10::IValue(states) : c10::IValue(states.get(0));
               },
-          .load = [generators, as_list](const c10::IValue& value) -> CheckpointPart::Apply {
+          .load = [generators, as_list](const c10::IValue& value,
+                                        const ParameterNames&) -> CheckpointPart::Apply {
             check_value(value.isList() == as_list, value,
                         as_list ? "random states" : "a generator's state");
             std::vector<at::Tensor> states;

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
+#include <mezzo/base/model_list.h>
+#include <mezzo/base/named_tensors.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/optimizer.h>
 
@@ -15,6 +17,7 @@
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
+#include <algorithm>
 #include <cmath>
 #include <concepts>
 #include <cstdint>
@@ -23,7 +26,6 @@
 #include <limits>
 #include <locale>
 #include <memory>
-#include <optional>
 #include <random>
 #include <sstream>
 #include <string>
@@ -67,9 +69,8 @@ inline std::string value_words(const c10::IValue& value) {
   return "a " + value.tagKind();
 }
 
-/// The names of the parameters of a state's modules: "model.0.weight". A parameter may have
-/// several.
-using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::vector<std::string>>;
+/// The names of the parameters of a state's modules: "model.0.weight"; of several, the first.
+using ParameterNames = std::unordered_map<const c10::TensorImpl*, std::string>;
 
 /// One object of a training state. A value is a number, a string, a tensor, or lists and dicts of
 /// them: what Python reads.
@@ -78,14 +79,12 @@ struct CheckpointPart {
 
   /// Returns the object's value, with the object's own tensors, not copies of them. May call
   /// collectives (ShardedOptimizer).
-  std::function<c10::IValue()> save;
+  std::function<c10::IValue(const ParameterNames& names)> save;
   /// Checks a value, and returns a function that gives it to the object. Does not change the object
   /// itself. The tensors of a value are views of the file.
-  std::function<Apply(const c10::IValue& value)> load;
+  std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
   /// Returns the parameters of a module with their names; null for other objects.
-  std::function<std::vector<std::pair<std::string, at::Tensor>>()> parameters = nullptr;
-  /// The optimizer; none for other objects.
-  std::optional<AnyOptimizer> optimizer = std::nullopt;
+  std::function<NamedTensors()> parameters = nullptr;
 };
 
 struct NamedPart {
@@ -99,7 +98,9 @@ inline ParameterNames parameter_names(const std::vector<NamedPart>& parts) {
   for (const NamedPart& one : parts) {
     if (!one.part.parameters) continue;
     for (const auto& [name, parameter] : one.part.parameters()) {
-      names[parameter.unsafeGetTensorImpl()].push_back(one.name + "." + name);
+      std::string whole = one.name + "." + name;
+      std::string& known = names.try_emplace(parameter.unsafeGetTensorImpl(), whole).first->second;
+      known = std::min(known, whole);
     }
   }
   return names;
@@ -119,7 +120,7 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 }
 
 // Defined in object_parts.h.
-CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& module);
+CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
 CheckpointPart optimizer_part(AnyOptimizer optimizer);
 CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
                             const std::function<void(torch::serialize::InputArchive&)>& take,
@@ -128,31 +129,9 @@ CheckpointPart tensor_part(at::Tensor& tensor);
 CheckpointPart tensors_part(std::vector<at::Tensor>& tensors);
 CheckpointPart generator_part(at::Generator& generator);
 CheckpointPart random_states_part();
-/// Returns a holder's module. \throws c10::Error if it is null
-std::shared_ptr<torch::nn::Module> held_module(torch::nn::Module* module);
-/// Calls `part.save`, and adds to an optimizer's value what a file says of the optimizer.
-c10::IValue saved_value(const CheckpointPart& part, const ParameterNames& names);
-/// Calls `part.load`, after a check that an optimizer is the one that the file speaks of.
-CheckpointPart::Apply checked_value(const CheckpointPart& part, const c10::IValue& value,
-                                    const ParameterNames& names);
-
-template <class T>
-concept IsModule = std::derived_from<T, torch::nn::Module>;
-
-/// A torch::nn::ModuleHolder (`torch::nn::Linear`), std::shared_ptr or the like.
-template <class T>
-concept HoldsModule = requires(T& holder) {
-  requires IsModule<std::remove_cvref_t<decltype(*holder)>>;
-};
 
 template <class T>
 concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
-
-/// A type that can say without a change to itself whether it will load an archive.
-template <class T>
-concept ChecksArchives = requires(torch::serialize::InputArchive& input, const T& object) {
-  check_archive(input, object);
-};
 
 template <class T>
 concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
@@ -267,12 +246,8 @@ CheckpointPart part_of(T& object) {
   static_assert(!std::is_const_v<T>,
                 "mezzo::TrainingState::add: the object is const, and loading a checkpoint changes "
                 "it; add one that is not const");
-  if constexpr (IsModule<T>) {
-    return module_part(
-        [&object] { return std::shared_ptr<torch::nn::Module>(std::shared_ptr<void>(), &object); });
-  } else if constexpr (HoldsModule<T>) {
-    return module_part(
-        [&object] { return held_module(static_cast<bool>(object) ? &*object : nullptr); });
+  if constexpr (ModelHandle<T> || ModuleVariable<T>) {
+    return module_part([&object] { return module_pointer(object); });
   } else if constexpr (IsOptimizer<T>) {
     return optimizer_part(object);
   } else if constexpr (std::derived_from<T, at::Tensor>) {
@@ -282,9 +257,9 @@ CheckpointPart part_of(T& object) {
   } else if constexpr (std::same_as<T, at::Generator>) {
     return generator_part(object);
   } else if constexpr (IsValue<T>) {
-    return {.save = [&object] { return value_of(object); },
+    return {.save = [&object](const ParameterNames&) { return value_of(object); },
             .load =
-                [&object](const c10::IValue& value) {
+                [&object](const c10::IValue& value, const ParameterNames&) {
                   return [&object, ready = std::make_shared<T>(value_read<T>(value))] {
                     object = std::move(*ready);
                   };
@@ -301,7 +276,9 @@ CheckpointPart part_of(T& object) {
         [&object](torch::serialize::OutputArchive& archive) { archive << std::as_const(object); },
         [&object](torch::serialize::InputArchive& archive) { archive >> object; },
         [&object](torch::serialize::InputArchive& archive) {
-          if constexpr (ChecksArchives<T>) check_archive(archive, std::as_const(object));
+          if constexpr (requires { check_archive(archive, std::as_const(object)); }) {
+            check_archive(archive, std::as_const(object));
+          }
         });
   }
 }
@@ -316,13 +293,13 @@ CheckpointPart part_of_callables(Save save, Load load) {
   const auto value = std::make_shared<Value>();
   const CheckpointPart part = part_of(*value);
   return {.save =
-              [value, save, part]() mutable {
+              [value, save, part](const ParameterNames& names) mutable {
                 *value = save();
-                return part.save();
+                return part.save(names);
               },
           .load =
-              [value, load, part](const c10::IValue& saved) {
-                return [value, load, apply = part.load(saved)]() mutable {
+              [value, load, part](const c10::IValue& saved, const ParameterNames& names) {
+                return [value, load, apply = part.load(saved, names)]() mutable {
                   apply();
                   load(std::exchange(*value, Value()));
                 };

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/atomic_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -50,7 +49,7 @@ inline PythonDict values_of(const std::vector<NamedPart>& parts) {
   PythonDict values = python_dict();
   for (const NamedPart& one : parts) {
     try {
-      values.insert(one.name, saved_value(one.part, names));
+      values.insert(one.name, one.part.save(names));
     } catch (...) {
       TORCH_CHECK(false, "\"", one.name, "\" cannot be saved: ", message_of_current_exception());
     }
@@ -140,10 +139,10 @@ inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoi
     return nullptr;
   }
   if (one.is_per_rank && who.ranks > 1) {
-    return checked_value(one.part, of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
+    return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
   }
   if (ranks > 1) notes.push_back(name + " is rank 0's: the file has what " + had);
-  return checked_value(one.part, read.values.at(one.name), names);
+  return one.part.load(read.values.at(one.name), names);
 }
 
 /// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit

@@ -44,7 +44,6 @@
 #include <limits>
 #include <memory>
 #include <string>
-#include <type_traits>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -95,15 +94,6 @@ inline void cast_in_place(at::Tensor tensor, at::ScalarType dtype) {
   if (gradient.defined()) tensor.mutable_grad() = gradient.to(dtype);
 }
 
-/// Flattens the weights of recurrent layers, which cuDNN requires to be contiguous.
-template <class... Layers>
-void flatten_recurrent_weights(torch::nn::Module& module) {
-  const auto flatten = [](auto* layer) {
-    if (layer != nullptr) layer->flatten_parameters();
-  };
-  (flatten(dynamic_cast<Layers*>(&module)), ...);
-}
-
 /// Whether a module is a batch norm, by what its class is or by its running variance: torch's,
 /// mezzo's SyncBatchNorm, one in an AutocastModule or in TorchScript, one of your own.
 inline bool is_batch_norm(const torch::nn::Module& module) {
@@ -122,6 +112,9 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
     for (const at::Tensor& parameter : module.parameters(/*recurse=*/false)) visit(parameter);
     for (const at::Tensor& buffer : module.buffers(/*recurse=*/false)) visit(buffer);
   };
+  const auto flatten = [](auto* recurrent) {  // cuDNN requires its weights to be contiguous
+    if (recurrent != nullptr) recurrent->flatten_parameters();
+  };
   model.apply([&](torch::nn::Module& module) {
     if (!keep_batchnorm_fp32 || !is_batch_norm(module)) return;
     each_tensor(module, [&](const at::Tensor& one) { kept.insert(one.unsafeGetTensorImpl()); });
@@ -130,7 +123,9 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
     each_tensor(module, [&](const at::Tensor& one) {
       if (kept.count(one.unsafeGetTensorImpl()) == 0) cast_in_place(one, dtype);
     });
-    flatten_recurrent_weights<torch::nn::RNNImpl, torch::nn::LSTMImpl, torch::nn::GRUImpl>(module);
+    flatten(dynamic_cast<torch::nn::RNNImpl*>(&module));
+    flatten(dynamic_cast<torch::nn::LSTMImpl*>(&module));
+    flatten(dynamic_cast<torch::nn::GRUImpl*>(&module));
   });
 }
 
@@ -201,7 +196,7 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
 inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
   TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
               "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy.empty(), "policy: the level ", level.name(),
+  TORCH_CHECK(level.uses_op_lists() || options.policy == nullptr, "policy: the level ", level.name(),
               " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
 }
 
@@ -304,7 +299,7 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
       if (dtype) detail::cast_model(*model, *dtype, level.keep_batchnorm_fp32());
     }
   }
-  for (const auto& model : models.modules()) models_.emplace_back(model);
+  for (const auto& model : models.modules()) models_.push_back({model, model->parameters()});
 }
 
 // --- Models --------------------------------------------------------------------------------------
@@ -319,7 +314,7 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   TORCH_CHECK(
       module != nullptr,
       "amp(model, ...): the model is an empty holder or a null pointer; construct it first");
-  find_and_enter(module.get(), module->name(), regions);
+  enter(*module, regions);
   const auto inputs = enabled_ ? level_.cast_model_type() : std::nullopt;
   const auto outputs = enabled_ ? level_.cast_model_outputs() : std::nullopt;
   const auto forward = [&]() -> decltype(auto) {
@@ -332,23 +327,24 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   }
 }
 
-inline torch::nn::Module& Amp::find_and_enter(const void* wanted, const std::string& name,
-                                              ForwardRegions& regions) const {
-  for (const detail::AmpModel& model : models_) {
-    torch::nn::Module* const found = model.find(wanted);
-    if (found == nullptr) continue;
-    if (!enabled_ || !level_.uses_op_lists()) return *found;
-    for (std::size_t i = 0; i < regions.size(); ++i) {
-      if (!model.runs_on(detail::kPolicyDevices[i])) continue;
-      regions[i].emplace(detail::checked_setting({.device = detail::kPolicyDevices[i],
-                                                  .dtype = level_.precision().compute,
-                                                  .policy = policy_}));
-    }
-    return *found;
-  }
-  TORCH_CHECK(false, "amp(model, ...): ", name,
+inline void Amp::enter(const torch::nn::Module& wanted, ForwardRegions& regions) const {
+  const auto has_wanted = [&wanted](const detail::AmpModel& model) {
+    const auto is_wanted = [&wanted](const auto& one) { return one.get() == &wanted; };
+    return is_wanted(model.module) ||
+           std::ranges::any_of(model.module->modules(/*include_self=*/false), is_wanted);
+  };
+  const auto model = std::ranges::find_if(models_, has_wanted);
+  TORCH_CHECK(model != models_.end(), "amp(model, ...): ", wanted.name(),
               " is none of the models that were given to mezzo::initialize, nor inside one; give "
               "all models to one call, mezzo::initialize({a, b}, ...)");
+  if (!enabled_ || !level_.uses_op_lists()) return;
+  for (std::size_t i = 0; i < regions.size(); ++i) {
+    const c10::DeviceType device = detail::kPolicyDevices[i];
+    const auto is_there = [device](const at::Tensor& one) { return one.device().type() == device; };
+    if (!model->parameters.empty() && std::ranges::none_of(model->parameters, is_there)) continue;
+    regions[i].emplace(detail::checked_setting(
+        {.device = device, .dtype = level_.precision().compute, .policy = policy_}));
+  }
 }
 
 // --- Losses and steps ----------------------------------------------------------------------------

@@ -17,6 +17,7 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <string>
@@ -67,79 +68,44 @@ class OpaqueTensor final : public c10::TensorImpl {
   [[noreturn]] static void refuse() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
 };
 
-/// Makes the arguments of a probing call from the op's schema alone.
-class ProbeArguments {
- public:
-  /// The first tensor has dtype `first`, the others `rest`.
-  ProbeArguments(c10::DeviceType device, at::ScalarType first, at::ScalarType rest)
-      : device_(device), next_(first), rest_(rest) {}
-
-  /// Returns the arguments, or none if the schema has a type that this class cannot make.
-  std::optional<std::vector<c10::IValue>> make(const c10::FunctionSchema& schema) {
-    std::vector<c10::IValue> arguments;
-    for (const auto& argument : schema.arguments()) {
-      auto value = make(*argument.type());
-      if (!value.has_value()) {
-        return std::nullopt;
-      }
-      arguments.push_back(std::move(*value));
-    }
-    return arguments;
-  }
-
- private:
-  at::Tensor tensor() {
-    const auto dtype = std::exchange(next_, rest_);
-    return at::Tensor::wrap_tensor_impl(c10::make_intrusive<OpaqueTensor>(device_, dtype));
-  }
-
-  std::optional<c10::IValue> make(const c10::Type& type) {
-    switch (type.kind()) {
-      case c10::TypeKind::TensorType:
-        return tensor();
-      case c10::TypeKind::ListType:
-        return make_list(*type.castRaw<c10::ListType>()->getElementType());
-      case c10::TypeKind::IntType:
-      case c10::TypeKind::SymIntType:
-      case c10::TypeKind::NumberType:
-        return 1;
-      case c10::TypeKind::FloatType:
-        return 1.0;
-      case c10::TypeKind::BoolType:
-        return false;
-      case c10::TypeKind::StringType:  // a name of a dimension is a string with a namespace
-        return "dimname::probe";
-      case c10::TypeKind::OptionalType:
-        return c10::IValue();
-      default:
-        return std::nullopt;
-    }
-  }
-
-  std::optional<c10::IValue> make_list(const c10::Type& element) {
-    switch (element.kind()) {
-      case c10::TypeKind::TensorType:
-        return c10::List<at::Tensor>({tensor(), tensor()});
-      case c10::TypeKind::OptionalType:
+/// Returns a value of this type, whose tensors `tensor()` makes; none for a type that ops with an
+/// autocast kernel do not have.
+template <class MakeTensor>
+std::optional<c10::IValue> probe_value(const c10::Type& type, MakeTensor& tensor) {
+  switch (type.kind()) {
+    case c10::TypeKind::TensorType:
+      return tensor();
+    case c10::TypeKind::ListType: {
+      const c10::TypePtr& element = type.castRaw<c10::ListType>()->getElementType();
+      if (element->kind() == c10::TypeKind::OptionalType) {
         return c10::List<std::optional<at::Tensor>>({tensor()});
-      case c10::TypeKind::IntType:
-      case c10::TypeKind::SymIntType:
-        return c10::List<int64_t>({1});
-      case c10::TypeKind::FloatType:
-        return c10::List<double>({1.0});
-      case c10::TypeKind::BoolType:
-        return c10::List<bool>({false});
-      case c10::TypeKind::StringType:
-        return c10::List<std::string>({"dimname::probe"});
-      default:
-        return std::nullopt;
+      }
+      c10::impl::GenericList list(element->kind() == c10::TypeKind::SymIntType
+                                      ? c10::TypePtr(c10::IntType::get())
+                                      : element);
+      for (int i = 0; i < (element->kind() == c10::TypeKind::TensorType ? 2 : 1); ++i) {
+        const auto value = probe_value(*element, tensor);
+        if (!value) return std::nullopt;
+        list.push_back(*value);
+      }
+      return list;
     }
+    case c10::TypeKind::IntType:
+    case c10::TypeKind::SymIntType:
+    case c10::TypeKind::NumberType:
+      return 1;
+    case c10::TypeKind::FloatType:
+      return 1.0;
+    case c10::TypeKind::BoolType:
+      return false;
+    case c10::TypeKind::StringType:  // a name of a dimension is a string with a namespace
+      return "dimname::probe";
+    case c10::TypeKind::OptionalType:
+      return c10::IValue();
+    default:
+      return std::nullopt;
   }
-
-  c10::DeviceType device_;
-  at::ScalarType next_;
-  at::ScalarType rest_;
-};
+}
 
 /// The first op that an autocast kernel called: a cast, or the op itself.
 struct ProbeEvent {
@@ -227,15 +193,22 @@ class Probe {
   }
 
  private:
+  /// Calls the kernel. The first tensor has dtype `first`, the others `rest`.
   std::optional<ProbeEvent> run(at::ScalarType first, at::ScalarType rest) {
-    auto arguments = ProbeArguments(device_, first, rest).make(op_.schema());
-    if (!arguments.has_value()) {
-      return std::nullopt;
+    auto tensor = [&, next = first]() mutable {
+      const auto dtype = std::exchange(next, rest);
+      return at::Tensor::wrap_tensor_impl(c10::make_intrusive<OpaqueTensor>(device_, dtype));
+    };
+    std::vector<c10::IValue> arguments;
+    for (const auto& argument : op_.schema().arguments()) {
+      const auto value = probe_value(*argument.type(), tensor);
+      if (!value) return std::nullopt;
+      arguments.push_back(*value);
     }
     const SilencedWarnings silenced;  // an op may speak before it looks at its tensors
     FirstEvent first_event;
     try {
-      op_.callBoxedForDispatchKey(autocast_key(device_), *arguments);
+      op_.callBoxedForDispatchKey(autocast_key(device_), arguments);
     } catch (const std::exception&) {  // of course: no op can run on tensors without a shape
       ++threw_;
     }
@@ -244,12 +217,9 @@ class Probe {
 
   // The probe's own arguments leave every optional dtype open.
   static bool gains_float_dtype(const ProbeEvent& event) {
-    for (const auto& input : event.inputs) {
-      if (input.isInt() && input.toInt() == static_cast<int64_t>(at::kFloat)) {
-        return true;
-      }
-    }
-    return false;
+    return std::ranges::any_of(event.inputs, [](const c10::IValue& input) {
+      return input.isInt() && input.toInt() == static_cast<int64_t>(at::kFloat);
+    });
   }
 
   const c10::OperatorHandle& op_;
