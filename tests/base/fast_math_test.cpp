@@ -95,16 +95,6 @@ TEST(FastMathFma, KeepsInfinity) {
   EXPECT_EQ(std::bit_cast<uint32_t>(sum), kNonfinite[1]);
 }
 
-TEST(FastMathMaximum, KeepsNanOnEitherSide) {
-  const auto nan = std::bit_cast<float>(kNonfinite[2]);
-  for (const float kept : {mezzo::fast_math::detail::max_or_nan(nan, 1.0F),
-                           mezzo::fast_math::detail::max_or_nan(1.0F, nan)}) {
-    EXPECT_EQ(std::bit_cast<uint32_t>(kept), kNonfinite[2]);
-  }
-  EXPECT_EQ(mezzo::fast_math::detail::max_or_nan(1.0F, 2.0F), 2.0F);
-  EXPECT_EQ(mezzo::fast_math::detail::max_or_nan(2.0F, 1.0F), 2.0F);
-}
-
 TEST(FastMathOptions, NanIsOutOfEveryRange) {
   const auto check = [](double option) {
     TORCH_CHECK(mezzo::fast_math::detail::is_at_least(option, 0), "below");

@@ -9,10 +9,9 @@
 #include <mezzo/autocast/detail/checkpoint_node.h>
 #include <mezzo/base/version.h>
 
-#include <c10/core/GradMode.h>
-
 #include <concepts>
 #include <memory>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -56,14 +55,11 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& funct
   static_assert(detail::CallableTwice<std::decay_t<F>, detail::OwningType<Args>...>,
                 "mezzo::activation_checkpoint: the function is called twice, so it must take its "
                 "arguments by value, by const reference or as lvalues, and not as rvalues");
-  using Call = detail::StoredCall<std::decay_t<F>, detail::OwningType<Args>...>;
-  static_assert(
-      detail::carries_tensors<typename Call::Result>(),
-      "mezzo::activation_checkpoint: no tensors in the function's result; return tensors, or a "
-      "struct with a member tensors() that lists them");
-  auto call = std::make_shared<Call>(std::forward<F>(function), std::forward<Args>(args)...);
-  if (!c10::GradMode::is_enabled()) return (*call)();
-  return detail::first_run(call, options.preserve_random_state);
+  // Stored as std::bind_front stores them, but for a TensorList, which would dangle.
+  return detail::first_run(std::make_shared<std::decay_t<F>>(std::forward<F>(function)),
+                           std::make_shared<std::tuple<detail::OwningType<Args>...>>(
+                               detail::owned(std::forward<Args>(args))...),
+                           options.preserve_random_state);
 }
 
 /// Calls `activation_checkpoint` with the default options.

@@ -94,11 +94,22 @@ struct LossScale {
   /// Returns a constant scale, such as 128. The bounds apply to a scale that is set by hand
   /// (GradScaler::update). \throws c10::Error as `checked` does
   static LossScale fixed(double scale, double min_scale = kDefaultMinScale,
-                         double max_scale = kNoMaxScale);
+                         double max_scale = kNoMaxScale) {
+    return LossScale{.init_scale = scale,
+                     .min_scale = min_scale,
+                     .max_scale = max_scale,
+                     .kind = LossScaleKind::fixed}
+        .checked();
+  }
 
   /// Returns a scale that backs off on overflow and grows after `growth_interval` clean iterations
   /// in a row. \throws c10::Error as `checked` does
-  static LossScale dynamic(const LossScale& options);
+  static LossScale dynamic(const LossScale& options) {
+    TORCH_CHECK(options.kind == LossScaleKind::dynamic,
+                "LossScale::dynamic: kind is another; leave it out, or give it to "
+                "GradScaler({...})");
+    return options.checked();
+  }
   /// Returns torch.amp's default.
   static LossScale dynamic() { return {}; }
 
@@ -160,20 +171,6 @@ inline void check_scale_value(const char* name, double value, double low, double
 }
 
 }  // namespace detail
-
-inline LossScale LossScale::fixed(double scale, double min_scale, double max_scale) {
-  return LossScale{.init_scale = scale,
-                   .min_scale = min_scale,
-                   .max_scale = max_scale,
-                   .kind = LossScaleKind::fixed}
-      .checked();
-}
-
-inline LossScale LossScale::dynamic(const LossScale& options) {
-  TORCH_CHECK(options.kind == LossScaleKind::dynamic,
-              "LossScale::dynamic: kind is another; leave it out, or give it to GradScaler({...})");
-  return options.checked();
-}
 
 inline LossScale LossScale::checked() const {
   using detail::is_finite, detail::is_positive_float, detail::kLargestFloat;

@@ -11,6 +11,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 
+#include <algorithm>
 #include <iosfwd>
 #include <optional>
 #include <ostream>
@@ -93,20 +94,14 @@ struct Precision {
 
 inline std::ostream& operator<<(std::ostream& stream, const Precision& precision);
 
-namespace detail {
-
-inline std::string_view trimmed(std::string_view text) {
-  constexpr std::string_view kBlanks = " \t\r\n";
-  const auto first = text.find_first_not_of(kBlanks);
-  if (first == std::string_view::npos) return {};
-  return text.substr(first, text.find_last_not_of(kBlanks) - first + 1);
-}
-
-}  // namespace detail
-
 inline Precision Precision::parse(std::string_view text) {
-  const auto dtype = [text](std::string_view name) {
-    name = detail::trimmed(name);
+  const auto trimmed = [](std::string_view part) {
+    constexpr std::string_view kBlanks = " \t\r\n";
+    const auto first = std::min(part.find_first_not_of(kBlanks), part.size());
+    return part.substr(first, part.find_last_not_of(kBlanks) + 1 - first);
+  };
+  const auto dtype = [&](std::string_view name) {
+    name = trimmed(name);
     const auto found = detail::dtype_named(name);
     TORCH_CHECK(found.has_value(), "Precision \"", text, "\": \"", name,
                 "\" is not a dtype; known are ", detail::kKnownDtypes);
@@ -118,11 +113,11 @@ inline Precision Precision::parse(std::string_view text) {
   std::optional<at::ScalarType> param, compute, output;
   for (std::string_view rest = text;;) {
     const auto comma = rest.find(',');
-    const auto part = detail::trimmed(rest.substr(0, comma));
+    const auto part = trimmed(rest.substr(0, comma));
     const auto equals = part.find('=');
     TORCH_CHECK(equals != std::string_view::npos, "Precision \"", text, "\": \"", part,
                 "\" should be key=dtype; keys are params (p), compute (c) and output (o)");
-    const auto key = detail::trimmed(part.substr(0, equals));
+    const auto key = trimmed(part.substr(0, equals));
     const bool is_param = key == "params" || key == "param" || key == "p";
     const bool is_compute = key == "compute" || key == "c";
     TORCH_CHECK(is_param || is_compute || key == "output" || key == "o", "Precision \"", text,

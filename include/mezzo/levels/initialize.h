@@ -16,7 +16,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
-#include <c10/core/DeviceType.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 
@@ -171,7 +170,7 @@ class Amp {
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
   /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
   /// out of range
-  GradScaler& scaler(int64_t loss_id = 0);
+  GradScaler& scaler(int64_t loss_id = 0) { return loss_of(loss_id).scaler; }
 
   /// Returns the state of the scalers. A run resumes from it together with the states of the models
   /// and of `optimizer(...)`. Call it between a step and the next `scale_loss`. Waits for the

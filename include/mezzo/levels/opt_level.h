@@ -109,7 +109,9 @@ class OptLevel {
 
   /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
   /// \throws c10::Error for any other name, in Apex's words
-  static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {});
+  static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {}) {
+    return {properties_of(name), overrides};
+  }
 
   /// Returns the name, such as "O1".
   std::string_view name() const noexcept { return own_.name; }
@@ -162,14 +164,8 @@ class OptLevel {
   LossScale loss_scale_;
 };
 
-namespace detail {
-
-inline LossScale apex_dynamic_scale() { return LossScale::dynamic({.max_scale = kApexMaxScale}); }
-
-}  // namespace detail
-
 inline LossScale LossScaleChoice::parsed(std::string_view text) {
-  if (text == "dynamic") return detail::apex_dynamic_scale();
+  if (text == "dynamic") return LossScale::dynamic({.max_scale = kApexMaxScale});
   double scale = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
   TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
@@ -205,7 +201,7 @@ inline const OptLevel::Properties& OptLevel::properties_of(std::string_view name
 inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& set)
     : own_(level),
       loss_scale_(set.loss_scale        ? set.loss_scale->rule()
-                  : level.dynamic_scale ? detail::apex_dynamic_scale()
+                  : level.dynamic_scale ? LossScaleChoice("dynamic").rule()
                                         : LossScale::none()) {
   check(level, set);
   if (set.cast_model_type) own_.cast_model_type = set.cast_model_type;
@@ -261,10 +257,6 @@ inline void OptLevel::check(const Properties& level, const OptLevelOverrides& se
   if (level.low_precision == at::ScalarType::BFloat16 && type == at::ScalarType::Half) {
     refuse(option, ", which is bfloat16 without a loss scale; choose O2 or O3");
   }
-}
-
-inline OptLevel OptLevel::parse(std::string_view name, const OptLevelOverrides& overrides) {
-  return {properties_of(name), overrides};
 }
 
 inline Precision OptLevel::precision() const {

@@ -177,31 +177,6 @@ decltype(auto) call_stored(F& function, Args&... args) {
   }
 }
 
-/// The arguments are stored as std::bind_front stores them, but for a TensorList, which would
-/// dangle.
-template <class F, class... Args>
-requires CallableTwice<F, Args...>
-class StoredCall {
- public:
-  using Result = std::decay_t<decltype(call_stored(std::declval<F&>(), std::declval<Args&>()...))>;
-
-  template <class G, class... GivenArgs>
-  explicit StoredCall(G&& function, GivenArgs&&... args)
-      : function_(std::forward<G>(function)), args_(owned(std::forward<GivenArgs>(args))...) {}
-
-  /// Calls the function with the stored arguments as lvalues, which leaves them for the next call.
-  Result operator()() {
-    return std::apply(
-        [this](Args&... args) -> Result { return detail::call_stored(function_, args...); }, args_);
-  }
-
-  std::vector<at::Tensor> argument_tensors() const { return tensors_in(args_); }
-
- private:
-  F function_;
-  std::tuple<Args...> args_;
-};
-
 /// Returns the versions of tensors; those of inference mode have none.
 inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
@@ -358,22 +333,31 @@ void replace_graph(Result& result, const GraphMark& start, Recomputation recompu
   for_each_tensor(result, [&](at::Tensor& tensor) { tensor = tensors[next++]; });
 }
 
-/// Runs `call` and replaces the graph of its result.
-template <class Call>
-auto first_run(const std::shared_ptr<Call>& call, bool preserve_random_state) {
+/// Runs a function on stored arguments and replaces the graph of its result.
+template <class F, class... Args>
+auto first_run(const std::shared_ptr<F>& function, const std::shared_ptr<std::tuple<Args...>>& args,
+               bool preserve_random_state) {
+  const auto run = [function, args] {  // as lvalues, which leaves them for the next call
+    return std::apply([&](Args&... each) { return call_stored(*function, each...); }, *args);
+  };
+  const auto arguments = [args] { return tensors_in(std::as_const(*args)); };
+  static_assert(carries_tensors<decltype(run())>(),
+                "mezzo::activation_checkpoint: no tensors in the function's result; return "
+                "tensors, or a struct with a member tensors() that lists them");
+  if (!c10::GradMode::is_enabled()) return run();
   // Materialises the gradient edges: autograd renews the node of a view whose base was modified
   // when it is first asked for it, and that must not happen during the run.
-  for (const at::Tensor& tensor : call->argument_tensors()) {
+  for (const at::Tensor& tensor : arguments()) {
     if (tensor.defined() && tensor.requires_grad()) torch::autograd::impl::gradient_edge(tensor);
   }
   Recomputation recomputation{
       .run =
-          [call] {
-            auto again = (*call)();
+          [run] {
+            auto again = run();
             return tensors_in(again);
           },
-      .arguments = [call] { return call->argument_tensors(); },
-      .versions = versions_of(call->argument_tensors()),
+      .arguments = arguments,
+      .versions = versions_of(arguments()),
       .random = preserve_random_state ? std::optional(RandomState()) : std::nullopt};
   const GraphMark start;
   auto result = [&] {
@@ -382,7 +366,7 @@ auto first_run(const std::shared_ptr<Call>& call, bool preserve_random_state) {
     at::autocast::set_autocast_cache_enabled(false);
     const auto end =
         c10::make_scope_exit([caches] { at::autocast::set_autocast_cache_enabled(caches); });
-    return (*call)();
+    return run();
   }();
   check_arguments(recomputation.arguments(), recomputation.versions, "by the function itself");
   replace_graph(result, start, std::move(recomputation));

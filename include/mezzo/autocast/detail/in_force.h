@@ -31,15 +31,11 @@ namespace detail {
 inline constexpr std::array kPolicyDevices = {c10::DeviceType::CPU, c10::DeviceType::CUDA,
                                               c10::DeviceType::MPS};
 
-inline bool is_policy_device(c10::DeviceType device) {
-  return std::ranges::find(kPolicyDevices, device) != kPolicyDevices.end();
-}
-
 inline std::size_t policy_device_index(c10::DeviceType device) {
-  TORCH_CHECK(is_policy_device(device), "device: mezzo knows no op lists for ", device,
+  const auto found = std::ranges::find(kPolicyDevices, device);
+  TORCH_CHECK(found != kPolicyDevices.end(), "device: mezzo knows no op lists for ", device,
               "; use cpu, cuda or mps");
-  return static_cast<std::size_t>(std::ranges::find(kPolicyDevices, device) -
-                                  kPolicyDevices.begin());
+  return static_cast<std::size_t>(found - kPolicyDevices.begin());
 }
 
 inline c10::DispatchKey autocast_key(c10::DeviceType device) {

@@ -68,12 +68,6 @@ inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
   return autocast_off(kCuda, name + " has no tensor cores");
 }
 
-inline AutocastSetting recommend_mps() {
-  return {.device = c10::DeviceType::MPS,
-          .dtype = at::ScalarType::Half,
-          .reason = "float16: libtorch's default on mps; scale the loss"};
-}
-
 inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
   const c10::DeviceIndex count = torch::cuda::device_count();
   TORCH_CHECK(!device.has_index() || device.index() < count, "device: there is no ", device,
@@ -144,7 +138,11 @@ inline AutocastSetting parse_autocast(std::string_view value, c10::Device device
 
 inline AutocastSetting recommended(c10::Device device) {
   detail::check_has_autocast(device.type());
-  if (device.is_mps()) return detail::recommend_mps();
+  if (device.is_mps()) {
+    return {.device = c10::DeviceType::MPS,
+            .dtype = at::ScalarType::Half,
+            .reason = "float16: libtorch's default on mps; scale the loss"};
+  }
   return device.is_cpu() ? detail::recommend_cpu(detail::cpu_features())
                          : detail::recommend_cuda(detail::compute_capability(device));
 }

@@ -38,7 +38,7 @@ MEZZO_HIDDEN at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype
 inline uint64_t capture_by_driver(void* stream) {
   using Query = int(void* stream, int* status, uint64_t* id);
   static Query* const query = [] {
-    auto* const found = function_in<Query>(loaded_library(kCudaDriver), "cuStreamGetCaptureInfo");
+    auto* const found = function_in<Query>(kCudaDriver, "cuStreamGetCaptureInfo");
     TORCH_CHECK(found != nullptr,
                 "mezzo cannot ask CUDA's driver whether a stream is being captured: ", kCudaDriver,
                 " has no cuStreamGetCaptureInfo; link the CMake target mezzo::cuda, or update the "

@@ -29,12 +29,6 @@ C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
   return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
 }
 
-inline bool nan_bits(float value) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return (bits & 0x7FFFFFFFU) > 0x7F800000U;
-}
-
 inline bool nan_bits(double value) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
@@ -44,13 +38,6 @@ inline bool nan_bits(double value) {
 /// Comparisons that are false for NaN. Under -ffast-math `value >= low` may become !(value < low).
 inline bool is_at_least(double value, double low) { return !nan_bits(value) && value >= low; }
 inline bool is_above(double value, double low) { return !nan_bits(value) && value > low; }
-
-/// Returns the larger of two numbers, or NaN if either is NaN.
-template <class Float>
-Float max_or_nan(Float a, Float b) {
-  if (nan_bits(a)) return a;
-  return nan_bits(b) || b > a ? b : a;
-}
 
 inline bool is_positive_infinity(double value) {
   uint64_t bits = 0;

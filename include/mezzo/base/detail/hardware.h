@@ -47,13 +47,11 @@ struct ComputeCapability {
 /// devices but does not describe them.
 inline std::optional<ComputeCapability> query_compute_capability(
     int ordinal, const char* driver_library = kCudaDriver) {
-  // Never closed: a CUDA driver does not expect to be unloaded.
-  void* const driver = load_library(driver_library);
   // cuInit, cuDeviceGet and cuDeviceGetAttribute as cuda.h declares them; CUresult, CUdevice and
   // the attribute enum are ints, and 0 is success.
-  auto* const init = function_in<int(unsigned)>(driver, "cuInit");
-  auto* const get = function_in<int(int*, int)>(driver, "cuDeviceGet");
-  auto* const attribute = function_in<int(int*, int, int)>(driver, "cuDeviceGetAttribute");
+  auto* const init = function_in<int(unsigned)>(driver_library, "cuInit");
+  auto* const get = function_in<int(int*, int)>(driver_library, "cuDeviceGet");
+  auto* const attribute = function_in<int(int*, int, int)>(driver_library, "cuDeviceGetAttribute");
   if (init == nullptr || get == nullptr || attribute == nullptr) {
     return std::nullopt;
   }

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
-#include <c10/core/TensorImpl.h>
 
 // Tensors created under InferenceMode are inference tensors: ATen refuses to write to them outside
 // of that mode, and they have no version. A step, even the first of many, may run under this mode.

@@ -2,6 +2,9 @@
 
 #include <mezzo/base/version.h>
 
+#include <ATen/DynamicLibrary.h>
+#include <c10/util/Exception.h>
+
 #include <cstdio>
 #include <ctime>
 #include <optional>
@@ -33,22 +36,21 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
+/// Returns a function of a library, which stays loaded for the life of the process; null if there
+/// is no such library, or it lacks the function.
+template <class Function>
+Function* function_in(const char* library, const char* name) {
+  try {
+    return reinterpret_cast<Function*>(
+        at::DynamicLibrary(library, nullptr, /*leak_handle=*/true).sym(name));
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
+}
+
 #if defined(_WIN32)
 
 inline constexpr const char* kCudaDriver = "nvcuda.dll";
-
-/// Returns a library that the process has loaded; null if it has not.
-inline void* loaded_library(const char* name) { return GetModuleHandleA(name); }
-/// Returns a library, loaded for the life of the process; null if there is none.
-inline void* load_library(const char* name) { return LoadLibraryA(name); }
-
-/// Returns a function of a library; null if the library is, or lacks it.
-template <class Function>
-Function* function_in(void* library, const char* name) {
-  return library == nullptr
-             ? nullptr
-             : reinterpret_cast<Function*>(GetProcAddress(static_cast<HMODULE>(library), name));
-}
 
 /// Keeps the library that holds `address` loaded after its last unload.
 inline void keep_loaded(const void* address) {
@@ -75,17 +77,6 @@ inline std::optional<double> resident_bytes() noexcept {
 #else
 
 inline constexpr const char* kCudaDriver = "libcuda.so.1";
-
-/// Returns a library that the process has loaded; null if it has not.
-inline void* loaded_library(const char* name) { return dlopen(name, RTLD_NOLOAD | RTLD_LAZY); }
-/// Returns a library, loaded for the life of the process; null if there is none.
-inline void* load_library(const char* name) { return dlopen(name, RTLD_LAZY | RTLD_LOCAL); }
-
-/// Returns a function of a library; null if the library is, or lacks it.
-template <class Function>
-Function* function_in(void* library, const char* name) {
-  return library == nullptr ? nullptr : reinterpret_cast<Function*>(dlsym(library, name));
-}
 
 /// Keeps the library that holds `address` loaded after its last dlclose. The program itself cannot
 /// be closed.

@@ -15,7 +15,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
-#include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -191,22 +190,6 @@ inline int make_folder(const std::filesystem::path& folder) {
   TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
   const int own = flush_folder(parent.empty() ? std::filesystem::path(".") : parent);
   return own != 0 ? own : of_parent;
-}
-
-/// Returns the sequence number of the next checkpoint, given the existing ones.
-inline std::uint64_t next_sequence(const std::vector<CheckpointName>& newest_first) {
-  if (newest_first.empty()) return 1;
-  const CheckpointName& newest = newest_first.front();
-  TORCH_CHECK(newest.sequence < std::numeric_limits<std::uint64_t>::max(), newest.text(),
-              " has the last number that there is, so that none can be newer; move it elsewhere");
-  return newest.sequence + 1;
-}
-
-/// Whether `path` exists, if only as a dangling link.
-inline bool is_there(const std::filesystem::path& path) {
-  std::error_code error;
-  return std::filesystem::symlink_status(path, error).type() !=
-         std::filesystem::file_type::not_found;
 }
 
 /// The folders of checkpoints that this process has locked: its locks do not tell two owners in

@@ -11,11 +11,12 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <optional>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -84,8 +85,11 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
   detail::remove_stale_temporaries(folder_, [](const std::string& name) {
     return detail::CheckpointName::of(name).has_value();
   });
-  const std::uint64_t sequence = detail::next_sequence(detail::checkpoints_in(folder_));
-  const std::filesystem::path target = folder_ / detail::CheckpointName{sequence, step}.text();
+  const auto names = detail::checkpoints_in(folder_);
+  const std::uint64_t last = names.empty() ? 0 : names.front().sequence;
+  TORCH_CHECK(last < std::numeric_limits<std::uint64_t>::max(), names.front().text(),
+              " has the last number that there is, so that none can be newer; move it elsewhere");
+  const std::filesystem::path target = folder_ / detail::CheckpointName{last + 1, step}.text();
   const std::uint64_t bytes =
       detail::write_file(target, document, folder_error, [this](const std::string& text) {
         if (!std::exchange(told_not_durable_, true)) warn(text);
@@ -111,8 +115,10 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
     try {
       checked = detail::check_file(file, parts, options.subset);
     } catch (const std::exception& failure) {
-      // The writer has removed it: there is a newer one.
-      if (!detail::is_there(file)) return load_newest(state, options);
+      std::error_code error;
+      const bool is_there =
+          std::filesystem::exists(std::filesystem::symlink_status(file, error));  // may dangle
+      if (!is_there) return load_newest(state, options);  // its writer has a newer one
       if (dynamic_cast<const detail::UnusableCheckpoint*>(&failure) == nullptr) throw;
       pass_over(file, failure.what());
       damages += "\n  " + file.string() + " " + failure.what();

@@ -15,7 +15,6 @@
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
-#include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cmath>

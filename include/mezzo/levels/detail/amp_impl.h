@@ -138,19 +138,6 @@ inline std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& opti
   return parameters;
 }
 
-/// Refuses an optimizer of another model. It would step parameters that never get a gradient, and
-/// nothing else would show the mistake.
-inline void check_holds_one_of(const std::unordered_set<const c10::TensorImpl*>& of_models,
-                               const torch::optim::Optimizer& optimizer, std::size_t number) {
-  const std::vector<at::Tensor> own = parameters_of(optimizer);
-  const bool holds_one = std::any_of(own.begin(), own.end(), [&](const at::Tensor& parameter) {
-    return of_models.count(parameter.unsafeGetTensorImpl()) != 0;
-  });
-  TORCH_CHECK(holds_one, "optimizer ", number,
-              " holds no parameter of the models that were given; construct it with their "
-              "parameters, or give its model too");
-}
-
 /// Whether an optimizer has stepped. State alone does not tell: Adagrad makes it in the
 /// constructor.
 inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
@@ -162,43 +149,36 @@ inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
       });
 }
 
-/// Checks that an optimizer can step after the models are cast, since the cast cannot be undone.
-inline void check_is_ready_to_cast(torch::optim::Optimizer& optimizer, std::size_t number,
-                                   bool wants_masters) {
-  TORCH_CHECK(!has_stepped(optimizer), "optimizer ", number,
-              " has stepped already, in float32, and the level casts the model; call "
-              "mezzo::initialize before the first step, and load a saved state afterwards");
-  const bool is_mezzos = AnyOptimizer(optimizer).mezzos() != nullptr;
-  if (!wants_masters || is_mezzos) return;
-  (void)MasterWeights(optimizer);  // refuses what it cannot step
-  refuse_duplicates(parameters_of(optimizer), {"MasterWeights", optimizer.param_groups()});
-}
-
+/// Refuses what cannot be trained at `level`, before the cast, which cannot be undone.
 inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
                                         const OptLevel& level) {
-  std::unordered_set<const c10::TensorImpl*> parameters;
+  std::unordered_set<const c10::TensorImpl*> of_models;
   for (const auto& model : models.modules()) {
     check_model(*model);
-    for (const at::Tensor& parameter : model->parameters()) {
-      parameters.insert(parameter.unsafeGetTensorImpl());
-    }
+    for (const at::Tensor& one : model->parameters()) of_models.insert(one.unsafeGetTensorImpl());
   }
   const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
   for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
     torch::optim::Optimizer& optimizer = *optimizers.optimizers()[i];
-    check_holds_one_of(parameters, optimizer, i);
-    if (is_cast) check_is_ready_to_cast(optimizer, i, level.master_weights());
+    const std::vector<at::Tensor> own = parameters_of(optimizer);
+    const bool holds_one = std::ranges::any_of(own, [&](const at::Tensor& parameter) {
+      return of_models.contains(parameter.unsafeGetTensorImpl());
+    });
+    // It would step parameters that never get a gradient, and nothing else would show the mistake.
+    TORCH_CHECK(holds_one, "optimizer ", i,
+                " holds no parameter of the models that were given; construct it with their "
+                "parameters, or give its model too");
+    if (!is_cast) continue;
+    TORCH_CHECK(!has_stepped(optimizer), "optimizer ", i,
+                " has stepped already, in float32, and the level casts the model; call "
+                "mezzo::initialize before the first step, and load a saved state afterwards");
+    if (!level.master_weights() || AnyOptimizer(optimizer).mezzos() != nullptr) continue;
+    (void)MasterWeights(optimizer);  // refuses what it cannot step
+    refuse_duplicates(own, {"MasterWeights", optimizer.param_groups()});
   }
 }
 
 // --- Losses --------------------------------------------------------------------------------------
-
-inline void check_initialize_options(const InitializeOptions& options, const OptLevel& level) {
-  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
-              "; it should be at least 1");
-  TORCH_CHECK(level.uses_op_lists() || options.policy == nullptr, "policy: the level ", level.name(),
-              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
-}
 
 inline std::string loss_scaler_key(std::size_t loss) {
   return "loss_scaler" + std::to_string(loss);
@@ -275,7 +255,10 @@ inline void share_inf(const std::vector<const torch::optim::Optimizer*>& optimiz
 inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
                 const InitializeOptions& options)
     : level_(level), enabled_(options.enabled), policy_(options.policy) {
-  detail::check_initialize_options(options, level);
+  TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
+              "; it should be at least 1");
+  TORCH_CHECK(level.uses_op_lists() || policy_ == nullptr, "policy: the level ", level.name(),
+              " casts no ops, so that op lists mean nothing there; use O1, or leave it out");
   if (enabled_) detail::check_models_and_optimizers(models, optimizers, level);
   for (torch::optim::Optimizer* optimizer : optimizers.optimizers()) {
     Given& one = given_.emplace_back(Given{optimizer, nullptr, *optimizer});
@@ -294,8 +277,8 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
   verdict_.on_skip(nullptr);
   if (enabled_) {
     if (options.verbosity >= 1) std::cout << level.describe() << std::flush;
-    const auto dtype = level.cast_model_type();
     for (const auto& model : models.modules()) {
+      const auto dtype = level.cast_model_type();
       if (dtype) detail::cast_model(*model, *dtype, level.keep_batchnorm_fp32());
     }
   }
@@ -498,8 +481,6 @@ inline std::vector<at::Tensor> Amp::master_params(torch::optim::Optimizer& optim
 inline AnyOptimizer& Amp::optimizer(torch::optim::Optimizer& optimizer) {
   return given(optimizer).stepper;
 }
-
-inline GradScaler& Amp::scaler(int64_t loss_id) { return loss_of(loss_id).scaler; }
 
 /// Returns the entry of an optimizer, after masters have been made for new groups.
 inline Amp::Given& Amp::given(const torch::optim::Optimizer& optimizer) {

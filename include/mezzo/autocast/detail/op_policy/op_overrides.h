@@ -90,16 +90,6 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
   return ops;
 }
 
-/// Returns the widest dtype among the tensors that autocast may cast, or none if there is no such
-/// tensor.
-inline std::optional<at::ScalarType> widest_dtype(OpArguments arguments, c10::DeviceType device) {
-  std::optional<at::ScalarType> widest;
-  for_each_tensor(arguments, [&](const at::Tensor& tensor) {
-    if (is_eligible(tensor, device)) widest = wider(widest, tensor.scalar_type());
-  });
-  return widest;
-}
-
 /// Returns the dtype that a category casts to, or none if it casts nothing.
 inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArguments arguments,
                                                  c10::DeviceType device) {
@@ -108,8 +98,13 @@ inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArgument
       return at::autocast::get_autocast_dtype(device);
     case OpCategory::fp32:
       return at::ScalarType::Float;
-    case OpCategory::promote:
-      return widest_dtype(arguments, device);
+    case OpCategory::promote: {
+      std::optional<at::ScalarType> widest;
+      for_each_tensor(arguments, [&](const at::Tensor& tensor) {
+        if (is_eligible(tensor, device)) widest = wider(widest, tensor.scalar_type());
+      });
+      return widest;
+    }
     default:
       return std::nullopt;
   }
@@ -247,7 +242,9 @@ class OverrideRegistry {
     if (is_new) {
       record.name = std::move(name);
       for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
-        record.registered[i] = registered_category(op, kPolicyDevices[i]);
+        record.registered[i] = op.hasKernelForDispatchKey(autocast_key(kPolicyDevices[i]))
+                                   ? Probe(op, kPolicyDevices[i]).category()
+                                   : OpCategory::fallthrough;
       }
     }
     return record;

@@ -229,11 +229,5 @@ class Probe {
   int threw_ = 0;
 };
 
-/// Returns the category of an op whose autocast kernel, if it has one, is not mezzo's.
-inline OpCategory registered_category(const c10::OperatorHandle& op, c10::DeviceType device) {
-  return op.hasKernelForDispatchKey(autocast_key(device)) ? Probe(op, device).category()
-                                                          : OpCategory::fallthrough;
-}
-
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
