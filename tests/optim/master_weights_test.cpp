@@ -244,6 +244,21 @@ TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
   }
 }
 
+// libtorch's optimizers know a state by its parameter's address, which a later one may get.
+TEST(MasterWeightsStep, AParameterThatIsReplacedLeavesNoState) {
+  const auto weight = [] { return torch::ones({2}, torch::kBFloat16).requires_grad_(); };
+  torch::optim::SGD sgd({weight()}, torch::optim::SGDOptions(0.5).momentum(0.9));
+  mezzo::MasterWeights masters(sgd);
+  for (int i = 0; i < 4; ++i) {
+    auto& parameter = sgd.param_groups()[0].params()[0];
+    parameter = weight();
+    parameter.mutable_grad() = torch::ones({2}, torch::kBFloat16);
+    masters.step();
+    EXPECT_TRUE(parameter.equal(torch::full({2}, 0.5, torch::kBFloat16)));
+    EXPECT_LE(sgd.state().size(), 2) << "its own, and the last one's until the next step";
+  }
+}
+
 TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
