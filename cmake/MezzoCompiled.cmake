@@ -3,12 +3,8 @@
 
 # mezzo_add_compiled(NAME MEZZO FOLDER): a static library NAME of MEZZO's loops, from the headers in FOLDER.
 function(mezzo_add_compiled name mezzo include_folder)
-  set(sources autocast/compiled/op_policies.cpp checkpoint/compiled/checkpoint.cpp
-      optim/compiled/adam.cpp optim/compiled/gradients.cpp
-      optim/compiled/lion_and_sgd.cpp optim/compiled/master_weights.cpp optim/compiled/step_engine.cpp
-      scaling/compiled/grad_scaler.cpp)
-  list(TRANSFORM sources PREPEND "${include_folder}/mezzo/")
-  add_library(${name} STATIC EXCLUDE_FROM_ALL ${sources})
+  add_library(${name} STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/compiled.cpp"
+      "${include_folder}/mezzo/optim/compiled.cpp")
   target_link_libraries(${name} PUBLIC ${mezzo})
   target_compile_definitions(${name} PUBLIC MEZZO_COMPILED)
   if(mezzo STREQUAL "mezzo::cuda")

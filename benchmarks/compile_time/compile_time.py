@@ -127,7 +127,7 @@ def main():
         print(f"{'':38} {'CPU':>9} {'peak':>11} {'allocated':>11} {'objects':>12} {'program':>14}")
         library = []
         if any(line.is_compiled and line.has_loop for line in lines):
-            sources = sorted((options.mezzo / "include/mezzo").glob("*/compiled/*.cpp"))
+            sources = sorted((options.mezzo / "include/mezzo").rglob("*.cpp"))
             made = [compiler.compile(source, ("-DMEZZO_COMPILED",)) for source in sources]
             library = [target for target, _ in made]
             print(f"{'mezzo::compiled itself, once':38} {sum(cost.seconds for _, cost in made):7.1f} s "

@@ -8,7 +8,7 @@
 ///
 /// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
 /// of `mezzo::cuda`. Results are the same bits. The library also holds GradScaler, MasterWeights,
-/// op policies and checkpoints (`*/compiled/*.cpp`).
+/// op policies and checkpoints (`mezzo/compiled.cpp`).
 ///
 /// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
 /// library. It is a choice for the whole program: define it nowhere else. Units without it hold the
@@ -20,7 +20,7 @@
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/sgd.h>
 
-// The files in compiled/ define these templates; for all other units they are extern.
+// compiled.cpp defines these templates; for all other units they are extern.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -28,15 +28,13 @@ namespace detail {
 #define MEZZO_COMPILED_STEPS_OF(EXTERN, ...) \
   EXTERN template StepLoop step_loop<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, CpuIsa);
 
-#define MEZZO_COMPILED_ADAM(EXTERN)                                                   \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                    \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<true>)                                     \
-  EXTERN template class OptimizerShell<                                               \
-      AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>; \
-  EXTERN template class OptimizerShell<                                               \
-      AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;
-
-#define MEZZO_COMPILED_LION_AND_SGD(EXTERN)                                                    \
+#define MEZZO_COMPILED_RULES(EXTERN)                                                           \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                             \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<true>)                                              \
+  EXTERN template class OptimizerShell<                                                        \
+      AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>;          \
+  EXTERN template class OptimizerShell<                                                        \
+      AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;         \
   MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                                                    \
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)                                              \
   MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)                                               \
@@ -45,8 +43,7 @@ namespace detail {
 /// \endcond
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
-MEZZO_COMPILED_ADAM(extern)
-MEZZO_COMPILED_LION_AND_SGD(extern)
+MEZZO_COMPILED_RULES(extern)
 #endif
 
 }  // namespace detail

@@ -1,0 +1,14 @@
+// The functions of all rooms that units with MEZZO_LEFT_TO_LIBRARY leave to this one: see
+// mezzo/optim/compiled.h. In one unit, since libtorch's headers are most of what each costs.
+#include <mezzo/autocast/op_policy.h>
+#include <mezzo/checkpoint/checkpoint.h>
+#include <mezzo/optim/detail/step_engine.h>
+#include <mezzo/optim/master_weights.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+// Their definitions.
+#include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
+#include <mezzo/checkpoint/detail/checkpoint_impl.h>
+#include <mezzo/optim/detail/master_weights_impl.h>
+#include <mezzo/optim/detail/step_engine_impl.h>
+#include <mezzo/scaling/detail/grad_scaler_impl.h>
