@@ -166,8 +166,6 @@ class AutocastState {
   /// Returns the calling thread's state.
   [[nodiscard]] static AutocastState capture() noexcept { return AutocastState(); }
 
-  /// Runs the calling thread under a state and restores what was there. Counts as a region: the end
-  /// of the thread's outermost one clears libtorch's weight cache.
   class Scope;
 
  private:
@@ -198,6 +196,8 @@ class AutocastState {
   detail::ThreadPolicies policies_ = detail::thread_policies();
 };
 
+/// Runs the calling thread under a state and restores what was there. Counts as a region: the end
+/// of the thread's outermost one clears libtorch's weight cache.
 class AutocastState::Scope {
  public:
   /// Enters the regions of `state`.

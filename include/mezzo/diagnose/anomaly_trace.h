@@ -278,7 +278,7 @@ class OpObserver {
     if (begun == nullptr) return;
     running().depth = begun->depth;
     if (begun->ops.empty()) return;
-    const std::vector<c10::IValue> stack = function.outputs();
+    const std::vector<c10::IValue>& stack = function.outputs();
     for (auto& [link, op] : begun->ops) {
       op.threw = std::uncaught_exceptions() > op.exceptions;
       // TorchScript's interpreter shows its whole stack, whose last values the op returned.

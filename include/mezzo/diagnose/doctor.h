@@ -470,10 +470,11 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
     std::function<std::vector<at::Tensor>()> forward = [&model, &sample] {
       const auto call = [&model](const auto&... arguments) { return model.forward(arguments...); };
       auto result = [&] {
-        if constexpr (detail::TupleLike<Sample> && !requires { model.forward(sample); })
+        if constexpr (detail::TupleLike<Sample> && !requires { model.forward(sample); }) {
           return std::apply(call, sample);
-        else
+        } else {
           return call(sample);
+        }
       }();
       std::vector<at::Tensor> outputs;
       detail::for_each_tensor(result,

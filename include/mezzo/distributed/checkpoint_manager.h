@@ -53,7 +53,7 @@ class DistributedCheckpointManager {
  public:
   /// Reads and writes nothing yet.
   /// \throws c10::Error if `group` is null, or unless keep is at least 1
-  DistributedCheckpointManager(std::filesystem::path folder,
+  DistributedCheckpointManager(const std::filesystem::path& folder,
                                c10::intrusive_ptr<c10d::Backend> group,
                                CheckpointManagerOptions options = {})
       : folder_(std::filesystem::absolute(folder.empty() ? "." : folder)),

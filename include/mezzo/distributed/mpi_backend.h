@@ -484,7 +484,7 @@ class MpiBackend final : public c10d::Backend {
   /// `all` becomes the ranks' `own`.
   void gather(const at::Tensor& own, const at::Tensor& all) const {
     const int count = static_cast<int>(own.numel());
-    const MPI_Datatype bits = detail::mpi_bits(own);
+    MPI_Datatype bits = detail::mpi_bits(own);
     detail::check_mpi(MPI_Allgather(own.const_data_ptr(), count, bits, all.mutable_data_ptr(),
                                     count, bits, communicator_),
                       "MPI_Allgather");

@@ -266,7 +266,7 @@ class ShardedOptimizer : public detail::Sharded<OptimizerType> {
   /// Steps this rank's parameters, from which the gradients of the others are hidden, and gets the
   /// others'.
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) override {
-    const at::Tensor loss = detail::loss_of(closure);
+    at::Tensor loss = detail::loss_of(closure);
     std::vector<at::Tensor> stepped;
     std::vector<std::pair<at::Tensor, at::Tensor>> hidden;
     for (const auto& group : this->param_groups_) {

@@ -95,7 +95,7 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
 
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
-                                                double eps, GroupPtr group) {
+                                                double eps, const GroupPtr& group) {
     const AutocastOff autocast_off;
     const at::Tensor wide = input.to(wide_dtype(input));
     const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);

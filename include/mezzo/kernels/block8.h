@@ -205,7 +205,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
     typename Lanes::Flags number;  // with a sign
     reinterpret_bits(code, number);
     number = number + 127;
-    number = number > 0 ? number : number - number;  // the nearest value to -1 is that of code 0
+    number =
+        number > 0 ? number : typename Lanes::Flags{};  // the nearest value to -1 is that of code 0
     reinterpret_bits(number, code);
   }
 }

@@ -25,7 +25,8 @@ class StepNumbers {
   StepNumbers() = default;
   template <class Own>
   requires std::is_trivially_copyable_v<Own> StepNumbers(const Own& own) {
-    static_assert(sizeof(Own) <= sizeof(bytes_) && alignof(Own) <= alignof(double));
+    static_assert(sizeof(Own) <= sizeof(bytes_));
+    static_assert(alignof(Own) <= alignof(double));
     std::memcpy(bytes_, &own, sizeof(Own));
   }
   template <class Own>

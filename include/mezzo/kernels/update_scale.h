@@ -59,7 +59,7 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
   at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor,
                          rule.backoff_factor, rule.growth_interval);
   const bool is_bounded =
-      rule.min_scale > 0 || rule.max_scale < std::numeric_limits<float>::infinity();
+      rule.min_scale > 0 || rule.max_scale < std::numeric_limits<double>::infinity();
   if (is_bounded) tensors.scale.clamp_(rule.min_scale, rule.max_scale);
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
