@@ -369,7 +369,7 @@ inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
     return c10::InefficientStdFunctionContext::makeDataPtr(memory, keep_file, at::kCPU);
   };
   torch::jit::Unpickler unpickler(next, nullptr, nullptr, record, c10::Device(at::kCPU));
-  const c10::IValue value = unpickler.parse_ivalue();
+  c10::IValue value = unpickler.parse_ivalue();
   for_each_tensor(value, [&sizes](const at::Tensor& tensor) { check_size(tensor, sizes); });
   return value;
 }

@@ -160,6 +160,7 @@ inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tenso
   return detail::read_gradients(plan, inv_scale);
 }
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares
 inline at::Tensor optim::FusedOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
   at::Tensor loss = detail::loss_of(closure);
   apply(plan());

@@ -168,8 +168,9 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
   parameters_ = parameters;
   decltype(masters_) kept;
   for (const at::Tensor& one : all) kept.insert(masters_.extract(one.unsafeGetTensorImpl()));
-  for (const auto& [address, gone] : masters_) {  // its address may become another parameter's
-    if (gone.parameter.use_count() == 1) inner_->state().erase(address);
+  for (const auto& [address, gone] : masters_) {  // another parameter may get its address
+    if (gone.parameter.use_count() == 1)
+      inner_->state().erase(gone.parameter.unsafeGetTensorImpl());
   }
   masters_ = std::move(kept);
 }
