@@ -379,7 +379,7 @@ TEST(LrSchedule, RefusesACurveLongerThanADeviceCounts) {
   EXPECT_TRUE(optimizer.lr_factors().empty());
 }
 
-TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLater) {
+TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLaterAndTakesThatGroupsGo) {
   const torch::Tensor first = weight();
   const torch::Tensor late = weight();
   mezzo::optim::SGD optimizer({first}, 1.0);
@@ -389,6 +389,9 @@ TEST(LrSchedule, ReachesGroupsThatAFusedOptimizerGetsLater) {
   optimizer.add_param_group({{late}, std::make_unique<mezzo::optim::SGDOptions>(8.0)});
   train(late, optimizer, schedule, scaler, {true});
   EXPECT_EQ(late.item<double>(), -6.0);
+  optimizer.param_groups().pop_back();
+  train(first, optimizer, schedule, scaler, {true});
+  EXPECT_EQ(lr_of(optimizer), 0.25);
 }
 
 struct Halving {

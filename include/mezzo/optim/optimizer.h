@@ -51,6 +51,7 @@ class ParamSlot;
 /// Returns the rates that the options of `groups` say.
 inline std::vector<double> lrs_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
   std::vector<double> lrs;
+  lrs.reserve(groups.size());
   for (const auto& group : groups) lrs.push_back(group.options().get_lr());
   return lrs;
 }
@@ -70,13 +71,14 @@ class ScheduledLrs {
   }
   /// Returns whether the user has written the rate of a group since the last show.
   bool is_written(const Groups& groups) const {
-    const std::vector<double> lrs = lrs_of(groups);
-    return !std::equal(shown_.begin(), shown_.end(), lrs.begin());
+    const std::vector<double> lrs = lrs_of(groups);  // more or fewer groups than then
+    const auto [own, lr] = std::mismatch(shown_.begin(), shown_.end(), lrs.begin(), lrs.end());
+    return own != shown_.end() && lr != lrs.end();
   }
   /// Returns the bases of all groups.
   std::vector<double> bases(const Groups& groups) const {
     std::vector<double> all = lrs_of(groups);
-    std::copy(bases_.begin(), bases_.end(), all.begin());
+    std::copy_n(bases_.begin(), std::min(bases_.size(), all.size()), all.begin());
     return all;
   }
   /// Returns the rates of the next step, whose factor is `factor`.
@@ -96,7 +98,7 @@ class ScheduledLrs {
   /// Makes rates that the user has written since the bases of their groups.
   void take_written(const Groups& groups) {
     const std::vector<double> lrs = lrs_of(groups);
-    for (std::size_t i = 0; i < bases_.size(); ++i) {
+    for (std::size_t i = 0; i < std::min(bases_.size(), lrs.size()); ++i) {
       if (lrs[i] != shown_[i]) bases_[i] = lrs[i];
     }
   }

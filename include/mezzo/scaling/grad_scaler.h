@@ -460,7 +460,7 @@ template <class Archive>
 requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
     Archive& archive, GradScaler& scaler) {
   GradScaler::StateDict state;
-  for (const auto& [key, own] : scaler.state_dict()) {
+  for (const auto& [key, own] : GradScaler().state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) {
       state[key] = value.template item<double>();

@@ -180,6 +180,7 @@ decltype(auto) call_stored(F& function, Args&... args) {
 /// Returns the versions of tensors; those of inference mode have none.
 inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
+  versions.reserve(arguments.size());
   for (const at::Tensor& tensor : arguments) {
     versions.push_back(tensor.defined() && !tensor.is_inference() ? tensor._version() : 0);
   }

@@ -116,9 +116,10 @@ MEZZO_INLINE std::optional<LoadedCheckpoint> CheckpointManager::load_newest(
       checked = detail::check_file(file, parts, options.subset);
     } catch (const std::exception& failure) {
       std::error_code error;
-      const bool is_there =
-          std::filesystem::exists(std::filesystem::symlink_status(file, error));  // may dangle
-      if (!is_there) return load_newest(state, options);  // its writer has a newer one
+      const auto type = std::filesystem::symlink_status(file, error).type();  // a link may dangle
+      if (type == std::filesystem::file_type::not_found) {
+        return load_newest(state, options);  // its writer has a newer one
+      }
       if (dynamic_cast<const detail::UnusableCheckpoint*>(&failure) == nullptr) throw;
       pass_over(file, failure.what());
       damages += "\n  " + file.string() + " " + failure.what();

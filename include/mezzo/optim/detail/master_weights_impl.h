@@ -19,6 +19,7 @@
 #include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <initializer_list>
 #include <optional>
@@ -74,7 +75,8 @@ inline void exchange(const at::Tensor& parameter, const at::Tensor& memory) {
 
 inline void set_lrs(torch::optim::Optimizer& optimizer, const std::vector<double>& lrs) {
   auto& groups = optimizer.param_groups();
-  for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
+  const std::size_t known = std::min(groups.size(), lrs.size());  // a step may add groups
+  for (std::size_t i = 0; i < known; ++i) groups[i].options().set_lr(lrs[i]);
 }
 
 /// Returns gradient * factor, in float where the gradient has 16 bits, and only then multiplied, so
@@ -205,13 +207,13 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
   if (has_schedule()) shown = detail::lrs_of(inner_->param_groups());
   const auto give_back = [&] {
     for (const Lent& one : lent) {
-      if (one.master.defined()) {
-        detail::exchange(one.parameter, one.memory);
-        one.parameter.detach().copy_(one.master);
-      }
+      if (one.master.defined()) detail::exchange(one.parameter, one.memory);
       one.parameter.mutable_grad() = one.gradient;
     }
     if (has_schedule()) detail::set_lrs(*inner_, shown);
+    for (const Lent& one : lent) {  // what may throw
+      if (one.master.defined()) one.parameter.detach().copy_(one.master);
+    }
     detail::drop_weight_casts();
   };
   try {

@@ -16,6 +16,7 @@
 #include <c10/core/GradMode.h>
 #include <torch/optim/serialize.h>
 
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <string>
@@ -256,12 +257,14 @@ MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
 /// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   at::Device device = at::kCPU;
-  if (!plan.rows.empty()) {
-    device = plan.rows.front().parameter->device();
-  } else if (applied_on_device().defined()) {
+  if (applied_on_device().defined()) {  // a captured step may go on counting there
     device = applied_on_device().device();
   } else if (plan.has_rows_elsewhere && verdict.defined()) {
     device = verdict.found_inf.device();
+  }
+  const auto steps_there = [&](const Row& row) { return row.parameter->device() == device; };
+  if (!plan.rows.empty() && std::none_of(plan.rows.begin(), plan.rows.end(), steps_there)) {
+    device = plan.rows.front().parameter->device();
   }
   count_step(applied_count(), device, verdict.on(device).found_inf);
 }
@@ -501,11 +504,19 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   }
   // ATen's kernels expect counts of this step, also where they skip it.
   if (!counts.empty()) at::_foreach_add_(counts, 1);
-  for (const AtenLists& lists : calls) aten_step(groups[lists.group], lists, own);
-  if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
-  for (const Row& row : rows) {
-    if (row.storage == optim::WeightStorage::master) row.parameter->copy_(row.slot->master);
+  const auto round_masters = [&rows] {
+    for (const Row& row : rows) {
+      if (row.storage == optim::WeightStorage::master) row.parameter->copy_(row.slot->master);
+    }
+  };
+  try {
+    for (const AtenLists& lists : calls) aten_step(groups[lists.group], lists, own);
+  } catch (...) {
+    round_masters();  // of the calls before the one that threw
+    throw;
   }
+  if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
+  round_masters();
   finish(rows, options.zero_grad, /*are_cleared=*/false, {});
 }
 

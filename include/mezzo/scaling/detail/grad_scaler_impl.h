@@ -249,6 +249,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   record.stage = Stage::stepped;
   letter->send(scale, verdict, was_unscaled);
   if (!letter->is_captured()) letters_.push_back(letter);  // replays do not notify the host
+  if (letter->device().is_cpu()) return StepResult(letter->read());
   return StepResult(letter);
 }
 
@@ -375,21 +376,21 @@ MEZZO_INLINE void GradScaler::finish_iteration() {
   } else if (iterations_.empty()) {
     times_at_floor_ = times_in_a_row_ = 0;
   }
-  const auto is_there = [](const auto& letter) { return letter->ready(); };
+  const auto is_there = [](const auto& letter) { return letter->has_arrived(); };
   while (!iterations_.empty() &&
          std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {
     std::optional<float> skipped_scale, next_scale;
     for (const auto& letter : iterations_[0]) {
-      const StepOutcome& outcome = letter->outcome();
+      const StepOutcome outcome = letter->read();
       if (outcome.found_inf) skipped_scale = outcome.scale;
     }
     if (scale_->original().is_cpu()) {
       next_scale = scale_->original().item<float>();
-    } else if (iterations_.size() > 1 && iterations_[1][0]->ready()) {
-      next_scale = iterations_[1][0]->outcome().scale;
+    } else if (iterations_.size() > 1 && iterations_[1][0]->has_arrived()) {
+      next_scale = iterations_[1][0]->read().scale;
     }
     if (skipped_scale && !next_scale) return;
-    for (const auto& letter : std::exchange(iterations_[0], {})) clipping_.see(letter->outcome());
+    for (const auto& letter : std::exchange(iterations_[0], {})) clipping_.see(letter->read());
     iterations_.pop_front();
     if (skipped_scale) {
       tell_of_skip(*skipped_scale, *next_scale);

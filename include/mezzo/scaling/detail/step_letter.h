@@ -69,15 +69,18 @@ class StepLetter final : public StepSlot {
   }
 
   /// Returns whether the device will not write the numbers any more. An event may not be queried
-  /// during a capture. False for a device that has failed: `outcome` throws its error.
+  /// during a capture.
+  /// \throws c10::Error for a device that has failed
+  bool has_arrived() const {
+    if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) has_arrived_ = event_.query();
+    return has_arrived_;
+  }
   bool ready() const noexcept override {
     try {
-      if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) {
-        has_arrived_ = event_.query();
-      }
+      return has_arrived();
     } catch (const c10::Error&) {
+      return false;  // `outcome` throws it
     }
-    return has_arrived_;
   }
 
   /// Returns the outcome of the step; of a captured one, that of the last replay.
@@ -96,18 +99,23 @@ class StepLetter final : public StepSlot {
         has_arrived_ = true;
       }
     }
+    outcome_ = read();
+    return outcome_;
+  }
+  /// Returns the outcome by the numbers that have arrived.
+  StepOutcome read() const {
     const double* const numbers = numbers_.const_data_ptr<double>();
     TORCH_CHECK(numbers[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    outcome_ = {.ran = numbers[1] == 0.0,
-                .found_inf = numbers[1] != 0.0,
-                .scale = static_cast<float>(numbers[0]),
-                .was_unscaled = was_unscaled_};
-    if (has_norm_) outcome_.grad_norm = std::sqrt(numbers[2]);
-    if (has_norm_) outcome_.grad_max_abs = numbers[3];
-    if (outcome_.ran) outcome_.value = at::Tensor();  // what a step without closure returns
-    return outcome_;
+    StepOutcome outcome{.ran = numbers[1] == 0.0,
+                        .found_inf = numbers[1] != 0.0,
+                        .scale = static_cast<float>(numbers[0]),
+                        .was_unscaled = was_unscaled_};
+    if (has_norm_) outcome.grad_norm = std::sqrt(numbers[2]);
+    if (has_norm_) outcome.grad_max_abs = numbers[3];
+    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+    return outcome;
   }
   at::Tensor found_inf_on_device() const override {
     return device_.is_cpu() ? at::Tensor() : found_inf_;
@@ -156,7 +164,8 @@ class LetterPool {
   /// Returns a letter for one step on `device`.
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     for (const std::shared_ptr<StepLetter>& letter : letters_) {
-      const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
+      const bool is_free =
+          letter.use_count() == 1 && letter->device() == device && letter->has_arrived();
       if (is_free && (device.is_cpu() || capture_on(device) == 0)) return letter;
     }
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
