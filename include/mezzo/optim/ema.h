@@ -10,7 +10,6 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/step_result.h>
 
@@ -208,7 +207,9 @@ inline void move_averages(const std::vector<at::Tensor>& averages,
                   /*dampening=*/0.0, /*nesterov=*/false, /*maximize=*/false,
                   /*is_first_step=*/false, /*grad_scale=*/{},
                   found_inf.to(averages.front().device()).ne(0).to(at::kFloat));
-  for (const at::Tensor& average : averages) bump_version(average);  // which that does not do
+  for (const at::Tensor& average : averages) {  // which that does not do
+    if (!average.is_inference()) average.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 }  // namespace detail
