@@ -24,8 +24,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
-#include <functional>
-#include <limits>
 #include <ostream>
 #include <sstream>
 #include <string>
