@@ -74,7 +74,7 @@ CHANGES = [
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
     ("a letter's event before its kernel", "scaling/detail/step_letter.h",
-     "write(on_device(scale, device_), verdict.on(device_));\n    if (!is_captured_) "
+     "write(on_device(scale, device_), verdict.on(device_));\n    if (!is_captured_)\n      "
      "event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));",
      "if (!is_captured_) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));\n"
      "    write(on_device(scale, device_), verdict.on(device_));"),
