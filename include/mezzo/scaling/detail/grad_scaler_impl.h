@@ -244,7 +244,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                               fused.optimizer());
   check_verdict(record, verdict);
   const std::shared_ptr<detail::StepLetter> letter =
-      letter_pool_.letter_for(scale.device());  // made before the step, for it may throw
+      detail::letter_for(letter_pool_, scale.device());  // made before the step, for it may throw
   fused.apply(std::move(plan), verdict, options);
   record.stage = Stage::stepped;
   letter->send(scale, verdict, was_unscaled);
@@ -269,7 +269,8 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     verdict = detail::read_gradients(plan, at::ones_like(scale));
     check_verdict(record, verdict);
   }
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  const std::shared_ptr<detail::StepLetter> letter =
+      detail::letter_for(letter_pool_, scale.device());
   letter->send(scale, verdict, was_unscaled);
   StepOutcome outcome = letter->outcome();
   if (outcome.ran) {
@@ -301,9 +302,9 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict.found_inf.zero_();
     const bool is_known = fused == nullptr || device.is_cpu();
     if (is_known) {
-      const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(device);
-      letter->send(one, verdict);
-      outcome = letter->outcome();
+      detail::StepLetter letter(device);
+      letter.send(one, verdict);
+      outcome = letter.outcome();
     }
   }
   if (fused != nullptr) {
@@ -327,7 +328,7 @@ MEZZO_INLINE void GradScaler::update() {
     if (!one.defined()) continue;
     found = found.defined() ? found.add(one) : one;
     if (record.stage != Stage::unscaled) continue;
-    letters_.push_back(letter_pool_.letter_for(one.device()));  // no step tells of it
+    letters_.push_back(detail::letter_for(letter_pool_, one.device()));  // no step tells of it
     letters_.back()->send(scale_->original(), {.inv_scale = scale_->inverse(), .found_inf = one});
   }
   TORCH_CHECK(

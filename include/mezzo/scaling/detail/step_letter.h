@@ -175,5 +175,11 @@ class LetterPool {
   std::vector<std::shared_ptr<StepLetter>> letters_;
 };
 
+/// Returns a letter of the pool, or, on the CPU, where it is read at once, a new one: kept between
+/// a model's large blocks, it would split the memory that they leave to each other.
+inline std::shared_ptr<StepLetter> letter_for(LetterPool& pool, at::Device device) {
+  return device.is_cpu() ? std::make_shared<StepLetter>(device) : pool.letter_for(device);
+}
+
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
