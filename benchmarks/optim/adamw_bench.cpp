@@ -288,7 +288,7 @@ class Floor : public Peer {
   }
 
  private:
-  static constexpr int64_t kPiece = 16384;
+  static constexpr int64_t kPiece = 131072;
   std::vector<at::Tensor> means_, squares_;
   std::vector<mezzo::detail::StepSpan> pieces_;
 };

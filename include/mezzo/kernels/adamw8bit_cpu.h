@@ -142,7 +142,10 @@ struct AdamW8bitKernel {
 
 /// Takes the steps on libtorch's threads. Bits do not depend on their number.
 inline void step_adamw8bit_cpu(const std::vector<AdamW8bitStep>& steps, CpuIsa isa = best_isa()) {
-  WorkChunks pieces(kStepPiece, kStepPiece);
+  int64_t elements = 0;
+  for (const AdamW8bitStep& step : steps) elements += step.span.count;
+  const int64_t size = step_piece(elements);
+  WorkChunks pieces(size, size);
   for (std::size_t i = 0; i < steps.size(); ++i) pieces.add(i, steps[i].span.count);
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const AdamW8bitStep& step = steps[piece.item];

@@ -27,7 +27,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Instruction sets. scalar: a plain loop, where there is none of the others. vector128: aarch64.
-/// avx2: AVX2 with FMA. avx512: for elements of 16 bits; others gain nothing from it.
+/// avx2: AVX2 with FMA.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
@@ -71,17 +71,13 @@ inline CpuIsa best_isa() {
   return best;
 }
 
-/// Returns the kernel's `run` compiled for `isa`, or for the next lower instruction set that it is
-/// compiled for. Call it only on a CPU with that instruction set.
+/// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
 template <template <class...> class Kernel, class Element, class... Others>
 auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<Element>>::run) {
   switch (isa) {
 #if defined(__GNUC__) && defined(__x86_64__)
     case CpuIsa::avx512:
-      if constexpr (sizeof(typename FloatFormat<Element>::Stored) == 2) {
-        return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
-      }
-      [[fallthrough]];
+      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
     case CpuIsa::avx2:
       return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 32>>>::avx2;
 #elif defined(__GNUC__) && defined(__aarch64__)

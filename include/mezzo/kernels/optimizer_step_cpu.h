@@ -8,6 +8,7 @@
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/work_chunks.h>
 
+#include <ATen/Parallel.h>
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
@@ -197,9 +198,16 @@ struct StepTask {
   StepUse use;
 };
 
-/// What one thread takes at a time: 16 bytes an element and more, so that this much lies in a
-/// second-level cache, and few enough pieces that taking them costs nothing.
+/// The fewest elements that a thread takes at a time: so many that taking them costs nothing.
 inline constexpr int64_t kStepPiece = 16384;
+
+/// Returns how many elements of a step a thread takes at a time. A longer piece is faster, since
+/// the processor fetches ahead in each of its streams; but each thread should have several pieces.
+inline int64_t step_piece(int64_t elements) {
+  int64_t piece = kStepPiece;
+  while (piece < 8 * kStepPiece && 8 * piece * at::get_num_threads() <= elements) piece *= 2;
+  return piece;
+}
 
 inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
   const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
@@ -218,39 +226,35 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
   return part;
 }
 
-/// How many gradients are widened at a time where a loop looks at each element by itself: so many
-/// that calls cost nothing, and so few that they stay in the first-level cache.
-inline constexpr int64_t kWidenedAtOnce = 2048;
+/// How many elements a loop takes at a time: so many that calls cost nothing, and so few that their
+/// gradients stay in the first-level cache, where they are widened before and cleared afterwards.
+inline constexpr int64_t kStepStretch = 2048;
 
-/// Calls `work(part)` for elements [begin, begin + count) of a task, in stretches of at most
-/// `kMost`, with streams as the loop reads them; then clears the gradients if that is to be done.
-template <int64_t kMost, class Work>
-void for_widened(const StepTask& task, int64_t begin, int64_t count, const Work& work) {
-  if (!task.widens) {
-    work(part_of(task, begin, count));
-  } else {
-    alignas(64) std::byte widened[kMost * sizeof(double)];
-    for (int64_t first = begin; first < begin + count; first += kMost) {
-      StepSpan part = part_of(task, first, std::min(kMost, begin + count - first));
-      widen_gradients(task.gradient_dtype, part.gradient, widened, part.count);
-      part.gradient = widened;
-      work(part);
-    }
+inline void step_stretch(const StepTask& task, StepSpan part) {
+  void* const gradient = part.gradient;
+  alignas(64) std::byte widened[kStepStretch * sizeof(double)];
+  if (task.widens) {
+    widen_gradients(task.gradient_dtype, gradient, widened, part.count);
+    part.gradient = widened;
   }
+  task.loop(part, task.coefficients, task.use);
   if (!task.clears) return;
-  std::memset(static_cast<char*>(task.span.gradient) + begin * task.sizes.gradient, 0,
-              static_cast<std::size_t>(count * task.sizes.gradient));
+  std::memset(gradient, 0, static_cast<std::size_t>(part.count * task.sizes.gradient));
 }
 
 /// Runs all tasks of a step in one pass over their memory. Small ones share a batch.
 inline void run_step_cpu(const std::vector<StepTask>& tasks) {
-  WorkChunks pieces(kStepPiece, kStepPiece);
+  int64_t elements = 0;
+  for (const StepTask& task : tasks) elements += task.span.count;
+  const int64_t size = step_piece(elements);
+  WorkChunks pieces(size, size);
   for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepTask& task = tasks[piece.item];
-    for_widened<kWidenedAtOnce>(task, piece.begin, piece.count, [&](const StepSpan& part) {
-      task.loop(part, task.coefficients, task.use);
-    });
+    for (int64_t done = 0; done < piece.count; done += kStepStretch) {
+      step_stretch(task,
+                   part_of(task, piece.begin + done, std::min(kStepStretch, piece.count - done)));
+    }
   });
 }
 
