@@ -3,7 +3,7 @@
 
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/launch_table.h>
 
 #include <gtest/gtest.h>
 
@@ -14,11 +14,11 @@ namespace {
 constexpr int64_t kHuge = (int64_t{1} << 33) + 5;
 
 TEST(LaunchTables, CountGradientsBeyondThirtyTwoBits) {
-  using mezzo::detail::SummaryTable;
-  SummaryTable table(16384);
+  using mezzo::detail::GradientTable;
+  GradientTable table(16384);
   float data = 0;
   table.push_back({&data, kHuge, 0});
-  table.push_back({&data, kHuge, SummaryTable::blocks_of(kHuge, 16384)});
+  table.push_back({&data, kHuge, GradientTable::blocks_of(kHuge, 16384)});
   const auto last = table.slice_of(table.blocks() - 1);
   EXPECT_EQ(last.begin, int64_t{1} << 33);
   EXPECT_EQ(last.end, kHuge);
@@ -26,7 +26,7 @@ TEST(LaunchTables, CountGradientsBeyondThirtyTwoBits) {
 }
 
 TEST(LaunchTables, CountParametersBeyondThirtyTwoBits) {
-  mezzo::detail::DeviceStepTable<mezzo::detail::AdamConstants> table(8192);
+  mezzo::detail::StepTable table(8192);
   mezzo::detail::StepRow row{};
   row.span.count = kHuge;
   ASSERT_TRUE(table.push_back(row, {}));

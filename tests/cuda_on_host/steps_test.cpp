@@ -4,9 +4,9 @@
 
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/weight_formats.h>
 
@@ -253,7 +253,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
     inputs.lr_factor_count = step.rates;
   }
   std::vector<mezzo::detail::StepRow> rows;
-  std::vector<mezzo::detail::StepGroup<mezzo::detail::StepNumbers>> groups;
+  std::vector<mezzo::detail::StepGroup> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
       const int group = group_of(i, step);

@@ -21,120 +21,95 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Conversions of blocks, of many lanes or of the one that takes what they leave: each begins at
-/// element i, and returns the first that it has not taken.
+/// One block of a moment, to floats and back. `Lanes` are of floats, and divide a block.
 template <class Lanes, bool kIsSigned>
-struct Block8Loops {
+struct Block8Converter {
   using Codes = typename Lanes::template Like<Block8Code>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
 
-  C10_ALWAYS_INLINE static int64_t widen(const uint8_t* codes, float scale, float* to, int64_t i,
-                                         int64_t count) {
+  C10_ALWAYS_INLINE static void widen(const uint8_t* codes, float scale, float* to, int64_t count) {
+    uint8_t whole[kBlock8] = {};
+    std::memcpy(whole, codes, static_cast<std::size_t>(count));
+    alignas(64) float values[kBlock8];
     Value scales;
     Lanes::broadcast(scale, scales);
-    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    for (int64_t i = 0; i < kBlock8; i += Lanes::kWidth) {
       Bits code;
-      Codes::load(codes + i, code);
+      Codes::load(whole + i, code);
       Value value;
       widen_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, code, scales, value);
-      std::memcpy(to + i, &value, sizeof(value));
+      std::memcpy(values + i, &value, sizeof(value));
     }
-    return i;
+    std::memcpy(to, values, static_cast<std::size_t>(count) * sizeof(float));
   }
 
-  C10_ALWAYS_INLINE static int64_t narrow(const float* from, float inverse, uint8_t* codes,
-                                          int64_t i, int64_t count) {
-    Value inverses;
-    Lanes::broadcast(inverse, inverses);
-    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
-      Value value;
-      std::memcpy(&value, from + i, sizeof(value));
-      Bits code;
-      narrow_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, value, inverses, code);
-      Codes::store(code, codes + i);
-    }
-    return i;
-  }
-
-  /// Raises `bits` to those of the largest magnitude: a NaN's are larger than any other's.
-  C10_ALWAYS_INLINE static int64_t find_largest(const float* from, int64_t i, int64_t count,
-                                                uint32_t& bits) {
-    Bits largest{};
-    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+  C10_ALWAYS_INLINE static void narrow(const float* from, uint8_t* codes, float& scale,
+                                       int64_t count) {
+    alignas(64) float values[kBlock8] = {};
+    std::memcpy(values, from, static_cast<std::size_t>(count) * sizeof(float));
+    Bits largest{};  // a NaN's are larger than any other's
+    for (int64_t i = 0; i < kBlock8; i += Lanes::kWidth) {
       Bits own;
-      std::memcpy(&own, from + i, sizeof(own));
+      std::memcpy(&own, values + i, sizeof(own));
       own = own & 0x7FFFFFFFU;
       largest = own > largest ? own : largest;
     }
     uint32_t each[Lanes::kWidth];
     std::memcpy(each, &largest, sizeof(each));
-    for (const uint32_t one : each) bits = std::max(bits, one);
-    return i;
-  }
-};
-
-/// One block of a moment, to floats and back. `Lanes` are of floats.
-template <class Lanes, bool kIsSigned>
-struct Block8Converter {
-  using Many = Block8Loops<Lanes, kIsSigned>;
-  using One = Block8Loops<ScalarLanes<float>, kIsSigned>;
-
-  C10_ALWAYS_INLINE static void widen(const uint8_t* codes, float scale, float* to, int64_t count) {
-    One::widen(codes, scale, to, Many::widen(codes, scale, to, 0, count), count);
-  }
-  C10_ALWAYS_INLINE static void narrow(const float* from, uint8_t* codes, float& scale,
-                                       int64_t count) {
-    uint32_t bits = 0;
-    One::find_largest(from, Many::find_largest(from, 0, count, bits), count, bits);
-    reinterpret_bits(bits, scale);
-    const float inverse = inverse_of_scale(scale);
-    One::narrow(from, inverse, codes, Many::narrow(from, inverse, codes, 0, count), count);
+    reinterpret_bits(*std::max_element(each, each + Lanes::kWidth), scale);
+    Value inverses;
+    Lanes::broadcast(inverse_of_scale(scale), inverses);
+    uint8_t whole[kBlock8];
+    for (int64_t i = 0; i < kBlock8; i += Lanes::kWidth) {
+      Value value;
+      std::memcpy(&value, values + i, sizeof(value));
+      Bits code;
+      narrow_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, value, inverses, code);
+      Codes::store(code, whole + i);
+    }
+    std::memcpy(codes, whole, static_cast<std::size_t>(count));
   }
 };
 
 /// Steps elements [begin, end) of a parameter; `begin` is that of a block.
-template <class Parameter, class Gradient, class Lanes>
+template <class Parameter, class Lanes>
 struct AdamW8bitKernel {
   C10_ALWAYS_INLINE static void run(const AdamW8bitStep& step, int64_t begin, int64_t end) {
-    using Rule = AdamRule<false>;
-    using Weights = AdamW8bitWeights<Parameter>;
+    using Step =
+        OptimizerStepKernel<Parameter, AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
     using Floats = typename Lanes::template Like<float>;
-    using StoredGradient = typename FloatFormat<Gradient>::Stored;
-    const StepUse& use = step.use;
+    using First = Block8Converter<Floats, true>;
+    using Second = Block8Converter<Floats, false>;
+    const auto gradient_size = static_cast<int64_t>(c10::elementSize(step.gradient_dtype));
+    auto* const codes = reinterpret_cast<uint8_t* const*>(step.span.moments);
+    auto* const floats = reinterpret_cast<float* const*>(step.span.moments);
+    const bool has_codes = step.scales[0] != nullptr;
     alignas(64) float moments[2][kBlock8];
+    alignas(64) float gradients[kBlock8];
     for (int64_t first = begin; first < end; first += kBlock8) {
       const int64_t count = std::min(kBlock8, end - first);
       const int64_t block = first / kBlock8;
       StepSpan part{static_cast<typename Lanes::Stored*>(step.span.parameter) + first,
-                    static_cast<StoredGradient*>(step.span.gradient) + first,
+                    static_cast<char*>(step.span.gradient) + first * gradient_size,
                     {moments[0], moments[1]},
                     count,
                     nullptr,
                     first};
-      auto* const codes = reinterpret_cast<uint8_t* const*>(step.span.moments);
-      const bool has_codes = step.scales[0] != nullptr;
-      if (has_codes) {
-        Block8Converter<Floats, true>::widen(codes[0] + first, step.scales[0][block], moments[0],
-                                             count);
-        Block8Converter<Floats, false>::widen(codes[1] + first, step.scales[1][block], moments[1],
-                                              count);
-      } else {
-        for (int k = 0; k < 2; ++k) {
-          part.moments[k] = static_cast<float*>(step.span.moments[k]) + first;
-        }
+      if (step.gradient_dtype != at::kFloat) {
+        widen_gradients(step.gradient_dtype, part.gradient, gradients, count);
+        part.gradient = gradients;
       }
-      const RandomKey key = random_key(use.seed, use.step, use.parameter,
-                                       static_cast<uint64_t>(first) >> 32);  // one a block
-      const int64_t rest = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(
-          part, 0, count, step.coefficients, use, key);
-      step_lanes<Parameter, Gradient, Rule, Weights, ScalarLanes<Parameter>>(
-          part, rest, count, step.coefficients, use, key);
       if (has_codes) {
-        Block8Converter<Floats, true>::narrow(moments[0], codes[0] + first, step.scales[0][block],
-                                              count);
-        Block8Converter<Floats, false>::narrow(moments[1], codes[1] + first, step.scales[1][block],
-                                               count);
+        First::widen(codes[0] + first, step.scales[0][block], moments[0], count);
+        Second::widen(codes[1] + first, step.scales[1][block], moments[1], count);
+      } else {
+        for (int k = 0; k < 2; ++k) part.moments[k] = floats[k] + first;
+      }
+      Step::run(part, step.coefficients, step.use);
+      if (has_codes) {
+        First::narrow(moments[0], codes[0] + first, step.scales[0][block], count);
+        Second::narrow(moments[1], codes[1] + first, step.scales[1][block], count);
       }
     }
   }
@@ -150,10 +125,8 @@ inline void step_adamw8bit_cpu(const std::vector<AdamW8bitStep>& steps, CpuIsa i
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const AdamW8bitStep& step = steps[piece.item];
     const auto run = step.parameter_dtype == at::kFloat
-                         ? cpu_kernel<AdamW8bitKernel, float, float>(isa)
-                     : step.gradient_dtype == at::kFloat
-                         ? cpu_kernel<AdamW8bitKernel, c10::BFloat16, float>(isa)
-                         : cpu_kernel<AdamW8bitKernel, c10::BFloat16, c10::BFloat16>(isa);
+                         ? cpu_kernel<AdamW8bitKernel, float>(isa)
+                         : cpu_kernel<AdamW8bitKernel, c10::BFloat16>(isa);
     run(step, piece.begin, piece.begin + piece.count);
   });
 }

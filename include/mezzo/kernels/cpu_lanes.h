@@ -136,10 +136,6 @@ struct VectorLanes {
       numbers[lane] = static_cast<typename Format::Bits>(lane);
     }
   }
-  template <class Other>
-  C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
-    to = __builtin_convertvector(from, Value);
-  }
   C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = __builtin_convertvector(reinterpret_cast<const Flags&>(count), Value);
   }

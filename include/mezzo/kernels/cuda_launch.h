@@ -26,14 +26,12 @@ struct LossScale;
 
 namespace detail {
 
-// Callers include the headers of the arguments (step_use.h, optimizer_step_table.h).
-class StepNumbers;
+// Callers include the headers of the arguments (step_use.h, launch_table.h).
 struct AdamW8bitStep;
 enum class CudaRule : std::uint8_t;
 struct ScaleTensors;
 struct StepInputs;
 struct StepRow;
-template <class Constants>
 struct StepGroup;
 
 }  // namespace detail
@@ -62,8 +60,7 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors
 /// beyond the first. `groups[row.group]` has a row's numbers and the rule's constants; all pointers
 /// are of the device. Does not change step counts.
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
-                               const std::vector<StepGroup<StepNumbers>>& groups,
-                               const StepInputs& inputs);
+                               const std::vector<StepGroup>& groups, const StepInputs& inputs);
 
 /// Takes the step of one parameter of an AdamW8bit in one launch.
 MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device, const AdamW8bitStep& step);

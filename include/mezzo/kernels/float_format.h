@@ -184,11 +184,6 @@ struct ScalarLanes {
   /// Returns 0, 1, 2 ... in the order of lanes in memory.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void enumerate(Bits& numbers) { numbers = 0; }
 
-  /// Converts the values of another dtype's lanes: exactly, or rounded once.
-  template <class Other>
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void convert(const Other& from, Value& to) {
-    to = static_cast<Value>(from);
-  }
   /// Converts a whole number below 2^31, rounded to nearest.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = static_cast<Value>(static_cast<int32_t>(count));

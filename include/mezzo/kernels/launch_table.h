@@ -1,7 +1,10 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
+#include <mezzo/kernels/step_use.h>
 
+#include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
 #include <cstdint>
@@ -11,7 +14,7 @@ namespace detail {
 
 /// Index of the first item with `block` < end_block[i]: the item that the block works on. Items
 /// without blocks are passed over. At least one item, and `block` below the last one's end.
-C10_HOST_DEVICE inline int item_of_block(const int64_t* end_block, int items, int64_t block) {
+C10_HOST_DEVICE inline int item_of_block(const int32_t* end_block, int items, int64_t block) {
   int item = 0;  // the first whose end lies beyond the block
   for (int high = items - 1; item < high;) {
     const int middle = (item + high) / 2;
@@ -55,7 +58,8 @@ class LaunchTable {
 
   /// Adds a row. The table must not be full.
   void push_back(const Row& row) {
-    end_block_[rows_] = blocks() + blocks_of(row.elements(), elements_per_block_);
+    end_block_[rows_] =
+        static_cast<int32_t>(blocks() + blocks_of(row.elements(), elements_per_block_));
     row_[rows_] = row;
     ++rows_;
   }
@@ -71,7 +75,7 @@ class LaunchTable {
 
  private:
   Row row_[kCapacity];
-  int64_t end_block_[kCapacity];  // one past the last block that works on this row
+  int32_t end_block_[kCapacity];  // one past the last block that works on this row
   int elements_per_block_;
   int rows_ = 0;
 };
@@ -83,27 +87,100 @@ struct alignas(16) GradientPack {
   Stored element[kSize];
 };
 
-/// A gradient that a kernel unscales or checks.
+/// A gradient that a kernel reads.
 struct GradientRow {
   void* data;
-  int64_t count;
-
-  C10_HOST_DEVICE int64_t elements() const { return count; }
-};
-
-using GradientTable = LaunchTable<GradientRow, 128>;
-static_assert(sizeof(GradientTable) < 4000, "a kernel's arguments must fit in 4 KB");
-
-/// A gradient that a kernel sums up.
-struct SummaryRow {
-  const void* data;
   int64_t count;
   int64_t first_partial;  ///< index of its first block's partial result; later blocks follow
 
   C10_HOST_DEVICE int64_t elements() const { return count; }
 };
 
-using SummaryTable = LaunchTable<SummaryRow, 300>;
+using GradientTable = LaunchTable<GradientRow, 300>;
+
+/// A step of one parameter on a device.
+struct StepRow {
+  StepSpan span;
+  float* count;      ///< number of steps applied so far, on the device; null: steps are not counted
+  int group;         ///< number of the parameter's group; in a table, of the table's
+  int number;        ///< number of the parameter in the optimizer
+  bool variant;      ///< selects the second loop of a rule that has two (amsgrad, momentum)
+  bool copies_half;  ///< a copy of the parameter is half, not bfloat16
+  optim::WeightStorage storage;
+  at::ScalarType parameter_dtype;  ///< dtype of the trained values: float for a master
+  at::ScalarType gradient_dtype;
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
+};
+
+/// Device addresses of the numbers of a step that the host does not know, and the host's own. A
+/// null address means: no scale, no check, no clipping, no schedule.
+struct StepInputs {
+  const float* inv_scale = nullptr;
+  const float* found_inf = nullptr;
+  const double* sum_of_squares = nullptr;
+  double max_norm = 0;
+  bool clear = false;
+  const float* applied = nullptr;  ///< number of steps that the optimizer has applied
+  const double* lr_factors = nullptr;
+  int64_t lr_factor_count = 0;
+
+  /// Returns the schedule's factor of the learning rate for this step.
+  C10_HOST_DEVICE double lr_factor() const {
+    if (lr_factors == nullptr) return 1.0;
+    const auto number = static_cast<int64_t>(*applied);
+    return lr_factors[number < lr_factor_count ? number : lr_factor_count - 1];
+  }
+};
+
+/// Numbers of a parameter group.
+struct StepGroup {
+  StepNumbers constants;
+  double lr;
+  uint64_t seed;
+};
+
+/// Parameters of one kernel launch, of one dtype, and their groups.
+class StepTable : public LaunchTable<StepRow, 300> {
+ public:
+  static constexpr int kGroups = 8;
+
+  using LaunchTable::LaunchTable;
+
+  /// Adds a row and, if it is new, its group. Returns false if there is no room for both.
+  bool push_back(StepRow row, const StepGroup& group) {
+    const bool is_new = empty() || row.group != last_group_;
+    if (full() || (is_new && groups_ == kGroups)) return false;
+    if (is_new) group_[groups_++] = group;
+    last_group_ = row.group;
+    row.group = groups_ - 1;
+    LaunchTable::push_back(row);
+    return true;
+  }
+
+  void clear() {
+    LaunchTable::clear();
+    groups_ = 0;
+  }
+
+  C10_HOST_DEVICE const StepGroup& group(int index) const { return group_[index]; }
+
+ private:
+  StepGroup group_[kGroups];
+  int groups_ = 0;
+  int last_group_ = -1;
+};
+static_assert(sizeof(StepTable) + sizeof(StepInputs) <= 32764, "CUDA 12.1's limit from sm_70 on");
+
+/// Addresses of the counters that one launch increases, within the 4 KB that every launch carries
+/// cheaply.
+struct CounterTable {
+  static constexpr int kCapacity = 480;
+
+  float* counter[kCapacity];
+  int size = 0;
+};
+static_assert(sizeof(CounterTable) < 4000, "with the pointer beside it within 4 KB");
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -24,13 +24,14 @@ namespace detail {
 /// Pointers to one place of a parameter's streams: in memory on the CPU, in registers on a device.
 /// A flag tells whether a stream exists. A null pointer could not: comparing addresses of registers
 /// would make the device's compiler put them into memory.
-template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+template <class Rule, class Weights, class Lanes>
 struct StepPlace {
   static constexpr unsigned kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
+  using GradientLanes = typename Lanes::template Like<typename Lanes::Format::Value>;
   using MomentLanes = typename Lanes::template Like<typename Weights::Moment>;
 
   typename Lanes::Stored* parameter;
-  typename Lanes::template Like<Gradient>::Stored* gradient;
+  typename GradientLanes::Stored* gradient;  ///< in the dtype of the arithmetic
   typename MomentLanes::Stored* moments[kMomentSlots];
   uint16_t* low_half_or_copy;
   bool has_low_half_or_copy;
@@ -42,11 +43,11 @@ struct StepPlace {
 /// A Rule (adam_element.h) has
 ///   Constants and Coefficients, the numbers of a group and of one step of one parameter;
 ///   kMoments, and Element<Lanes>, made of Coefficients and called with the values.
-/// Weights (weight_formats.h) say how parameter and moments are stored.
-template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
+/// Weights (weight_formats.h) say how parameter and moments are stored; Lanes are the parameter's.
+template <class Rule, class Weights, class Lanes>
 class StepBody {
  public:
-  using Place = StepPlace<Parameter, Gradient, Rule, Weights, Lanes>;
+  using Place = StepPlace<Rule, Weights, Lanes>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
   using Scalar = typename Lanes::Format::Value;
@@ -56,7 +57,7 @@ class StepBody {
   static constexpr bool kDrawsMoments =
       kIsStochastic && std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
   /// Whether a parameter may be the master of a weight of 16 bits, its copy: one of floats may.
-  static constexpr bool kMayCopy = !kIsSplit && std::is_same_v<Parameter, float>;
+  static constexpr bool kMayCopy = std::is_same_v<typename Weights::Parameter, float>;
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
                                              const StepUse& use)
@@ -80,29 +81,53 @@ class StepBody {
   /// Computes the new values, before they are rounded to be stored.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Place& place, Value& parameter,
                                                  Value (&moments)[Place::kMomentSlots]) const {
+    Bits bits;
     Value gradient;
-    read_gradient(place.gradient, gradient);
+    Place::GradientLanes::load(place.gradient, bits);
+    reinterpret_bits(bits, gradient);
     gradient = gradient * factor_;
     read_parameter(place, parameter);
-    read_moments(place, moments);
+    if constexpr (Rule::kMoments > 0) {
+      MEZZO_UNROLL_FOR_DEVICE
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        typename MomentLanes::Bits moment;
+        MomentLanes::load(place.moments[k], moment);
+        MomentLanes::Format::widen(moment, moments[k]);
+      }
+    }
     update_(parameter, gradient, moments);
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Place& place, const Bits& numbers,
                                                const RandomKey& key, const Value& parameter,
                                                const Value (&moments)[Place::kMomentSlots]) const {
+    Bits noise;
     if constexpr (kIsStochastic) {
-      Bits noise;
-      draw(numbers, key, noise);
-      write_parameter_stochastically(place, parameter, noise);
-      if constexpr (kDrawsMoments) {
-        write_moments_stochastically(place, moments, noise);
-      } else {
-        write_moments(place, moments);
-      }
+      noise = numbers ^ key;
+      mix(noise);
+    }
+    Bits bits;
+    if constexpr (kIsSplit) {
+      Bits lower;
+      split_halves(parameter, bits, lower);
+      Halves::store(lower, place.low_half_or_copy);
+    } else if constexpr (kIsStochastic) {
+      narrow_stochastically(parameter, noise & 0xFFFFU, bits);
     } else {
-      write_parameter(place, parameter);
-      write_moments(place, moments);
+      Lanes::Format::narrow(parameter, bits);
+    }
+    Lanes::store(bits, place.parameter);
+    if constexpr (Rule::kMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
+      MEZZO_UNROLL_FOR_DEVICE
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        typename MomentLanes::Bits moment;
+        if constexpr (kDrawsMoments) {
+          narrow_stochastically(moments[k], (noise * noise_factor(k)) >> 16, moment);
+        } else {
+          MomentLanes::Format::narrow(moments[k], moment);
+        }
+        MomentLanes::store(moment, place.moments[k]);
+      }
     }
   }
 
@@ -116,26 +141,18 @@ class StepBody {
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write_copy(const Value& parameter, uint16_t* place) const {
     Bits bits;
-    if (copies_half_) {
-      FloatFormat<c10::Half>::narrow(parameter, bits);
-    } else {
-      FloatFormat<c10::BFloat16>::narrow(parameter, bits);
-    }
+    round_to_copy(parameter, bits);
     Halves::store(bits, place);
   }
 
- protected:
-  using GradientLanes = typename Lanes::template Like<Gradient>;
+ private:
   using MomentLanes = typename Place::MomentLanes;
   using Halves = typename Lanes::template Like<c10::BFloat16>;  // any dtype of 16 bits
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_gradient(
-      const typename GradientLanes::Stored* from, Value& gradient) {
-    typename GradientLanes::Bits bits;
-    typename GradientLanes::Value own;
-    GradientLanes::load(from, bits);
-    GradientLanes::Format::widen(bits, own);
-    Lanes::convert(own, gradient);
+  /// Of an element's 32 random bits the parameter takes the lower 16, and each moment the upper 16
+  /// of a product by an odd number: evenly spread, whatever the other's are.
+  C10_HOST_DEVICE C10_ALWAYS_INLINE static constexpr uint32_t noise_factor(unsigned moment) {
+    return moment == 0 ? 1U : moment == 1 ? 0x9E3779B1U : 0x85EBCA77U;
   }
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE void read_parameter(const Place& place, Value& value) const {
@@ -159,86 +176,21 @@ class StepBody {
     Bits own, rounded;
     Value written;
     Halves::load(weight, own);
+    round_to_copy(master, rounded);
     if (copies_half_) {
-      FloatFormat<c10::Half>::narrow(master, rounded);
       FloatFormat<c10::Half>::widen(own, written);
     } else {
-      FloatFormat<c10::BFloat16>::narrow(master, rounded);
       FloatFormat<c10::BFloat16>::widen(own, written);
     }
     master = own == rounded ? master : written;
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_parameter(const Place& place,
-                                                         const Value& value) const {
-    Bits bits;
-    if constexpr (kIsSplit) {
-      Bits lower;
-      split_halves(value, bits, lower);
-      Halves::store(lower, place.low_half_or_copy);
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void round_to_copy(const Value& parameter, Bits& bits) const {
+    if (copies_half_) {
+      FloatFormat<c10::Half>::narrow(parameter, bits);
     } else {
-      Lanes::Format::narrow(value, bits);
+      FloatFormat<c10::BFloat16>::narrow(parameter, bits);
     }
-    Lanes::store(bits, place.parameter);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void read_moments(
-      const Place& place, Value (&moments)[Place::kMomentSlots]) {
-    if constexpr (Rule::kMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
-      MEZZO_UNROLL_FOR_DEVICE
-      for (unsigned k = 0; k != Rule::kMoments; ++k) {
-        typename MomentLanes::Bits bits;
-        MomentLanes::load(place.moments[k], bits);
-        MomentLanes::Format::widen(bits, moments[k]);
-      }
-    }
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments(
-      const Place& place, const Value (&moments)[Place::kMomentSlots]) {
-    if constexpr (Rule::kMoments > 0) {
-      MEZZO_UNROLL_FOR_DEVICE
-      for (unsigned k = 0; k != Rule::kMoments; ++k) {
-        typename MomentLanes::Bits bits;
-        MomentLanes::Format::narrow(moments[k], bits);
-        MomentLanes::store(bits, place.moments[k]);
-      }
-    }
-  }
-
-  /// Draws 32 random bits for each element: the lower 16 are the parameter's, the upper 16 the
-  /// first moment's. The other moments' are the upper 16 of their products by an odd number: each
-  /// is evenly spread, whatever the parameter's bits are.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void draw(const Bits& numbers, const RandomKey& key,
-                                                     Bits& noise) {
-    noise = numbers ^ key;
-    mix(noise);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_parameter_stochastically(
-      const Place& place, const Value& parameter, const Bits& noise) {
-    write_stochastically(parameter, noise & 0xFFFFU, place.parameter);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_moments_stochastically(
-      const Place& place, const Value (&moments)[Place::kMomentSlots], const Bits& noise) {
-    if constexpr (Rule::kMoments > 0) {
-      write_stochastically(moments[0], noise >> 16, place.moments[0]);
-    }
-    if constexpr (Rule::kMoments > 1) {
-      write_stochastically(moments[1], (noise * 0x9E3779B1U) >> 16, place.moments[1]);
-    }
-    if constexpr (Rule::kMoments > 2) {
-      write_stochastically(moments[2], (noise * 0x85EBCA77U) >> 16, place.moments[2]);
-    }
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void write_stochastically(const Value& value,
-                                                                     const Bits& noise,
-                                                                     typename Lanes::Stored* to) {
-    Bits bits;
-    narrow_stochastically(value, noise, bits);
-    Lanes::store(bits, to);
   }
 
   typename Rule::template Element<Lanes> update_;

@@ -29,15 +29,17 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-template <class Parameter, class Gradient, class Rule, class Weights, class Lanes>
-C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_t end,
-                                     const typename Rule::Coefficients& coefficients,
-                                     const StepUse& use, const RandomKey& key) {
-  using Body = StepBody<Parameter, Gradient, Rule, Weights, Lanes>;
+/// Steps the elements from `begin` on, in whole vectors. Returns the first that is left.
+template <class Rule, class Weights, class Lanes>
+C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin,
+                                     const StepNumbers& numbers, const StepUse& use) {
+  using Body = StepBody<Rule, Weights, Lanes>;
   using Streams = typename Body::Place;
   using Bits = typename Lanes::Bits;
 
-  const Body step(coefficients, use);
+  const Body step(numbers.as<typename Rule::Coefficients>(), use);
+  const RandomKey key =
+      random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
   Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
                static_cast<decltype(Streams::gradient)>(span.gradient),
                {},
@@ -50,94 +52,53 @@ C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin, int64_
   Bits lane_numbers;
   Lanes::enumerate(lane_numbers);
   int64_t i = begin;
-  for (; i + Lanes::kWidth <= end; i += Lanes::kWidth) {
+  for (; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
     Streams place = base;
     place.parameter += i;
     place.gradient += i;
     for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
     if (base.has_low_half_or_copy) place.low_half_or_copy += i;
-    const Bits numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
-    step(place, numbers, key);
+    const Bits own_numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
+    step(place, own_numbers, key);
   }
   return i;
 }
 
 /// Steps the elements that are left of whole vectors. Not inlined: compiled once for all
 /// instruction sets, which give the same bits.
-template <class Parameter, class Gradient, class Rule, class Weights>
-C10_NOINLINE int64_t step_rest(const StepSpan& span, int64_t begin, int64_t end,
-                               const typename Rule::Coefficients& coefficients, const StepUse& use,
-                               const RandomKey& key) {
-  return step_lanes<Parameter, Gradient, Rule, Weights, ScalarLanes<Parameter>>(
-      span, begin, end, coefficients, use, key);
+template <class Rule, class Weights>
+C10_NOINLINE void step_rest(const StepSpan& span, int64_t begin, const StepNumbers& numbers,
+                            const StepUse& use) {
+  step_lanes<Rule, Weights, ScalarLanes<typename Weights::Parameter>>(span, begin, numbers, use);
 }
 
 /// What a parameter's step is computed in, and its gradients are read as.
 template <class Parameter>
 using StepValue = typename FloatFormat<Parameter>::Value;
 
+/// Steps a span whose elements have one random key: their numbers are equal but for the lower 32
+/// bits.
 template <class Parameter, class Rule, class Weights, class Lanes>
 struct OptimizerStepKernel {
   C10_ALWAYS_INLINE static void run(const StepSpan& span, const StepNumbers& numbers,
                                     const StepUse& use) {
-    using Gradient = StepValue<Parameter>;
-    constexpr bool kIsStochastic = std::is_same_v<Weights, StochasticWeights>;
-    const auto coefficients = numbers.as<typename Rule::Coefficients>();
     int64_t begin = 0;
-    while (begin < span.count) {
-      int64_t end = span.count;
-      RandomKey key;
-      if constexpr (kIsStochastic) {  // one key for 2^32 elements
-        const int64_t block = (span.first + begin) >> 32;
-        end = std::min(end, ((block + 1) << 32) - span.first);
-        key = random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(block));
-      }
-      if constexpr (Lanes::kWidth != 1) {
-        begin = step_lanes<Parameter, Gradient, Rule, Weights, Lanes>(span, begin, end,
-                                                                      coefficients, use, key);
-      }
-      if (begin < end) {
-        begin =
-            step_rest<Parameter, Gradient, Rule, Weights>(span, begin, end, coefficients, use, key);
-      }
+    if constexpr (Lanes::kWidth != 1) {
+      begin = step_lanes<Rule, Weights, Lanes>(span, begin, numbers, use);
     }
+    if (begin < span.count) step_rest<Rule, Weights>(span, begin, numbers, use);
   }
 };
 
-/// Calls `make` with a parameter's dtype and how it is kept; both of its streams of moments and
-/// weights follow from these. `kept` is the dtype of what is trained: float where that is a master.
-/// Returns null for other dtypes.
-template <class Make>
-StepLoop for_kept_weights(optim::WeightStorage storage, at::ScalarType kept, const Make& make) {
-  using c10::BFloat16;
-  using c10::Half;
-  using optim::WeightStorage;
-  if (storage == WeightStorage::split_master) {
-    return make.template operator()<BFloat16, SplitWeights>();
-  }
-  if (storage == WeightStorage::stochastic) {
-    return make.template operator()<BFloat16, StochasticWeights>();
-  }
-  switch (kept) {
-    case at::kFloat:
-      return make.template operator()<float, PlainWeights<float>>();
-    case at::kDouble:
-      return make.template operator()<double, PlainWeights<double>>();
-    case at::kBFloat16:
-      return make.template operator()<BFloat16, PlainWeights<BFloat16>>();
-    case at::kHalf:
-      return make.template operator()<Half, PlainWeights<Half>>();
-    default:
-      return nullptr;
-  }
-}
-
-/// Returns the loop of a rule that looks at one element at a time.
+/// Returns the loop of a rule that looks at one element at a time; null for dtypes that have none.
 template <class Rule>
 StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) {
-  return for_kept_weights(storage, kept, [isa]<class Parameter, class Weights>() -> StepLoop {
-    return cpu_kernel<OptimizerStepKernel, Parameter, Rule, Weights>(isa);
+  StepLoop loop = nullptr;
+  for_each_weights([&]<class Weights>() {
+    if (!keeps_as<Weights>(storage, kept)) return;
+    loop = cpu_kernel<OptimizerStepKernel, typename Weights::Parameter, Rule, Weights>(isa);
   });
+  return loop;
 }
 
 /// Elements of 16 bits as floats.
@@ -228,6 +189,7 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
 
 /// How many elements a loop takes at a time: so many that calls cost nothing, and so few that their
 /// gradients stay in the first-level cache, where they are widened before and cleared afterwards.
+/// No stretch has two random keys, for 2^32 is a multiple of it.
 inline constexpr int64_t kStepStretch = 2048;
 
 inline void step_stretch(const StepTask& task, StepSpan part) {

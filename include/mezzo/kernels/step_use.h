@@ -30,7 +30,7 @@ class StepNumbers {
     std::memcpy(bytes_, &own, sizeof(Own));
   }
   template <class Own>
-  Own as() const {
+  C10_HOST_DEVICE Own as() const {
     Own own;
     std::memcpy(&own, bytes_, sizeof(Own));
     return own;

@@ -1,10 +1,13 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/float_format.h>
 
+#include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 #include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
 
 #include <cstdint>
 
@@ -52,20 +55,35 @@ struct PlainWeights {
 };
 
 /// A float parameter in two halves, the upper of which is the model's; moments are floats.
-struct SplitWeights {
-  using Parameter = c10::BFloat16;
+struct SplitWeights : PlainWeights<c10::BFloat16> {
   using Moment = float;
   static constexpr bool kIsSplit = true;
-  static constexpr bool kIsStochastic = false;
 };
 
 /// Parameter and moments in bfloat16, rounded stochastically.
-struct StochasticWeights {
-  using Parameter = c10::BFloat16;
-  using Moment = c10::BFloat16;
-  static constexpr bool kIsSplit = false;
+struct StochasticWeights : PlainWeights<c10::BFloat16> {
   static constexpr bool kIsStochastic = true;
 };
+
+/// Calls `visit.operator()<Weights>()` with each way of keeping weights.
+template <class Visit>
+void for_each_weights(const Visit& visit) {
+  visit.template operator()<PlainWeights<float>>();
+  visit.template operator()<PlainWeights<double>>();
+  visit.template operator()<PlainWeights<c10::BFloat16>>();
+  visit.template operator()<PlainWeights<c10::Half>>();
+  visit.template operator()<SplitWeights>();
+  visit.template operator()<StochasticWeights>();
+}
+
+/// Returns whether a parameter is kept as `Weights`. `kept` is the dtype of what is trained: float
+/// where that is a master.
+template <class Weights>
+bool keeps_as(optim::WeightStorage storage, at::ScalarType kept) {
+  return Weights::kIsSplit == (storage == optim::WeightStorage::split_master) &&
+         Weights::kIsStochastic == (storage == optim::WeightStorage::stochastic) &&
+         kept == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
+}
 
 /// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
 /// the bfloat16. A negative number under a zero and a positive one under an infinity, which no

@@ -103,7 +103,7 @@ template <class Parameter>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     adamw8bit_kernel(MEZZO_ARGUMENT(AdamW8bitStep) step, MEZZO_ARGUMENT(Block8Maps) maps) {
   using Lanes = ScalarLanes<Parameter>;
-  using Body = StepBody<Parameter, float, AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
+  using Body = StepBody<AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
   MEZZO_SHARED(Block8Maps, maps_of_block);
   MEZZO_SHARED(BlockStep<Body>, of_block);
   copy_maps(maps, maps_of_block);

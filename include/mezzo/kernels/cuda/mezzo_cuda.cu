@@ -9,16 +9,16 @@
 #include <mezzo/kernels/adamw8bit_step.h>
 #include <mezzo/kernels/cuda/adamw8bit_step.cuh>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/cuda/gradient_summary.cuh>
+#include <mezzo/kernels/cuda/gradients.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
-#include <mezzo/kernels/cuda/unscale.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
-#include <mezzo/kernels/optimizer_step_table.h>
 #include <mezzo/kernels/sgd_element.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/kernels/update_scale.h>
+#include <mezzo/kernels/weight_formats.h>
 
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/ops/empty.h>
@@ -35,56 +35,46 @@ namespace detail::cuda {
 
 static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
 
-template <class Element>
-static bool is_of(const Stretch& stretch) {
-  return stretch.dtype == c10::CppTypeToScalarType<Element>::value;
-}
+/// Gradients as rows: their memory, and the index of each stretch's first partial result. The last
+/// entry of `first_partials` is the number of all.
+struct GradientRows {
+  std::vector<Stretch> stretches;
+  std::vector<int64_t> first_partials{0};
 
-/// Launches a kernel over the stretches of `Element`'s dtype, as many at a time as a table holds.
-template <class Element>
-static void unscale_dtype(const std::vector<Stretch>& stretches, const float* inv_scale,
-                          float* found_inf, Stream stream) {
-  GradientTable table(kElementsPerBlock<Element>);
-  const auto launch = [&] {
-    cuda::launch<unscale_kernel<Element>>(table.blocks(), kUnscaleThreads, stream, table, inv_scale,
-                                          found_inf);
-    table.clear();
-  };
-  for (const Stretch& stretch : stretches) {
-    if (!is_of<Element>(stretch)) continue;
-    if (table.full()) launch();
-    table.push_back({stretch.data, stretch.count});
+  explicit GradientRows(const std::vector<Stretch>& all) : stretches(all) {
+    for (const Stretch& stretch : stretches) {
+      const int64_t bytes = stretch.count * static_cast<int64_t>(c10::elementSize(stretch.dtype));
+      const int64_t blocks = GradientTable::blocks_of(bytes, kGradientBlock<char>);
+      first_partials.push_back(first_partials.back() + blocks);
+    }
   }
-  if (!table.empty()) launch();
-}
 
-/// Launches the summary of the stretches of `Element`'s dtype, as many at a time as a table holds.
-template <class Element>
-static void summarize_dtype(const std::vector<Stretch>& stretches,
-                            const std::vector<int64_t>& first_partials, GradientPartial* partials,
-                            Stream stream) {
-  SummaryTable table(kSummaryBlock<Element>);
-  const auto launch_table = [&] {
-    launch<summary_kernel<Element>>(table.blocks(), kSummaryThreads, stream, table, partials);
-    table.clear();
-  };
-  for (std::size_t i = 0; i < stretches.size(); ++i) {
-    if (!is_of<Element>(stretches[i])) continue;
-    if (table.full()) launch_table();
-    table.push_back({stretches[i].data, stretches[i].count, first_partials[i]});
+  /// Calls `launch.operator()<Element>(table)` for each dtype, with as many rows at a time as a
+  /// table holds.
+  template <class Launch>
+  void for_tables(const Launch& launch) const {
+    for_tables_of<float>(launch);
+    for_tables_of<c10::BFloat16>(launch);
+    for_tables_of<c10::Half>(launch);
+    for_tables_of<double>(launch);
   }
-  if (!table.empty()) launch_table();
-}
 
-/// Returns the index of each stretch's first partial result and, as the last entry, their number.
-static std::vector<int64_t> partial_offsets(const std::vector<Stretch>& stretches) {
-  std::vector<int64_t> offsets{0};
-  for (const Stretch& stretch : stretches) {
-    const int64_t bytes = stretch.count * static_cast<int64_t>(c10::elementSize(stretch.dtype));
-    offsets.push_back(offsets.back() + SummaryTable::blocks_of(bytes, kSummaryBlock<char>));
+ private:
+  template <class Element, class Launch>
+  void for_tables_of(const Launch& launch) const {
+    GradientTable table(kGradientBlock<Element>);
+    const auto launch_table = [&] {
+      launch.template operator()<Element>(table);
+      table.clear();
+    };
+    for (std::size_t i = 0; i < stretches.size(); ++i) {
+      if (stretches[i].dtype != c10::CppTypeToScalarType<Element>::value) continue;
+      if (table.full()) launch_table();
+      table.push_back({stretches[i].data, stretches[i].count, first_partials[i]});
+    }
+    if (!table.empty()) launch_table();
   }
-  return offsets;
-}
+};
 
 __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
                                               const at::Tensor& found_inf,
@@ -94,11 +84,9 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gra
   const Stream stream = current_stream();
   const auto* const factor = inv_scale.const_data_ptr<float>();
   auto* const found = found_inf.mutable_data_ptr<float>();
-  const std::vector<Stretch> stretches = dense.stretches();
-  unscale_dtype<float>(stretches, factor, found, stream);
-  unscale_dtype<c10::BFloat16>(stretches, factor, found, stream);
-  unscale_dtype<c10::Half>(stretches, factor, found, stream);
-  unscale_dtype<double>(stretches, factor, found, stream);
+  GradientRows(dense.stretches()).for_tables([&]<class Element>(const GradientTable& table) {
+    launch<unscale_kernel<Element>>(table.blocks(), kGradientThreads, stream, table, factor, found);
+  });
   dense.written();
 }
 
@@ -111,17 +99,15 @@ __attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
   for (const at::Tensor& gradient : gradients) {
     memory.add(gradient, const_cast<void*>(gradient.const_data_ptr()));
   }
-  const std::vector<Stretch>& stretches = memory.all();
-  const std::vector<int64_t> offsets = partial_offsets(stretches);
-  const int64_t count = offsets.back();
+  const GradientRows rows(memory.all());
+  const int64_t count = rows.first_partials.back();
   const at::Tensor memory_of_partials =
       at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
                 inv_scale.options().dtype(at::kByte));
   auto* const partials = static_cast<GradientPartial*>(memory_of_partials.mutable_data_ptr());
-  summarize_dtype<float>(stretches, offsets, partials, stream);
-  summarize_dtype<c10::BFloat16>(stretches, offsets, partials, stream);
-  summarize_dtype<c10::Half>(stretches, offsets, partials, stream);
-  summarize_dtype<double>(stretches, offsets, partials, stream);
+  rows.for_tables([&]<class Element>(const GradientTable& table) {
+    launch<summary_kernel<Element>>(table.blocks(), kGradientThreads, stream, table, partials);
+  });
   launch<finish_summary_kernel<kFinishThreads>>(
       1, kFinishThreads, stream, static_cast<const GradientPartial*>(partials), count,
       inv_scale.const_data_ptr<float>(),
@@ -146,6 +132,17 @@ static Number* pinned_place(const at::Tensor& pinned) {
 __attribute__((weak)) at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
   const InCaptureToo allowed;
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(true));
+}
+
+static __global__ void update_scale_kernel(const LossScale rule, float* scale, float* inverse,
+                                           int32_t* growth_tracker, int32_t* hysteresis_left,
+                                           const float* found_inf) {
+  const LossScaleState next =
+      rule.next({*scale, *growth_tracker, *hysteresis_left}, *found_inf != 0.0F);
+  *scale = next.scale;
+  *inverse = inverse_scale(next.scale);
+  *growth_tracker = next.growth_tracker;
+  *hysteresis_left = next.hysteresis_left;
 }
 
 __attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
@@ -181,59 +178,27 @@ __attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tens
                               number_of(max_abs), pinned_place<double>(letter));
 }
 
-/// What all launches of a step have in common.
-struct StepTarget {
-  Stream stream;
-  const StepInputs& inputs;
-};
-
-template <class Weights>
-static bool keeps_as(const StepRow& row) {
-  using optim::WeightStorage;
-  return Weights::kIsSplit == (row.storage == WeightStorage::split_master) &&
-         Weights::kIsStochastic == (row.storage == WeightStorage::stochastic) &&
-         row.parameter_dtype == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
-}
-
-/// Launches a step over the rows with one dtype of parameters, one variant and one weight storage,
-/// as many at a time as a table holds.
-template <class Parameter, class Rule, class Weights = PlainWeights<Parameter>>
-static void step_rows(const std::vector<StepRow>& rows,
-                      const std::vector<StepGroup<typename Rule::Constants>>& groups, bool variant,
-                      const StepTarget& target) {
-  using Table = DeviceStepTable<typename Rule::Constants>;
-  static_assert(kStepArgumentsFit<Table>);
-  Table table(kStepBlock);
+/// Launches a step over the rows with one variant and one way of keeping weights, as many at a time
+/// as a table holds.
+template <class Rule, class Weights>
+static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGroup>& groups,
+                      bool variant, const StepInputs& inputs) {
+  StepTable table(kStepBlock);
   const auto launch_table = [&] {
     if (table.blocks() != 0) {
-      launch<optimizer_step_kernel<Parameter, Rule, Weights, Table>>(
-          table.blocks(), kStepThreads, target.stream, table, target.inputs);
+      launch<optimizer_step_kernel<typename Weights::Parameter, Rule, Weights>>(
+          table.blocks(), kStepThreads, current_stream(), table, inputs);
     }
     table.clear();
   };
   for (const StepRow& row : rows) {
-    if (row.variant != variant || !keeps_as<Weights>(row)) continue;
-    const auto& group = groups[static_cast<std::size_t>(row.group)];
+    if (row.variant != variant || !keeps_as<Weights>(row.storage, row.parameter_dtype)) continue;
+    const StepGroup& group = groups[static_cast<std::size_t>(row.group)];
     if (table.push_back(row, group)) continue;
     launch_table();
     table.push_back(row, group);
   }
   if (!table.empty()) launch_table();
-}
-
-/// Steps rows of the dtypes and weight storages for which the CPU has loops too.
-template <class Rule>
-static void step_all_dtypes(const std::vector<StepRow>& rows,
-                            const std::vector<StepGroup<typename Rule::Constants>>& groups,
-                            bool variant, const StepTarget& target) {
-  using c10::BFloat16;
-  using c10::Half;
-  step_rows<float, Rule>(rows, groups, variant, target);
-  step_rows<double, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, Rule>(rows, groups, variant, target);
-  step_rows<BFloat16, Rule, SplitWeights>(rows, groups, variant, target);
-  step_rows<BFloat16, Rule, StochasticWeights>(rows, groups, variant, target);
-  step_rows<Half, Rule>(rows, groups, variant, target);
 }
 
 __attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
@@ -267,32 +232,22 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
   }
 }
 
-/// `Rule` steps the rows without a variant, `Variants` the others.
-template <class Rule, class... Variants>
-static void step_by_rule(const std::vector<StepRow>& rows,
-                         const std::vector<StepGroup<StepNumbers>>& groups,
-                         const StepTarget& target) {
-  using Constants = typename Rule::Constants;
-  std::vector<StepGroup<Constants>> own;
-  for (const StepGroup<StepNumbers>& group : groups) {
-    own.push_back({group.constants.as<Constants>(), group.lr, group.seed});
-  }
-  step_all_dtypes<Rule>(rows, own, /*variant=*/false, target);
-  (step_all_dtypes<Variants>(rows, own, /*variant=*/true, target), ...);
-}
-
 __attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup<StepNumbers>>& groups,
-                                 const StepInputs& inputs) {
+                                 const std::vector<StepGroup>& groups, const StepInputs& inputs) {
   const DeviceGuard guard(device);
-  const StepTarget target{current_stream(), inputs};
+  const auto step = [&]<class Rule>(bool variant) {
+    for_each_weights(
+        [&]<class Weights>() { step_rows<Rule, Weights>(rows, groups, variant, inputs); });
+  };
   switch (rule) {
     case CudaRule::adam:
-      return step_by_rule<AdamRule<false>, AdamRule<true>>(rows, groups, target);
+      step.template operator()<AdamRule<false>>(false);
+      return step.template operator()<AdamRule<true>>(true);
     case CudaRule::sgd:
-      return step_by_rule<SgdRule<false>, SgdRule<true>>(rows, groups, target);
+      step.template operator()<SgdRule<false>>(false);
+      return step.template operator()<SgdRule<true>>(true);
     case CudaRule::lion:
-      return step_by_rule<LionRule>(rows, groups, target);
+      return step.template operator()<LionRule>(false);
   }
 }
 

@@ -6,8 +6,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/float_format.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/optimizer_step_body.h>
-#include <mezzo/kernels/optimizer_step_table.h>
 
 #include <cstdint>
 
@@ -38,10 +38,6 @@ template <class Stored, int kSize>
 __device__ void store_pack(const StepPack<Stored, kSize>& pack, Stored* to) {
   *reinterpret_cast<StepPack<Stored, kSize>*>(to) = pack;
 }
-
-/// What a parameter's step is computed in, and its gradients are widened to.
-template <class Parameter>
-using StepScalar = typename FloatFormat<Parameter>::Value;
 
 __device__ inline int bytes_of(at::ScalarType gradient_dtype) {
   return gradient_dtype == at::kDouble ? 8 : gradient_dtype == at::kFloat ? 4 : 2;
@@ -123,12 +119,14 @@ __device__ void visit_slice(const Streams& streams, int count, const Whole& whol
   for (int at = packed + thread; at < count; at += kStepThreads) single(at);
 }
 
+using StepSlice = StepTable::Slice;
+
 /// The streams of one slice, typed. The gradient's is not: a pack of it is widened to Scalar.
-template <class Parameter, class Rule, class Weights>
+template <class Rule, class Weights>
 struct StepStreams {
-  using Lanes = ScalarLanes<Parameter>;
-  using Scalar = StepScalar<Parameter>;
-  using Body = StepBody<Parameter, Scalar, Rule, Weights, Lanes>;
+  using Lanes = ScalarLanes<typename Weights::Parameter>;
+  using Scalar = typename Lanes::Value;
+  using Body = StepBody<Rule, Weights, Lanes>;
   using Place = typename Body::Place;
   using Stored = typename Lanes::Stored;
   using StoredMoment = typename Place::MomentLanes::Stored;
@@ -276,35 +274,6 @@ __device__ inline bool is_skipped(const StepInputs& inputs) {
   return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
 }
 
-template <class Table, class Slice>
-__device__ StepUse use_of_slice(const Table& table, const Slice& slice, const StepInputs& inputs) {
-  const auto& group = table.group(slice.group);
-  StepUse use{.copies_half = slice.copies_half != 0,
-              .seed = group.seed,
-              .step = slice.count == nullptr ? 1 : static_cast<uint64_t>(*slice.count) + 1,
-              .parameter = static_cast<uint64_t>(slice.number)};
-  if (inputs.inv_scale != nullptr) use.factor = static_cast<double>(*inputs.inv_scale);
-  if (inputs.sum_of_squares != nullptr) {
-    use.factor *= clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
-  }
-  return use;
-}
-
-template <class Table, class Slice>
-__device__ auto coefficients_of_slice(const Table& table, const Slice& slice,
-                                      const StepInputs& inputs, const StepUse& use) {
-  const auto& group = table.group(slice.group);
-  return group.constants.at(group.lr * inputs.lr_factor(), static_cast<int64_t>(use.step));
-}
-
-/// Returns the key of a slice's random bits. All its elements have one: 2^32 is a multiple of a
-/// block's elements.
-template <class Slice>
-__device__ RandomKey random_key_of_slice(const Slice& slice, const StepUse& use) {
-  return random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(slice.begin >> 32));
-}
-static_assert((int64_t{1} << 32) % kStepBlock == 0);
-
 /// The numbers that all threads of a block need.
 template <class Body>
 struct BlockStep {
@@ -313,24 +282,35 @@ struct BlockStep {
 };
 
 /// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
-/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic.
-template <class Body, class Table, class Slice>
-__device__ BlockStep<Body> block_step(const Table& table, const Slice& slice,
+/// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. All elements of a
+/// slice have one random key: 2^32 is a multiple of a block's elements.
+template <class Constants, class Body>
+__device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& slice,
                                       const StepInputs& inputs) {
+  static_assert((int64_t{1} << 32) % kStepBlock == 0);
   MEZZO_SHARED(BlockStep<Body>, of_block);
   if (threadIdx.x == 0) {
-    const StepUse use = use_of_slice(table, slice, inputs);
-    of_block = {Body(coefficients_of_slice(table, slice, inputs, use), use),
-                random_key_of_slice(slice, use)};
+    const StepGroup& group = table.group(slice.group);
+    const int64_t step = slice.count == nullptr ? 1 : static_cast<int64_t>(*slice.count) + 1;
+    StepUse use{.copies_half = slice.copies_half};
+    if (inputs.inv_scale != nullptr) use.factor = static_cast<double>(*inputs.inv_scale);
+    if (inputs.sum_of_squares != nullptr) {
+      use.factor *= clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
+    }
+    const auto constants = group.constants.as<Constants>();
+    of_block = {
+        Body(constants.at(group.lr * inputs.lr_factor(), step), use),
+        random_key(group.seed, static_cast<uint64_t>(step), static_cast<uint64_t>(slice.number),
+                   static_cast<uint64_t>(slice.begin >> 32))};
   }
   __syncthreads();
   return of_block;  // in registers, which no store can change
 }
 
-template <class Parameter, class Rule, class Weights, class Table>
+template <class Parameter, class Rule, class Weights>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    optimizer_step_kernel(MEZZO_ARGUMENT(Table) table, const StepInputs inputs) {
-  using Streams = StepStreams<Parameter, Rule, Weights>;
+    optimizer_step_kernel(MEZZO_ARGUMENT(StepTable) table, const StepInputs inputs) {
+  using Streams = StepStreams<Rule, Weights>;
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
@@ -338,7 +318,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     if (inputs.clear) streams.clear_gradients(count);
     return;
   }
-  const auto own = block_step<typename Streams::Body>(table, slice, inputs);
+  const auto own =
+      block_step<typename Rule::Constants, typename Streams::Body>(table, slice, inputs);
   const auto number = static_cast<uint32_t>(slice.begin);
   visit_slice(
       streams, count,

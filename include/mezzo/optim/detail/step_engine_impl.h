@@ -23,7 +23,7 @@
 
 #ifdef MEZZO_WITH_CUDA
 #include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/optimizer_step_table.h>
+#include <mezzo/kernels/launch_table.h>
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -417,7 +417,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     inputs.lr_factor_count = factors.numel();
   }
   Prepared prepared;
-  std::vector<StepGroup<StepNumbers>> step_groups;
+  std::vector<StepGroup> step_groups;
   for (const GroupNumbers& group : groups) {
     step_groups.push_back({group.constants, group.lr, weights_.seed});
   }

@@ -1,6 +1,7 @@
 /// \file
-/// One read of all gradients on CUDA: each block writes a partial result to its own place, and
-/// another block merges them in order. There are no atomics: equal gradients give equal bits.
+/// The kernels of gradients. One pass over all gradients unscales and checks them. One read of them
+/// sums up: each block writes a partial result to its own place, and another block merges them in
+/// order. There are no atomics: equal gradients give equal bits.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -13,12 +14,12 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-inline constexpr int kSummaryThreads = 512;
+inline constexpr int kGradientThreads = 512;
 inline constexpr int kFinishThreads = 1024;
 
-/// Bytes that one block reads: eight packs of 16 bytes for each thread.
+/// Elements that one block reads: eight packs of 16 bytes for each thread.
 template <class Element>
-inline constexpr int kSummaryBlock = kSummaryThreads * 16 * 8 / int{sizeof(Element)};
+inline constexpr int kGradientBlock = kGradientThreads * 16 * 8 / int{sizeof(Element)};
 
 /// The number of packs that a thread reads at once.
 inline constexpr int kPacksAtOnce = 4;
@@ -136,10 +137,10 @@ __device__ inline GradientPartial shuffle_down(const GradientPartial& partial, i
 }
 
 /// Merges the block's partial results; thread 0 gets the result.
-template <class Partial, int kThreads>
-__device__ Partial merge_block(Partial partial) {
+template <int kThreads>
+__device__ GradientPartial merge_block(GradientPartial partial) {
   constexpr int kWarps = kThreads / 32;
-  using OfWarps = Partial[kWarps];
+  using OfWarps = GradientPartial[kWarps];
   MEZZO_SHARED(OfWarps, of_warp);
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = partial;
@@ -148,21 +149,22 @@ __device__ Partial merge_block(Partial partial) {
   if (threadIdx.x < kWarps) {
     partial = of_warp[threadIdx.x];
   } else {
-    partial = Partial();
+    partial = GradientPartial();
   }
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   return partial;
 }
 
 template <class Element>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kSummaryThreads)
-    summary_kernel(MEZZO_ARGUMENT(SummaryTable) table, GradientPartial* partials) {
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
+    summary_kernel(MEZZO_ARGUMENT(GradientTable) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const auto slice = table.slice_of(blockIdx.x);
   const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
   SummaryShare<Element> share;
-  visit_share(data, slice.end - slice.begin, static_cast<int>(threadIdx.x), kSummaryThreads, share);
-  const GradientPartial merged = merge_block<GradientPartial, kSummaryThreads>(share.partial());
+  visit_share(data, slice.end - slice.begin, static_cast<int>(threadIdx.x), kGradientThreads,
+              share);
+  const GradientPartial merged = merge_block<kGradientThreads>(share.partial());
   if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
 }
 
@@ -180,12 +182,66 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads
                           const SummaryOutputs outputs) {
   GradientPartial own;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) own.merge(partials[i]);
-  const GradientPartial total = merge_block<GradientPartial, kThreads>(own);
+  const GradientPartial total = merge_block<kThreads>(own);
   if (threadIdx.x != 0) return;
   const FinishedSummary finished(total, *inv_scale);
   *outputs.found_inf = finished.found_inf ? 1.0F : 0.0F;
   *outputs.sum_of_squares = finished.sum_of_squares;
   *outputs.max_abs = finished.max_abs;
+}
+
+/// Calls `visit(Stored&)` on [begin, end) of `data`, divided among the block's threads, in packs if
+/// alignment allows, and writes the values back.
+template <class Stored, class Visit>
+__device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
+  using Vector = GradientPack<Stored>;
+  Stored* const first = data + begin;
+  const int64_t count = end - begin;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(first) % sizeof(Vector) == 0;
+  const int64_t packs = is_aligned ? count / Vector::kSize : 0;
+  auto* const pack = reinterpret_cast<Vector*>(first);
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    Vector values = pack[i];
+    MEZZO_UNROLL
+    for (int lane = 0; lane < Vector::kSize; ++lane) visit(values.element[lane]);
+    pack[i] = values;
+  }
+  for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
+    Stored value = first[i];
+    visit(value);
+    first[i] = value;
+  }
+}
+
+template <class Element>
+struct UnscaleVisit {
+  using Format = FloatFormat<Element>;
+  UnscaleElement<Format, typename Format::Value> unscale;
+  uint32_t nonfinite = 0;
+
+  __device__ void operator()(typename Format::Stored& stored) {
+    typename Format::Bits bits = stored;
+    unscale(bits, nonfinite);
+    stored = static_cast<typename Format::Stored>(bits);
+  }
+};
+
+/// Every block that finds an inf or NaN writes the same 1; no atomic is needed.
+__device__ inline void report(uint32_t nonfinite, float* found_inf) {
+  const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
+  if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
+}
+
+/// Unscales and checks.
+template <class Element>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
+    unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
+  using Format = FloatFormat<Element>;
+  const auto slice = table.slice_of(blockIdx.x);
+  auto* const data = static_cast<typename Format::Stored*>(slice.data);
+  UnscaleVisit<Element> unscale{{static_cast<typename Format::Value>(*inv_scale)}};
+  visit_elements(data, slice.begin, slice.end, unscale);
+  report(unscale.nonfinite, found_inf);
 }
 
 }  // namespace detail::cuda
