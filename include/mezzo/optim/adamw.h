@@ -12,12 +12,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
-#include <optional>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -55,29 +55,16 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
     const auto own = numbers.constants.as<AdamConstants>();
-    const auto call = [&](auto step, auto lr) {
-      const auto& [means, squares, largest] = lists.moments;
-      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
-           own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
-           verdict.grad_scale, verdict.found_inf);
+    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
+                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+    const auto& [means, squares, largest] = lists.moments;
+    const auto step = [](const auto&... arguments) {
+      kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
-    if (verdict.lr_factor) {
-      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * numbers.lr);
-    } else {
-      call(kIsDecoupled ? fused_adamw_ : fused_adam_, numbers.lr);
-    }
+    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
+         own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
+         verdict.grad_scale, verdict.found_inf);
   }
-
- private:
-  template <class Lr>
-  using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                            at::TensorList, at::TensorList, Lr, double, double, double, double,
-                            bool, bool, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&);
-  static constexpr AtenStep<double> fused_adam_ = &at::_fused_adam_;
-  static constexpr AtenStep<double> fused_adamw_ = &at::_fused_adamw_;
-  static constexpr AtenStep<const at::Tensor&> scheduled_adam_ = &at::_fused_adam_;
-  static constexpr AtenStep<const at::Tensor&> scheduled_adamw_ = &at::_fused_adamw_;
 };
 
 }  // namespace detail

@@ -10,6 +10,7 @@
 #include <mezzo/optim/optimizer.h>
 
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
@@ -88,16 +89,12 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
     const auto own = numbers.constants.as<SgdConstants>();
-    const auto call = [&](const auto& lr) {
-      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
-                      own.momentum, lr, own.dampening, own.nesterov, /*maximize=*/false,
-                      /*is_first_step=*/false, verdict.grad_scale, verdict.found_inf);
-    };
-    if (verdict.lr_factor) {
-      call(*verdict.lr_factor * numbers.lr);
-    } else {
-      call(numbers.lr);
-    }
+    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
+                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+    at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
+                    own.momentum, lr, own.dampening, own.nesterov,
+                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                    verdict.found_inf);
   }
 };
 
