@@ -41,10 +41,7 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
       kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
 
   static void read(const Options& options, GroupNumbers& numbers) {
-    check_numbers(
-        kName,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
+    check_adam_numbers(kName, options);
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),
@@ -72,15 +69,7 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
 namespace optim {
 
 /// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-///
-/// - `lr` (1e-3): at least 0.
-/// - `betas` (0.9, 0.999): shares of the running means of gradients and of their squares that a
-///   step keeps; in [0, 1).
-/// - `eps` (1e-8): added to the root of the mean square; at least 0. It does not underflow with
-///   half weights, since arithmetic is in float.
-/// - `weight_decay` (1e-2): each step shrinks parameters by lr * weight_decay, whatever the
-///   gradient.
-/// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
+/// `eps` does not underflow with half weights, since arithmetic is in float.
 using AdamWOptions = torch::optim::AdamWOptions;
 /// Adam has the same options; its `weight_decay` (0) adds weight_decay * parameter to the gradient.
 using AdamOptions = torch::optim::AdamOptions;

@@ -93,10 +93,7 @@ class AdamW8bit
   explicit AdamW8bit(std::vector<at::Tensor> parameters,
                      const torch::optim::AdamWOptions& defaults = {},
                      const AdamW8bitOptions& options = {})
-      : AdamW8bit(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults,
-                  options) {
-    detail::check_has_parameters(!param_groups_.front().params().empty(), kName);
-  }
+      : AdamW8bit(detail::one_group(std::move(parameters), kName), defaults, options) {}
 
   /// Writes options, state and seed.
   void save(torch::serialize::OutputArchive& archive) const override {
@@ -116,10 +113,7 @@ class AdamW8bit
   static constexpr const char* kName = "AdamW8bit";
   static constexpr const char* kOptions = "torch::optim::AdamWOptions";
   static void check_options(const torch::optim::AdamWOptions& options) {
-    detail::check_numbers(
-        kName,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
+    detail::check_adam_numbers(kName, options);
     TORCH_CHECK(!options.amsgrad(),
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");

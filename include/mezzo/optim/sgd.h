@@ -21,14 +21,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-///
-/// - `lr`: at least 0.
-/// - `momentum` (0): share of the running sum of gradients that a step keeps; at least 0.
-/// - `dampening` (0): share of each gradient after the first that is left out of the running sum; 0
-///   with nesterov, and where ATen's kernels step. Set it, with momentum, before the first step.
-/// - `weight_decay` (0): adds weight_decay * parameter to the gradient.
-/// - `nesterov` (false): steps along the gradient as it would be after the momentum's step
-///   (Sutskever et al., 2013).
+/// Set `dampening`, with momentum, before the first step; it is 0 where ATen's kernels step.
 using SGDOptions = torch::optim::SGDOptions;
 
 /// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
