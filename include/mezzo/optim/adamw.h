@@ -92,14 +92,8 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the results of
-/// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments.
-///
-/// \code
-///   mezzo::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(2e-5));
-///   scaler.scale(loss).backward();
-///   scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});  // or optimizer.step()
-///   scaler.update();
-/// \endcode
+/// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments:
+/// `scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true})`, or `optimizer.step()`.
 ///
 /// **Dtypes.** Parameters are float, double, bfloat16 or half, dense in memory in any order of
 /// dimensions. Gradients have the same dtype; float parameters also take gradients of bfloat16 or

@@ -67,12 +67,6 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
 /// elements, the codes and scales of bitsandbytes' optimizer of this name (Dettmers et al., "8-bit
 /// Optimizers via Block-wise Quantization", 2022).
 ///
-/// \code
-///   mezzo::optim::AdamW8bit optimizer(model->parameters(),
-///                                     torch::optim::AdamWOptions(2e-5).weight_decay(0.01),
-///                                     {.float_moments = embedding->parameters()});
-/// \endcode
-///
 /// Weights are float (10 bytes a parameter, its gradient included), or bfloat16, which each step
 /// rounds stochastically (6 bytes). A step computes in float and rounds the moments to the nearest
 /// code. Parameters of fewer than 4,096 elements keep float moments.

@@ -40,11 +40,13 @@ void check_curve(bool is_fine, const char* member, Value value, const char* want
   TORCH_CHECK(is_fine, "LrSchedule: ", member, " is ", value, "; it should be ", wanted);
 }
 
-/// Returns a curve's factor: checks the members, rises during the warm-up, and then calls
-/// `fall(done, remaining)` with the shares of the fall that lie before and after `applied_steps`.
-/// They add up to 1, but for a warm-up that takes all steps, at whose end both are 0.
+/// Returns a curve's factor: checks the members, of which `exponent` shapes the fall, rises during
+/// the warm-up, and then calls `fall(done, remaining)` with the shares of the fall that lie before
+/// and after `applied_steps`. They add up to 1, but for a warm-up that takes all steps, at whose
+/// end both are 0.
 template <class Curve, class Fall>
-double warmed_up(const Curve& curve, int64_t applied_steps, const Fall& fall) {
+double warmed_up(const Curve& curve, int64_t applied_steps, const char* name, double exponent,
+                 const Fall& fall) {
   const int64_t warmup = curve.warmup_steps, total = curve.total_steps;
   check_curve(total >= 1, "total_steps", total, "at least 1");
   check_curve(warmup >= 0 && warmup <= total, "warmup_steps", warmup, "from 0 to total_steps");
@@ -52,6 +54,8 @@ double warmed_up(const Curve& curve, int64_t applied_steps, const Fall& fall) {
   check_curve(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
   check_curve(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,
               "from 0 to 1");
+  check_curve(is_above(exponent, 0) && !nonfinite_bits(exponent), name, exponent,
+              "positive and finite");
   check_curve(applied_steps >= 0, "applied_steps", applied_steps, "at least 0");
   if (applied_steps < warmup) {
     const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
@@ -62,11 +66,6 @@ double warmed_up(const Curve& curve, int64_t applied_steps, const Fall& fall) {
   const double done = static_cast<double>(now - warmup) / length;
   const double remaining = static_cast<double>(total - now) / length;
   return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
-}
-
-/// \throws c10::Error, naming the number, unless it is positive and finite
-inline void check_exponent(const char* member, double value) {
-  check_curve(is_above(value, 0) && !nonfinite_bits(value), member, value, "positive and finite");
 }
 
 }  // namespace detail
@@ -98,10 +97,9 @@ struct PolynomialCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    detail::check_exponent("power", power);
-    return detail::warmed_up(*this, applied_steps, [this](double /*done*/, double remaining) {
-      return std::pow(remaining, power);
-    });
+    return detail::warmed_up(
+        *this, applied_steps, "power", power,
+        [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
   }
 };
 /// f = q: a PolynomialCurve whose power is left at 1.
@@ -119,10 +117,10 @@ struct CosineCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    detail::check_exponent("cycles", cycles);
-    return detail::warmed_up(*this, applied_steps, [this](double done, double /*remaining*/) {
-      return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
-    });
+    return detail::warmed_up(*this, applied_steps, "cycles", cycles,
+                             [this](double done, double /*remaining*/) {
+                               return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
+                             });
   }
 };
 
@@ -171,10 +169,7 @@ struct FiledSchedule {
 /// Moves the learning rates of an optimizer's param groups along a curve:
 ///
 ///     mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 100, .total_steps = 1000});
-///     ...
-///     auto result = scaler.step(optimizer, {.max_norm = 1.0});
-///     scaler.update();
-///     schedule.step(result);
+///     schedule.step(scaler.step(optimizer));
 ///
 /// The groups' `lr` options show the rates: `options().get_lr()` is the rate of the next step, as
 /// with libtorch's schedulers. The rates at construction are the base rates, and stay, as in
