@@ -239,7 +239,7 @@ TEST(EmaScope, RefusesParametersThatHoldAveragesAndChangesNothing) {
   second.update();
   auto outer = std::make_unique<EmaScope>(first);
   EXPECT_THAT(error_of([&] { const EmaScope inner(second); }),
-              HasSubstr("let the other EmaScope end first"));
+              HasSubstr("an EmaScope is alive; let that scope end first"));
   EXPECT_EQ(shared.item<float>(), 6);
   EXPECT_EQ(own.item<float>(), 4);
   outer.reset();

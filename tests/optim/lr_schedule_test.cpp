@@ -108,9 +108,9 @@ TEST(LrCurves, EndRightAfterAWarmupThatTakesAllSteps) {
 TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
   const std::vector<std::pair<std::function<double()>, std::string>> cases{
       {[] { return LinearCurve{}.factor(0); },
-       "LinearCurve: total_steps is 0; it should be at least 1"},
+       "LrSchedule: total_steps is 0; it should be at least 1"},
       {[] { return CosineCurve{.warmup_steps = 11, .total_steps = 10}.factor(0); },
-       "CosineCurve: warmup_steps is 11; it should be from 0 to total_steps (10)"},
+       "LrSchedule: warmup_steps is 11; it should be from 0 to total_steps"},
       {[] { return LinearCurve{.warmup_steps = -1, .total_steps = 10}.factor(0); },
        "warmup_steps is -1"},
       {[] { return LinearCurve{.total_steps = 10, .min_factor = 1.5}.factor(0); },
@@ -118,11 +118,11 @@ TEST(LrCurves, NameTheNumberThatIsOutOfRange) {
       {[] { return LinearCurve{.total_steps = 10, .initial_factor = kNan}.factor(0); },
        "initial_factor is nan"},
       {[] { return CosineCurve{.total_steps = 10, .cycles = 0}.factor(0); },
-       "CosineCurve: cycles is 0; it should be positive and finite"},
+       "LrSchedule: cycles is 0; it should be positive and finite"},
       {[] { return PolynomialCurve{.total_steps = 10, .power = -2}.factor(0); },
-       "PolynomialCurve: power is -2"},
+       "LrSchedule: power is -2"},
       {[] { return PolynomialCurve{.total_steps = 10}.factor(-1); },
-       "PolynomialCurve: applied_steps is -1; it should be at least 0"}};
+       "LrSchedule: applied_steps is -1; it should be at least 0"}};
   for (const auto& [call, error] : cases) {
     EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(error)));
   }

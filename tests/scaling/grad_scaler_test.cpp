@@ -64,32 +64,6 @@ TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
   EXPECT_EQ(scaler.get_scale(), 1024);
   EXPECT_EQ(scaler.get_growth_factor(), 4);
   EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
-  EXPECT_FALSE(GradScaler({.enabled = false}).is_enabled());
-}
-
-TEST(GradScaler, RefusesOptionsOutOfRange) {
-  const auto make = [](const LossScale& options) { GradScaler{options}; };
-  EXPECT_THAT(error_of([&] { make({.init_scale = -1}); }), HasSubstr("init_scale"));
-  EXPECT_THAT(error_of([&] { make({.growth_factor = 1}); }),
-              HasSubstr("The growth factor must be > 1.0."));
-  EXPECT_THAT(error_of([&] { make({.backoff_factor = 1}); }),
-              HasSubstr("The backoff factor must be < 1.0."));
-  EXPECT_THAT(error_of([&] { make({.growth_interval = 0, .enabled = false}); }),
-              HasSubstr("growth_interval is 0"));
-  EXPECT_THAT(error_of([&] { make({.hysteresis = 0}); }), HasSubstr("hysteresis is 0"));
-  EXPECT_THAT(error_of([&] { make({.min_scale = 4, .max_scale = 2}); }),
-              HasSubstr("max_scale is 2"));
-}
-
-TEST(GradScaler, ScalesATensorDifferentiablyAndLeavesItAlone) {
-  GradScaler scaler({.init_scale = 8});
-  const auto x = parameter({3});
-  const auto loss = (x * x).sum();
-  const auto scaled = scaler.scale(loss);
-  EXPECT_EQ(loss.item<float>(), 9.0F);
-  EXPECT_EQ(scaled.item<float>(), 72.0F);
-  scaled.backward();
-  EXPECT_EQ(x.grad().item<float>(), 48.0F);
 }
 
 TEST(GradScaler, ScalesNestedContainersToTheSameType) {
@@ -135,25 +109,6 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
   EXPECT_FALSE(result.value()->defined());
   EXPECT_TRUE(torch::equal(x, torch::tensor({9.0F, 18.0F})));
   EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({1.0F, 2.0F})));
-}
-
-TEST(GradScaler, ReachesEveryParameterGroupAndEveryDtype) {
-  auto scaler = quiet_scaler({.init_scale = 2});
-  const std::vector<torch::ScalarType> dtypes{torch::kFloat, torch::kDouble, torch::kBFloat16};
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  for (const auto dtype : dtypes) {
-    const auto x = torch::zeros({3}, torch::dtype(dtype).requires_grad(true));
-    x.mutable_grad() = torch::full({3}, 6.0, dtype);
-    groups.emplace_back(std::vector<torch::Tensor>{x});
-  }
-  torch::optim::SGD optimizer(groups, torch::optim::SGDOptions(1.0));
-  EXPECT_TRUE(scaler.step(optimizer).ran());
-  for (auto& group : optimizer.param_groups()) {
-    EXPECT_TRUE(torch::equal(group.params()[0], torch::full_like(group.params()[0], -3.0)));
-  }
-  scaler.update();
-  optimizer.param_groups()[2].params()[0].mutable_grad()[1] = kInfinity;
-  EXPECT_FALSE(scaler.step(optimizer).ran());
 }
 
 // A tied weight: libtorch's Module::parameters() names it as often as the model has it.
@@ -349,8 +304,6 @@ TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
   scaler.update(new_scale);
   new_scale.fill_(7.0);
   EXPECT_EQ(scaler.get_scale(), 3.0);
-  scaler.update(5.0);
-  EXPECT_EQ(scaler.get_scale(), 5.0);
   scaler.update(torch::tensor({9}));
   EXPECT_EQ(scaler.get_scale(), 9.0);
 }
@@ -372,20 +325,14 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
   EXPECT_EQ(scaler.get_scale(), 1e6);
 }
 
-TEST(GradScaler, SettersChangeTheRuleAndValidate) {
-  OneWeight one({.init_scale = 16});
-  GradScaler& scaler = one.scaler;
-  scaler.set_growth_factor(4);
-  scaler.set_backoff_factor(0.25);
-  scaler.set_growth_interval(1);
-  EXPECT_EQ(scaler.get_growth_factor(), 4.0);
-  EXPECT_EQ(scaler.get_backoff_factor(), 0.25);
-  EXPECT_EQ(scaler.get_growth_interval(), 1);
+TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
+  GradScaler scaler;
+  EXPECT_THAT(error_of([&] { scaler = GradScaler({.growth_interval = 0, .enabled = false}); }),
+              HasSubstr("growth_interval is 0"));
   EXPECT_THAT(error_of([&] { scaler.set_growth_factor(0.5); }), HasSubstr("growth_factor is 0.5"));
   EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
   EXPECT_THAT(error_of([&] { scaler.set_growth_interval(-1); }),
               HasSubstr("growth_interval is -1"));
-  EXPECT_THAT(one.scales({1}), ElementsAre(64));
 }
 
 TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
@@ -425,10 +372,8 @@ TEST(GradScaler, TellsOfASkipOnce) {
   std::vector<std::string> lines;
   auto scaler = quiet_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
-  auto x = parameter({0});
-  auto y = parameter({0});
-  auto first = sgd({x});
-  auto second = sgd({y});
+  auto x = parameter({0}), y = parameter({0});
+  auto first = sgd({x}), second = sgd({y});
   set_gradient(x, {kInfinity});
   set_gradient(y, {kInfinity});
   scaler.step(first);
@@ -572,56 +517,56 @@ TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
   EXPECT_EQ(x.item<float>(), 1);
 }
 
-TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+/// Loops of twenty steps: how each clips, or what its gradients are.
+enum class Loop {
+  clipped_scaled,
+  clipped_before_unscale,
+  plain,
+  clipped,
+  eighth,
+  one_batch,
+  unit_inputs,
+  no_gradient
+};
+
+std::vector<std::string> warnings_of(Loop loop) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  for (const bool unscales_after : {false, true}) {
-    test_support::Warnings warnings;
-    GradScaler scaler;
-    auto x = parameter({0, 0, 0});
-    mezzo::optim::SGD optimizer({x}, 1e-3);
-    for (int i = 0; i < 20; ++i) {
-      optimizer.zero_grad();
-      scaler.scale((x * torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F})).sum())
-          .backward();
-      torch::nn::utils::clip_grad_norm_({x}, 0.5);
-      if (unscales_after) scaler.unscale_(optimizer);
-      scaler.step(optimizer);
-      scaler.update();
-    }
-    ASSERT_EQ(warnings.texts.size(), 1U);
-    EXPECT_THAT(warnings.texts[0],
-                HasSubstr("GradScaler: the norm of the scaled gradients has been "
-                          "0.5 for 5 steps in a row"));
-    EXPECT_THAT(warnings.texts[0], HasSubstr("{.max_norm = ...}"));
+  test_support::Warnings warnings;
+  const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
+  const bool is_clipped = is_eighth || loop == Loop::clipped;
+  const bool is_early = loop == Loop::clipped_before_unscale;
+  GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});
+  auto x = parameter({0, 0, 0});
+  mezzo::optim::SGD optimizer({x}, 1e-3);
+  for (int i = 0; i < 20; ++i) {
+    optimizer.zero_grad();
+    auto input = torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F});
+    if (loop == Loop::one_batch) input = torch::tensor({0.5F, 0.0F, 0.0F}) / 65536;
+    if (loop == Loop::unit_inputs) input = input / input.norm();
+    if (loop == Loop::no_gradient) input = torch::zeros({3});
+    scaler.scale((x * input).sum()).backward();
+    if (is_early || loop == Loop::clipped_scaled) torch::nn::utils::clip_grad_norm_({x}, 0.5);
+    if (is_early || is_clipped) scaler.unscale_(optimizer);
+    if (is_clipped) torch::nn::utils::clip_grad_norm_({x}, is_eighth ? 0.125 : 0.5);
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  return warnings.texts;
+}
+
+TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+  for (const Loop loop : {Loop::clipped_scaled, Loop::clipped_before_unscale}) {
+    EXPECT_THAT(warnings_of(loop),
+                ElementsAre(AllOf(HasSubstr("GradScaler: the norm of the scaled gradients has been "
+                                            "0.5 for 5 steps in a row"),
+                                  HasSubstr("{.max_norm = ...}"))));
   }
 }
 
 TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
-  const c10::WarningUtils::WarnAlways warn_each_time;
-  enum class Loop { plain, clipped, eighth, one_batch, unit_inputs, no_gradient };
   for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
                           Loop::unit_inputs, Loop::no_gradient}) {
-    SCOPED_TRACE(static_cast<int>(loop));
-    test_support::Warnings warnings;
-    const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
-    GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});
-    auto x = parameter({0, 0, 0});
-    mezzo::optim::SGD optimizer({x}, 1e-3);
-    for (int i = 0; i < 20; ++i) {
-      optimizer.zero_grad();
-      auto input = torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F});
-      if (loop == Loop::one_batch) input = torch::tensor({0.5F, 0.0F, 0.0F}) / 65536;
-      if (loop == Loop::unit_inputs) input = input / input.norm();
-      if (loop == Loop::no_gradient) input = torch::zeros({3});
-      scaler.scale((x * input).sum()).backward();
-      if (loop == Loop::clipped || is_eighth) {
-        scaler.unscale_(optimizer);
-        torch::nn::utils::clip_grad_norm_({x}, is_eighth ? 0.125 : 0.5);
-      }
-      scaler.step(optimizer);
-      scaler.update();
-    }
-    EXPECT_EQ(warnings.texts, std::vector<std::string>());
+    EXPECT_THAT(warnings_of(loop), ElementsAre()) << static_cast<int>(loop);
   }
 }
 
@@ -831,6 +776,7 @@ TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
   for (const auto& [key, number] : scaler.state_dict()) {
     torch::Tensor value;
     archive.read(key, value, /*is_buffer=*/true);
+    EXPECT_EQ(value.item<double>(), number) << key;
     const bool is_count = key.find("interval") != std::string::npos ||
                           key.find("hysteresis") != std::string::npos || key == "_growth_tracker" ||
                           key == "_loss_scale_kind";
@@ -848,7 +794,7 @@ TEST(GradScalerState, InAnArchiveMayHaveCountsAsFloats) {
   written.save_to(file);
   GradScaler scaler;
   torch::load(scaler, file);
-  EXPECT_EQ(scaler.get_growth_interval(), 5);
+  EXPECT_EQ(scaler.state_dict(), GradScaler(unusual_options()).state_dict());
 }
 
 TEST(GradScalerState, ComesBackWhole) {
@@ -869,17 +815,6 @@ TEST(GradScalerState, ComesBackWhole) {
     run(continued, gradients);
     EXPECT_EQ(restored.state_dict(), continued.state_dict());
   }
-}
-
-TEST(GradScalerState, GoesThroughAnArchive) {
-  GradScaler source(unusual_options());
-  source.on_skip(nullptr);
-  run(source, {1, 1, kInfinity});
-  std::stringstream stream;
-  torch::save(source, stream);
-  GradScaler restored;
-  torch::load(restored, stream);
-  EXPECT_EQ(restored.state_dict(), source.state_dict());
 }
 
 TEST(GradScalerState, AFixedScaleStaysFixed) {
@@ -910,8 +845,6 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
       "The source state dict is empty, possibly because it was saved from a disabled instance of "
       "GradScaler.";
   GradScaler scaler;
-  EXPECT_THAT(error_of([&] { scaler.load_state_dict(disabled.state_dict()); }),
-              testing::StartsWith(words));
   std::stringstream stream;
   torch::save(disabled, stream);
   EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
@@ -940,20 +873,6 @@ TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
   EXPECT_THAT(error_of([&] { scaler.load_state_dict(incomplete); }),
               HasSubstr("lacks \"_growth_tracker\""));
   EXPECT_EQ(scaler.state_dict(), before);
-}
-
-TEST(GradScalerState, IsNotSavedInTheMiddleOfAnIteration) {
-  GradScaler scaler;
-  (void)scaler.scale(torch::zeros({}));
-  const torch::Tensor x = test_support::parameter({0});
-  torch::optim::SGD optimizer = test_support::sgd({x});
-  test_support::set_gradient(x, {1});
-  scaler.unscale_(optimizer);
-  std::stringstream stream;
-  EXPECT_THAT(
-      error_of([&] { torch::save(scaler, stream); }),
-      testing::StartsWith("A GradScaler instance may only be pickled at the beginning of an "
-                          "iteration, or at the end after scaler.update()."));
 }
 
 /// Otherwise the step after the load would take scaled gradients for unscaled ones.

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -56,10 +58,12 @@ inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor)
   return copy;
 }
 
-/// Returns whether two of the tensors share bytes or, for tensors with gaps, may share bytes. Lazy
+/// Returns two of the tensors that share bytes or, for tensors with gaps, may share bytes. Lazy
 /// copies share none until they are written.
-inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
+inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
+    const std::vector<at::Tensor>& tensors) {
   struct Range {
+    const at::Tensor* tensor;
     const c10::StorageImpl* storage;
     int64_t begin;
     int64_t end;
@@ -74,8 +78,8 @@ inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
     }
     const auto element_size = static_cast<int64_t>(tensor.element_size());
     const int64_t begin = tensor.storage_offset() * element_size;
-    ranges.push_back(
-        {tensor.storage().unsafeGetStorageImpl(), begin, begin + (last + 1) * element_size});
+    ranges.push_back({&tensor, tensor.storage().unsafeGetStorageImpl(), begin,
+                      begin + (last + 1) * element_size});
   }
   const auto is_before = [](const Range& a, const Range& b) {
     return std::pair(a.storage, a.begin) < std::pair(b.storage, b.begin);
@@ -84,7 +88,9 @@ inline bool may_overlap(const std::vector<at::Tensor>& tensors) {
   const auto touch = [](const Range& a, const Range& b) {
     return a.storage == b.storage && b.begin < a.end;
   };
-  return std::adjacent_find(ranges.begin(), ranges.end(), touch) != ranges.end();
+  const auto found = std::adjacent_find(ranges.begin(), ranges.end(), touch);
+  if (found == ranges.end()) return std::nullopt;
+  return std::pair(*found->tensor, *std::next(found)->tensor);
 }
 
 /// Splits tensors into lists of one dtype each, as ATen's foreach kernels require. Keeps the order

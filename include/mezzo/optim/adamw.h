@@ -12,12 +12,12 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_fused_adam.h>
 #include <ATen/ops/_fused_adamw.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
 
 #include <array>
-#include <optional>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -41,10 +41,7 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
       kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
 
   static void read(const Options& options, GroupNumbers& numbers) {
-    check_numbers(
-        kName,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
+    check_adam_numbers(kName, options);
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),
@@ -55,29 +52,16 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
     const auto own = numbers.constants.as<AdamConstants>();
-    const auto call = [&](auto step, auto lr) {
-      const auto& [means, squares, largest] = lists.moments;
-      step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
-           own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
-           verdict.grad_scale, verdict.found_inf);
+    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
+                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+    const auto& [means, squares, largest] = lists.moments;
+    const auto step = [](const auto&... arguments) {
+      kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
-    if (verdict.lr_factor) {
-      call(kIsDecoupled ? scheduled_adamw_ : scheduled_adam_, *verdict.lr_factor * numbers.lr);
-    } else {
-      call(kIsDecoupled ? fused_adamw_ : fused_adam_, numbers.lr);
-    }
+    step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
+         own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
+         verdict.grad_scale, verdict.found_inf);
   }
-
- private:
-  template <class Lr>
-  using AtenStep = void (*)(at::TensorList, at::TensorList, at::TensorList, at::TensorList,
-                            at::TensorList, at::TensorList, Lr, double, double, double, double,
-                            bool, bool, const std::optional<at::Tensor>&,
-                            const std::optional<at::Tensor>&);
-  static constexpr AtenStep<double> fused_adam_ = &at::_fused_adam_;
-  static constexpr AtenStep<double> fused_adamw_ = &at::_fused_adamw_;
-  static constexpr AtenStep<const at::Tensor&> scheduled_adam_ = &at::_fused_adam_;
-  static constexpr AtenStep<const at::Tensor&> scheduled_adamw_ = &at::_fused_adamw_;
 };
 
 }  // namespace detail
@@ -85,15 +69,7 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
 namespace optim {
 
 /// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-///
-/// - `lr` (1e-3): at least 0.
-/// - `betas` (0.9, 0.999): shares of the running means of gradients and of their squares that a
-///   step keeps; in [0, 1).
-/// - `eps` (1e-8): added to the root of the mean square; at least 0. It does not underflow with
-///   half weights, since arithmetic is in float.
-/// - `weight_decay` (1e-2): each step shrinks parameters by lr * weight_decay, whatever the
-///   gradient.
-/// - `amsgrad` (false): divide by the largest mean square so far (Reddi et al., 2018).
+/// `eps` does not underflow with half weights, since arithmetic is in float.
 using AdamWOptions = torch::optim::AdamWOptions;
 /// Adam has the same options; its `weight_decay` (0) adds weight_decay * parameter to the gradient.
 using AdamOptions = torch::optim::AdamOptions;
@@ -116,14 +92,8 @@ struct AdamWParamState : public detail::AdamState<AdamWParamState, torch::optim:
 struct AdamParamState : public detail::AdamState<AdamParamState, torch::optim::AdamParamState> {};
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), with the results of
-/// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments.
-///
-/// \code
-///   mezzo::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(2e-5));
-///   scaler.scale(loss).backward();
-///   scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true});  // or optimizer.step()
-///   scaler.update();
-/// \endcode
+/// `torch::optim::AdamW` within rounding, in one pass over gradient, parameter and moments:
+/// `scaler.step(optimizer, {.max_norm = 1.0, .zero_grad = true})`, or `optimizer.step()`.
 ///
 /// **Dtypes.** Parameters are float, double, bfloat16 or half, dense in memory in any order of
 /// dimensions. Gradients have the same dtype; float parameters also take gradients of bfloat16 or

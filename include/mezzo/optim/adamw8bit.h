@@ -67,12 +67,6 @@ struct AdamW8bitParamState : public torch::optim::AdamWParamState {
 /// elements, the codes and scales of bitsandbytes' optimizer of this name (Dettmers et al., "8-bit
 /// Optimizers via Block-wise Quantization", 2022).
 ///
-/// \code
-///   mezzo::optim::AdamW8bit optimizer(model->parameters(),
-///                                     torch::optim::AdamWOptions(2e-5).weight_decay(0.01),
-///                                     {.float_moments = embedding->parameters()});
-/// \endcode
-///
 /// Weights are float (10 bytes a parameter, its gradient included), or bfloat16, which each step
 /// rounds stochastically (6 bytes). A step computes in float and rounds the moments to the nearest
 /// code. Parameters of fewer than 4,096 elements keep float moments.
@@ -93,10 +87,7 @@ class AdamW8bit
   explicit AdamW8bit(std::vector<at::Tensor> parameters,
                      const torch::optim::AdamWOptions& defaults = {},
                      const AdamW8bitOptions& options = {})
-      : AdamW8bit(std::vector<torch::optim::OptimizerParamGroup>{std::move(parameters)}, defaults,
-                  options) {
-    detail::check_has_parameters(!param_groups_.front().params().empty(), kName);
-  }
+      : AdamW8bit(detail::one_group(std::move(parameters), kName), defaults, options) {}
 
   /// Writes options, state and seed.
   void save(torch::serialize::OutputArchive& archive) const override {
@@ -116,10 +107,7 @@ class AdamW8bit
   static constexpr const char* kName = "AdamW8bit";
   static constexpr const char* kOptions = "torch::optim::AdamWOptions";
   static void check_options(const torch::optim::AdamWOptions& options) {
-    detail::check_numbers(
-        kName,
-        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-        options.betas());
+    detail::check_adam_numbers(kName, options);
     TORCH_CHECK(!options.amsgrad(),
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");

@@ -20,19 +20,14 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <torch/serialize/archive.h>
 
-#include <concepts>
 #include <cstddef>
 #include <functional>
 #include <map>
 #include <string>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -53,22 +48,14 @@ struct EmaOptions {
 ///
 /// \code
 ///   mezzo::Ema ema(model->parameters(), {.decay = 0.999});
-///   ...
 ///   ema.update(scaler.step(optimizer));  // does nothing if the step was skipped
-///   ...
-///   {
-///     mezzo::EmaScope averaged(ema);
-///     evaluate(model);
-///   }
 /// \endcode
 ///
 /// Averages are float (double for double), on the parameters' device, and start as the weights at
 /// construction. An update changes all averages, those of frozen parameters too. Ema computes
 /// torch's AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) after one
-/// update_parameters(model) at construction. Memory: 4 bytes per element (8 for double).
-///
-/// To average floating buffers too, as torch's AveragedModel(use_buffers=True) does, append them to
-/// the parameters.
+/// update_parameters(model) at construction. To average floating buffers too, as torch's
+/// use_buffers=True does, append them to the parameters.
 ///
 /// Holds the parameters, as an optimizer does: they may be written and given other memory.
 /// Parameters that are added later need another Ema. Movable, not copyable. One thread at a time.
@@ -79,9 +66,7 @@ class Ema {
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
-  /// Takes the averages over.
   Ema(Ema&&) = default;
-  /// Takes the averages over, and drops its own.
   Ema& operator=(Ema&&) = default;
   ~Ema() = default;
 
@@ -103,8 +88,12 @@ class Ema {
   const std::vector<at::Tensor>& averages() const noexcept { return averages_; }
 
  private:
+  friend class EmaScope;
+  void check_parameters() const;
   std::vector<at::Tensor> weights() const;
-  void move(const at::Tensor& found_inf);
+  void move(const std::vector<at::Tensor>& averages, const std::vector<at::Tensor>& weights,
+            const at::Tensor& found_inf) const;
+  void move_all(const at::Tensor& found_inf);
 
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
@@ -116,8 +105,7 @@ class Ema {
 /// The constructor gives the parameters other memory, which holds the averages rounded to their
 /// dtypes, and takes their gradients away. The destructor gives memory and gradients back,
 /// untouched, so training continues bitwise identically, also with whole or split masters. The
-/// price is memory for one copy of the weights. Copies and files of the model that are made within
-/// the scope have the averaged weights.
+/// price is memory for one copy of the weights.
 ///
 /// Evaluate within the scope; do not train: what is written to the parameters, and gradients made
 /// within the scope, are lost at its end. CheckpointManager (mezzo/checkpoint/checkpoint.h) refuses
@@ -144,7 +132,7 @@ class [[nodiscard]] EmaScope {
 };
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
-    : parameters_(std::move(parameters)), options_(std::move(options)) {
+    : parameters_(std::move(parameters)), options_(std::move(options)), averages_(parameters_) {
   TORCH_CHECK(detail::is_at_least(options_.decay, 0) && options_.decay < 1, "Ema: decay is ",
               options_.decay, "; it should be at least 0 and less than 1");
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
@@ -155,20 +143,29 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
                 "; it should be a dense tensor of a floating dtype: leave others out");
   }
   const detail::NoGraphGuard no_graph;
-  for (const at::Tensor& weight : weights()) {
-    detail::check_is_warm(weight.device(), "an average");
-    averages_.push_back(weight.detach().to(detail::wide_dtype(weight), /*non_blocking=*/false,
-                                           /*copy=*/true));
+  const std::vector<at::Tensor> begin = weights();
+  for (std::size_t i = 0; i < begin.size(); ++i) {
+    detail::check_is_warm(begin[i].device(), "an average");
+    averages_[i] = begin[i].detach().to(detail::wide_dtype(begin[i]), /*non_blocking=*/false,
+                                        /*copy=*/true);
+  }
+}
+
+/// \throws c10::Error if a parameter has another shape than its average, or holds it
+inline void Ema::check_parameters() const {
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
+                "Ema: ", detail::parameter_words(i, parameters_[i]),
+                " holds its average, for an EmaScope is alive; let that scope end first");
+    TORCH_CHECK(parameters_[i].sizes() == averages_[i].sizes(),
+                "Ema: ", detail::parameter_words(i, parameters_[i]), " had the shape ",
+                averages_[i].sizes(), " when this Ema was made; make a new Ema");
   }
 }
 
 /// Returns the tensors to average (masters where given), in the order of the parameters.
 inline std::vector<at::Tensor> Ema::weights() const {
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
-                "Ema: ", detail::parameter_words(i, parameters_[i]),
-                " holds its average, for an EmaScope is alive; let that scope end first");
-  }
+  check_parameters();
   if (!options_.masters) return parameters_;
   std::vector<at::Tensor> weights = options_.masters();
   TORCH_CHECK(weights.size() <= parameters_.size(), "Ema: options.masters returned ",
@@ -176,27 +173,25 @@ inline std::vector<at::Tensor> Ema::weights() const {
               " parameters; it should return one for each, undefined where there is no master");
   weights.resize(parameters_.size());
   for (std::size_t i = 0; i < weights.size(); ++i) {
-    if (!weights[i].defined()) weights[i] = parameters_[i];
+    const at::Tensor& parameter = parameters_[i];
+    if (!weights[i].defined()) weights[i] = parameter;
+    if (weights[i].is_same(parameter)) continue;
     // master_params shows the parameter's gradient at its master, which must not outlive this call.
-    const at::Tensor& gradient = weights[i].grad();
-    const bool is_shown = gradient.defined() && gradient.is_same(parameters_[i].grad());
-    if (is_shown && !weights[i].is_same(parameters_[i])) weights[i].mutable_grad() = at::Tensor();
-    TORCH_CHECK(weights[i].sizes() == parameters_[i].sizes(),
-                "Ema: ", detail::parameter_words(i, parameters_[i]), " has a master that is ",
+    if (weights[i].grad().is_same(parameter.grad())) weights[i].mutable_grad() = at::Tensor();
+    TORCH_CHECK(weights[i].sizes() == parameter.sizes(),
+                "Ema: ", detail::parameter_words(i, parameter), " has a master that is ",
                 detail::tensor_words(weights[i]),
                 "; options.masters should return one of the parameter's shape, or undefined");
   }
   return weights;
 }
 
-namespace detail {
-
 /// Computes averages += share * (weights - averages), unless `found_inf` (one element, any device)
 /// is nonzero. An undefined `found_inf` means 0. All tensors are of one device and dtype, and the
 /// two of a pair have the same layout.
-inline void move_averages(const std::vector<at::Tensor>& averages,
-                          const std::vector<at::Tensor>& weights, double share,
-                          const at::Tensor& found_inf) {
+inline void Ema::move(const std::vector<at::Tensor>& averages,
+                      const std::vector<at::Tensor>& weights, const at::Tensor& found_inf) const {
+  const double share = 1.0 - options_.decay;
   if (!found_inf.defined()) {
     at::_foreach_lerp_(averages, weights, share);
     return;
@@ -212,19 +207,11 @@ inline void move_averages(const std::vector<at::Tensor>& averages,
   }
 }
 
-}  // namespace detail
-
 /// Updates all averages. Weights that need a conversion are updated one at a time, so that only one
 /// converted copy exists at any time.
-inline void Ema::move(const at::Tensor& found_inf) {
+inline void Ema::move_all(const at::Tensor& found_inf) {
   const detail::NoGraphGuard no_graph;
   const std::vector<at::Tensor> trained = weights();
-  for (std::size_t i = 0; i < averages_.size(); ++i) {
-    TORCH_CHECK(trained[i].sizes() == averages_[i].sizes(),
-                "Ema: ", detail::parameter_words(i, trained[i]), " had the shape ",
-                averages_[i].sizes(), " when this Ema was made; make a new Ema");
-  }
-  const double share = 1.0 - options_.decay;
   using Together = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
   std::map<std::pair<std::string, at::ScalarType>, Together> all;  // by device and dtype
   for (std::size_t i = 0; i < averages_.size(); ++i) {
@@ -232,49 +219,37 @@ inline void Ema::move(const at::Tensor& found_inf) {
     at::Tensor& average = averages_[i];
     average = average.to(weight.device(), detail::wide_dtype(weight));  // if it was moved or cast
     if (weight.scalar_type() != average.scalar_type() || weight.strides() != average.strides()) {
-      detail::move_averages({average}, {at::empty_like(average).copy_(weight)}, share, found_inf);
+      move({average}, {at::empty_like(average).copy_(weight)}, found_inf);
       continue;
     }
     auto& [averages, weights] = all[{average.device().str(), average.scalar_type()}];
     averages.push_back(average);
     weights.push_back(weight);
   }
-  for (const auto& [place, some] : all) {
-    detail::move_averages(some.first, some.second, share, found_inf);
-  }
+  for (const auto& [place, some] : all) move(some.first, some.second, found_inf);
 }
 
-inline void Ema::update() { move({}); }
+inline void Ema::update() { move_all({}); }
 
 inline void Ema::update(const StepResult& result) {
   const at::Tensor found_inf = result.found_inf_on_device();
-  if (found_inf.defined()) {
-    move(found_inf);
-  } else if (result.ran()) {
-    move({});
-  }
+  if (found_inf.defined() || result.ran()) move_all(found_inf);
 }
 
 inline EmaScope::EmaScope(const Ema& ema) {
   const c10::NoGradGuard no_grad;
-  const std::vector<at::Tensor>& parameters = ema.parameters();
+  ema.check_parameters();
   std::vector<at::Tensor> rounded;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    const at::Tensor& average = ema.averages()[i];
-    TORCH_CHECK(average.sizes() == parameters[i].sizes(),
-                "EmaScope: ", detail::parameter_words(i, parameters[i]), " had the shape ",
-                average.sizes(), " when its Ema was made; make a new Ema");
-    TORCH_CHECK(!detail::averaged_parameters().hold(parameters[i]),
-                "EmaScope: ", detail::parameter_words(i, parameters[i]),
-                " holds its average already; let the other EmaScope end first");
-    rounded.push_back(at::empty_like(parameters[i], parameters[i].options().requires_grad(false)));
-    rounded.back().copy_(average);
-    lent_.push_back({parameters[i], parameters[i].variable_data(), parameters[i].grad()});
+  for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
+    const at::Tensor& parameter = ema.parameters()[i];
+    rounded.push_back(at::empty_like(parameter, parameter.options().requires_grad(false)));
+    rounded.back().copy_(ema.averages()[i]);
+    lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
   }
-  detail::averaged_parameters().add(parameters);
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
-    parameters[i].mutable_grad() = at::Tensor();
-    parameters[i].set_data(rounded[i]);  // leaves version and hooks as they are
+  detail::averaged_parameters().add(ema.parameters());
+  for (std::size_t i = 0; i < rounded.size(); ++i) {
+    lent_[i].parameter.mutable_grad() = at::Tensor();
+    lent_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
   }
   detail::drop_weight_casts();
 }
@@ -292,14 +267,11 @@ inline EmaScope::~EmaScope() {
   detail::drop_weight_casts();
 }
 
-// Templates, as for GradScaler, since the headers of archives take long to compile.
-
-/// Save and load the averages, not the decay: `torch::save(ema, path)`
-/// and `torch::load(ema, path)` (include <torch/serialize.h>). Loading \throws c10::Error, and
-/// changes nothing, if the shapes differ
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const Ema& ema) {
+/// Save and load the averages, not the decay: `torch::save(ema, path)` and `torch::load(ema, path)`
+/// (include <torch/serialize.h>). Loading \throws c10::Error, and changes nothing, if the shapes
+/// differ
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const Ema& ema) {
   archive.write("averages", c10::IValue(ema.averages()));
   return archive;
 }
@@ -307,8 +279,8 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 namespace detail {
 
 /// Returns the averages of an archive. \throws c10::Error unless `ema` can take them
-template <class Archive>
-std::vector<at::Tensor> averages_in(Archive& archive, const Ema& ema) {
+inline std::vector<at::Tensor> averages_in(torch::serialize::InputArchive& archive,
+                                           const Ema& ema) {
   c10::IValue value;
   TORCH_CHECK(archive.try_read("averages", value) && value.isTensorList(),
               "This archive is not that of an Ema: it lacks \"averages\"; load what "
@@ -331,9 +303,8 @@ std::vector<at::Tensor> averages_in(Archive& archive, const Ema& ema) {
 }  // namespace detail
 
 /// Loads averages; see operator<<.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Ema& ema) {
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  Ema& ema) {
   const c10::NoGradGuard no_grad;
   const std::vector<at::Tensor> averages = detail::averages_in(archive, ema);
   for (std::size_t i = 0; i < averages.size(); ++i) ema.averages()[i].copy_(averages[i]);
@@ -341,8 +312,8 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 }
 
 /// Throws what loading the archive would throw, and changes nothing.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const Ema& ema) { (void)detail::averages_in(archive, ema); }
+inline void check_archive(torch::serialize::InputArchive& archive, const Ema& ema) {
+  (void)detail::averages_in(archive, ema);
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

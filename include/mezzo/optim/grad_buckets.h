@@ -49,18 +49,8 @@ struct GradBucket {
 
 /// Keeps the gradients of a set of parameters in flat buffers, by device and dtype, so that ranks
 /// exchange a few long messages, and the kernels that unscale, check and take norms walk a few long
-/// rows (on CUDA with fewer launches) in place of one for each parameter.
-///
-/// \code
-///   mezzo::GradBuckets buckets(model->parameters());
-///   for (auto& batch : *loader) {
-///     buckets.zero_grad(/*set_to_none=*/false);       // one fill a bucket
-///     loss(model, batch).backward();                  // adds to the buffers
-///     buckets.reattach_gradients();                   // for gradients that were dropped or replaced
-///     for (const auto& bucket : buckets.buckets()) all_reduce(bucket.flat);
-///     optimizer.step();                               // of any optimizer: `.grad` are views
-///   }
-/// \endcode
+/// rows (on CUDA with fewer launches) in place of one for each parameter. After a backward pass
+/// call reattach_gradients(); docs/data-parallel.md has the loop.
 ///
 /// Buckets are in reverse order of the parameters, roughly the order in which a backward pass makes
 /// gradients. Use them from one thread at a time.
@@ -94,7 +84,16 @@ class GradBuckets {
 
   /// Does what `Module::zero_grad` does: undefines all gradients, or with `false` sets those that
   /// are defined to zero, with one fill a bucket.
-  inline void zero_grad(bool set_to_none = true);
+  void zero_grad(bool set_to_none = true) {
+    const c10::NoGradGuard no_grad;
+    if (!set_to_none) {
+      for (const GradBucket& bucket : buckets_) bucket.flat.zero_();
+    }
+    for (std::size_t number = 0; number < parameters_.size(); ++number) {
+      at::Tensor& gradient = parameters_[number].mutable_grad();
+      if (gradient.defined()) gradient = set_to_none ? at::Tensor() : places_[number];
+    }
+  }
 
  private:
   /// Returns the dtype in which autograd adds up the parameter's gradients.
@@ -102,8 +101,6 @@ class GradBuckets {
     const at::ScalarType dtype = parameter.grad_dtype().value_or(parameter.scalar_type());
     return detail::is_training_dtype(dtype) ? dtype : parameter.scalar_type();
   }
-  inline void check_parameters() const;
-  inline void check_gradient(std::size_t number) const;
 
   std::vector<at::Tensor> parameters_;
   std::vector<GradBucket> buckets_;
@@ -116,7 +113,23 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
   constexpr int64_t kAlignment = 64;
   TORCH_CHECK(options.bucket_bytes > 0, "GradBuckets: bucket_bytes is ", options.bucket_bytes,
               "; it must be greater than 0");
-  check_parameters();
+  std::unordered_set<const at::TensorImpl*> seen;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    const at::Tensor& parameter = parameters[i];
+    TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; leave it out");
+    TORCH_CHECK(
+        parameter.layout() == at::kStrided && detail::is_training_dtype(parameter.scalar_type()),
+        "GradBuckets: ", detail::parameter_words(i, parameter),
+        " should be dense, and of float32, float64, bfloat16 or float16; leave it out");
+    TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(),
+                "GradBuckets: ", detail::parameter_words(i, parameter),
+                " is no leaf, or was made under c10::InferenceMode; give the tensor that the "
+                "module registered, made outside of inference mode");
+    TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second,
+                "GradBuckets: ", detail::parameter_words(i, parameter),
+                " is given twice, as model->parameters() gives a weight that two modules share; "
+                "give it once");
+  }
   std::map<std::pair<std::string, at::ScalarType>, std::size_t> open;  // buckets that are filled
   std::vector<int64_t> lengths;                                        // of the buckets
   std::vector<int64_t> offsets(parameters.size());
@@ -155,30 +168,15 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
   }
 }
 
-inline void GradBuckets::check_parameters() const {
-  std::unordered_set<const at::TensorImpl*> seen;
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    const at::Tensor& parameter = parameters_[i];
-    TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; leave it out");
-    TORCH_CHECK(
-        parameter.layout() == at::kStrided && detail::is_training_dtype(parameter.scalar_type()),
-        "GradBuckets: ", detail::parameter_words(i, parameter),
-        " should be dense, and of float32, float64, bfloat16 or float16; leave it out");
-    TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(),
-                "GradBuckets: ", detail::parameter_words(i, parameter),
-                " is no leaf, or was made under c10::InferenceMode; give the tensor that the "
-                "module registered, made outside of inference mode");
-    TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second,
-                "GradBuckets: ", detail::parameter_words(i, parameter),
-                " is given twice, as model->parameters() gives a weight that two modules share; "
-                "give it once");
-  }
-}
-
-inline void GradBuckets::check_gradient(std::size_t number) const {
+inline void GradBuckets::reattach_gradient(std::size_t number) {
+  const c10::NoGradGuard no_grad;
   const at::Tensor& parameter = parameters_[number];
-  const at::Tensor& gradient = parameter.grad();
   const at::Tensor& place = places_[number];
+  at::Tensor& gradient = parameter.mutable_grad();
+  if (!gradient.defined()) {
+    place.zero_();
+    return;
+  }
   TORCH_CHECK(parameter.device() == place.device() && parameter.sizes() == place.sizes() &&
                   gradient_dtype(parameter) == place.scalar_type(),
               "GradBuckets: gradients of ", detail::parameter_words(number, parameter), " are in ",
@@ -201,34 +199,11 @@ inline void GradBuckets::check_gradient(std::size_t number) const {
       "; take the step and zero_grad() before the next backward pass, or keep gradients in "
       "float32: call accumulate_in_float before these GradBuckets (or the DataParallel that "
       "made them) are made");
-}
-
-inline void GradBuckets::reattach_gradient(std::size_t number) {
-  const c10::NoGradGuard no_grad;
-  const at::Tensor& place = places_[number];
-  at::Tensor& gradient = parameters_[number].mutable_grad();
-  if (!gradient.defined()) {
-    place.zero_();
-    return;
-  }
-  check_gradient(number);
   const bool is_in_place = gradient.scalar_type() == place.scalar_type() &&
                            gradient.const_data_ptr() == place.const_data_ptr() &&
                            gradient.strides() == place.strides() && !gradient.is_neg();
   if (!is_in_place) place.copy_(gradient.detach());
   gradient = place;
-}
-
-inline void GradBuckets::zero_grad(bool set_to_none) {
-  const c10::NoGradGuard no_grad;
-  if (!set_to_none) {
-    for (const GradBucket& bucket : buckets_) bucket.flat.zero_();
-  }
-  for (std::size_t number = 0; number < parameters_.size(); ++number) {
-    at::Tensor& gradient = parameters_[number].mutable_grad();
-    if (!gradient.defined()) continue;
-    gradient = set_to_none ? at::Tensor() : places_[number];
-  }
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -10,7 +10,8 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
-#include <torch/optim/optimizer.h>
+#include <c10/util/StringUtil.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,11 +21,6 @@
 #include <numbers>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -36,8 +32,46 @@ concept LrCurve = std::copyable<T> && requires(const T& curve, int64_t applied_s
   { curve.total_steps } -> std::convertible_to<int64_t>;  // after these the factor is constant
 };
 
-// The three curves below rise in a straight line from `initial_factor` to 1 over `warmup_steps`,
-// then fall to `min_factor`, reach it after `total_steps`, and keep it:
+namespace detail {
+
+/// \throws c10::Error, naming a curve's number, unless `is_fine`
+template <class Value>
+void check_curve(bool is_fine, const char* member, Value value, const char* wanted) {
+  TORCH_CHECK(is_fine, "LrSchedule: ", member, " is ", value, "; it should be ", wanted);
+}
+
+/// Returns a curve's factor: checks the members, of which `exponent` shapes the fall, rises during
+/// the warm-up, and then calls `fall(done, remaining)` with the shares of the fall that lie before
+/// and after `applied_steps`. They add up to 1, but for a warm-up that takes all steps, at whose
+/// end both are 0.
+template <class Curve, class Fall>
+double warmed_up(const Curve& curve, int64_t applied_steps, const char* name, double exponent,
+                 const Fall& fall) {
+  const int64_t warmup = curve.warmup_steps, total = curve.total_steps;
+  check_curve(total >= 1, "total_steps", total, "at least 1");
+  check_curve(warmup >= 0 && warmup <= total, "warmup_steps", warmup, "from 0 to total_steps");
+  const auto is_factor = [](double value) { return is_at_least(value, 0) && value <= 1; };
+  check_curve(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
+  check_curve(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,
+              "from 0 to 1");
+  check_curve(is_above(exponent, 0) && !nonfinite_bits(exponent), name, exponent,
+              "positive and finite");
+  check_curve(applied_steps >= 0, "applied_steps", applied_steps, "at least 0");
+  if (applied_steps < warmup) {
+    const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
+    return curve.initial_factor + (1 - curve.initial_factor) * risen;
+  }
+  const int64_t now = std::min(applied_steps, total);
+  const auto length = static_cast<double>(std::max<int64_t>(total - warmup, 1));
+  const double done = static_cast<double>(now - warmup) / length;
+  const double remaining = static_cast<double>(total - now) / length;
+  return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
+}
+
+}  // namespace detail
+
+// The curves below rise in a straight line from `initial_factor` to 1 over `warmup_steps`, then
+// fall to `min_factor`, reach it after `total_steps`, and keep it:
 //
 //   w = warmup_steps, T = total_steps, n = min(applied_steps, T)
 //   p = (n - w) / max(1, T - w)      the share of the fall that is done
@@ -45,23 +79,31 @@ concept LrCurve = std::copyable<T> && requires(const T& curve, int64_t applied_s
 //   factor = initial_factor + (1 - initial_factor) n / w         for n < w
 //   factor = min_factor + (1 - min_factor) f(p, q)               for n >= w
 //
-// The comment of each curve gives f and the function of Hugging Face's transformers that has the
+// The comment of each curve gives f and the functions of Hugging Face's transformers that have the
 // same numbers. For w = T these agree as well: the cosine ends at 1, where the warm-up ends, and
-// the others end at min_factor.
+// the other at min_factor.
 //
 // factor() throws c10::Error, and names the member, for n < 0, unless 0 <= w <= T and T >= 1, and
 // unless both factors lie within [0, 1].
 
-/// f = q: get_linear_schedule_with_warmup. With min_factor = 1 it is a warm-up alone.
-struct LinearCurve {
+/// f = q^power: get_polynomial_decay_schedule_with_warmup, whose lr_end is min_factor times lr, and
+/// with a power of 1 get_linear_schedule_with_warmup. With min_factor = 1 it is a warm-up alone.
+struct PolynomialCurve {
   int64_t warmup_steps = 0;   ///< w: steps in which the factor rises to 1
   int64_t total_steps = 0;    ///< T: steps after which the factor is min_factor
   double min_factor = 0;      ///< the lowest factor, at the end
   double initial_factor = 0;  ///< factor of the first step of a warm-up
+  double power = 1;           ///< positive and finite
 
   /// Returns the factor after `applied_steps` steps.
-  double factor(int64_t applied_steps) const;
+  double factor(int64_t applied_steps) const {
+    return detail::warmed_up(
+        *this, applied_steps, "power", power,
+        [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
+  }
 };
+/// f = q: a PolynomialCurve whose power is left at 1.
+using LinearCurve = PolynomialCurve;
 
 /// f = (1 + cos(2 pi cycles p)) / 2: get_cosine_schedule_with_warmup, and with min_factor
 /// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this
@@ -74,19 +116,12 @@ struct CosineCurve {
   double cycles = 0.5;  ///< waves from w to T: half a wave falls from 1 to 0. Positive, finite.
 
   /// Returns the factor after `applied_steps` steps.
-  double factor(int64_t applied_steps) const;
-};
-
-/// f = q^power: get_polynomial_decay_schedule_with_warmup; its lr_end is min_factor times lr.
-struct PolynomialCurve {
-  int64_t warmup_steps = 0;   ///< w: steps in which the factor rises to 1
-  int64_t total_steps = 0;    ///< T: steps after which the factor is min_factor
-  double min_factor = 0;      ///< the lowest factor, at the end
-  double initial_factor = 0;  ///< factor of the first step of a warm-up
-  double power = 1;           ///< positive and finite
-
-  /// Returns the factor after `applied_steps` steps.
-  double factor(int64_t applied_steps) const;
+  double factor(int64_t applied_steps) const {
+    return detail::warmed_up(*this, applied_steps, "cycles", cycles,
+                             [this](double done, double /*remaining*/) {
+                               return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
+                             });
+  }
 };
 
 namespace detail {
@@ -95,23 +130,46 @@ namespace detail {
 template <LrCurve Curve>
 std::vector<double> lr_factors(const Curve& curve) {
   const int64_t total = curve.total_steps;
-  TORCH_CHECK(total >= 0 && total < (int64_t{1} << 24), "LrSchedule: total_steps is ", total,
-              "; it should be from 0 to 16777215, up to which a device counts steps");
+  check_curve(total >= 0 && total < (int64_t{1} << 24), "total_steps", total,
+              "from 0 to 16777215, up to which a device counts steps");
   std::vector<double> factors;
   factors.reserve(static_cast<std::size_t>(total) + 1);
   for (int64_t n = 0; n <= total; ++n) factors.push_back(curve.factor(n));
   return factors;
 }
 
+/// What a file has of a schedule.
+struct FiledSchedule {
+  int64_t applied_steps;
+  std::vector<double> base_lrs;
+
+  /// Reads a file for an optimizer of `groups` groups. \throws c10::Error for any other
+  FiledSchedule(torch::serialize::InputArchive& archive, std::size_t groups) {
+    c10::IValue steps, lrs;
+    TORCH_CHECK(
+        archive.try_read("applied_steps", steps) && archive.try_read("base_lrs", lrs) &&
+            steps.isInt() && lrs.isDoubleList(),
+        "This archive is not that of a schedule: it lacks \"applied_steps\" or \"base_lrs\"; "
+        "load what torch::save(schedule, path) wrote");
+    applied_steps = steps.toInt();
+    base_lrs = lrs.toDoubleVector();
+    TORCH_CHECK(base_lrs.size() == groups, "The archive of a schedule has ", base_lrs.size(),
+                " parameter groups, and this optimizer ", groups,
+                "; make the groups that were there when it was saved");
+    const auto is_broken = [](double lr) { return nonfinite_bits(lr); };
+    TORCH_CHECK(applied_steps >= 0 && std::none_of(base_lrs.begin(), base_lrs.end(), is_broken),
+                "The archive of a schedule has ", applied_steps,
+                " applied steps, and the learning rates ", c10::Join(", ", base_lrs),
+                "; it is damaged: load an earlier file");
+  }
+};
+
 }  // namespace detail
 
 /// Moves the learning rates of an optimizer's param groups along a curve:
 ///
 ///     mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 100, .total_steps = 1000});
-///     ...
-///     auto result = scaler.step(optimizer, {.max_norm = 1.0});
-///     scaler.update();
-///     schedule.step(result);
+///     schedule.step(scaler.step(optimizer));
 ///
 /// The groups' `lr` options show the rates: `options().get_lr()` is the rate of the next step, as
 /// with libtorch's schedulers. The rates at construction are the base rates, and stay, as in
@@ -145,9 +203,7 @@ class LrSchedule {
     }
     show_lrs();
   }
-  /// Takes a schedule over; only the new object moves the rates.
   LrSchedule(LrSchedule&&) noexcept = default;
-  /// Takes a schedule over, and ends its own.
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
   LrSchedule(const LrSchedule&) = delete;  // a copy would move the same rates
   LrSchedule& operator=(const LrSchedule&) = delete;
@@ -155,7 +211,21 @@ class LrSchedule {
 
   /// Moves the rates if the step ran. Call it after each `GradScaler::step`, with the result of
   /// that.
-  void step(const StepResult& result);
+  void step(const StepResult& result) {
+    const optim::FusedOptimizer* const counting = optimizer_.mezzos();
+    if (counting == nullptr) {
+      if (result.ran()) ++known_steps_;
+    } else if (!counting->counts_on_host()) {
+      pending_.push_back(result);
+      std::erase_if(pending_, [this](const StepResult& one) {
+        const bool is_known = one.ready();
+        if (is_known && one.ran()) ++known_steps_;
+        return is_known;
+      });
+      if (pending_.size() > kMaxPending) pending_.erase(pending_.begin());
+    }
+    show_lrs();
+  }
 
   /// Moves the rates after a step without a scaler, which always runs. Warns once after a step of a
   /// libtorch optimizer that a scaler of this thread has skipped, which it counts all the same.
@@ -203,8 +273,48 @@ class LrSchedule {
     show_lrs();
   }
 
+  /// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
+  /// applied steps and the base rates, not the curve (include <torch/serialize.h>). Load the
+  /// optimizer first: its file holds rates too, and that of mezzo's optimizers the count, and the
+  /// schedule's numbers replace them. Files of schedules are the same for all optimizers.
+  /// \throws c10::Error, and changes nothing, for another number of groups and for a damaged file
+  friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const LrSchedule& schedule) {
+    archive.write("applied_steps", c10::IValue(schedule.applied_steps()));
+    archive.write("base_lrs", c10::IValue(schedule.base_lrs()));
+    return archive;
+  }
+  /// Loads a schedule; see operator<<.
+  friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    LrSchedule& schedule) {
+    auto& groups = schedule.optimizer_.optimizer().param_groups();
+    const detail::FiledSchedule filed(archive, groups.size());
+    if (optim::FusedOptimizer* const counting = schedule.optimizer_.mezzos()) {
+      counting->set_base_lrs(filed.base_lrs);
+    } else {
+      schedule.scheduled_.set(filed.base_lrs, groups);
+    }
+    schedule.set_applied_steps(filed.applied_steps);
+    return archive;
+  }
+  /// Throws what loading the archive would throw, and changes nothing.
+  friend void check_archive(torch::serialize::InputArchive& archive, const LrSchedule& schedule) {
+    (void)detail::FiledSchedule(archive, schedule.base_lrs().size());
+  }
+
  private:
-  void show_lrs();
+  /// Sets the groups' options to the rates of the next step, as far as the host knows it.
+  void show_lrs() {
+    if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
+      if (counting->counts_on_host()) {
+        known_steps_ = counting->applied_steps();
+        pending_.clear();
+      }
+      counting->show_lrs(known_steps_);
+    } else {
+      scheduled_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
+    }
+  }
 
   /// Results of captured steps are never ready: so many wait at most.
   static constexpr std::size_t kMaxPending = 64;
@@ -214,10 +324,6 @@ class LrSchedule {
   int64_t known_steps_ = 0;          // applied steps that the host knows of
   std::vector<StepResult> pending_;  // of steps that a device decided, not known yet
   detail::ScheduledLrs scheduled_;   // where the optimizer is not mezzo's
-
-  template <class Archive, LrCurve C>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend Archive& operator>>(Archive& archive, LrSchedule<C>& schedule);
 };
 
 /// A warm-up and a straight fall.
@@ -226,155 +332,5 @@ using LinearSchedule = LrSchedule<LinearCurve>;
 using CosineSchedule = LrSchedule<CosineCurve>;
 /// A warm-up and a power of what remains.
 using PolynomialSchedule = LrSchedule<PolynomialCurve>;
-
-namespace detail {
-
-inline void check_factor(const char* curve, const char* member, double value) {
-  TORCH_CHECK(is_at_least(value, 0) && value <= 1, curve, ": ", member, " is ", value,
-              "; it should be from 0 to 1");
-}
-
-inline void check_exponent(const char* curve, const char* member, double value) {
-  TORCH_CHECK(is_above(value, 0) && !nonfinite_bits(value), curve, ": ", member, " is ", value,
-              "; it should be positive and finite");
-}
-
-/// Returns a curve's factor: checks the members, rises during the warm-up, and then calls
-/// `fall(done, remaining)` with the shares of the fall that lie before and after `applied_steps`.
-/// They add up to 1, but for a warm-up that takes all steps, at whose end both are 0.
-template <class Curve, class Fall>
-double warmed_up(const char* name, const Curve& curve, int64_t applied_steps, const Fall& fall) {
-  const auto [warmup, total] = std::pair(curve.warmup_steps, curve.total_steps);
-  TORCH_CHECK(total >= 1, name, ": total_steps is ", total, "; it should be at least 1");
-  TORCH_CHECK(warmup >= 0 && warmup <= total, name, ": warmup_steps is ", warmup,
-              "; it should be from 0 to total_steps (", total, ")");
-  check_factor(name, "min_factor", curve.min_factor);
-  check_factor(name, "initial_factor", curve.initial_factor);
-  TORCH_CHECK(applied_steps >= 0, name, ": applied_steps is ", applied_steps,
-              "; it should be at least 0");
-  if (applied_steps < warmup) {
-    const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
-    return curve.initial_factor + (1 - curve.initial_factor) * risen;
-  }
-  const int64_t now = std::min(applied_steps, total);
-  const auto length = static_cast<double>(std::max<int64_t>(total - warmup, 1));
-  const double done = static_cast<double>(now - warmup) / length;
-  const double remaining = static_cast<double>(total - now) / length;
-  return curve.min_factor + (1 - curve.min_factor) * fall(done, remaining);
-}
-
-}  // namespace detail
-
-inline double LinearCurve::factor(int64_t applied_steps) const {
-  return detail::warmed_up("LinearCurve", *this, applied_steps,
-                           [](double /*done*/, double remaining) { return remaining; });
-}
-
-inline double CosineCurve::factor(int64_t applied_steps) const {
-  detail::check_exponent("CosineCurve", "cycles", cycles);
-  return detail::warmed_up("CosineCurve", *this, applied_steps,
-                           [this](double done, double /*remaining*/) {
-                             return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
-                           });
-}
-
-inline double PolynomialCurve::factor(int64_t applied_steps) const {
-  detail::check_exponent("PolynomialCurve", "power", power);
-  return detail::warmed_up(
-      "PolynomialCurve", *this, applied_steps,
-      [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
-}
-
-template <LrCurve Curve>
-void LrSchedule<Curve>::step(const StepResult& result) {
-  const optim::FusedOptimizer* const counting = optimizer_.mezzos();
-  if (counting == nullptr) {
-    if (result.ran()) ++known_steps_;
-  } else if (!counting->counts_on_host()) {
-    pending_.push_back(result);
-    std::erase_if(pending_, [this](const StepResult& one) {
-      const bool is_known = one.ready();
-      if (is_known && one.ran()) ++known_steps_;
-      return is_known;
-    });
-    if (pending_.size() > kMaxPending) pending_.erase(pending_.begin());
-  }
-  show_lrs();
-}
-
-/// Sets the groups' options to the rates of the next step, as far as the host knows it.
-template <LrCurve Curve>
-void LrSchedule<Curve>::show_lrs() {
-  if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
-    if (counting->counts_on_host()) {
-      known_steps_ = counting->applied_steps();
-      pending_.clear();
-    }
-    counting->show_lrs(known_steps_);
-  } else {
-    scheduled_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
-  }
-}
-
-/// `torch::save(schedule, path)` and `torch::load(schedule, path)` write and read the number of
-/// applied steps and the base rates, not the curve (include <torch/serialize.h>). Load the
-/// optimizer first: its file holds rates too, and that of mezzo's optimizers the count, and the
-/// schedule's numbers replace them. Files of schedules are the same for all optimizers.
-/// \throws c10::Error, and changes nothing, for another number of groups and for a damaged file
-template <class Archive, LrCurve Curve>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const LrSchedule<Curve>& schedule) {
-  archive.write("applied_steps", c10::IValue(schedule.applied_steps()));
-  archive.write("base_lrs", c10::IValue(schedule.base_lrs()));
-  return archive;
-}
-
-namespace detail {
-
-/// Returns the applied steps and the base rates of an archive, for an optimizer of `groups` groups.
-template <class Archive>
-std::pair<int64_t, std::vector<double>> schedule_in(Archive& archive, std::size_t groups) {
-  c10::IValue applied_steps, base_lrs;
-  TORCH_CHECK(archive.try_read("applied_steps", applied_steps) &&
-                  archive.try_read("base_lrs", base_lrs) && applied_steps.isInt() &&
-                  base_lrs.isDoubleList(),
-              "This archive is not that of a schedule: it lacks \"applied_steps\" or \"base_lrs\"; "
-              "load what torch::save(schedule, path) wrote");
-  TORCH_CHECK(applied_steps.toInt() >= 0, "The archive of a schedule has ", applied_steps.toInt(),
-              " applied steps; it is damaged: load an earlier file");
-  std::vector<double> lrs = base_lrs.toDoubleVector();
-  TORCH_CHECK(lrs.size() == groups, "The archive of a schedule has ", lrs.size(),
-              " parameter groups, and this optimizer ", groups,
-              "; make the groups that were there when it was saved");
-  for (const double lr : lrs) {
-    TORCH_CHECK(!nonfinite_bits(lr), "The archive of a schedule has the learning rate ", lr,
-                "; it is damaged: load an earlier file");
-  }
-  return {applied_steps.toInt(), std::move(lrs)};
-}
-
-}  // namespace detail
-
-/// Loads a schedule; see operator<<.
-template <class Archive, LrCurve Curve>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, LrSchedule<Curve>& schedule) {
-  auto& groups = schedule.optimizer_.optimizer().param_groups();
-  const auto [applied_steps, base_lrs] = detail::schedule_in(archive, groups.size());
-  if (optim::FusedOptimizer* const counting = schedule.optimizer_.mezzos()) {
-    counting->set_base_lrs(base_lrs);
-  } else {
-    schedule.scheduled_.set(base_lrs, groups);
-  }
-  schedule.set_applied_steps(applied_steps);
-  return archive;
-}
-
-/// Throws what loading the archive would throw, and changes nothing.
-template <class Archive, LrCurve Curve>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const LrSchedule<Curve>& schedule) {
-  (void)detail::schedule_in(archive, schedule.base_lrs().size());
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -10,6 +10,7 @@
 #include <mezzo/optim/optimizer.h>
 
 #include <ATen/ops/_fused_sgd.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/sgd.h>
@@ -20,14 +21,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
 /// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-///
-/// - `lr`: at least 0.
-/// - `momentum` (0): share of the running sum of gradients that a step keeps; at least 0.
-/// - `dampening` (0): share of each gradient after the first that is left out of the running sum; 0
-///   with nesterov, and where ATen's kernels step. Set it, with momentum, before the first step.
-/// - `weight_decay` (0): adds weight_decay * parameter to the gradient.
-/// - `nesterov` (false): steps along the gradient as it would be after the momentum's step
-///   (Sutskever et al., 2013).
+/// Set `dampening`, with momentum, before the first step; it is 0 where ATen's kernels step.
 using SGDOptions = torch::optim::SGDOptions;
 
 /// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
@@ -88,16 +82,12 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                         const AtenVerdict& verdict) {
     const auto own = numbers.constants.as<SgdConstants>();
-    const auto call = [&](const auto& lr) {
-      at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
-                      own.momentum, lr, own.dampening, own.nesterov, /*maximize=*/false,
-                      /*is_first_step=*/false, verdict.grad_scale, verdict.found_inf);
-    };
-    if (verdict.lr_factor) {
-      call(*verdict.lr_factor * numbers.lr);
-    } else {
-      call(numbers.lr);
-    }
+    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
+                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+    at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
+                    own.momentum, lr, own.dampening, own.nesterov,
+                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
+                    verdict.found_inf);
   }
 };
 

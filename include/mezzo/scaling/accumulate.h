@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
+#include <ranges>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -39,72 +40,55 @@ class MicroBatch : public Batch {
   std::int64_t index_, count_;
 };
 
-/// The range that `accumulate` returns, for a range-based for loop. It can be walked through once.
-template <class Loader>
-class Accumulation {
-  using Next = decltype(std::declval<Loader&>().begin());
-  using End = decltype(std::declval<Loader&>().end());
+namespace detail {
+
+/// Visits the MicroBatches of one group, which it holds, after another.
+template <class Next, class End>
+class MicroBatchIterator {
   using Batch = std::remove_cvref_t<decltype(*std::declval<Next&>())>;
   static_assert(std::is_class_v<Batch> && !std::is_final_v<Batch>,
                 "mezzo::accumulate: the loader's batches should be of a class that can be derived "
                 "from, as torch::data::Example is; put others into a struct");
 
  public:
-  /// Refers to `loader`, which must outlive it. \throws c10::Error unless micro_batches is positive
-  Accumulation(Loader& loader, std::int64_t micro_batches)
-      : loader_(&loader), micro_batches_(micro_batches) {
-    TORCH_CHECK(micro_batches > 0, "accumulate: micro_batches is ", micro_batches,
-                "; it should be at least 1");
+  using difference_type = std::ptrdiff_t;
+
+  /// Reads the first group of the batches from `next` to `end`.
+  MicroBatchIterator(Next next, End end, std::int64_t micro_batches)
+      : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
+    read_group();
   }
-
-  /// Visits the MicroBatches of one group, which it holds, after another.
-  class Iterator {
-   public:
-    /// Reads the first group of the batches from `next` to `end`.
-    Iterator(Next next, End end, std::int64_t micro_batches)
-        : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
-      read_group();
-    }
-    /// Returns the present micro-batch.
-    MicroBatch<Batch>& operator*() { return group_[now_]; }
-    /// Goes to the next micro-batch. After the last of a group it reads the next group.
-    Iterator& operator++() {
-      if (++now_ == group_.size()) read_group();
-      return *this;
-    }
-    /// Returns whether all batches have been visited.
-    bool operator==(std::default_sentinel_t) const noexcept { return group_.empty(); }
-
-   private:
-    /// Reads a whole group, so that the first of an incomplete one knows its count.
-    void read_group() {
-      std::vector<Batch> batches;
-      for (; std::ssize(batches) < micro_batches_ && next_ != end_; ++next_) {
-        batches.push_back(*next_);
-      }
-      group_.clear();
-      now_ = 0;
-      for (const Batch& batch : batches) {
-        group_.emplace_back(batch, std::ssize(group_), std::ssize(batches));
-      }
-    }
-
-    Next next_;
-    End end_;
-    std::int64_t micro_batches_;
-    std::vector<MicroBatch<Batch>> group_;
-    std::size_t now_ = 0;
-  };
-
-  /// Starts to walk through the loader, and reads the first group.
-  Iterator begin() { return {loader_->begin(), loader_->end(), micro_batches_}; }
-  /// Returns the end of the range.
-  std::default_sentinel_t end() const noexcept { return {}; }
+  MicroBatch<Batch>& operator*() { return group_[now_]; }
+  /// Goes to the next micro-batch. After the last of a group it reads the next group.
+  MicroBatchIterator& operator++() {
+    if (++now_ == group_.size()) read_group();
+    return *this;
+  }
+  void operator++(int) { ++*this; }
+  bool operator==(std::default_sentinel_t) const noexcept { return group_.empty(); }
 
  private:
-  Loader* loader_;
+  /// Reads a whole group, so that the first of an incomplete one knows its count.
+  void read_group() {
+    std::vector<Batch> batches;
+    for (; std::ssize(batches) < micro_batches_ && next_ != end_; ++next_) {
+      batches.push_back(*next_);
+    }
+    group_.clear();
+    now_ = 0;
+    for (const Batch& batch : batches) {
+      group_.emplace_back(batch, std::ssize(group_), std::ssize(batches));
+    }
+  }
+
+  Next next_;
+  End end_;
   std::int64_t micro_batches_;
+  std::vector<MicroBatch<Batch>> group_;
+  std::size_t now_ = 0;
 };
+
+}  // namespace detail
 
 /// Returns the batches of `loader` in groups of `micro_batches`, each a MicroBatch, which is a
 /// batch of the loader's with `is_last()` and `divide(loss)` beside its own members. The last group
@@ -124,10 +108,15 @@ class Accumulation {
 /// trained on. All micro-batches have the same weight, so the samples of a smaller one weigh more.
 ///
 /// \param loader  a torch::data loader, or a range of batches; it must outlive the loop
+/// \return a range that can be walked through once, for a range-based for loop
 /// \throws c10::Error unless micro_batches is positive
 template <class Loader>
-Accumulation<Loader> accumulate(Loader& loader, std::int64_t micro_batches) {
-  return {loader, micro_batches};
+auto accumulate(Loader& loader, std::int64_t micro_batches) {
+  TORCH_CHECK(micro_batches > 0, "accumulate: micro_batches is ", micro_batches,
+              "; it should be at least 1");
+  return std::ranges::subrange(
+      detail::MicroBatchIterator(loader.begin(), loader.end(), micro_batches),
+      std::default_sentinel);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

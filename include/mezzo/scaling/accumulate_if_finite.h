@@ -20,22 +20,17 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Runs `backward` for one micro-batch of several and adds its gradients to those accumulated in
 /// `.grad`. If one of its gradients is inf or NaN, the micro-batch is dropped and what was
-/// accumulated stays.
+/// accumulated stays; if all micro-batches of a step are bad, the gradients of the last one stay,
+/// and the step's own check finds them. Gradients of zero count as accumulated, so begin with
+/// `zero_grad()`, which leaves none. docs/optimizers.md has the loop.
 ///
-///     optimizer.zero_grad();
-///     for (auto& micro_batch : batch) {
-///       mezzo::accumulate_if_finite(model->parameters(),
-///                                   [&] { scaler.scale(loss(model, micro_batch)).backward(); });
-///     }
-///     scaler.step(optimizer);
+/// Waits for a GPU. Costs one read of the new gradients and one of the accumulated, and memory for
+/// both. If ranks reduce gradients, call it for the micro-batches before the last, under
+/// `no_sync()`, and call `backward()` of the last one as usual.
 ///
-/// If all micro-batches of a step are bad, the gradients of the last one stay, and the step's own
-/// check finds them. Gradients of zero count as accumulated, so begin with `zero_grad()`, which
-/// leaves none. Waits for a GPU. Costs one read of the new gradients and one of the accumulated,
-/// and memory for both. If ranks reduce gradients, call it for the micro-batches before the last,
-/// under `no_sync()`, and call `backward()` of the last one as usual. \param parameters  every
-/// parameter that `backward` may reach \param backward  computes the loss of the micro-batch and
-/// runs its backward pass \return whether the micro-batch was dropped
+/// \param parameters  every parameter that `backward` may reach
+/// \param backward  computes the loss of the micro-batch and runs its backward pass
+/// \return whether the micro-batch was dropped
 /// \throws whatever `backward` throws, and c10::Error for an undefined parameter, or a gradient that
 ///   cannot be added. Gradients are then what they were before the call.
 bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
@@ -70,7 +65,7 @@ inline bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
   backward();
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
-  for (const at::Tensor& parameter : before.parameters()) gradients.push_back(parameter.grad());
+  for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   const bool is_bad = detail::any_bad(gradients);
   const auto& aside = before.aside();
   const bool has_accumulated =

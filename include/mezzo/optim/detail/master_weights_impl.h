@@ -79,13 +79,6 @@ inline void set_lrs(torch::optim::Optimizer& optimizer, const std::vector<double
   for (std::size_t i = 0; i < known; ++i) groups[i].options().set_lr(lrs[i]);
 }
 
-/// Returns gradient * factor, in float where the gradient has 16 bits, and only then multiplied, so
-/// that nothing underflows on the way. Never the gradient itself where that would be written.
-inline at::Tensor multiplied(const at::Tensor& gradient, double factor) {
-  const at::Tensor wide = is_low_precision(gradient) ? gradient.to(at::kFloat) : gradient;
-  return factor == 1.0 ? wide : wide.mul(factor);
-}
-
 // --- Files -------------------------------------------------------------------------------------
 
 // An archive holds, beside the inner optimizer's own under "optimizer", the masters that there are,
@@ -96,19 +89,6 @@ inline constexpr const char* kMasterWeightsKey = "mezzo_master_weights";  // the
 inline constexpr int64_t kMasterWeightsFormat = 1;
 
 inline std::string master_key(std::size_t number) { return "masters/" + std::to_string(number); }
-
-/// Throws unless the file is one of MasterWeights.
-inline void check_file(torch::serialize::InputArchive& archive) {
-  c10::IValue format;
-  TORCH_CHECK(
-      archive.try_read(kMasterWeightsKey, format),
-      "MasterWeights: the archive holds no masters; load what "
-      "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the file of "
-      "the optimizer alone)");
-  TORCH_CHECK(format.isInt() && format.toInt() == kMasterWeightsFormat,
-              "MasterWeights: the archive has a format that this version of mezzo does not know; "
-              "read it with the version that wrote it, or, if it is damaged, load an earlier one");
-}
 
 /// Loads all of an optimizer's state, or leaves it as it was.
 inline void load_whole(torch::serialize::InputArchive& archive,
@@ -230,7 +210,11 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
       }
       lent.push_back(std::move(own));
       if (lent.back().master.defined()) detail::exchange(parameter, lent.back().master);
-      parameter.mutable_grad() = detail::multiplied(row.gradient, factor);
+      // In float before the product, so that nothing underflows on the way; the gradient itself
+      // is never written.
+      const bool is_low = detail::is_low_precision(row.gradient);
+      const at::Tensor wide = is_low ? row.gradient.to(at::kFloat) : row.gradient;
+      parameter.mutable_grad() = factor == 1.0 ? wide : wide.mul(factor);
     }
     if (has_schedule()) detail::set_lrs(*inner_, lrs());
     inner_->step();
@@ -270,7 +254,15 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   const detail::NoGraphGuard no_graph;
-  detail::check_file(archive);
+  c10::IValue format;
+  TORCH_CHECK(
+      archive.try_read(detail::kMasterWeightsKey, format),
+      "MasterWeights: the archive holds no masters; load what "
+      "torch::save(masters, path) wrote (torch::load(masters.optimizer(), path) reads the file of "
+      "the optimizer alone)");
+  TORCH_CHECK(format.isInt() && format.toInt() == detail::kMasterWeightsFormat,
+              "MasterWeights: the archive has a format that this version of mezzo does not know; "
+              "read it with the version that wrote it, or, if it is damaged, load an earlier one");
   decltype(masters_) masters;
   std::size_t number = 0;
   detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {

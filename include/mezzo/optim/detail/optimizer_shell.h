@@ -63,10 +63,7 @@ class OptimizerShell : public StepEngine {
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {},
                           const optim::WeightOptions& weights = {})
-      : OptimizerShell({torch::optim::OptimizerParamGroup(std::move(parameters))}, defaults,
-                       weights) {
-    check_has_parameters(!param_groups_.front().params().empty(), Traits::kName);
-  }
+      : OptimizerShell(one_group(std::move(parameters), Traits::kName), defaults, weights) {}
 
   /// Adds a group.
   /// \throws c10::Error, and has not added the group, if its options are out of range or those of

@@ -121,6 +121,13 @@ inline void check_has_parameters(bool has_parameters, const char* optimizer) {
               "model that has registered its layers with register_module");
 }
 
+/// Returns `parameters`, of which there must be some, as a group.
+inline std::vector<torch::optim::OptimizerParamGroup> one_group(std::vector<at::Tensor> parameters,
+                                                                const char* optimizer) {
+  check_has_parameters(!parameters.empty(), optimizer);
+  return {torch::optim::OptimizerParamGroup(std::move(parameters))};
+}
+
 /// Returns the options of a group, of the class that is named `wanted`.
 /// \throws c10::Error if they are another optimizer's
 template <class Options>
@@ -145,6 +152,15 @@ inline void check_numbers(const char* optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
 }
 
+/// Checks what the options of AdamW and LAMB have in common.
+template <class Options>
+void check_adam_numbers(const char* optimizer, const Options& options) {
+  check_numbers(
+      optimizer,
+      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+      options.betas());
+}
+
 /// \throws c10::Error unless parameter and gradient are dense, alike, and can be trained
 inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWords& optimizer) {
   const at::Tensor& gradient = parameter.grad();
@@ -166,18 +182,6 @@ inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWor
       "a view of, or make it contiguous() before the optimizer is made");
 }
 
-/// Names two tensors of `dense` that share memory, for a message.
-inline std::string overlap_words(const std::vector<at::Tensor>& dense,
-                                 const OptimizerWords& optimizer) {
-  for (std::size_t i = 0; i < dense.size(); ++i) {
-    for (std::size_t other = 0; other < i; ++other) {
-      if (!may_overlap({dense[i], dense[other]})) continue;
-      return c10::str(optimizer.parameter(dense[other]), " and ", optimizer.parameter(dense[i]));
-    }
-  }
-  return "two parameters";
-}
-
 /// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
 ///   the same memory at once, or two masters would be rounded into it
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
@@ -191,7 +195,9 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
     const bool is_dense = parameter.layout() == at::kStrided;
     if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
   }
-  TORCH_CHECK(!may_overlap(dense), optimizer, ": ", overlap_words(dense, optimizer),
+  const auto shared = overlap_in(dense);
+  TORCH_CHECK(!shared, optimizer, ": ", optimizer.parameter(shared->first), " and ",
+              optimizer.parameter(shared->second),
               " share memory, which a step would change twice; give the tensor once that both are "
               "views of, or clone() one of them");
 }

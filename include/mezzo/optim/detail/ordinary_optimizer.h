@@ -39,12 +39,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   }
   /// Takes parameters, as one group.
   explicit OrdinaryOptimizer(std::vector<at::Tensor> parameters, const Options& defaults = {})
-      : OrdinaryOptimizer(
-            std::vector<torch::optim::OptimizerParamGroup>{
-                torch::optim::OptimizerParamGroup(std::move(parameters))},
-            defaults) {
-    check_has_parameters(!param_groups_.front().params().empty(), Own::kName);
-  }
+      : OrdinaryOptimizer(one_group(std::move(parameters), Own::kName), defaults) {}
 
   /// Adds a group. \throws c10::Error as the constructor does, and has not added it
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {

@@ -290,7 +290,7 @@ inline bool share_gradients(std::span<const StepPlan::Row> rows) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(rows.size());
   for (const StepPlan::Row& row : rows) gradients.push_back(row.gradient);
-  return may_overlap(gradients);
+  return overlap_in(gradients).has_value();
 }
 
 /// Returns the memory that a step of `row` reads and writes. A gradient with gaps is copied, and

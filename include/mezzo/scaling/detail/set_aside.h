@@ -7,7 +7,6 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstddef>
-#include <unordered_set>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -23,35 +22,25 @@ inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
 }
 
 /// Takes the gradients of parameters away for a scope, so that a backward pass inside begins with
-/// none. The gradients that were set aside have one of three ends:
-///
-/// - add_back() adds them to the gradients that have come since;
-/// - drop() releases them, and the gradients that have come since stay;
-/// - otherwise, as when the pass throws, the destructor puts back exactly what was there, and
-///   parameters that had no gradient have none.
+/// none. What was set aside is added back, dropped, or otherwise, as when the pass throws, put back
+/// exactly as it was. A parameter that is given twice has nothing to set aside the second time.
 class SetAside {
  public:
-  /// \param parameters  each counts once, also where it is given twice
-  explicit SetAside(const std::vector<at::Tensor>& parameters) {
+  explicit SetAside(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
     const c10::NoGradGuard no_grad;
-    std::unordered_set<const c10::TensorImpl*> seen;
-    for (const at::Tensor& parameter : parameters) {
-      if (!seen.insert(parameter.unsafeGetTensorImpl()).second) continue;
-      parameters_.push_back(parameter);
+    for (const at::Tensor& parameter : parameters_) {
       gradients_.push_back(parameter.grad());
       values_.push_back(kept(parameter.grad()));
+      parameter.mutable_grad() = at::Tensor();
     }
-    for (const at::Tensor& parameter : parameters_) parameter.mutable_grad() = at::Tensor();
   }
   ~SetAside() {
-    for (std::size_t i = 0; i < values_.size(); ++i) put_back(i);
+    for (std::size_t i = values_.size(); i-- > 0;) put_back(i);
   }
   SetAside(const SetAside&) = delete;
   SetAside& operator=(const SetAside&) = delete;
 
-  const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
-  /// Returns the gradients that were set aside, one for each of `parameters()`; undefined where
-  /// there was none.
+  /// Returns the gradients that were set aside; undefined where there was none.
   const std::vector<at::Tensor>& aside() const noexcept { return values_; }
 
   /// Adds what was set aside to the gradients that have come since.
@@ -71,7 +60,7 @@ class SetAside {
     drop();
   }
 
-  /// Releases what was set aside.
+  /// Releases what was set aside: the gradients that have come since stay.
   void drop() noexcept {
     values_.clear();
     gradients_.clear();
