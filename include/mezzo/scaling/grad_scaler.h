@@ -21,6 +21,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <array>
@@ -42,11 +43,6 @@
 #include <unordered_map>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -436,15 +432,11 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   });
 }
 
-// Templates, since the archives' headers take 14 s to compile: a unit that saves or loads includes
-// them itself.
-
 /// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
 /// disabled scaler writes nothing.
 /// \throws c10::Error in the middle of an iteration: save the scaler after `update`
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const GradScaler& scaler) {
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const GradScaler& scaler) {
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
@@ -459,14 +451,13 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 /// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
 /// forgotten. Clear the gradients before the next backward pass.
 /// \throws c10::Error as GradScaler::load_state_dict does
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, GradScaler& scaler) {
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  GradScaler& scaler) {
   GradScaler::StateDict state;
   for (const auto& [key, own] : GradScaler().state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) {
-      state[key] = value.template item<double>();
+      state[key] = value.item<double>();
     }
   }
   scaler.load_state_dict(state);
@@ -475,9 +466,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 }
 
 /// Throws what loading the archive would throw, and changes nothing.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const GradScaler& scaler) {
+inline void check_archive(torch::serialize::InputArchive& archive, const GradScaler& scaler) {
   GradScaler trial(scaler.is_enabled() ? scaler.rule() : LossScale{.enabled = false});
   archive >> trial;
 }
