@@ -14,7 +14,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
-#include <array>
 #include <cmath>
 #include <memory>
 #include <vector>
@@ -26,29 +25,20 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step by its scale, found_inf, sum of squares and largest magnitude.
-inline StepOutcome outcome_of(const std::array<double, 4>& numbers, bool has_norm,
-                              bool was_unscaled) {
-  const auto [scale, found_inf, sum_of_squares, max_abs] = numbers;
-  StepOutcome outcome{.ran = found_inf == 0.0,
-                      .found_inf = found_inf != 0.0,
-                      .scale = static_cast<float>(scale),
-                      .was_unscaled = was_unscaled};
-  if (has_norm) outcome.grad_norm = std::sqrt(sum_of_squares);
-  if (has_norm) outcome.grad_max_abs = max_abs;
-  if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
-  return outcome;
-}
-
 /// Returns the outcome of a step by its verdict, whose last two may be undefined. Waits for the
 /// verdict's device.
 inline StepOutcome outcome_of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
-  const auto number = [](const at::Tensor& one) {
-    return one.defined() ? one.item<double>() : 0.0;
-  };
-  return outcome_of({number(scale), number(verdict.found_inf), number(verdict.sum_of_squares),
-                     number(verdict.max_abs)},
-                    verdict.sum_of_squares.defined(), was_unscaled);
+  const bool found_inf = verdict.found_inf.item<float>() != 0.0F;
+  StepOutcome outcome{.ran = !found_inf,
+                      .found_inf = found_inf,
+                      .scale = scale.item<float>(),
+                      .was_unscaled = was_unscaled};
+  if (verdict.sum_of_squares.defined()) {
+    outcome.grad_norm = std::sqrt(verdict.sum_of_squares.item<double>());
+    outcome.grad_max_abs = verdict.max_abs.defined() ? verdict.max_abs.item<double>() : 0.0;
+  }
+  if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+  return outcome;
 }
 
 /// Carries the four numbers of one step from a device to the host, as doubles. Kernels of mezzo's
@@ -111,12 +101,13 @@ class StepLetter final : public StepSlot {
         has_arrived_ = true;
       }
     }
-    const double* const numbers = numbers_.const_data_ptr<double>();
-    TORCH_CHECK(numbers[1] != kNoReplay,
+    const Verdict verdict{.found_inf = numbers_[1],
+                          .sum_of_squares = has_norm_ ? numbers_[2] : at::Tensor(),
+                          .max_abs = numbers_[3]};
+    TORCH_CHECK(verdict.found_inf.item<double>() != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    outcome_ =
-        outcome_of({numbers[0], numbers[1], numbers[2], numbers[3]}, has_norm_, was_unscaled_);
+    outcome_ = outcome_of(numbers_[0], verdict, was_unscaled_);
     return outcome_;
   }
   at::Tensor found_inf_on_device() const override { return found_inf_; }
