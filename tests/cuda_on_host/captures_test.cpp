@@ -304,6 +304,20 @@ TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
   EXPECT_FALSE(gpu.iterate().ran());
 }
 
+TEST_P(Captures, AResultThatIsKeptIsThatOfItsStep) {
+  Training gpu(host_gpu::device());
+  gpu.scaler().on_skip(nullptr);
+  std::vector<std::pair<mezzo::StepResult, float>> kept;
+  for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
+    gpu.input.fill_(value);
+    const auto scale = static_cast<float>(gpu.scaler().get_scale());
+    kept.emplace_back(gpu.iterate(), scale);
+    for (int i = 0; i < 3; ++i) (void)gpu.iterate();  // whose results nobody keeps
+    EXPECT_EQ(kept.back().first.found_inf(), value == kInfinity);
+  }
+  for (const auto& [result, scale] : kept) EXPECT_EQ(result.scale(), scale);
+}
+
 /// Averages of a training's weights, as doubles of the CPU.
 at::Tensor averages_of(const mezzo::Ema& ema) {
   std::vector<at::Tensor> all;

@@ -1,5 +1,4 @@
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/step_letter.h>
 
 #include <torch/torch.h>
 
@@ -11,8 +10,6 @@ namespace {
 
 using mezzo::StepOutcome;
 using mezzo::StepResult;
-using mezzo::detail::LetterPool;
-using mezzo::detail::StepLetter;
 
 /// A step that is decided elsewhere: the outcome arrives when somebody waits for it.
 class LateSlot : public mezzo::StepSlot {
@@ -63,56 +60,6 @@ TEST(StepResult, OwnsItsSlotTogetherWithItsCopies) {
 
 TEST(StepResult, RefusesANullSlot) {
   EXPECT_THROW(StepResult(std::shared_ptr<mezzo::StepSlot>()), c10::Error);
-}
-
-// --- Answers of a step that a device decides; what is sent arrives when the test sends it.
-
-void answer(StepLetter& letter, float scale, double norm, bool found_inf) {
-  const auto sum = torch::full({}, norm * norm, torch::kDouble);
-  const auto found = torch::full({}, found_inf ? 1.0F : 0.0F);
-  const auto max_abs = torch::full({}, norm / 2, torch::kDouble);
-  letter.send(torch::full({}, scale), {torch::ones({}), found, sum, max_abs},
-              /*was_unscaled=*/true);
-}
-
-TEST(StepLetter, HasTheAnswerThatWasSent) {
-  const auto letter = std::make_shared<StepLetter>(torch::kCPU);
-  const mezzo::StepResult result(letter);
-  EXPECT_THROW((void)result.ran(), c10::Error);
-  answer(*letter, 8.0F, 5.0, false);
-  EXPECT_TRUE(result.ready());
-  EXPECT_TRUE(result.ran());
-  EXPECT_EQ(result.scale(), 8.0F);
-  EXPECT_EQ(result.grad_norm(), 5.0);
-  EXPECT_EQ(result.grad_max_abs(), 2.5);
-  EXPECT_TRUE(result.was_unscaled());
-}
-
-TEST(LetterPool, DoesNotReuseOneThatSomebodyHolds) {
-  LetterPool pool;
-  const auto first = pool.letter_for(torch::kCPU);
-  EXPECT_NE(pool.letter_for(torch::kCPU), first);
-}
-
-TEST(LetterPool, UsesOneAgainThatAStepWhichThrewDidNotSend) {
-  LetterPool pool;
-  const auto* const address = pool.letter_for(torch::kCPU).get();
-  EXPECT_EQ(pool.letter_for(torch::kCPU).get(), address);
-}
-
-TEST(LetterPool, UsesOneAgainWhoseResultIsGone) {
-  LetterPool pool;
-  auto letter = pool.letter_for(torch::kCPU);
-  const auto* const address = letter.get();
-  auto result = std::make_unique<mezzo::StepResult>(letter);
-  answer(*letter, 8.0F, 5.0, true);
-  letter = nullptr;
-  EXPECT_TRUE(result->found_inf());
-  EXPECT_NE(pool.letter_for(torch::kCPU).get(), address) << "a result holds it";
-  EXPECT_TRUE(result->found_inf());
-  EXPECT_EQ(result->scale(), 8.0F);
-  result = nullptr;
-  EXPECT_EQ(pool.letter_for(torch::kCPU).get(), address);
 }
 
 }  // namespace

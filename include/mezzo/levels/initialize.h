@@ -18,6 +18,7 @@
 #include <ATen/core/ivalue.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <array>
 #include <concepts>
@@ -289,11 +290,10 @@ requires(!std::convertible_to<Models, ModelList> ||
 }
 
 /// Saves `state_dict` to an archive: `torch::save(amp, path)`.
-template <class Archive>
-requires(std::same_as<Archive, torch::serialize::OutputArchive>) Archive& operator<<(
-    Archive& archive, const Amp& amp) {
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const Amp& amp) {
   for (const auto& [key, entry] : amp.state_dict()) {
-    Archive nested(archive.compilation_unit());
+    torch::serialize::OutputArchive nested(archive.compilation_unit());
     for (const auto& [name, value] : entry) nested.write(name, c10::IValue(value));
     archive.write(key, nested);
   }
@@ -302,11 +302,10 @@ requires(std::same_as<Archive, torch::serialize::OutputArchive>) Archive& operat
 
 namespace detail {
 
-template <class Archive>
-Amp::StateDict read_amp_state(Archive& archive) {
+inline Amp::StateDict read_amp_state(torch::serialize::InputArchive& archive) {
   Amp::StateDict state;
   for (const std::string& key : archive.keys()) {
-    Archive nested;
+    torch::serialize::InputArchive nested;
     if (!archive.try_read(key, nested)) continue;
     for (const std::string& name : nested.keys()) {
       c10::IValue value;
@@ -320,17 +319,14 @@ Amp::StateDict read_amp_state(Archive& archive) {
 
 /// Loads `state_dict` from an archive: `torch::load(amp, path)`.
 /// \throws c10::Error as `load_state_dict` does
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(Archive& archive,
-                                                                                   Amp& amp) {
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  Amp& amp) {
   amp.load_state_dict(detail::read_amp_state(archive));
   return archive;
 }
 
 /// Throws what loading the archive would throw, and changes nothing.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const Amp& amp) {
+inline void check_archive(torch::serialize::InputArchive& archive, const Amp& amp) {
   amp.check_state_dict(detail::read_amp_state(archive));
 }
 

@@ -12,8 +12,8 @@
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
-#include <concepts>
 #include <cstdint>
 #include <type_traits>
 #include <utility>
@@ -106,15 +106,12 @@ class LossScaleOptimizer {
   int64_t iterations_ = 0;
   bool threw_ = false;  // the last step threw, so that its iteration had no `update`
 
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::OutputArchive>
-  friend Archive& operator<<(Archive& archive, const LossScaleOptimizer& optimizer);
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend Archive& operator>>(Archive& archive, LossScaleOptimizer& optimizer);
-  template <class Archive>
-  requires std::same_as<Archive, torch::serialize::InputArchive>
-  friend void check_archive(Archive& archive, const LossScaleOptimizer& optimizer);
+  friend torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                     const LossScaleOptimizer& optimizer);
+  friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                    LossScaleOptimizer& optimizer);
+  friend void check_archive(torch::serialize::InputArchive& archive,
+                            const LossScaleOptimizer& optimizer);
 };
 
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
@@ -128,13 +125,12 @@ void enable_mixed_precision(AnyOptimizer, detail::BareNumber auto) = delete;
 
 /// Writes the inner optimizer's state, the scaler's and the count of iterations:
 /// `torch::save(optimizer, path)` (include <torch/serialize.h>).
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const LossScaleOptimizer& optimizer) {
-  Archive inner(archive.compilation_unit());
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const LossScaleOptimizer& optimizer) {
+  torch::serialize::OutputArchive inner(archive.compilation_unit());
   optimizer.inner_.save(inner);
   archive.write("inner_optimizer", inner);
-  Archive scaler(archive.compilation_unit());
+  torch::serialize::OutputArchive scaler(archive.compilation_unit());
   scaler << optimizer.scaler_;
   archive.write("scaler", scaler);
   archive.write("iterations", c10::IValue(optimizer.iterations()));
@@ -143,11 +139,9 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 
 /// Throws what loading the archive would throw, but for what the inner optimizer's `load` does, and
 /// changes nothing.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const LossScaleOptimizer& optimizer) {
-  Archive inner;
-  Archive scaler;
+inline void check_archive(torch::serialize::InputArchive& archive,
+                          const LossScaleOptimizer& optimizer) {
+  torch::serialize::InputArchive inner, scaler;
   c10::IValue iterations;
   const bool is_whole = archive.try_read("inner_optimizer", inner) &&
                         archive.try_read("scaler", scaler) &&
@@ -160,12 +154,10 @@ void check_archive(Archive& archive, const LossScaleOptimizer& optimizer) {
 
 /// Loads what `operator<<` wrote: `torch::load(optimizer, path)`.
 /// \throws c10::Error for the file of another kind of object; as the inner optimizer's `load` does
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, LossScaleOptimizer& optimizer) {
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  LossScaleOptimizer& optimizer) {
   check_archive(archive, optimizer);  // before anything changes
-  Archive inner;
-  Archive scaler;
+  torch::serialize::InputArchive inner, scaler;
   c10::IValue iterations;
   archive.read("inner_optimizer", inner);
   archive.read("scaler", scaler);

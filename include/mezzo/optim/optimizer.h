@@ -84,9 +84,9 @@ class ScheduledLrs {
   /// Returns the rates of the next step, whose factor is `factor`.
   std::vector<double> next(const Groups& groups, double factor) const {
     std::vector<double> lrs = lrs_of(groups);
-    const std::vector<double> all = bases(groups);
     for (std::size_t i = 0; i < lrs.size(); ++i) {
-      if (i >= shown_.size() || lrs[i] == shown_[i]) lrs[i] = all[i] * factor;
+      const double base = i < bases_.size() ? bases_[i] : lrs[i];
+      if (i >= shown_.size() || lrs[i] == shown_[i]) lrs[i] = base * factor;
     }
     return lrs;
   }

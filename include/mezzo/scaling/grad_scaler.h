@@ -21,6 +21,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <array>
@@ -42,11 +43,6 @@
 #include <unordered_map>
 #include <utility>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -136,10 +132,12 @@ class DeviceScale {
 class ScaledClipping {
  public:
   /// Looks at one step. Steps without a norm, and with an inf or NaN, tell nothing.
-  void see(const StepOutcome& step) {
-    if (has_told_ || !step.grad_norm || nonfinite_bits(*step.grad_norm)) return;
-    const double norm = *step.grad_norm * step.scale;
-    const double largest = *step.grad_max_abs * step.scale;
+  void see(const StepResult& step) {
+    if (has_told_) return;
+    const double bound = step.grad_norm().value_or(HUGE_VAL);
+    if (nonfinite_bits(bound)) return;
+    const double norm = bound * step.scale();
+    const double largest = *step.grad_max_abs() * step.scale();
     if (!is_same(norm, norm_)) {
       steps_ = 0;
       norm_ = norm;
@@ -149,12 +147,12 @@ class ScaledClipping {
     highest_ = std::max(highest_, largest);
     const bool moves = highest_ - lowest_ > 1e-2 * highest_;
     if (++steps_ < 5 || !moves || !is_round(norm)) return;
-    if (is_round(*step.grad_norm)) return;
+    if (is_round(bound)) return;
     has_told_ = true;
     TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
                " steps in a row: it looks as if gradients were clipped while they still carry the "
                "loss scale ",
-               step.scale, ", which is a bound of ", *step.grad_norm,
+               step.scale(), ", which is a bound of ", bound,
                " on the true ones; call scaler.unscale_(optimizer) before clipping, or leave "
                "clipping to scaler.step(optimizer, {.max_norm = ...})");
   }
@@ -307,7 +305,7 @@ class GradScaler {
   /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
   void forget_iteration() noexcept {
     records_.clear();
-    letters_.clear();
+    results_.clear();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
@@ -345,11 +343,12 @@ class GradScaler {
     /// counts for the next scale. Undefined before any check.
     at::Tensor found_inf{};
   };
-  using Letters = std::vector<std::shared_ptr<detail::StepLetter>>;
+  using Results = std::vector<StepResult>;
 
   Record& record_to_step(const torch::optim::Optimizer& optimizer);
   void unscale_into(AnyOptimizer optimizer);
   void check_verdict(Record& record, Verdict& verdict);
+  StepResult result_of(const Verdict& verdict, bool was_unscaled);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
   StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
@@ -378,8 +377,8 @@ class GradScaler {
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
 
   detail::LetterPool letter_pool_;
-  Letters letters_;                 // of this iteration
-  std::deque<Letters> iterations_;  // of which `on_skip` has yet to know
+  Results results_;                 // of this iteration
+  std::deque<Results> iterations_;  // of which `on_skip` has yet to know
 };
 
 namespace detail {
@@ -433,15 +432,11 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   });
 }
 
-// Templates, since the archives' headers take 14 s to compile: a unit that saves or loads includes
-// them itself.
-
 /// Writes `state_dict` to an archive: `torch::save(scaler, path)` (include <torch/serialize.h>). A
 /// disabled scaler writes nothing.
 /// \throws c10::Error in the middle of an iteration: save the scaler after `update`
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operator<<(
-    Archive& archive, const GradScaler& scaler) {
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const GradScaler& scaler) {
   TORCH_CHECK(
       !scaler.is_in_iteration(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
@@ -456,14 +451,13 @@ requires std::same_as<Archive, torch::serialize::OutputArchive> Archive& operato
 /// An iteration begins, as with a scaler that Python unpickles: what was unscaled before is
 /// forgotten. Clear the gradients before the next backward pass.
 /// \throws c10::Error as GradScaler::load_state_dict does
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator>>(
-    Archive& archive, GradScaler& scaler) {
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  GradScaler& scaler) {
   GradScaler::StateDict state;
   for (const auto& [key, own] : GradScaler().state_dict()) {
     at::Tensor value;
     if (archive.try_read(key, value, /*is_buffer=*/true)) {
-      state[key] = value.template item<double>();
+      state[key] = value.item<double>();
     }
   }
   scaler.load_state_dict(state);
@@ -472,9 +466,7 @@ requires std::same_as<Archive, torch::serialize::InputArchive> Archive& operator
 }
 
 /// Throws what loading the archive would throw, and changes nothing.
-template <class Archive>
-requires std::same_as<Archive, torch::serialize::InputArchive>
-void check_archive(Archive& archive, const GradScaler& scaler) {
+inline void check_archive(torch::serialize::InputArchive& archive, const GradScaler& scaler) {
   GradScaler trial(scaler.is_enabled() ? scaler.rule() : LossScale{.enabled = false});
   archive >> trial;
 }

@@ -228,6 +228,15 @@ MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
   verdict.found_inf = detail::on_device(record.found_inf, verdict.inv_scale.device());
 }
 
+/// Returns a step's result, which a device tells later.
+MEZZO_INLINE StepResult GradScaler::result_of(const Verdict& verdict, bool was_unscaled) {
+  const at::Tensor& scale = scale_->original();
+  if (scale.is_cpu()) return StepResult(detail::outcome_of(scale, verdict, was_unscaled));
+  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
+  letter->send(scale, verdict, was_unscaled);
+  return StepResult(letter);
+}
+
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
@@ -243,14 +252,12 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
   check_verdict(record, verdict);
-  const std::shared_ptr<detail::StepLetter> letter =
-      detail::letter_for(letter_pool_, scale.device());  // made before the step, for it may throw
+  const StepResult result = result_of(verdict, was_unscaled);  // may throw, and so goes first
   fused.apply(std::move(plan), verdict, options);
   record.stage = Stage::stepped;
-  letter->send(scale, verdict, was_unscaled);
-  if (!letter->is_captured()) letters_.push_back(letter);  // replays do not notify the host
-  if (letter->device().is_cpu()) return StepResult(letter->read());
-  return StepResult(letter);
+  const bool is_captured = !scale.is_cpu() && detail::capture_on(scale.device()) != 0;
+  if (!is_captured) results_.push_back(result);  // replays do not notify the host
+  return result;
 }
 
 /// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
@@ -269,22 +276,17 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     verdict = detail::read_gradients(plan, at::ones_like(scale));
     check_verdict(record, verdict);
   }
-  const std::shared_ptr<detail::StepLetter> letter =
-      detail::letter_for(letter_pool_, scale.device());
-  letter->send(scale, verdict, was_unscaled);
-  StepOutcome outcome = letter->outcome();
+  StepOutcome outcome = detail::outcome_of(scale, verdict, was_unscaled);
   if (outcome.ran) {
     if (detail::clips(options)) {
-      detail::clip_in_place(plan,
-                            detail::clip_coefficient(letter->sum_of_squares(), options.max_norm));
+      detail::clip_in_place(plan, *detail::gradient_factor(verdict, options.max_norm));
     }
     outcome.value = optimizer.step();
   }
   record.stage = Stage::stepped;
   detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
-  letters_.push_back(letter);
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
-  return StepResult(std::move(outcome));
+  return results_.emplace_back(std::move(outcome));
 }
 
 /// Steps for a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
@@ -301,11 +303,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     const bool is_known = fused == nullptr || device.is_cpu();
-    if (is_known) {
-      detail::StepLetter letter(device);
-      letter.send(one, verdict);
-      outcome = letter.outcome();
-    }
+    if (is_known) outcome = detail::outcome_of(one, verdict, /*was_unscaled=*/false);
   }
   if (fused != nullptr) {
     fused->apply(std::move(plan), verdict, options);
@@ -328,8 +326,8 @@ MEZZO_INLINE void GradScaler::update() {
     if (!one.defined()) continue;
     found = found.defined() ? found.add(one) : one;
     if (record.stage != Stage::unscaled) continue;
-    letters_.push_back(detail::letter_for(letter_pool_, one.device()));  // no step tells of it
-    letters_.back()->send(scale_->original(), {.inv_scale = scale_->inverse(), .found_inf = one});
+    const Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = one};
+    results_.push_back(result_of(verdict, /*was_unscaled=*/false));  // no step tells of it
   }
   TORCH_CHECK(
       found.defined(),
@@ -365,33 +363,32 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
-/// skipped a step: reads the letters that have arrived, in order, and never waits. On the CPU this
-/// iteration's have; a skip on a device waits for the next iteration's letter, which carries the
-/// scale that followed.
+/// skipped a step: reads the results that have arrived, in order, and never waits. On the CPU this
+/// iteration's have; a skip on a device waits for the next iteration's, which has the scale that
+/// followed.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   records_.clear();
-  Letters letters = std::exchange(letters_, {});
+  Results results = std::exchange(results_, {});
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
-  if (!letters.empty()) {
-    iterations_.push_back(std::move(letters));
+  if (!results.empty()) {
+    iterations_.push_back(std::move(results));
   } else if (iterations_.empty()) {
     times_at_floor_ = times_in_a_row_ = 0;
   }
-  const auto is_there = [](const auto& letter) { return letter->has_arrived(); };
+  const auto is_there = [](const StepResult& result) { return result.ready(); };
   while (!iterations_.empty() &&
          std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {
     std::optional<float> skipped_scale, next_scale;
-    for (const auto& letter : iterations_[0]) {
-      const StepOutcome outcome = letter->read();
-      if (outcome.found_inf) skipped_scale = outcome.scale;
+    for (const StepResult& result : iterations_[0]) {
+      if (result.found_inf()) skipped_scale = result.scale();
     }
     if (scale_->original().is_cpu()) {
       next_scale = scale_->original().item<float>();
-    } else if (iterations_.size() > 1 && iterations_[1][0]->has_arrived()) {
-      next_scale = iterations_[1][0]->read().scale;
+    } else if (iterations_.size() > 1 && iterations_[1][0].ready()) {
+      next_scale = iterations_[1][0].scale();
     }
     if (skipped_scale && !next_scale) return;
-    for (const auto& letter : std::exchange(iterations_[0], {})) clipping_.see(letter->read());
+    for (const StepResult& result : std::exchange(iterations_[0], {})) clipping_.see(result);
     iterations_.pop_front();
     if (skipped_scale) {
       tell_of_skip(*skipped_scale, *next_scale);

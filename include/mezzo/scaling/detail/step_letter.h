@@ -25,10 +25,25 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Carries four doubles about one step to the host: scale, found_inf, sum of squares, largest
-/// magnitude. Kernels of mezzo's write the numbers into pinned memory; on devices without them ATen
-/// copies the numbers there. An event behind the write tells when the numbers have arrived, and the
-/// host reads them no earlier. On the CPU they are there at once.
+/// Returns the outcome of a step by its verdict, whose last two may be undefined. Waits for the
+/// verdict's device.
+inline StepOutcome outcome_of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+  const bool found_inf = verdict.found_inf.item<float>() != 0.0F;
+  StepOutcome outcome{.ran = !found_inf,
+                      .found_inf = found_inf,
+                      .scale = scale.item<float>(),
+                      .was_unscaled = was_unscaled};
+  if (verdict.sum_of_squares.defined()) {
+    outcome.grad_norm = std::sqrt(verdict.sum_of_squares.item<double>());
+    outcome.grad_max_abs = verdict.max_abs.defined() ? verdict.max_abs.item<double>() : 0.0;
+  }
+  if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+  return outcome;
+}
+
+/// Carries the four numbers of one step from a device to the host, as doubles. Kernels of mezzo's
+/// write them into pinned memory; on devices without them ATen copies them there. An event behind
+/// the write tells when the numbers have arrived, and the host reads them no earlier.
 ///
 /// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
 /// Replays do not notify the host: a captured letter never becomes ready, and reading it
@@ -44,24 +59,15 @@ class StepLetter final : public StepSlot {
   }
 
   at::Device device() const noexcept { return device_; }
-  bool is_captured() const noexcept { return is_captured_; }
 
-  /// Sends the numbers of a step. No host sync from a device.
+  /// Sends the numbers of a step. No host sync.
   /// \param scale  a float of one element
   /// \param verdict  the totals of all devices; sum_of_squares and max_abs may be undefined
   /// \param was_unscaled  whether the gradients had lost the scale before the step
-  void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled = false) {
+  void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
     has_norm_ = verdict.sum_of_squares.defined();
     was_unscaled_ = was_unscaled;
     found_inf_ = verdict.found_inf;
-    if (device_.is_cpu()) {
-      double* to = numbers_.mutable_data_ptr<double>();
-      for (const at::Tensor& number :
-           {scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs}) {
-        *to++ = number.defined() ? number.item<double>() : 0.0;
-      }
-      return;
-    }
     has_arrived_ = false;
     write(on_device(scale, device_), verdict.on(device_));
     if (!is_captured_)
@@ -70,17 +76,13 @@ class StepLetter final : public StepSlot {
 
   /// Returns whether the device will not write the numbers any more. An event may not be queried
   /// during a capture.
-  /// \throws c10::Error for a device that has failed
-  bool has_arrived() const {
-    if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) has_arrived_ = event_.query();
-    return has_arrived_;
-  }
   bool ready() const noexcept override {
     try {
-      return has_arrived();
+      if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) has_arrived_ = event_.query();
     } catch (const c10::Error&) {
-      return false;  // `outcome` throws it
+      return false;  // of a device that has failed: `outcome` throws it
     }
+    return has_arrived_;
   }
 
   /// Returns the outcome of the step; of a captured one, that of the last replay.
@@ -99,28 +101,16 @@ class StepLetter final : public StepSlot {
         has_arrived_ = true;
       }
     }
-    outcome_ = read();
-    return outcome_;
-  }
-  /// Returns the outcome by the numbers that have arrived.
-  StepOutcome read() const {
-    const double* const numbers = numbers_.const_data_ptr<double>();
-    TORCH_CHECK(numbers[1] != kNoReplay,
+    const Verdict verdict{.found_inf = numbers_[1],
+                          .sum_of_squares = has_norm_ ? numbers_[2] : at::Tensor(),
+                          .max_abs = numbers_[3]};
+    TORCH_CHECK(verdict.found_inf.item<double>() != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    StepOutcome outcome{.ran = numbers[1] == 0.0,
-                        .found_inf = numbers[1] != 0.0,
-                        .scale = static_cast<float>(numbers[0]),
-                        .was_unscaled = was_unscaled_};
-    if (has_norm_) outcome.grad_norm = std::sqrt(numbers[2]);
-    if (has_norm_) outcome.grad_max_abs = numbers[3];
-    if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
-    return outcome;
+    outcome_ = outcome_of(numbers_[0], verdict, was_unscaled_);
+    return outcome_;
   }
-  at::Tensor found_inf_on_device() const override {
-    return device_.is_cpu() ? at::Tensor() : found_inf_;
-  }
-  double sum_of_squares() const { return numbers_.const_data_ptr<double>()[2]; }
+  at::Tensor found_inf_on_device() const override { return found_inf_; }
 
  private:
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
@@ -164,9 +154,8 @@ class LetterPool {
   /// Returns a letter for one step on `device`.
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     for (const std::shared_ptr<StepLetter>& letter : letters_) {
-      const bool is_free =
-          letter.use_count() == 1 && letter->device() == device && letter->has_arrived();
-      if (is_free && (device.is_cpu() || capture_on(device) == 0)) return letter;
+      const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
+      if (is_free && capture_on(device) == 0) return letter;
     }
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }
@@ -174,12 +163,6 @@ class LetterPool {
  private:
   std::vector<std::shared_ptr<StepLetter>> letters_;
 };
-
-/// Returns a letter of the pool, or, on the CPU, where it is read at once, a new one: kept between
-/// a model's large blocks, it would split the memory that they leave to each other.
-inline std::shared_ptr<StepLetter> letter_for(LetterPool& pool, at::Device device) {
-  return device.is_cpu() ? std::make_shared<StepLetter>(device) : pool.letter_for(device);
-}
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
