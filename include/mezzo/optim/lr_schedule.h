@@ -253,9 +253,6 @@ class LrSchedule {
     return mezzos() != nullptr ? mezzos()->base_lrs() : scheduled_.bases(groups());
   }
 
-  /// Returns the curve.
-  const Curve& curve() const noexcept { return curve_; }
-
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
   /// mezzo's this calls its `set_applied_steps`.
   /// \throws c10::Error if negative
