@@ -22,9 +22,9 @@ def output_of(*command, **options):
 
 
 def functions_by_file(object_file, include):
-    """{file below include/mezzo: {(line, name)}} of what was run, from gcov."""
+    """{file below include/mezzo: {line: name}} of what was run, from gcov; a template counts once."""
     report = output_of("gcov", "--json-format", "--stdout", object_file)
-    found = collections.defaultdict(set)
+    found = collections.defaultdict(dict)
     for line in report.splitlines():
         for source in json.loads(line)["files"]:
             path = os.path.abspath(source["file"])
@@ -33,7 +33,7 @@ def functions_by_file(object_file, include):
             for function in source["functions"]:
                 if function["execution_count"]:
                     name = function["demangled_name"].split("(")[0]
-                    found[os.path.relpath(path, include)].add((function["start_line"], name))
+                    found[os.path.relpath(path, include)][function["start_line"]] = name
     return found
 
 
@@ -69,7 +69,7 @@ def main():
     if given.list:
         for file, functions in sorted(found.items()):
             print(f"\n{file}: {len(functions)}")
-            for line, name in sorted(functions):
+            for line, name in sorted(functions.items()):
                 print(f"  {line:4} {name}")
     sys.exit(any(getattr(given, name) is not None and number > getattr(given, name)
                  for name, number in measured.items()))

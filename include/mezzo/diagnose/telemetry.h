@@ -282,8 +282,8 @@ inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRec
     if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
     is_drawing = !is_gap;
   }
-  return "<figure><figcaption>" + chart.title +
-         ", by step</figcaption><div class=chart><div class=y>" + labels +
+  return "<figure><figcaption>" + chart.title + "</figcaption><div class=chart><div class=y>" +
+         labels +
          "</div><svg viewBox='0 0 100 100' preserveAspectRatio=none role=img aria-label='" +
          chart.title + "'>" + grid + marks + "<path class=curve d='" + curve +
          "'/></svg><div class=ticks>" + ticks + "</div></div></figure>\n";
@@ -579,14 +579,14 @@ class RunReport {
     };
     std::string html;
     for (const detail::Chart& chart : std::vector<detail::Chart>{
-             {"loss; red: inf or NaN", false, &Record::loss, is_bad},
-             {"loss scale; red: a skipped step", true, &Record::scale, is_skipped},
-             {"gradient norm before clipping; red: a skipped step", true,
+             {"loss, by step; red: inf or NaN", false, &Record::loss, is_bad},
+             {"loss scale, by step; red: skipped", true, &Record::scale, is_skipped},
+             {"gradient norm before clipping, by step; red: skipped", true,
               [](const Record& one) { return one.skipped ? std::nullopt : one.grad_norm; },
               is_skipped},
-             {"learning rate", false, &Record::learning_rate},
-             {"tokens/s", false, &Record::tokens_per_second},
-             {"memory, MiB", false, [](const Record& one) {
+             {"learning rate, by step", false, &Record::learning_rate},
+             {"tokens/s, by step", false, &Record::tokens_per_second},
+             {"memory, MiB, by step", false, [](const Record& one) {
                 return one.memory_bytes ? std::optional(*one.memory_bytes / 1048576) : std::nullopt;
               }}}) {
       html += detail::chart_html(chart, records_);

@@ -37,19 +37,13 @@ struct EmaOptions {
   double decay = 0.999;
   /// Returns float masters, which are averaged in place of the first parameters: one tensor for
   /// each, in order; undefined, or the parameter itself, for a parameter without master. Called at
-  /// construction and at each update, since loading a file replaces masters:
-  ///
-  ///     mezzo::Ema ema(model->parameters(),
-  ///                    {.masters = [&] { return mezzo::master_params(optimizer); }});
+  /// construction and at each update, since loading a file replaces masters: usually
+  /// `[&] { return mezzo::master_params(optimizer); }`.
   std::function<std::vector<at::Tensor>()> masters = nullptr;
 };
 
-/// Keeps an exponential moving average of each parameter. Works with any optimizer.
-///
-/// \code
-///   mezzo::Ema ema(model->parameters(), {.decay = 0.999});
-///   ema.update(scaler.step(optimizer));  // does nothing if the step was skipped
-/// \endcode
+/// Keeps an exponential moving average of each parameter, beside any optimizer:
+/// `ema.update(scaler.step(optimizer))` after each step.
 ///
 /// Averages are float (double for double), on the parameters' device, and start as the weights at
 /// construction. An update changes all averages, those of frozen parameters too. Ema computes
@@ -80,8 +74,6 @@ class Ema {
   /// graph (update once before the capture). \throws c10::Error as `update()`
   void update(const StepResult& result);
 
-  /// Returns the share of the averages that an update keeps.
-  double decay() const noexcept { return options_.decay; }
   /// Returns the averaged parameters.
   const std::vector<at::Tensor>& parameters() const noexcept { return parameters_; }
   /// Returns the averages, in the order of the parameters.
@@ -98,37 +90,6 @@ class Ema {
   std::vector<at::Tensor> parameters_;
   EmaOptions options_;
   std::vector<at::Tensor> averages_;
-};
-
-/// Replaces the weights of the parameters by their averages for a scope.
-///
-/// The constructor gives the parameters other memory, which holds the averages rounded to their
-/// dtypes, and takes their gradients away. The destructor gives memory and gradients back,
-/// untouched, so training continues bitwise identically, also with whole or split masters. The
-/// price is memory for one copy of the weights.
-///
-/// Evaluate within the scope; do not train: what is written to the parameters, and gradients made
-/// within the scope, are lost at its end. CheckpointManager (mezzo/checkpoint/checkpoint.h) refuses
-/// to save or load such parameters, Ema to update, and another scope to begin on them. Buffers keep
-/// their training values: to get batch-norm statistics for the averaged weights, run some batches
-/// in training mode, and restore the buffers afterwards. Older views of the parameters and captured
-/// CUDA graphs keep using the training weights. No other thread may use the parameters while the
-/// guard begins or ends.
-class [[nodiscard]] EmaScope {
- public:
-  /// \throws c10::Error, and changes nothing, if the shapes of a parameter and its average differ,
-  ///   or a parameter holds an average already
-  explicit EmaScope(const Ema& ema);
-  ~EmaScope();
-  EmaScope(const EmaScope&) = delete;
-  EmaScope& operator=(const EmaScope&) = delete;
-
- private:
-  /// A parameter, with what it had before.
-  struct Lent {
-    at::Tensor parameter, memory, gradient;
-  };
-  std::vector<Lent> lent_;
 };
 
 inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
@@ -154,7 +115,7 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
 /// \throws c10::Error if a parameter has another shape than its average, or holds it
 inline void Ema::check_parameters() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    TORCH_CHECK(!detail::averaged_parameters().hold(parameters_[i]),
+    TORCH_CHECK(!detail::holds_average(parameters_[i]),
                 "Ema: ", detail::parameter_words(i, parameters_[i]),
                 " holds its average, for an EmaScope is alive; let that scope end first");
     TORCH_CHECK(parameters_[i].sizes() == averages_[i].sizes(),
@@ -236,36 +197,67 @@ inline void Ema::update(const StepResult& result) {
   if (found_inf.defined() || result.ran()) move_all(found_inf);
 }
 
-inline EmaScope::EmaScope(const Ema& ema) {
-  const c10::NoGradGuard no_grad;
-  ema.check_parameters();
-  std::vector<at::Tensor> rounded;
-  for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
-    const at::Tensor& parameter = ema.parameters()[i];
-    rounded.push_back(at::empty_like(parameter, parameter.options().requires_grad(false)));
-    rounded.back().copy_(ema.averages()[i]);
-    lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
+/// Replaces the weights of the parameters by their averages for a scope.
+///
+/// The constructor gives the parameters other memory, which holds the averages rounded to their
+/// dtypes, and takes their gradients away. The destructor gives memory and gradients back,
+/// untouched, so training continues bitwise identically, also with whole or split masters. The
+/// price is memory for one copy of the weights.
+///
+/// Evaluate within the scope; do not train: what is written to the parameters, and gradients made
+/// within the scope, are lost at its end. CheckpointManager (mezzo/checkpoint/checkpoint.h) refuses
+/// to save or load such parameters, Ema to update, and another scope to begin on them. Buffers keep
+/// their training values: to get batch-norm statistics for the averaged weights, run some batches
+/// in training mode, and restore the buffers afterwards. Older views of the parameters and captured
+/// CUDA graphs keep using the training weights. No other thread may use the parameters while the
+/// guard begins or ends.
+class [[nodiscard]] EmaScope {
+ public:
+  /// \throws c10::Error, and changes nothing, if the shapes of a parameter and its average differ,
+  ///   or a parameter holds an average already
+  explicit EmaScope(const Ema& ema) {
+    const c10::NoGradGuard no_grad;
+    ema.check_parameters();
+    std::vector<at::Tensor> rounded;
+    for (std::size_t i = 0; i < ema.parameters().size(); ++i) {
+      const at::Tensor& parameter = ema.parameters()[i];
+      rounded.push_back(at::empty_like(parameter, parameter.options().requires_grad(false)));
+      rounded.back().copy_(ema.averages()[i]);
+      lent_.push_back({parameter, parameter.variable_data(), parameter.grad()});
+    }
+    detail::averaged_parameters().withLock([&](auto& all) {
+      for (const Lent& one : lent_) all.insert(one.parameter.unsafeGetTensorImpl());
+    });
+    for (std::size_t i = 0; i < rounded.size(); ++i) {
+      lent_[i].parameter.mutable_grad() = at::Tensor();
+      lent_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
+    }
+    detail::drop_weight_casts();
   }
-  detail::averaged_parameters().add(ema.parameters());
-  for (std::size_t i = 0; i < rounded.size(); ++i) {
-    lent_[i].parameter.mutable_grad() = at::Tensor();
-    lent_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
+  /// Does not throw: set_data fails only for a tensor of another kind, and each parameter gets back
+  /// its own.
+  ~EmaScope() {
+    const c10::NoGradGuard no_grad;
+    for (const Lent& one : lent_) {
+      one.parameter.mutable_grad() = at::Tensor();
+      one.parameter.set_data(one.memory);
+      one.parameter.mutable_grad() = one.gradient;
+    }
+    detail::averaged_parameters().withLock([&](auto& all) {
+      for (const Lent& one : lent_) all.erase(one.parameter.unsafeGetTensorImpl());
+    });
+    detail::drop_weight_casts();
   }
-  detail::drop_weight_casts();
-}
+  EmaScope(const EmaScope&) = delete;
+  EmaScope& operator=(const EmaScope&) = delete;
 
-/// Does not throw: set_data fails only for a tensor of another kind, and each parameter gets back
-/// its own.
-inline EmaScope::~EmaScope() {
-  const c10::NoGradGuard no_grad;
-  for (const Lent& one : lent_) {
-    one.parameter.mutable_grad() = at::Tensor();
-    one.parameter.set_data(one.memory);
-    one.parameter.mutable_grad() = one.gradient;
-    detail::averaged_parameters().remove(one.parameter);
-  }
-  detail::drop_weight_casts();
-}
+ private:
+  /// A parameter, with what it had before.
+  struct Lent {
+    at::Tensor parameter, memory, gradient;
+  };
+  std::vector<Lent> lent_;
+};
 
 /// Save and load the averages, not the decay: `torch::save(ema, path)` and `torch::load(ema, path)`
 /// (include <torch/serialize.h>). Loading \throws c10::Error, and changes nothing, if the shapes

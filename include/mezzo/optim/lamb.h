@@ -35,15 +35,15 @@ namespace optim {
 /// The options of Apex's FusedLAMB, with its defaults. Clipping, which Apex has on by default, is
 /// an option of the step: `scaler.step(optimizer, {.max_norm = 1.0})`.
 struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
-  /// The 2-norm of a parameter's step is lr times that of the parameter.
-  static constexpr double kLr = 1e-3;
-  /// The names of the options below in files.
-  static constexpr std::array kKeys{"betas", "eps", "weight_decay", "bias_correction",
-                                    "always_adapt"};
+  /// The names of the options in files.
+  static constexpr std::array kKeys{"lr",           "betas",           "eps",
+                                    "weight_decay", "bias_correction", "always_adapt"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
-  using ListedOptions::ListedOptions;
+  LAMBOptions(double lr = 1e-3) : lr_(lr) {}
 
+  /// The 2-norm of a parameter's step is lr times that of the parameter.
+  TORCH_ARG(double, lr);
   /// Shares of the running means of gradients and of their squares that a step keeps; in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.999);
   /// Added to the root of the mean square; at least 0.
@@ -59,7 +59,7 @@ struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
  public:
   /// Returns references to these options.
   static auto values(auto& own) {
-    return std::tie(own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
+    return std::tie(own.lr_, own.betas_, own.eps_, own.weight_decay_, own.bias_correction_,
                     own.always_adapt_);
   }
 };

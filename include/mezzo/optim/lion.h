@@ -21,14 +21,14 @@ namespace optim {
 
 /// Lion's options, with the paper's names and defaults.
 struct LionOptions : public detail::ListedOptions<LionOptions> {
-  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
-  static constexpr double kLr = 1e-4;
-  /// The names of the options below in files.
-  static constexpr std::array kKeys{"betas", "weight_decay"};
+  /// The names of the options in files.
+  static constexpr std::array kKeys{"lr", "betas", "weight_decay"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
-  using ListedOptions::ListedOptions;
+  LionOptions(double lr = 1e-4) : lr_(lr) {}
 
+  /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.
+  TORCH_ARG(double, lr);
   /// The first weighs the running mean against the gradient in a step's direction. The second is
   /// the share of the running mean that a step keeps. Both are in [0, 1).
   TORCH_ARG(betas_t, betas) = std::make_tuple(0.9, 0.99);
@@ -37,7 +37,7 @@ struct LionOptions : public detail::ListedOptions<LionOptions> {
 
  public:
   /// Returns references to these options.
-  static auto values(auto& own) { return std::tie(own.betas_, own.weight_decay_); }
+  static auto values(auto& own) { return std::tie(own.lr_, own.betas_, own.weight_decay_); }
 };
 
 /// Lion's state of a parameter: `exp_avg()`, of the parameter's shape and dtype, and `step()`, the

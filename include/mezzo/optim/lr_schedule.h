@@ -197,10 +197,8 @@ class LrSchedule {
   ///   curve is longer than 2^24 - 1 steps, beyond which no device counts
   LrSchedule(AnyOptimizer optimizer, Curve curve)
       : optimizer_(optimizer), curve_(std::move(curve)) {
-    if (optimizer_.mezzos() != nullptr) {
-      optimizer_.mezzos()->set_lr_factors(detail::lr_factors(curve_));
-      known_steps_ = optimizer_.mezzos()->applied_steps();
-    }
+    if (mezzos() != nullptr) mezzos()->set_lr_factors(detail::lr_factors(curve_));
+    known_steps_ = applied_steps();
     show_lrs();
   }
   LrSchedule(LrSchedule&&) noexcept = default;
@@ -212,10 +210,9 @@ class LrSchedule {
   /// Moves the rates if the step ran. Call it after each `GradScaler::step`, with the result of
   /// that.
   void step(const StepResult& result) {
-    const optim::FusedOptimizer* const counting = optimizer_.mezzos();
-    if (counting == nullptr) {
+    if (mezzos() == nullptr) {
       if (result.ran()) ++known_steps_;
-    } else if (!counting->counts_on_host()) {
+    } else if (!mezzos()->counts_on_host()) {
       pending_.push_back(result);
       std::erase_if(pending_, [this](const StepResult& one) {
         const bool is_known = one.ready();
@@ -230,7 +227,7 @@ class LrSchedule {
   /// Moves the rates after a step without a scaler, which always runs. Warns once after a step of a
   /// libtorch optimizer that a scaler of this thread has skipped, which it counts all the same.
   void step() {
-    if (detail::skipped_optimizer == &optimizer_.optimizer() && optimizer_.mezzos() == nullptr) {
+    if (detail::skipped_optimizer == &optimizer_.optimizer() && mezzos() == nullptr) {
       TORCH_WARN_ONCE(
           "LrSchedule::step() counts a step that the GradScaler has skipped. Give it the result: "
           "auto result = scaler.step(optimizer); scaler.update(); schedule.step(result);");
@@ -242,24 +239,19 @@ class LrSchedule {
   /// Returns how many steps were applied. An optimizer of mezzo's counts all that it applied, and
   /// this waits for its device.
   int64_t applied_steps() const {
-    return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->applied_steps() : known_steps_;
+    return mezzos() != nullptr ? mezzos()->applied_steps() : known_steps_;
   }
 
   /// Returns the rate of each group's next step. Waits as `applied_steps` does.
   std::vector<double> lrs() const {
-    return optimizer_.mezzos() != nullptr
-               ? optimizer_.mezzos()->lrs()  // another steps with what its options say
-               : detail::lrs_of(optimizer_.optimizer().param_groups());
+    // An optimizer that is not mezzo's steps with what its options say.
+    return mezzos() != nullptr ? mezzos()->lrs() : detail::lrs_of(groups());
   }
 
   /// Returns the rate that the factor multiplies, for each group.
   std::vector<double> base_lrs() const {
-    return optimizer_.mezzos() != nullptr ? optimizer_.mezzos()->base_lrs()
-                                          : scheduled_.bases(optimizer_.optimizer().param_groups());
+    return mezzos() != nullptr ? mezzos()->base_lrs() : scheduled_.bases(groups());
   }
-
-  /// Returns the curve.
-  const Curve& curve() const noexcept { return curve_; }
 
   /// Goes on as after `applied_steps` applied steps, for files of your own. With an optimizer of
   /// mezzo's this calls its `set_applied_steps`.
@@ -267,7 +259,7 @@ class LrSchedule {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    if (optimizer_.mezzos() != nullptr) optimizer_.mezzos()->set_applied_steps(applied_steps);
+    if (mezzos() != nullptr) mezzos()->set_applied_steps(applied_steps);
     known_steps_ = applied_steps;
     pending_.clear();
     show_lrs();
@@ -287,33 +279,34 @@ class LrSchedule {
   /// Loads a schedule; see operator<<.
   friend torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
                                                     LrSchedule& schedule) {
-    auto& groups = schedule.optimizer_.optimizer().param_groups();
-    const detail::FiledSchedule filed(archive, groups.size());
-    if (optim::FusedOptimizer* const counting = schedule.optimizer_.mezzos()) {
-      counting->set_base_lrs(filed.base_lrs);
+    const detail::FiledSchedule filed(archive, schedule.groups().size());
+    if (schedule.mezzos() != nullptr) {
+      schedule.mezzos()->set_base_lrs(filed.base_lrs);
     } else {
-      schedule.scheduled_.set(filed.base_lrs, groups);
+      schedule.scheduled_.set(filed.base_lrs, schedule.groups());
     }
     schedule.set_applied_steps(filed.applied_steps);
     return archive;
   }
   /// Throws what loading the archive would throw, and changes nothing.
   friend void check_archive(torch::serialize::InputArchive& archive, const LrSchedule& schedule) {
-    (void)detail::FiledSchedule(archive, schedule.base_lrs().size());
+    (void)detail::FiledSchedule(archive, schedule.groups().size());
   }
 
  private:
+  optim::FusedOptimizer* mezzos() const noexcept { return optimizer_.mezzos(); }
+  detail::ScheduledLrs::Groups& groups() const noexcept {
+    return optimizer_.optimizer().param_groups();
+  }
+
   /// Sets the groups' options to the rates of the next step, as far as the host knows it.
   void show_lrs() {
-    if (optim::FusedOptimizer* const counting = optimizer_.mezzos()) {
-      if (counting->counts_on_host()) {
-        known_steps_ = counting->applied_steps();
-        pending_.clear();
-      }
-      counting->show_lrs(known_steps_);
-    } else {
-      scheduled_.show(optimizer_.optimizer().param_groups(), curve_.factor(known_steps_));
+    if (mezzos() == nullptr) return scheduled_.show(groups(), curve_.factor(known_steps_));
+    if (mezzos()->counts_on_host()) {
+      known_steps_ = mezzos()->applied_steps();
+      pending_.clear();
     }
+    mezzos()->show_lrs(known_steps_);
   }
 
   /// Results of captured steps are never ready: so many wait at most.

@@ -25,18 +25,11 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// Trains the half and bfloat16 parameters of an optimizer of libtorch's, or of your own, as floats
 /// (Apex's `master_weights`): small updates add up that a weight of 16 bits would round away.
 ///
-/// \code
-///   torch::optim::SGD sgd(model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
-///   mezzo::MasterWeights masters(sgd);
-///   sgd.zero_grad();
-///   scaler.scale(loss).backward();
-///   scaler.step(masters, {.max_norm = 1.0});  // not sgd, which would train the 16-bit weights
-/// \endcode
-///
-/// MasterWeights is no optimizer: groups, options, rates and `zero_grad` are those of `sgd`, which
-/// must outlive it. Everything that takes an AnyOptimizer (GradScaler, clipping, LrSchedule,
-/// TrainingState) takes it. mezzo's own optimizers do the same by WeightStorage::master, in one
-/// pass.
+/// After `mezzo::MasterWeights masters(sgd)` give a GradScaler `masters`, not `sgd`, which would
+/// train the 16-bit weights. MasterWeights is no optimizer: groups, options, rates and `zero_grad`
+/// are those of `sgd`, which must outlive it. Everything that takes an AnyOptimizer (GradScaler,
+/// clipping, LrSchedule, TrainingState) takes it. mezzo's own optimizers do the same by
+/// WeightStorage::master, in one pass.
 ///
 /// docs/optimizers.md tells what a step does, what writing to a parameter between steps means, and
 /// what becomes of state from before. A skipped step leaves parameters, masters and the inner state

@@ -29,15 +29,16 @@ namespace optim {
 
 /// The options of Python's torch.optim.Muon, with its names and defaults.
 struct MuonOptions : public detail::ListedOptions<MuonOptions> {
-  /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.
-  static constexpr double kLr = 1e-3;
-  /// The names of the options below in files.
-  static constexpr std::array kKeys{"weight_decay", "momentum", "nesterov",    "ns_coefficients",
-                                    "eps",          "ns_steps", "adjust_lr_fn"};
+  /// The names of the options in files.
+  static constexpr std::array kKeys{"lr",       "weight_decay",    "momentum",
+                                    "nesterov", "ns_coefficients", "eps",
+                                    "ns_steps", "adjust_lr_fn"};
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
-  using ListedOptions::ListedOptions;
+  MuonOptions(double lr = 1e-3) : lr_(lr) {}
 
+  /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.
+  TORCH_ARG(double, lr);
   /// Each step shrinks parameters by lr * weight_decay, whatever the gradient.
   TORCH_ARG(double, weight_decay) = 0.1;
   /// The share of the running mean of gradients that a step keeps; at least 0.
@@ -57,8 +58,8 @@ struct MuonOptions : public detail::ListedOptions<MuonOptions> {
  public:
   /// Returns references to these options.
   static auto values(auto& own) {
-    return std::tie(own.weight_decay_, own.momentum_, own.nesterov_, own.ns_coefficients_, own.eps_,
-                    own.ns_steps_, own.adjust_lr_fn_);
+    return std::tie(own.lr_, own.weight_decay_, own.momentum_, own.nesterov_, own.ns_coefficients_,
+                    own.eps_, own.ns_steps_, own.adjust_lr_fn_);
   }
 };
 

@@ -92,16 +92,8 @@ class MicroBatchIterator {
 
 /// Returns the batches of `loader` in groups of `micro_batches`, each a MicroBatch, which is a
 /// batch of the loader's with `is_last()` and `divide(loss)` beside its own members. The last group
-/// of an epoch may have fewer, and its losses are divided by as many as it has.
-///
-///     for (auto& batch : mezzo::accumulate(*loader, 4)) {
-///       auto loss = mezzo::autocast(setting, [&] { return criterion(net(batch.data), batch.target); });
-///       scaler.scale(batch.divide(loss)).backward();
-///       if (!batch.is_last()) continue;
-///       scaler.step(optimizer);
-///       scaler.update();
-///       optimizer.zero_grad();
-///     }
+/// of an epoch may have fewer, and its losses are divided by as many as it has. docs/guide.md
+/// has the loop.
 ///
 /// A group is read at once: it takes the memory of its batches, where the loader made them. Save
 /// the position in the data (a checkpoint) after a step, when all batches that were read have been

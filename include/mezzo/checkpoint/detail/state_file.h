@@ -37,7 +37,7 @@ inline void check_can_be_saved(const char* caller, const std::vector<NamedPart>&
 
 /// Throws if parameters hold averages in place of their weights: see averaged_parameters.h.
 inline void check_not_averaged() {
-  TORCH_CHECK(averaged_parameters().empty(),
+  TORCH_CHECK(averaged_parameters().withLock([](const auto& all) { return all.empty(); }),
               "a parameter holds an average, for an EmaScope is alive; let it end first (to export "
               "the averages, torch::save the model)");
 }

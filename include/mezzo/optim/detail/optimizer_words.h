@@ -57,52 +57,39 @@ struct OptimizerWords {
   }
 };
 
-/// Options of an optimizer that libtorch lacks. `Own` derives from it, inherits the constructor,
-/// and has, beside an argument (TORCH_ARG) for each option but lr:
+/// Options of an optimizer that libtorch lacks. `Own` derives from it, and has, beside an argument
+/// (TORCH_ARG) for each option, `lr` among them:
 ///
-///     static constexpr double kLr;            the rate where none is given
-///     static constexpr std::array kKeys;      the names of the others in files
-///     static auto values(auto& own);          std::tie of the others, in that order
+///     static constexpr std::array kKeys;      the names of the options in files
+///     static auto values(auto& own);          std::tie of the options, in that order
 ///
 /// It is a template, so that a unit that only sees the class compiles no virtual functions.
 template <class Own>
 class ListedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
  public:
-  ListedOptions(double lr = Own::kLr) : lr_(lr) {}
-
-  double lr() const noexcept { return lr_; }
-  Own& lr(double lr) {
-    lr_ = lr;
-    return own();
-  }
-  double get_lr() const override { return lr_; }
-  void set_lr(const double lr) override { lr_ = lr; }
+  double get_lr() const override { return own().lr(); }
+  void set_lr(const double lr) override { static_cast<Own&>(*this).lr(lr); }
 
   void serialize(torch::serialize::InputArchive& archive) override {
-    const auto read = [&archive]<class Value>(const char* key, Value& value) {
+    std::size_t i = 0;
+    const auto read = [&]<class Value>(Value& value) {
       c10::IValue filed;
-      archive.read(key, filed);
+      archive.read(Own::kKeys[i++], filed);
       value = filed.to<Value>();
     };
-    read("lr", lr_);
-    std::size_t i = 0;
-    std::apply([&](auto&... value) { (read(Own::kKeys[i++], value), ...); }, Own::values(own()));
+    std::apply([&](auto&... value) { (read(value), ...); }, Own::values(static_cast<Own&>(*this)));
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("lr", c10::IValue(lr_));
-    const auto& self = static_cast<const Own&>(*this);
     std::size_t i = 0;
     std::apply([&](auto&... value) { (archive.write(Own::kKeys[i++], c10::IValue(value)), ...); },
-               Own::values(self));
+               Own::values(own()));
   }
   friend bool operator==(const Own& left, const Own& right) {
-    return left.lr() == right.lr() && Own::values(left) == Own::values(right);
+    return Own::values(left) == Own::values(right);
   }
 
  private:
-  Own& own() { return static_cast<Own&>(*this); }
-
-  double lr_;
+  const Own& own() const { return static_cast<const Own&>(*this); }
 };
 
 /// Returns the loss that `closure` computes with autograd on; undefined without a closure.

@@ -34,8 +34,7 @@ namespace detail {
 /// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
 /// what a file has of it, would be made from the average
 inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  TORCH_CHECK(!averaged_parameters().hold(parameter), optimizer, ": ",
-              optimizer.parameter(parameter),
+  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
               " holds an average, for an EmaScope is alive; let that scope end first");
 }
 
