@@ -93,7 +93,10 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
   static constexpr const char* kName = "LAMB";
   static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
   static void check_options(const LAMBOptions& options) {
-    detail::check_adam_numbers(kName, options);
+    detail::check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
   }
   inline void update();
 };
