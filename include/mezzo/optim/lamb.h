@@ -40,6 +40,7 @@ struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
                                     "weight_decay", "bias_correction", "always_adapt"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  /// Sets `lr`; the other options have their defaults.
   LAMBOptions(double lr = 1e-3) : lr_(lr) {}
 
   /// The 2-norm of a parameter's step is lr times that of the parameter.
