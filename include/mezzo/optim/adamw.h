@@ -41,7 +41,10 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
       kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
 
   static void read(const Options& options, GroupNumbers& numbers) {
-    check_adam_numbers(kName, options);
+    check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
     numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),

@@ -107,7 +107,10 @@ class AdamW8bit
   static constexpr const char* kName = "AdamW8bit";
   static constexpr const char* kOptions = "torch::optim::AdamWOptions";
   static void check_options(const torch::optim::AdamWOptions& options) {
-    detail::check_adam_numbers(kName, options);
+    detail::check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
     TORCH_CHECK(!options.amsgrad(),
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");

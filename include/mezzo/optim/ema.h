@@ -60,7 +60,9 @@ class Ema {
   explicit Ema(std::vector<at::Tensor> parameters, EmaOptions options = {});
   Ema(const Ema&) = delete;
   Ema& operator=(const Ema&) = delete;
+  /// Takes the averages over.
   Ema(Ema&&) = default;
+  /// Takes the averages over, and drops its own.
   Ema& operator=(Ema&&) = default;
   ~Ema() = default;
 

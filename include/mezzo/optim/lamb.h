@@ -40,6 +40,7 @@ struct LAMBOptions : public detail::ListedOptions<LAMBOptions> {
                                     "weight_decay", "bias_correction", "always_adapt"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  /// Sets `lr`; the other options have their defaults.
   LAMBOptions(double lr = 1e-3) : lr_(lr) {}
 
   /// The 2-norm of a parameter's step is lr times that of the parameter.
@@ -93,7 +94,10 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
   static constexpr const char* kName = "LAMB";
   static constexpr const char* kOptions = "mezzo::optim::LAMBOptions";
   static void check_options(const LAMBOptions& options) {
-    detail::check_adam_numbers(kName, options);
+    detail::check_numbers(
+        kName,
+        {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
+        options.betas());
   }
   inline void update();
 };

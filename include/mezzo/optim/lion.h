@@ -25,6 +25,7 @@ struct LionOptions : public detail::ListedOptions<LionOptions> {
   static constexpr std::array kKeys{"lr", "betas", "weight_decay"};
   /// The type of `betas`.
   using betas_t = std::tuple<double, double>;
+  /// Sets `lr`; the other options have their defaults.
   LionOptions(double lr = 1e-4) : lr_(lr) {}
 
   /// Distance by which every element moves in a step: take a third to a tenth of AdamW's rate.

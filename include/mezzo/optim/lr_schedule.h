@@ -201,7 +201,9 @@ class LrSchedule {
     known_steps_ = applied_steps();
     show_lrs();
   }
+  /// Takes a schedule over; only the new object moves the rates.
   LrSchedule(LrSchedule&&) noexcept = default;
+  /// Takes a schedule over, and ends its own.
   LrSchedule& operator=(LrSchedule&&) noexcept = default;
   LrSchedule(const LrSchedule&) = delete;  // a copy would move the same rates
   LrSchedule& operator=(const LrSchedule&) = delete;

@@ -35,6 +35,7 @@ struct MuonOptions : public detail::ListedOptions<MuonOptions> {
                                     "ns_steps", "adjust_lr_fn"};
   /// The type of `ns_coefficients`.
   using ns_coefficients_t = std::tuple<double, double, double>;
+  /// Sets `lr`; the other options have their defaults.
   MuonOptions(double lr = 1e-3) : lr_(lr) {}
 
   /// The rate, before `adjust_lr_fn` fits it to the shape of each matrix; at least 0.

@@ -139,15 +139,6 @@ inline void check_numbers(const char* optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
 }
 
-/// Checks what the options of AdamW and LAMB have in common.
-template <class Options>
-void check_adam_numbers(const char* optimizer, const Options& options) {
-  check_numbers(
-      optimizer,
-      {{"lr", options.lr()}, {"eps", options.eps()}, {"weight_decay", options.weight_decay()}},
-      options.betas());
-}
-
 /// \throws c10::Error unless parameter and gradient are dense, alike, and can be trained
 inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWords& optimizer) {
   const at::Tensor& gradient = parameter.grad();
