@@ -5,7 +5,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adamw8bit_step.h>
 #include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>

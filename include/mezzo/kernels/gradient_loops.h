@@ -13,9 +13,10 @@
 #include <type_traits>
 #include <utility>
 
-// The CPU's loops. Squares are summed in double, in sixteen sums whatever the vectors' width:
-// element i of a chunk belongs to sum i % 16, and the sixteen are added as a tree. So every
-// instruction set gives the same bits. The square of a float is exact in double.
+// The CPU's loops over gradients: one sums up, one unscales. Squares are summed in double, in
+// sixteen sums whatever the vectors' width: element i of a chunk belongs to sum i % 16, and the
+// sixteen are added as a tree. So every instruction set gives the same bits. The square of a float
+// is exact in double.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -180,15 +181,69 @@ inline SummaryLoop summary_loop(at::ScalarType dtype, CpuIsa isa) {
                             [isa]<class Element>(Element) { return summary_loop<Element>(isa); });
 }
 
+/// Handles the whole vectors of [begin, count), and adds inf and NaN to `found`. Returns the index
+/// of the first element that is left.
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* from,
+                                        typename Lanes::Format::Stored* to, int64_t begin,
+                                        int64_t count, typename Lanes::Format::Value inv_scale,
+                                        bool& found) {
+  UnscaleElement<typename Lanes::Format, typename Lanes::Value> unscale;
+  Lanes::broadcast(inv_scale, unscale.inv_scale);
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(from + i, bits);
+    unscale(bits, nonfinite);
+    Lanes::store(bits, to + i);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
+
+/// Writes from[i] * inv_scale to `to`, for `count` elements of any alignment, and returns whether a
+/// product is inf or NaN. `to` may be `from`. For all dtypes but double, inv_scale is rounded to
+/// float.
+template <class Element, class Lanes>
+struct UnscaleKernel {
+  C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double inv_scale) {
+    const auto* source = static_cast<const typename Lanes::Format::Stored*>(from);
+    auto* target = static_cast<typename Lanes::Format::Stored*>(to);
+    const auto factor = static_cast<typename Lanes::Format::Value>(inv_scale);
+    bool found = false;
+    const int64_t done = unscale_lanes<Lanes>(source, target, 0, count, factor, found);
+    unscale_lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
+    return found;
+  }
+};
+
+/// Multiplies `count` elements; see UnscaleKernel.
+using UnscaleLoop = bool (*)(const void* from, void* to, int64_t count, double inv_scale);
+
+template <class Element>
+UnscaleLoop unscale_loop(CpuIsa isa) {
+  return cpu_kernel<UnscaleKernel, Element>(isa);
+}
+
+inline UnscaleLoop unscale_loop(at::ScalarType dtype, CpuIsa isa) {
+  return for_gradient_dtype(dtype,
+                            [isa]<class Element>(Element) { return unscale_loop<Element>(isa); });
+}
+
 // Held by mezzo::compiled (mezzo/optim/compiled.h).
-#define MEZZO_COMPILED_SUMMARIES(EXTERN)                       \
-  EXTERN template SummaryLoop summary_loop<float>(CpuIsa);     \
-  EXTERN template SummaryLoop summary_loop<double>(CpuIsa);    \
-  EXTERN template SummaryLoop summary_loop<c10::Half>(CpuIsa); \
-  EXTERN template SummaryLoop summary_loop<c10::BFloat16>(CpuIsa);
+#define MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, Element)    \
+  EXTERN template SummaryLoop summary_loop<Element>(CpuIsa); \
+  EXTERN template UnscaleLoop unscale_loop<Element>(CpuIsa);
+
+#define MEZZO_COMPILED_GRADIENT_LOOPS(EXTERN)         \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, float)     \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, double)    \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::Half) \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::BFloat16)
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
-MEZZO_COMPILED_SUMMARIES(extern)
+MEZZO_COMPILED_GRADIENT_LOOPS(extern)
 #endif
 
 }  // namespace detail
