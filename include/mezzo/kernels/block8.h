@@ -123,11 +123,7 @@ struct Block8Maps {
 
   template <bool kIsSigned>
   C10_HOST_DEVICE constexpr const Block8Map& of() const {
-    if constexpr (kIsSigned) {
-      return of_signed;
-    } else {
-      return of_unsigned;
-    }
+    return kIsSigned ? of_signed : of_unsigned;
   }
 };
 

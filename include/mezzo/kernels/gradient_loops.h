@@ -7,6 +7,7 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -92,18 +93,6 @@ C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
   std::memcpy(each, &copy, sizeof(copy));
 }
 
-/// Returns the largest of a vector's lanes.
-template <class Lanes>
-C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes::Bits& lanes) {
-  typename Lanes::Format::Bits each[Lanes::kWidth];
-  unpack(lanes, each);
-  auto largest = each[0];
-  for (int64_t lane = 1; lane < Lanes::kWidth; ++lane) {
-    largest = each[lane] > largest ? each[lane] : largest;
-  }
-  return largest;
-}
-
 /// Running sums and maximum of one chunk.
 template <class Element, class Lanes>
 struct SummaryAccumulator {
@@ -124,7 +113,9 @@ struct SummaryAccumulator {
                                 GradientPartial& partial) const {
     double each[kSquareSums];
     unpack(sums, each);
-    typename Format::Bits most = largest_lane<Lanes>(largest);
+    typename Format::Bits of_lane[Lanes::kWidth];
+    unpack(largest, of_lane);
+    typename Format::Bits most = *std::max_element(of_lane, of_lane + Lanes::kWidth);
     for (int64_t i = begin; i < count; ++i) {
       typename Format::Bits bits;
       ScalarLanes<Element>::load(data + i, bits);

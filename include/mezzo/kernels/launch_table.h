@@ -19,8 +19,6 @@ namespace detail {
 template <class Row, int kRows>
 class LaunchTable {
  public:
-  static constexpr int kCapacity = kRows;
-
   /// The work of one block of a kernel: elements [begin, end) of a row.
   struct Slice : Row {
     int64_t begin;
@@ -31,7 +29,7 @@ class LaunchTable {
   explicit LaunchTable(int elements_per_block) : elements_per_block_(elements_per_block) {}
 
   bool empty() const { return rows_ == 0; }
-  bool full() const { return rows_ == kCapacity; }
+  bool full() const { return rows_ == kRows; }
   void clear() { rows_ = 0; }
   int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
 
@@ -65,8 +63,8 @@ class LaunchTable {
   }
 
  private:
-  Row row_[kCapacity];
-  int32_t end_block_[kCapacity];  // one past the last block that works on this row
+  Row row_[kRows];
+  int32_t end_block_[kRows];  // one past the last block that works on this row
   int elements_per_block_;
   int rows_ = 0;
 };

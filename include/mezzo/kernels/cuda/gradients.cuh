@@ -122,18 +122,13 @@ class SummaryShare {
   typename Format::Bits largest_ = 0;
 };
 
-template <class Word>
-__device__ Word shuffle_down(Word word, int lanes) {
-  return __shfl_down_sync(0xFFFFFFFFU, word, lanes);
-}
-
 /// Returns the partial result of the lane `lanes` further on.
 __device__ inline GradientPartial shuffle_down(const GradientPartial& partial, int lanes) {
-  GradientPartial other;
-  other.sum_of_squares = shuffle_down(partial.sum_of_squares, lanes);
-  other.max_double = shuffle_down(static_cast<unsigned long long>(partial.max_double), lanes);
-  other.max_float = shuffle_down(partial.max_float, lanes);
-  return other;
+  constexpr unsigned kAll = 0xFFFFFFFFU;
+  const auto max_double = static_cast<unsigned long long>(partial.max_double);
+  return {__shfl_down_sync(kAll, partial.sum_of_squares, lanes),
+          __shfl_down_sync(kAll, max_double, lanes),
+          __shfl_down_sync(kAll, partial.max_float, lanes)};
 }
 
 /// Merges the block's partial results; thread 0 gets the result.
@@ -146,11 +141,7 @@ __device__ GradientPartial merge_block(GradientPartial partial) {
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = partial;
   __syncthreads();
   if (threadIdx.x >= 32) return partial;
-  if (threadIdx.x < kWarps) {
-    partial = of_warp[threadIdx.x];
-  } else {
-    partial = GradientPartial();
-  }
+  partial = threadIdx.x < kWarps ? of_warp[threadIdx.x] : GradientPartial();
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   return partial;
 }

@@ -190,7 +190,7 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
     launch_table();
     table.push_back(row, group);
   }
-  if (!table.empty()) launch_table();
+  launch_table();
 }
 
 __attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
