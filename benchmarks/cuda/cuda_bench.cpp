@@ -14,7 +14,7 @@
 //   cuda_bench [rounds]        a JSON array on standard output
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 

@@ -7,7 +7,7 @@
 // of the rounds' own. On one thread time is that thread's own, so that what else the machine does
 // counts less.
 
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 
 #include <torch/torch.h>
 

@@ -11,7 +11,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/cpu_lanes.h>
-#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/gradient_passes.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

@@ -1,7 +1,7 @@
 // Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
 // MEZZO_WITH_CUDA is defined, through mezzo's: what the CPU says of the same gradients.
 
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/accumulate_if_finite.h>
 

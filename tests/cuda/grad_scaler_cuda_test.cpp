@@ -1,7 +1,7 @@
 // GradScaler on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined, through
 // mezzo's.
 
-#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/cuda/CUDAGraph.h>

@@ -2,7 +2,7 @@
 // alone and between others, with the same training on the CPU beside them.
 
 #include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/sgd.h>
 

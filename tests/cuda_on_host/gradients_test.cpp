@@ -3,8 +3,7 @@
 // of a sum can change where something is.
 
 #include <mezzo/kernels/cuda/gradients.cuh>
-#include <mezzo/kernels/gradient_summary.h>
-#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
 

@@ -2,7 +2,7 @@
 // touched to cut them.
 
 #include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/launch_table.h>
 
 #include <gtest/gtest.h>

@@ -40,7 +40,7 @@ CHANGES = [
     ("summary: unaligned taken for aligned", "cuda/gradients.cuh", "% sizeof(Pack) == 0", "% 1 == 0"),
     ("summary: squares that no float holds", "cuda/gradients.cuh", "sum >= 0x1p-102F && sum <= 0x1p127F",
      "true"),
-    ("merge: warps that are not there", "cuda/gradients.cuh", "if (threadIdx.x < kWarps) {", "if (true) {"),
+    ("merge: warps that are not there", "cuda/gradients.cuh", "threadIdx.x < kWarps ? of_warp", "true ? of_warp"),
     ("summary: more partial results than threads", "cuda/gradients.cuh", "i < count; i += kThreads) own.merge",
      "i < kThreads && i < count; i += kThreads) own.merge"),
     ("summary: a table that is full is not launched", "cuda/mezzo_cuda.cu",

@@ -225,7 +225,7 @@ void step_on_cpu(StepParameters& parameters, const StepCase& step,
         rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
     const auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
     auto span = parameters.span(i);
-    using Value = mezzo::detail::StepValue<Parameter>;  // as which the CPU's loops read gradients
+    using Value = typename Lanes::Value;  // as which the CPU's loops read gradients
     const at::Tensor wide = parameters.stream(i, 1).to(c10::CppTypeToScalarType<Value>::value);
     span.gradient = wide.data_ptr();
     mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(span, coefficients,

@@ -2,7 +2,7 @@
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
 #include <mezzo/base/loss_scale.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -23,14 +23,11 @@ namespace detail::cuda {
 
 [[noreturn]] static void no_gpu() { throw std::logic_error("a kernel was asked for on the CPU"); }
 
-void unscale_and_check_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&) {
+void unscale_and_check_(const std::vector<Stretch>&, const at::Tensor&, const at::Tensor&) {
   no_gpu();
 }
 void update_scale_(const LossScale&, const ScaleTensors&, const at::Tensor&) { no_gpu(); }
-void summarize_(const std::vector<at::Tensor>&, const at::Tensor&, const at::Tensor&,
-                const at::Tensor&, const at::Tensor&) {
-  no_gpu();
-}
+void summarize_(const std::vector<Stretch>&, const Verdict&) { no_gpu(); }
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,6 +1,6 @@
 // What runs on other devices, walked with CPU and "meta" tensors in their place.
 
-#include <mezzo/kernels/unscale.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 

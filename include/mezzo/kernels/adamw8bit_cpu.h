@@ -1,7 +1,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adamw8bit_step.h>
 #include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
@@ -38,7 +37,7 @@ struct Block8Converter {
       Bits code;
       Codes::load(whole + i, code);
       Value value;
-      widen_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, code, scales, value);
+      widen_block8<kIsSigned, Lanes>(kBlock8Maps.of<kIsSigned>(), code, scales, value);
       std::memcpy(values + i, &value, sizeof(value));
     }
     std::memcpy(to, values, static_cast<std::size_t>(count) * sizeof(float));
@@ -65,7 +64,7 @@ struct Block8Converter {
       Value value;
       std::memcpy(&value, values + i, sizeof(value));
       Bits code;
-      narrow_block8<kIsSigned, Lanes>(kBlock8Map<kIsSigned>, value, inverses, code);
+      narrow_block8<kIsSigned, Lanes>(kBlock8Maps.of<kIsSigned>(), value, inverses, code);
       Codes::store(code, whole + i);
     }
     std::memcpy(codes, whole, static_cast<std::size_t>(count));

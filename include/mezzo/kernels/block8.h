@@ -1,11 +1,17 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/float_format.h>
+#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/weight_formats.h>
 
+#include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
+#include <c10/util/BFloat16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 // The 8-bit format of moments: bitsandbytes' dynamic map, with a float scale for each block of 256
 // elements, the block's largest magnitude (Dettmers et al., 8-bit Optimizers via Block-wise
@@ -110,23 +116,18 @@ struct Block8Map {
   }
 };
 
-template <bool kIsSigned>
-inline constexpr Block8Map kBlock8Map = Block8Map::make(kIsSigned);
-
 /// Both maps, for a first moment and for others: what a kernel on a device takes as an argument.
 struct Block8Maps {
   Block8Map of_signed = Block8Map::make(true);
   Block8Map of_unsigned = Block8Map::make(false);
 
   template <bool kIsSigned>
-  C10_HOST_DEVICE const Block8Map& of() const {
-    if constexpr (kIsSigned) {
-      return of_signed;
-    } else {
-      return of_unsigned;
-    }
+  C10_HOST_DEVICE constexpr const Block8Map& of() const {
+    return kIsSigned ? of_signed : of_unsigned;
   }
 };
+
+inline constexpr Block8Maps kBlock8Maps;
 
 /// The value of codes in blocks of `scale`, by `Block8Map::make(kIsSigned)`.
 template <bool kIsSigned, class Lanes>
@@ -210,6 +211,27 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
     reinterpret_bits(number, code);
   }
 }
+
+/// One parameter's part of AdamW8bit's step: a block's moments become floats, take the step of
+/// optimizer_step_body.h, and become codes under the block's new scale.
+struct AdamW8bitStep {
+  StepSpan span;                   ///< its moments are codes, or floats without scales
+  float* scales[2];                ///< a float for each block of a moment; null: moments are floats
+  at::ScalarType parameter_dtype;  ///< float or bfloat16
+  at::ScalarType gradient_dtype;   ///< the parameter's, or float
+  AdamCoefficients coefficients;
+  StepUse use;
+};
+
+/// Weights rounded stochastically, with moments that are floats while they are computed with.
+struct StochasticWeightsFloatMoments : StochasticWeights {
+  using Moment = float;
+};
+
+/// The weights of an AdamW8bit: a parameter of bfloat16 is rounded stochastically.
+template <class Parameter>
+using AdamW8bitWeights = std::conditional_t<std::is_same_v<Parameter, float>, PlainWeights<float>,
+                                            StochasticWeightsFloatMoments>;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -19,74 +19,6 @@ namespace detail {
 
 #if defined(__GNUC__)
 
-// Fused multiply-add and square root for GCC's vectors, which have no operators for them. Each lane
-// is rounded once, to the bits of std::fma and std::sqrt.
-
-/// The type of one lane of a vector.
-template <class Vector>
-using LaneOf = std::remove_cvref_t<decltype(std::declval<Vector&>()[0])>;
-
-template <class Vector>
-inline constexpr int kLanesOf = static_cast<int>(sizeof(Vector) / sizeof(LaneOf<Vector>));
-
-#if defined(__x86_64__) && !defined(__clang__)
-
-// These use asm, since an intrinsic may be inlined only into functions of its own target. They are
-// first inlined into templates without a target (cpu_isa.h).
-template <class Vector>
-C10_ALWAYS_INLINE void fma_instruction(const Vector& a, const Vector& b, Vector& sum) {
-  if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-    asm("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
-  } else {
-    asm("vfmadd231pd {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
-  }
-}
-
-template <class Vector>
-C10_ALWAYS_INLINE void sqrt_instruction(const Vector& x, Vector& result) {
-  if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-    asm("vsqrtps {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
-  } else {
-    asm("vsqrtpd {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
-  }
-}
-
-#endif
-
-/// result = a * b + c. `result` may be any of the three.
-template <class Vector>
-C10_ALWAYS_INLINE void vector_fma(const Vector& a, const Vector& b, const Vector& c,
-                                  Vector& result) {
-  Vector sum = c;
-#if defined(__x86_64__) && !defined(__clang__)
-  fma_instruction(a, b, sum);
-#else
-  for (int i = 0; i < kLanesOf<Vector>; ++i) {
-    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-      sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
-    } else {
-      sum[i] = __builtin_fma(a[i], b[i], sum[i]);
-    }
-  }
-#endif
-  result = sum;
-}
-
-template <class Vector>
-C10_ALWAYS_INLINE void vector_sqrt(const Vector& x, Vector& result) {
-#if defined(__x86_64__) && !defined(__clang__)
-  sqrt_instruction(x, result);
-#else
-  for (int i = 0; i < kLanesOf<Vector>; ++i) {
-    if constexpr (std::is_same_v<LaneOf<Vector>, float>) {
-      result[i] = __builtin_sqrtf(x[i]);
-    } else {
-      result[i] = __builtin_sqrt(x[i]);
-    }
-  }
-#endif
-}
-
 /// Lanes for as many elements as `kBytes` of Value hold.
 template <class Element, int kBytes>
 struct VectorLanes {
@@ -164,10 +96,37 @@ struct VectorLanes {
 #endif
     for (int64_t lane = 0; lane < kWidth; ++lane) value[lane] = table[index[lane] % 8];
   }
+  // GCC's vectors have no operators for a fused multiply-add and a square root. Each lane is
+  // rounded once, to the bits of std::fma and std::sqrt. asm, since an intrinsic may be inlined
+  // only into functions of its own target; these are first inlined into templates without a target.
   C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c, Value& result) {
-    vector_fma(a, b, c, result);
+    Value sum = c;
+#if defined(__x86_64__) && !defined(__clang__)
+    if constexpr (sizeof(typename Format::Value) == sizeof(float)) {
+      asm("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
+    } else {
+      asm("vfmadd231pd {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
+    }
+#else
+    for (int64_t lane = 0; lane < kWidth; ++lane) {
+      typename Format::Value one;
+      ScalarLanes<Element>::fma(a[lane], b[lane], c[lane], one);
+      sum[lane] = one;
+    }
+#endif
+    result = sum;
   }
-  C10_ALWAYS_INLINE static void sqrt(const Value& x, Value& result) { vector_sqrt(x, result); }
+  C10_ALWAYS_INLINE static void sqrt(const Value& x, Value& result) {
+#if defined(__x86_64__) && !defined(__clang__)
+    if constexpr (sizeof(typename Format::Value) == sizeof(float)) {
+      asm("vsqrtps {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
+    } else {
+      asm("vsqrtpd {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
+    }
+#else
+    for (int64_t lane = 0; lane < kWidth; ++lane) result[lane] = std::sqrt(x[lane]);
+#endif
+  }
 
  private:
   // For GCC, which takes bytes element by element, or makes four to nine instructions of one.

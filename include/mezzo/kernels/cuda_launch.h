@@ -23,6 +23,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 struct LossScale;
+struct Verdict;
 
 namespace detail {
 
@@ -30,6 +31,7 @@ namespace detail {
 struct AdamW8bitStep;
 enum class CudaRule : std::uint8_t;
 struct ScaleTensors;
+struct Stretch;
 struct StepInputs;
 struct StepRow;
 struct StepGroup;
@@ -38,18 +40,17 @@ struct StepGroup;
 
 namespace detail::cuda {
 
-/// Multiplies gradients (of one device, of any floating dtypes) by `inv_scale` in place and sets
+/// Multiplies gradients (on one device, of any floating dtypes) by `inv_scale` in place and sets
 /// `found_inf` to 1 if a product is inf or NaN; both are floats of one element on that device.
-MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<at::Tensor>& gradients,
+MEZZO_CUDA_LAUNCHER void unscale_and_check_(const std::vector<Stretch>& gradients,
                                             const at::Tensor& found_inf,
                                             const at::Tensor& inv_scale);
 
-/// Summarises gradients (dense, on one device, of any floating dtypes) times `inv_scale` into a
-/// float and two doubles on that device. Two launches for one dtype, and one more for every 300
-/// stretches beyond the first 300; gradients next to each other in one buffer are one stretch.
-MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<at::Tensor>& gradients,
-                                    const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                    const at::Tensor& sum_of_squares, const at::Tensor& max_abs);
+/// Summarises gradients (on one device, of any floating dtypes) times the verdict's inv_scale into
+/// its other numbers, a float and two doubles on that device. Two launches for one dtype, and one
+/// more for every 300 stretches beyond the first 300; gradients next to each other in one buffer
+/// are one stretch.
+MEZZO_CUDA_LAUNCHER void summarize_(const std::vector<Stretch>& gradients, const Verdict& verdict);
 
 /// LossScale::next on the device, in one launch; found_inf is a float of one element there.
 MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors& tensors,

@@ -19,11 +19,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// \throws c10::Error if elements of a gradient share memory: no kernel can write them in place
-inline void check_writable(const std::vector<at::Tensor>& gradients) {
-  for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
-}
-
 /// Call this after a raw write, which autograd does not detect. An inference tensor has no version.
 inline void bump_version(const at::Tensor& written) {
   if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
@@ -142,40 +137,6 @@ class Stretches {
  private:
   std::vector<Stretch> all_;
   const c10::StorageImpl* storage_ = nullptr;  // of the last tensor
-};
-
-/// Gradients as memory that a kernel can walk. Copies tensors with gaps, without memory, or with a
-/// negation bit.
-class DenseGradients {
- public:
-  explicit DenseGradients(const std::vector<at::Tensor>& gradients) : tensors_(gradients) {
-    for (at::Tensor& tensor : tensors_) {
-      if (is_dense_memory(tensor)) continue;
-      at::Tensor copy = tensor.clone(at::MemoryFormat::Contiguous);
-      copies_.emplace_back(std::exchange(tensor, copy), copy);
-    }
-  }
-
-  /// Returns the memory, for a kernel that writes it.
-  std::vector<Stretch> stretches() const {
-    Stretches stretches;
-    for (const at::Tensor& tensor : tensors_) stretches.add(tensor, tensor.mutable_data_ptr());
-    return stretches.all();
-  }
-
-  /// Call this after a kernel has written to the memory. Bumps versions, since autograd does not
-  /// see raw writes, and writes copies back to their gradients.
-  void written() const {
-    for (const at::Tensor& tensor : tensors_) bump_version(tensor);
-    for (const auto& [gradient, copy] : copies_) {
-      const NoGraphGuard no_graph(gradient.is_inference());
-      gradient.copy_(copy);
-    }
-  }
-
- private:
-  std::vector<at::Tensor> tensors_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;  // (gradient, its dense copy)
 };
 
 }  // namespace detail

@@ -204,15 +204,7 @@ struct ScalarLanes {
   /// result = a * b + c, rounded once. `result` may be any of the three.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c,
                                                     Value& result) {
-#if defined(__GNUC__) && !defined(__CUDA_ARCH__)  // a call of std::fma may stay one at -O0
-    if constexpr (sizeof(Value) == sizeof(float)) {
-      result = __builtin_fmaf(a, b, c);
-    } else {
-      result = __builtin_fma(a, b, c);
-    }
-#else
     result = std::fma(a, b, c);
-#endif
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void sqrt(const Value& x, Value& result) {
     result = std::sqrt(x);

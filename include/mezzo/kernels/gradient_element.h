@@ -86,16 +86,11 @@ struct UnscaleElement {
   }
 };
 
-/// Returns all bits of a stored element but the sign.
-template <class Format>
-inline constexpr typename Format::Bits kMagnitudeBits =
-    static_cast<typename Format::Bits>(Format::kExponent | (Format::kExponent - 1U));
-
 /// largest = max(largest, |stored|), as bits: NaN lies above inf.
 template <class Format, class BitLanes>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void keep_larger_magnitude(const BitLanes& bits,
                                                              BitLanes& largest) {
-  const BitLanes magnitude = bits & kMagnitudeBits<Format>;
+  const BitLanes magnitude = bits & (Format::kExponent | (Format::kExponent - 1U));  // no sign
   largest = magnitude > largest ? magnitude : largest;
 }
 

@@ -12,29 +12,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Index of the first item with `block` < end_block[i]: the item that the block works on. Items
-/// without blocks are passed over. At least one item, and `block` below the last one's end.
-C10_HOST_DEVICE inline int item_of_block(const int32_t* end_block, int items, int64_t block) {
-  int item = 0;  // the first whose end lies beyond the block
-  for (int high = items - 1; item < high;) {
-    const int middle = (item + high) / 2;
-    if (block < end_block[middle]) {
-      high = middle;
-    } else {
-      item = middle + 1;
-    }
-  }
-  return item;
-}
-
-/// The work of one block of a kernel: elements [begin, end) of a row.
-template <class Row>
-struct TableSlice : Row {
-  int64_t begin;
-  int64_t end;
-  int64_t own_block;  ///< number of this block among the row's blocks
-};
-
 /// The rows of one kernel launch, cut into blocks. A row is a tensor, or a parameter with its
 /// gradient and state, and has `elements()`. The table is passed by value as the kernel's argument,
 /// so nothing is copied to the device and a CUDA graph keeps its own copy. More rows take more
@@ -42,13 +19,17 @@ struct TableSlice : Row {
 template <class Row, int kRows>
 class LaunchTable {
  public:
-  static constexpr int kCapacity = kRows;
-  using Slice = TableSlice<Row>;
+  /// The work of one block of a kernel: elements [begin, end) of a row.
+  struct Slice : Row {
+    int64_t begin;
+    int64_t end;
+    int64_t own_block;  ///< number of this block among the row's blocks
+  };
 
   explicit LaunchTable(int elements_per_block) : elements_per_block_(elements_per_block) {}
 
   bool empty() const { return rows_ == 0; }
-  bool full() const { return rows_ == kCapacity; }
+  bool full() const { return rows_ == kRows; }
   void clear() { rows_ = 0; }
   int64_t blocks() const { return empty() ? 0 : end_block_[rows_ - 1]; }
 
@@ -65,7 +46,15 @@ class LaunchTable {
   }
 
   C10_HOST_DEVICE Slice slice_of(int64_t block) const {
-    const int row = item_of_block(end_block_, rows_, block);
+    int row = 0;  // the first whose end lies beyond the block
+    for (int high = rows_ - 1; row < high;) {
+      const int middle = (row + high) / 2;
+      if (block < end_block_[middle]) {
+        high = middle;
+      } else {
+        row = middle + 1;
+      }
+    }
     const int64_t own_block = block - (row == 0 ? 0 : end_block_[row - 1]);
     const int64_t begin = own_block * elements_per_block_;
     const int64_t end = begin + elements_per_block_;
@@ -74,8 +63,8 @@ class LaunchTable {
   }
 
  private:
-  Row row_[kCapacity];
-  int32_t end_block_[kCapacity];  // one past the last block that works on this row
+  Row row_[kRows];
+  int32_t end_block_[kRows];  // one past the last block that works on this row
   int elements_per_block_;
   int rows_ = 0;
 };

@@ -72,7 +72,9 @@ class StepBody {
     Value moments[Place::kMomentSlots];
     compute(place, parameter, moments);
     write(place, numbers, key, parameter, moments);
-    write_beside(place, parameter);
+    if constexpr (kMayCopy) {
+      if (place.has_low_half_or_copy) write_copy(parameter, place.low_half_or_copy);
+    }
   }
 
   // The parts of the step. A device calls them one by one: it converts the values of several
@@ -131,14 +133,7 @@ class StepBody {
     }
   }
 
-  /// Writes the copy of a new parameter, if it has one.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_beside(const Place& place,
-                                                      const Value& parameter) const {
-    if constexpr (kMayCopy) {
-      if (place.has_low_half_or_copy) write_copy(parameter, place.low_half_or_copy);
-    }
-  }
-
+  /// Writes the copy of a new parameter.
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write_copy(const Value& parameter, uint16_t* place) const {
     Bits bits;
     round_to_copy(parameter, bits);

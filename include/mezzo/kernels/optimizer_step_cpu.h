@@ -72,10 +72,6 @@ C10_NOINLINE void step_rest(const StepSpan& span, int64_t begin, const StepNumbe
   step_lanes<Rule, Weights, ScalarLanes<typename Weights::Parameter>>(span, begin, numbers, use);
 }
 
-/// What a parameter's step is computed in, and its gradients are read as.
-template <class Parameter>
-using StepValue = typename FloatFormat<Parameter>::Value;
-
 /// Steps a span whose elements have one random key: their numbers are equal but for the lower 32
 /// bits.
 template <class Parameter, class Rule, class Weights, class Lanes>

@@ -68,18 +68,13 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 /// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
-  const bool is_dynamic = rule.kind == LossScaleKind::dynamic;
+  if (rule.kind != LossScaleKind::dynamic) return;
+  const at::Device device = tensors.scale.device();
 #ifdef MEZZO_WITH_CUDA
-  if (is_dynamic && has_cuda_kernels(tensors.scale.device())) {
-    detail::cuda::update_scale_(rule, tensors, found_inf);
-    return;
-  }
+  if (has_cuda_kernels(device)) return cuda::update_scale_(rule, tensors, found_inf);
 #endif
-  if (is_dynamic && has_cpu_loops(tensors.scale.device())) {
-    update_scale_on_host_(rule, tensors, found_inf);
-  } else if (is_dynamic) {
-    update_scale_with_aten_(rule, tensors, found_inf);
-  }
+  if (has_cpu_loops(device)) return update_scale_on_host_(rule, tensors, found_inf);
+  update_scale_with_aten_(rule, tensors, found_inf);
 }
 
 }  // namespace detail

@@ -5,7 +5,6 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adamw8bit_step.h>
 #include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
@@ -19,17 +18,6 @@ namespace detail::cuda {
 /// Elements of a lane.
 inline constexpr int kAdamW8bitPack = static_cast<int>(kBlock8) / 32;
 static_assert(kStepBlock % kBlock8 == 0, "a slice begins with a block");
-
-/// Copies the maps from a kernel's arguments, all threads together, to where threads can look up
-/// different entries at once.
-__device__ inline void copy_maps(const Block8Maps& from, Block8Maps& to) {
-  static_assert(sizeof(Block8Maps) % sizeof(float) == 0);
-  const auto* const source = reinterpret_cast<const float*>(&from);
-  auto* const target = reinterpret_cast<float*>(&to);
-  for (unsigned i = threadIdx.x; i < sizeof(Block8Maps) / sizeof(float); i += kStepThreads) {
-    target[i] = source[i];
-  }
-}
 
 /// A lane's elements of one moment, as the bits of floats; zeros beyond the end.
 struct LaneMoments {
@@ -106,7 +94,11 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   using Body = StepBody<AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
   MEZZO_SHARED(Block8Maps, maps_of_block);
   MEZZO_SHARED(BlockStep<Body>, of_block);
-  copy_maps(maps, maps_of_block);
+  static_assert(sizeof(Block8Maps) % sizeof(float) == 0);
+  for (unsigned i = threadIdx.x; i < sizeof(Block8Maps) / sizeof(float); i += kStepThreads) {
+    // There threads can look up different entries at once.
+    reinterpret_cast<float*>(&maps_of_block)[i] = reinterpret_cast<const float*>(&maps)[i];
+  }
   const int64_t begin = int64_t{blockIdx.x} * kStepBlock;
   if (threadIdx.x == 0) {
     const RandomKey key = random_key(step.use.seed, step.use.step, step.use.parameter,

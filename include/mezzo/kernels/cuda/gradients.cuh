@@ -122,18 +122,13 @@ class SummaryShare {
   typename Format::Bits largest_ = 0;
 };
 
-template <class Word>
-__device__ Word shuffle_down(Word word, int lanes) {
-  return __shfl_down_sync(0xFFFFFFFFU, word, lanes);
-}
-
 /// Returns the partial result of the lane `lanes` further on.
 __device__ inline GradientPartial shuffle_down(const GradientPartial& partial, int lanes) {
-  GradientPartial other;
-  other.sum_of_squares = shuffle_down(partial.sum_of_squares, lanes);
-  other.max_double = shuffle_down(static_cast<unsigned long long>(partial.max_double), lanes);
-  other.max_float = shuffle_down(partial.max_float, lanes);
-  return other;
+  constexpr unsigned kAll = 0xFFFFFFFFU;
+  const auto max_double = static_cast<unsigned long long>(partial.max_double);
+  return {__shfl_down_sync(kAll, partial.sum_of_squares, lanes),
+          __shfl_down_sync(kAll, max_double, lanes),
+          __shfl_down_sync(kAll, partial.max_float, lanes)};
 }
 
 /// Merges the block's partial results; thread 0 gets the result.
@@ -146,11 +141,7 @@ __device__ GradientPartial merge_block(GradientPartial partial) {
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = partial;
   __syncthreads();
   if (threadIdx.x >= 32) return partial;
-  if (threadIdx.x < kWarps) {
-    partial = of_warp[threadIdx.x];
-  } else {
-    partial = GradientPartial();
-  }
+  partial = threadIdx.x < kWarps ? of_warp[threadIdx.x] : GradientPartial();
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   return partial;
 }
@@ -168,80 +159,54 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradien
   if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
 }
 
-/// Destinations of the summary.
-struct SummaryOutputs {
-  float* found_inf;
-  double* sum_of_squares;
-  double* max_abs;
-};
-
 /// Merges the partial results of all blocks. Runs as one block.
 template <int kThreads>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads)
     finish_summary_kernel(const GradientPartial* partials, int64_t count, const float* inv_scale,
-                          const SummaryOutputs outputs) {
+                          float* found_inf, double* sum_of_squares, double* max_abs) {
   GradientPartial own;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) own.merge(partials[i]);
   const GradientPartial total = merge_block<kThreads>(own);
   if (threadIdx.x != 0) return;
   const FinishedSummary finished(total, *inv_scale);
-  *outputs.found_inf = finished.found_inf ? 1.0F : 0.0F;
-  *outputs.sum_of_squares = finished.sum_of_squares;
-  *outputs.max_abs = finished.max_abs;
+  *found_inf = finished.found_inf ? 1.0F : 0.0F;
+  *sum_of_squares = finished.sum_of_squares;
+  *max_abs = finished.max_abs;
 }
 
-/// Calls `visit(Stored&)` on [begin, end) of `data`, divided among the block's threads, in packs if
-/// alignment allows, and writes the values back.
-template <class Stored, class Visit>
-__device__ void visit_elements(Stored* data, int64_t begin, int64_t end, Visit& visit) {
-  using Vector = GradientPack<Stored>;
-  Stored* const first = data + begin;
-  const int64_t count = end - begin;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(first) % sizeof(Vector) == 0;
-  const int64_t packs = is_aligned ? count / Vector::kSize : 0;
-  auto* const pack = reinterpret_cast<Vector*>(first);
-  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
-    Vector values = pack[i];
-    MEZZO_UNROLL
-    for (int lane = 0; lane < Vector::kSize; ++lane) visit(values.element[lane]);
-    pack[i] = values;
-  }
-  for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
-    Stored value = first[i];
-    visit(value);
-    first[i] = value;
-  }
-}
-
-template <class Element>
-struct UnscaleVisit {
-  using Format = FloatFormat<Element>;
-  UnscaleElement<Format, typename Format::Value> unscale;
-  uint32_t nonfinite = 0;
-
-  __device__ void operator()(typename Format::Stored& stored) {
-    typename Format::Bits bits = stored;
-    unscale(bits, nonfinite);
-    stored = static_cast<typename Format::Stored>(bits);
-  }
-};
-
-/// Every block that finds an inf or NaN writes the same 1; no atomic is needed.
-__device__ inline void report(uint32_t nonfinite, float* found_inf) {
-  const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
-  if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
-}
-
-/// Unscales and checks.
+/// Unscales and checks, in packs if alignment allows.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
     unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
+  using Stored = typename Format::Stored;
+  using Vector = GradientPack<Stored>;
   const auto slice = table.slice_of(blockIdx.x);
-  auto* const data = static_cast<typename Format::Stored*>(slice.data);
-  UnscaleVisit<Element> unscale{{static_cast<typename Format::Value>(*inv_scale)}};
-  visit_elements(data, slice.begin, slice.end, unscale);
-  report(unscale.nonfinite, found_inf);
+  auto* const data = static_cast<Stored*>(slice.data) + slice.begin;
+  const int64_t count = slice.end - slice.begin;
+  const UnscaleElement<Format, typename Format::Value> multiply{
+      static_cast<typename Format::Value>(*inv_scale)};
+  uint32_t nonfinite = 0;
+  const auto unscale = [&](Stored& stored) {
+    typename Format::Bits bits = stored;
+    multiply(bits, nonfinite);
+    stored = static_cast<Stored>(bits);
+  };
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Vector) == 0;
+  const int64_t packs = is_aligned ? count / Vector::kSize : 0;
+  auto* const pack = reinterpret_cast<Vector*>(data);
+  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
+    Vector values = pack[i];
+    MEZZO_UNROLL
+    for (int lane = 0; lane < Vector::kSize; ++lane) unscale(values.element[lane]);
+    pack[i] = values;
+  }
+  for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
+    unscale(data[i]);
+  }
+  // Every block that finds an inf or NaN writes the same 1; no atomic is needed.
+  const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
+  if (is_found && threadIdx.x == 0) *found_inf = 1.0F;
 }
 
 }  // namespace detail::cuda

@@ -6,13 +6,14 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/adamw8bit_step.h>
+#include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cuda/adamw8bit_step.cuh>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradients.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/sgd_element.h>
@@ -38,7 +39,7 @@ static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by val
 /// Gradients as rows: their memory, and the index of each stretch's first partial result. The last
 /// entry of `first_partials` is the number of all.
 struct GradientRows {
-  std::vector<Stretch> stretches;
+  const std::vector<Stretch>& stretches;
   std::vector<int64_t> first_partials{0};
 
   explicit GradientRows(const std::vector<Stretch>& all) : stretches(all) {
@@ -76,57 +77,48 @@ struct GradientRows {
   }
 };
 
-__attribute__((weak)) void unscale_and_check_(const std::vector<at::Tensor>& gradients,
+__attribute__((weak)) void unscale_and_check_(const std::vector<Stretch>& gradients,
                                               const at::Tensor& found_inf,
                                               const at::Tensor& inv_scale) {
-  const DenseGradients dense(gradients);
   const DeviceGuard guard(found_inf.device());
   const Stream stream = current_stream();
   const auto* const factor = inv_scale.const_data_ptr<float>();
   auto* const found = found_inf.mutable_data_ptr<float>();
-  GradientRows(dense.stretches()).for_tables([&]<class Element>(const GradientTable& table) {
+  GradientRows(gradients).for_tables([&]<class Element>(const GradientTable& table) {
     launch<unscale_kernel<Element>>(table.blocks(), kGradientThreads, stream, table, factor, found);
   });
-  dense.written();
 }
 
-__attribute__((weak)) void summarize_(const std::vector<at::Tensor>& gradients,
-                                      const at::Tensor& inv_scale, const at::Tensor& found_inf,
-                                      const at::Tensor& sum_of_squares, const at::Tensor& max_abs) {
+__attribute__((weak)) void summarize_(const std::vector<Stretch>& gradients,
+                                      const Verdict& verdict) {
+  const at::Tensor& inv_scale = verdict.inv_scale;
   const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
-  Stretches memory;
-  for (const at::Tensor& gradient : gradients) {
-    memory.add(gradient, const_cast<void*>(gradient.const_data_ptr()));
-  }
-  const GradientRows rows(memory.all());
+  const GradientRows rows(gradients);
   const int64_t count = rows.first_partials.back();
-  const at::Tensor memory_of_partials =
-      at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
-                inv_scale.options().dtype(at::kByte));
-  auto* const partials = static_cast<GradientPartial*>(memory_of_partials.mutable_data_ptr());
+  const at::Tensor memory = at::empty({count * static_cast<int64_t>(sizeof(GradientPartial))},
+                                      inv_scale.options().dtype(at::kByte));
+  auto* const partials = static_cast<GradientPartial*>(memory.mutable_data_ptr());
   rows.for_tables([&]<class Element>(const GradientTable& table) {
     launch<summary_kernel<Element>>(table.blocks(), kGradientThreads, stream, table, partials);
   });
   launch<finish_summary_kernel<kFinishThreads>>(
       1, kFinishThreads, stream, static_cast<const GradientPartial*>(partials), count,
-      inv_scale.const_data_ptr<float>(),
-      SummaryOutputs{found_inf.mutable_data_ptr<float>(), sum_of_squares.mutable_data_ptr<double>(),
-                     max_abs.mutable_data_ptr<double>()});
+      inv_scale.const_data_ptr<float>(), verdict.found_inf.mutable_data_ptr<float>(),
+      verdict.sum_of_squares.mutable_data_ptr<double>(),
+      verdict.max_abs.mutable_data_ptr<double>());
 }
 
 /// Returns the device's address of pinned memory, for a kernel that writes it and is launched next
-/// on the current stream; null for an undefined tensor. Tells the memory's allocator of the stream:
-/// memory that is freed before the kernel is done is given to nobody until then.
-template <class Number>
-static Number* pinned_place(const at::Tensor& pinned) {
-  if (!pinned.defined()) return nullptr;
+/// on the current stream. Tells the memory's allocator of the stream: memory that is freed before
+/// the kernel is done is given to nobody until then.
+static double* pinned_place(const at::Tensor& pinned) {
   const c10::Device device = current_device();
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  auto* const place = pinned.mutable_data_ptr<Number>();
+  auto* const place = pinned.mutable_data_ptr<double>();
   at::getHostAllocator(device.type())
       ->record_event(place, pinned.storage().data_ptr().get_context(), stream);
-  return static_cast<Number*>(address_on_device(place));
+  return static_cast<double*>(address_on_device(place));
 }
 
 __attribute__((weak)) at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -175,7 +167,7 @@ __attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tens
   };
   launch<write_letter_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
                               found_inf.const_data_ptr<float>(), number_of(sum_of_squares),
-                              number_of(max_abs), pinned_place<double>(letter));
+                              number_of(max_abs), pinned_place(letter));
 }
 
 /// Launches a step over the rows with one variant and one way of keeping weights, as many at a time
@@ -198,7 +190,7 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
     launch_table();
     table.push_back(row, group);
   }
-  if (!table.empty()) launch_table();
+  launch_table();
 }
 
 __attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {

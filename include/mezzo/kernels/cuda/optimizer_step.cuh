@@ -270,10 +270,6 @@ struct StepStreams {
   }
 };
 
-__device__ inline bool is_skipped(const StepInputs& inputs) {
-  return inputs.found_inf != nullptr && *inputs.found_inf != 0.0F;
-}
-
 /// The numbers that all threads of a block need.
 template <class Body>
 struct BlockStep {
@@ -314,7 +310,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   const StepSlice slice = table.slice_of(blockIdx.x);
   const Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
-  if (is_skipped(inputs)) {
+  if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0F) {
     if (inputs.clear) streams.clear_gradients(count);
     return;
   }

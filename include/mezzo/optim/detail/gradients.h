@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/gradient_summary.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/optimizer.h>
 
@@ -135,21 +135,17 @@ inline std::optional<double> gradient_factor(const Verdict& verdict, double max_
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.
 inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale) {
+  if (plan.rows.empty()) return summarize_gradients({}, inv_scale);
   Verdict all;
-  auto row = plan.rows.begin();
-  do {
-    const at::Device device = plan.rows.empty() ? inv_scale.device() : row->gradient.device();
-    GradientRead read(on_device(inv_scale, device));
-    for (; row != plan.rows.end() && row->gradient.device() == device; ++row) {
-      read.add(plan.is_checked ? row->gradient : values_of(plan, *row));
-    }
-    const Verdict one = read.finish();
+  for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
+    const at::Device device = gradients.front().device();
+    const Verdict one = summarize_gradients(gradients, on_device(inv_scale, device));
     if (all.defined()) {
       join(all, one);
     } else {
       all = one;
     }
-  } while (row != plan.rows.end());
+  }
   return all;
 }
 

@@ -4,8 +4,8 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/tensor_words.h>
+#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/step_use.h>
-#include <mezzo/kernels/unscale.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/scaling/grad_scaler.h>

@@ -7,15 +7,17 @@
 
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <utility>
 
-// The CPU's loops. Squares are summed in double, in sixteen sums whatever the vectors' width:
-// element i of a chunk belongs to sum i % 16, and the sixteen are added as a tree. So every
-// instruction set gives the same bits. The square of a float is exact in double.
+// The CPU's loops over gradients: one sums up, one unscales. Squares are summed in double, in
+// sixteen sums whatever the vectors' width: element i of a chunk belongs to sum i % 16, and the
+// sixteen are added as a tree. So every instruction set gives the same bits. The square of a float
+// is exact in double.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
@@ -91,18 +93,6 @@ C10_ALWAYS_INLINE void unpack(const Vectors& vectors, Element* each) {
   std::memcpy(each, &copy, sizeof(copy));
 }
 
-/// Returns the largest of a vector's lanes.
-template <class Lanes>
-C10_ALWAYS_INLINE typename Lanes::Format::Bits largest_lane(const typename Lanes::Bits& lanes) {
-  typename Lanes::Format::Bits each[Lanes::kWidth];
-  unpack(lanes, each);
-  auto largest = each[0];
-  for (int64_t lane = 1; lane < Lanes::kWidth; ++lane) {
-    largest = each[lane] > largest ? each[lane] : largest;
-  }
-  return largest;
-}
-
 /// Running sums and maximum of one chunk.
 template <class Element, class Lanes>
 struct SummaryAccumulator {
@@ -123,7 +113,9 @@ struct SummaryAccumulator {
                                 GradientPartial& partial) const {
     double each[kSquareSums];
     unpack(sums, each);
-    typename Format::Bits most = largest_lane<Lanes>(largest);
+    typename Format::Bits of_lane[Lanes::kWidth];
+    unpack(largest, of_lane);
+    typename Format::Bits most = *std::max_element(of_lane, of_lane + Lanes::kWidth);
     for (int64_t i = begin; i < count; ++i) {
       typename Format::Bits bits;
       ScalarLanes<Element>::load(data + i, bits);
@@ -180,15 +172,69 @@ inline SummaryLoop summary_loop(at::ScalarType dtype, CpuIsa isa) {
                             [isa]<class Element>(Element) { return summary_loop<Element>(isa); });
 }
 
+/// Handles the whole vectors of [begin, count), and adds inf and NaN to `found`. Returns the index
+/// of the first element that is left.
+template <class Lanes>
+C10_ALWAYS_INLINE int64_t unscale_lanes(const typename Lanes::Format::Stored* from,
+                                        typename Lanes::Format::Stored* to, int64_t begin,
+                                        int64_t count, typename Lanes::Format::Value inv_scale,
+                                        bool& found) {
+  UnscaleElement<typename Lanes::Format, typename Lanes::Value> unscale;
+  Lanes::broadcast(inv_scale, unscale.inv_scale);
+  typename Lanes::Flags nonfinite{};
+  int64_t i = begin;
+  for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
+    typename Lanes::Bits bits;
+    Lanes::load(from + i, bits);
+    unscale(bits, nonfinite);
+    Lanes::store(bits, to + i);
+  }
+  found |= Lanes::any(nonfinite);
+  return i;
+}
+
+/// Writes from[i] * inv_scale to `to`, for `count` elements of any alignment, and returns whether a
+/// product is inf or NaN. `to` may be `from`. For all dtypes but double, inv_scale is rounded to
+/// float.
+template <class Element, class Lanes>
+struct UnscaleKernel {
+  C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double inv_scale) {
+    const auto* source = static_cast<const typename Lanes::Format::Stored*>(from);
+    auto* target = static_cast<typename Lanes::Format::Stored*>(to);
+    const auto factor = static_cast<typename Lanes::Format::Value>(inv_scale);
+    bool found = false;
+    const int64_t done = unscale_lanes<Lanes>(source, target, 0, count, factor, found);
+    unscale_lanes<ScalarLanes<Element>>(source, target, done, count, factor, found);
+    return found;
+  }
+};
+
+/// Multiplies `count` elements; see UnscaleKernel.
+using UnscaleLoop = bool (*)(const void* from, void* to, int64_t count, double inv_scale);
+
+template <class Element>
+UnscaleLoop unscale_loop(CpuIsa isa) {
+  return cpu_kernel<UnscaleKernel, Element>(isa);
+}
+
+inline UnscaleLoop unscale_loop(at::ScalarType dtype, CpuIsa isa) {
+  return for_gradient_dtype(dtype,
+                            [isa]<class Element>(Element) { return unscale_loop<Element>(isa); });
+}
+
 // Held by mezzo::compiled (mezzo/optim/compiled.h).
-#define MEZZO_COMPILED_SUMMARIES(EXTERN)                       \
-  EXTERN template SummaryLoop summary_loop<float>(CpuIsa);     \
-  EXTERN template SummaryLoop summary_loop<double>(CpuIsa);    \
-  EXTERN template SummaryLoop summary_loop<c10::Half>(CpuIsa); \
-  EXTERN template SummaryLoop summary_loop<c10::BFloat16>(CpuIsa);
+#define MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, Element)    \
+  EXTERN template SummaryLoop summary_loop<Element>(CpuIsa); \
+  EXTERN template UnscaleLoop unscale_loop<Element>(CpuIsa);
+
+#define MEZZO_COMPILED_GRADIENT_LOOPS(EXTERN)         \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, float)     \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, double)    \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::Half) \
+  MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::BFloat16)
 
 #ifdef MEZZO_LEFT_TO_LIBRARY
-MEZZO_COMPILED_SUMMARIES(extern)
+MEZZO_COMPILED_GRADIENT_LOOPS(extern)
 #endif
 
 }  // namespace detail

@@ -1,0 +1,195 @@
+#pragma once
+
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/version.h>
+#include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/gradient_element.h>
+#include <mezzo/kernels/gradient_loops.h>
+#include <mezzo/kernels/work_chunks.h>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
+#include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/maximum.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
+
+#include <cstddef>
+#include <limits>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+// The passes over gradients of one device: one reads them and sums up, one unscales in place.
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Summarises by ATen's kernels, on devices without kernels of mezzo (CUDA without the target
+/// mezzo::cuda). Reads the gradients twice: once for the norm, and once for the largest magnitude,
+/// which decides exactly whether a product overflows.
+inline Verdict summarize_with_aten(const std::vector<at::Tensor>& gradients,
+                                   const at::Tensor& inv_scale) {
+  const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
+  const at::Tensor factor = inv_scale.reshape({});
+  const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
+  std::vector<at::Tensor> largest{none}, norms{none};  // of products
+  for (std::vector<at::Tensor>& same : by_dtype(gradients)) {
+    std::erase_if(same, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
+    if (same.empty()) continue;
+    const auto own = same.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto norms_of = [&](double order, at::ScalarType dtype) {
+      return at::stack(at::_foreach_norm(same, order, dtype)).mul(factor.to(dtype)).to(wide);
+    };
+    largest.push_back(norms_of(std::numeric_limits<double>::infinity(), own));
+    norms.push_back(norms_of(2.0, wide));
+  }
+  const at::Tensor products = at::cat(largest);
+  const at::Tensor found_inf = at::isfinite(products).all().logical_not();
+  const at::Tensor max_abs = products.abs().max();
+  return {inv_scale, found_inf.to(at::kFloat),
+          at::where(found_inf, max_abs, at::cat(norms).square().sum()), max_abs};
+}
+
+/// Merges the partial results of chunks in the order of the chunks.
+inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdict& verdict) {
+  WorkChunks chunks(kSummaryChunk);
+  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
+  std::vector<GradientPartial> of_chunk(chunks.size());
+  chunks.for_each([&](std::size_t i, const WorkChunks::Chunk& chunk) {
+    const Stretch& stretch = stretches[chunk.item];
+    const SummaryLoop loop = summary_loop(stretch.dtype, best_isa());
+    loop(stretch.at(chunk.begin), chunk.count, of_chunk[i]);
+  });
+  GradientPartial total;
+  for (const GradientPartial& partial : of_chunk) total.merge(partial);
+  const FinishedSummary finished(total, *verdict.inv_scale.const_data_ptr<float>());
+  *verdict.found_inf.mutable_data_ptr<float>() = finished.found_inf ? 1.0F : 0.0F;
+  *verdict.sum_of_squares.mutable_data_ptr<double>() = finished.sum_of_squares;
+  *verdict.max_abs.mutable_data_ptr<double>() = finished.max_abs;
+}
+
+/// Reads gradients of one device once, writes nothing to them, and does not wait. Returns their
+/// summary times `inv_scale`, a float of one element there.
+///
+/// Gradients are float, double, bfloat16 or half, of any strides, offsets and sizes; with gaps they
+/// are copied. Squares are summed in double, in an order that depends on the sizes, and on which
+/// gradients lie next to each other in one buffer, not on threads or (on the CPU) the instruction
+/// set. CUDA's kernels add up to 32 squares of floats and halves in float first, with a relative
+/// error of at most 2e-6. A double gradient above 1e154 has a square beyond double: the sum is inf,
+/// and found_inf 0.
+inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
+                                   const at::Tensor& inv_scale) {
+  const at::Device device = inv_scale.device();
+  if (!has_own_kernels(device)) return summarize_with_aten(gradients, inv_scale);
+  Stretches memory;
+  std::vector<at::Tensor> copies;  // of those that no loop can walk
+  for (const at::Tensor& gradient : gradients) {
+    const bool is_dense = is_dense_memory(gradient);
+    if (!is_dense) copies.push_back(gradient.clone(at::MemoryFormat::Contiguous));
+    const at::Tensor& dense = is_dense ? gradient : copies.back();
+    memory.add(dense, const_cast<void*>(dense.const_data_ptr()));
+  }
+  const auto options = at::TensorOptions().device(device);
+  const auto wide = options.dtype(at::kDouble);
+  const Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+                        at::empty({}, wide)};
+#ifdef MEZZO_WITH_CUDA
+  if (has_cuda_kernels(device)) {
+    cuda::summarize_(memory.all(), verdict);
+    return verdict;
+  }
+#endif
+  summarize_on_cpu(memory.all(), verdict);
+  return verdict;
+}
+
+/// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it
+/// otherwise. Only reads. All on one device.
+inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
+  const Verdict verdict = summarize_gradients(gradients, at::ones_like(found_inf));
+  found_inf.copy_(at::maximum(found_inf, verdict.found_inf.reshape_as(found_inf)));
+}
+
+/// Multiplies gradients by `inv_scale` in place. Returns whether a product is inf or NaN.
+inline bool unscale_on_cpu_(const std::vector<Stretch>& stretches, float inv_scale) {
+  WorkChunks chunks(kThreadGrain);
+  for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
+  return chunks.any([&](const WorkChunks::Chunk& chunk) {
+    const Stretch& stretch = stretches[chunk.item];
+    void* const data = stretch.at(chunk.begin);
+    return unscale_loop(stretch.dtype, best_isa())(data, data, chunk.count, inv_scale);
+  });
+}
+
+/// Unscales by ATen's kernel, which takes tensors of one dtype and tests values before it
+/// multiplies.
+inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
+                               const at::Tensor& inv_scale) {
+  for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
+    at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
+  }
+}
+
+/// Returns the tensors in their order, without repetitions.
+inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
+  std::unordered_set<const c10::TensorImpl*> known;
+  std::erase_if(tensors, [&known](const at::Tensor& tensor) {
+    return !known.insert(tensor.unsafeGetTensorImpl()).second;
+  });
+  return tensors;
+}
+
+/// Checks that `unscale_and_check_` accepts these gradients, so that those of all devices are
+/// checked before any is written. A factor of 1 writes nothing on the CPU.
+/// \throws c10::Error if elements of a gradient share memory
+inline void check_unscalable(const std::vector<at::Tensor>& gradients,
+                             const at::Tensor& inv_scale) {
+  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return;
+  for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
+}
+
+/// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
+/// All on one device. A tensor that is the gradient of several parameters is multiplied once; two
+/// tensors of one memory are each multiplied, as in torch.
+/// \throws c10::Error, before any write, if elements of a gradient share memory
+inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& found_inf,
+                               const at::Tensor& inv_scale) {
+  check_unscalable(all, inv_scale);
+  const at::Device device = found_inf.device();
+  const std::vector<at::Tensor> gradients = each_once(all);
+  if (!has_own_kernels(device)) {
+    unscale_with_aten_(gradients, found_inf, inv_scale);
+    return check_(gradients, found_inf);  // of the products
+  }
+  if (has_cpu_loops(device) && *inv_scale.const_data_ptr<float>() == 1.0F) {
+    return check_(gradients, found_inf);
+  }
+  Stretches memory;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (gradient that no loop can walk, its)
+  for (const at::Tensor& gradient : gradients) {
+    const bool is_dense = is_dense_memory(gradient);
+    if (!is_dense) copies.emplace_back(gradient, gradient.clone(at::MemoryFormat::Contiguous));
+    const at::Tensor& dense = is_dense ? gradient : copies.back().second;
+    memory.add(dense, dense.mutable_data_ptr());
+  }
+#ifdef MEZZO_WITH_CUDA
+  if (has_cuda_kernels(device)) cuda::unscale_and_check_(memory.all(), found_inf, inv_scale);
+#endif
+  if (has_cpu_loops(device) && unscale_on_cpu_(memory.all(), *inv_scale.const_data_ptr<float>())) {
+    found_inf.fill_(1.0);
+  }
+  for (const at::Tensor& gradient : gradients) bump_version(gradient);  // of copies again, below
+  for (const auto& [gradient, copy] : copies) {
+    const NoGraphGuard no_graph(gradient.is_inference());
+    gradient.copy_(copy);
+  }
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
