@@ -152,6 +152,13 @@ TEST_F(AccumulateIfFinite, IfAllAreBadTheStepsCheckFindsTheLast) {
   expect_all(a_.grad(), 2);
 }
 
+TEST_F(AccumulateIfFinite, ASumThatOverflowsStaysInf) {
+  a_ = torch::ones({3}, torch::kHalf).requires_grad_();
+  for (const float gradient : {40000.0F, 40000.0F, 1.0F}) EXPECT_FALSE(run(gradient, 1));
+  expect_all(a_.grad(), kInfinity);
+  expect_all(b_.grad(), 3);
+}
+
 TEST_F(AccumulateIfFinite, NothingIsRememberedOfGradientsThatWereCleared) {
   EXPECT_TRUE(run(kNan, 1));
   zero_grad();

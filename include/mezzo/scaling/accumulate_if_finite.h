@@ -9,11 +9,15 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <functional>
+#include <optional>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -24,9 +28,11 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// and the step's own check finds them. Gradients of zero count as accumulated, so begin with
 /// `zero_grad()`, which leaves none. docs/optimizers.md has the loop.
 ///
-/// Waits for a GPU. Costs one read of the new gradients and one of the accumulated, and memory for
-/// both. If ranks reduce gradients, call it for the micro-batches before the last, under
-/// `no_sync()`, and call `backward()` of the last one as usual.
+/// A sum that overflows, as one of half gradients can, stays inf for the step's check. Call it from
+/// one thread for all micro-batches of a step. Waits for a GPU. Costs one read of the new
+/// gradients, and memory for the accumulated. If ranks reduce gradients, call it for the
+/// micro-batches before the last, under `no_sync()`, and call `backward()` of the last one as
+/// usual.
 ///
 /// \param parameters  every parameter that `backward` may reach
 /// \param backward  computes the loss of the micro-batch and runs its backward pass
@@ -50,6 +56,21 @@ inline bool any_bad(const std::vector<at::Tensor>& gradients) {
   return read_gradients(plan, at::ones({})).found_inf.item<float>() != 0.0F;
 }
 
+/// The first gradient that a bad micro-batch left, as it left it. The reference keeps its address
+/// from any other tensor.
+struct LeftGradient {
+  explicit LeftGradient(const at::Tensor& gradient)
+      : tensor(gradient.getIntrusivePtr()), version(gradient._version()) {}
+  bool is(const at::Tensor& gradient) const {
+    return gradient.unsafeGetTensorImpl() == tensor._unsafe_get_target() &&
+           gradient._version() == version;
+  }
+
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+  int64_t version;
+};
+inline thread_local std::optional<LeftGradient> left_gradient = std::nullopt;
+
 }  // namespace detail
 
 inline bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
@@ -67,11 +88,17 @@ inline bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   const bool is_bad = detail::any_bad(gradients);
+  const auto is_there = [](const at::Tensor& one) { return one.defined(); };
   const auto& aside = before.aside();
-  const bool has_accumulated =
-      std::any_of(aside.begin(), aside.end(), [](const at::Tensor& one) { return one.defined(); });
-  if (!has_accumulated || detail::any_bad(aside)) {
+  const auto old = std::find_if(aside.begin(), aside.end(), is_there);
+  const bool is_left =
+      old != aside.end() && detail::left_gradient && detail::left_gradient->is(*old);
+  if (old == aside.end() || is_left) {
     before.drop();
+    detail::left_gradient.reset();
+    if (is_bad) {
+      detail::left_gradient.emplace(*std::find_if(gradients.begin(), gradients.end(), is_there));
+    }
   } else if (!is_bad) {
     before.add_back();
   }
