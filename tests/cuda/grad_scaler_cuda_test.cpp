@@ -30,7 +30,9 @@ TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
   auto gradients = cuda_test::mixed_gradients();
   std::vector<torch::Tensor> expected;
   for (const auto& gradient : gradients) expected.push_back(gradient.cpu());
-  EXPECT_FALSE(mezzo::detail::unscale_cpu_(expected, 0.3F));
+  auto found_on_cpu = torch::zeros({});
+  mezzo::detail::unscale_and_check_(expected, found_on_cpu, torch::full({}, 0.3F));
+  EXPECT_EQ(found_on_cpu.item<float>(), 0.0F);
   auto found_inf = torch::zeros({}, torch::kCUDA);
   const auto inv_scale = torch::full({}, 0.3F, torch::kCUDA);
   {
