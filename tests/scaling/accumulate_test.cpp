@@ -10,8 +10,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <ranges>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -54,6 +57,23 @@ TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
   EXPECT_THAT(places(2, 1), ElementsAre("0: 0 of 1, last", "1: 0 of 1, last"));
   EXPECT_THAT(places(1, 4), ElementsAre("0: 0 of 1, last"));
   EXPECT_THAT(places(0, 4), ElementsAre());
+}
+
+TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
+  struct Held {
+    std::shared_ptr<int> memory;
+  };
+  std::vector<std::weak_ptr<int>> read;
+  auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
+                  Held one{std::make_shared<int>(number)};
+                  read.emplace_back(one.memory);
+                  return one;
+                });
+  for (auto& batch : mezzo::accumulate(loader, 2)) {
+    const auto held =
+        std::count_if(read.begin(), read.end(), [](auto& one) { return !one.expired(); });
+    EXPECT_EQ(held, 2) << *batch.memory;
+  }
 }
 
 TEST(Accumulate, TrainsAsOnTheWholeBatch) {
@@ -220,6 +240,16 @@ TEST_F(AccumulateIfFinite, PutsBackWhatWasAccumulatedIfAGradientCannotBeAdded) {
   expect_all(b_.grad(), 2);
   EXPECT_FALSE(run(1, 2));
   expect_all(a_.grad(), 2);
+}
+
+TEST_F(AccumulateIfFinite, KeepsWhatWasAccumulatedIfACopyHasNoMemory) {
+  EXPECT_FALSE(run(1, 2));
+  const Tensor base = torch::zeros({1});  // its memory is shared: it is copied
+  const Tensor huge = torch::zeros({1}).expand({int64_t{1} << 61}).detach().requires_grad_();
+  huge.mutable_grad() = base.expand({int64_t{1} << 61});
+  EXPECT_THROW(accumulate_if_finite({a_, b_, huge}, [] {}), std::exception);
+  expect_all(a_.grad(), 1);
+  expect_all(b_.grad(), 2);
 }
 
 TEST_F(AccumulateIfFinite, TakesAParameterThatIsGivenTwice) {

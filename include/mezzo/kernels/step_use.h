@@ -47,8 +47,9 @@ struct StepSpan {
   void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
   int64_t count;
   void* low_half_or_copy =
-      nullptr;        ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
-  int64_t first = 0;  ///< the number, in the parameter, of the first element
+      nullptr;  ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
+  /// The number, in the parameter, of the first element; on the CPU a multiple of kStepStretch.
+  int64_t first = 0;
 };
 
 /// Options of a step that are not part of the update rule.

@@ -49,7 +49,8 @@ double warmed_up(const Curve& curve, int64_t applied_steps, const char* name, do
                  const Fall& fall) {
   const int64_t warmup = curve.warmup_steps, total = curve.total_steps;
   check_curve(total >= 1, "total_steps", total, "at least 1");
-  check_curve(warmup >= 0 && warmup <= total, "warmup_steps", warmup, "from 0 to total_steps");
+  TORCH_CHECK(warmup >= 0 && warmup <= total, "LrSchedule: warmup_steps is ", warmup,
+              "; it should be from 0 to total_steps (", total, ")");
   const auto is_factor = [](double value) { return is_at_least(value, 0) && value <= 1; };
   check_curve(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
   check_curve(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,

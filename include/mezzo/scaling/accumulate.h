@@ -58,6 +58,8 @@ class MicroBatchIterator {
       : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
     read_group();
   }
+  MicroBatchIterator(MicroBatchIterator&&) = default;  // a copy would keep a group's batches
+  MicroBatchIterator& operator=(MicroBatchIterator&&) = default;
   MicroBatch<Batch>& operator*() { return group_[now_]; }
   /// Goes to the next micro-batch. After the last of a group it reads the next group.
   MicroBatchIterator& operator++() {
@@ -70,12 +72,12 @@ class MicroBatchIterator {
  private:
   /// Reads a whole group, so that the first of an incomplete one knows its count.
   void read_group() {
+    group_.clear();
+    now_ = 0;
     std::vector<Batch> batches;
     for (; std::ssize(batches) < micro_batches_ && next_ != end_; ++next_) {
       batches.push_back(*next_);
     }
-    group_.clear();
-    now_ = 0;
     for (const Batch& batch : batches) {
       group_.emplace_back(batch, std::ssize(group_), std::ssize(batches));
     }

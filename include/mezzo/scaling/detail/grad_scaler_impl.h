@@ -69,9 +69,10 @@ inline constexpr const char* kNoneHasNoNewScale =
 
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
-/// Multiplies the gradients of `plan` by `coefficient`, at most 1, in place: those of double by it,
-/// others by the nearest float.
-inline void clip_in_place(const StepPlan& plan, double coefficient) {
+/// Clips the unscaled gradients of `plan` in place to `max_norm`, as `clip_grad_norm_` does: those
+/// of double by a double, others by the nearest float.
+inline void clip_in_place(const StepPlan& plan, const StepOutcome& outcome, double max_norm) {
+  const double coefficient = max_norm / (*outcome.grad_norm + 1e-6);
   if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
   for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
     std::vector<at::Tensor> others;
@@ -232,9 +233,7 @@ MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
 MEZZO_INLINE StepResult GradScaler::result_of(const Verdict& verdict, bool was_unscaled) {
   const at::Tensor& scale = scale_->original();
   if (scale.is_cpu()) return StepResult(detail::outcome_of(scale, verdict, was_unscaled));
-  const std::shared_ptr<detail::StepLetter> letter = letter_pool_.letter_for(scale.device());
-  letter->send(scale, verdict, was_unscaled);
-  return StepResult(letter);
+  return StepResult(letter_pool_.send(scale, verdict, was_unscaled));
 }
 
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
@@ -276,11 +275,9 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     verdict = detail::read_gradients(plan, at::ones_like(scale));
     check_verdict(record, verdict);
   }
-  StepOutcome outcome = detail::outcome_of(scale, verdict, was_unscaled);
+  StepOutcome outcome = letter_pool_.wait_for(scale, verdict, was_unscaled);
   if (outcome.ran) {
-    if (detail::clips(options)) {
-      detail::clip_in_place(plan, *detail::gradient_factor(verdict, options.max_norm));
-    }
+    if (detail::clips(options)) detail::clip_in_place(plan, outcome, options.max_norm);
     outcome.value = optimizer.step();
   }
   record.stage = Stage::stepped;
@@ -303,13 +300,13 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
     const bool is_known = fused == nullptr || device.is_cpu();
-    if (is_known) outcome = detail::outcome_of(one, verdict, /*was_unscaled=*/false);
+    if (is_known) outcome = letter_pool_.wait_for(one, verdict, /*was_unscaled=*/false);
   }
   if (fused != nullptr) {
     fused->apply(std::move(plan), verdict, options);
     return StepResult(std::move(outcome));
   }
-  detail::clip_in_place(plan, *detail::gradient_factor(verdict, options.max_norm));
+  if (outcome.grad_norm) detail::clip_in_place(plan, outcome, options.max_norm);
   outcome.value = optimizer.step();
   if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
   return StepResult(std::move(outcome));

@@ -28,10 +28,14 @@ class SetAside {
  public:
   explicit SetAside(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
     const c10::NoGradGuard no_grad;
-    for (const at::Tensor& parameter : parameters_) {
+    for (const at::Tensor& parameter : parameters_) {  // what may throw, before any is taken
       gradients_.push_back(parameter.grad());
       values_.push_back(kept(parameter.grad()));
-      parameter.mutable_grad() = at::Tensor();
+    }
+    for (std::size_t i = 0; i < values_.size(); ++i) {
+      at::Tensor& gradient = parameters_[i].mutable_grad();
+      if (!gradient.defined()) gradients_[i] = values_[i] = at::Tensor();
+      gradient = at::Tensor();
     }
   }
   ~SetAside() {

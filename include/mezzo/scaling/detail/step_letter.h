@@ -14,8 +14,10 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <atomic>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #ifdef MEZZO_WITH_CUDA
@@ -65,6 +67,7 @@ class StepLetter final : public StepSlot {
   /// \param verdict  the totals of all devices; sum_of_squares and max_abs may be undefined
   /// \param was_unscaled  whether the gradients had lost the scale before the step
   void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+    is_read_ = false;
     has_norm_ = verdict.sum_of_squares.defined();
     was_unscaled_ = was_unscaled;
     found_inf_ = verdict.found_inf;
@@ -86,9 +89,12 @@ class StepLetter final : public StepSlot {
   }
 
   /// Returns the outcome of the step; of a captured one, that of the last replay.
+  /// Scaler and user may ask at once.
   /// \throws c10::Error while the device is being captured, and for a captured step before the
   ///   first replay
   const StepOutcome& outcome() override {
+    const std::lock_guard lock(reading_);
+    if (is_read_) return outcome_;
     if (!has_arrived_) {
       TORCH_CHECK(capture_on(device_) == 0,
                   "StepResult: asked for an outcome while a CUDA graph is being captured, which "
@@ -108,6 +114,7 @@ class StepLetter final : public StepSlot {
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
     outcome_ = outcome_of(numbers_[0], verdict, was_unscaled_);
+    is_read_ = !is_captured_;
     return outcome_;
   }
   at::Tensor found_inf_on_device() const override { return found_inf_; }
@@ -139,7 +146,9 @@ class StepLetter final : public StepSlot {
   bool is_captured_;
   bool has_norm_ = false;
   bool was_unscaled_ = false;
-  mutable bool has_arrived_ = !is_captured_;  // nothing is on its way
+  mutable std::atomic<bool> has_arrived_ = !is_captured_;  // nothing is on its way
+  std::mutex reading_;
+  bool is_read_ = false;
   mutable c10::Event event_;
   at::Tensor numbers_;
   at::Tensor found_inf_;
@@ -151,7 +160,21 @@ class StepLetter final : public StepSlot {
 /// not.
 class LetterPool {
  public:
-  /// Returns a letter for one step on `device`.
+  /// Sends a letter about one step from the scale's device, and returns it.
+  std::shared_ptr<StepLetter> send(const at::Tensor& scale, const Verdict& verdict,
+                                   bool was_unscaled) {
+    const std::shared_ptr<StepLetter> letter = letter_for(scale.device());
+    letter->send(scale, verdict, was_unscaled);
+    return letter;
+  }
+
+  /// Returns the outcome of a step, for which it waits once.
+  StepOutcome wait_for(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+    if (scale.is_cpu()) return outcome_of(scale, verdict, was_unscaled);
+    return send(scale, verdict, was_unscaled)->outcome();
+  }
+
+ private:
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     for (const std::shared_ptr<StepLetter>& letter : letters_) {
       const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
@@ -160,7 +183,6 @@ class LetterPool {
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }
 
- private:
   std::vector<std::shared_ptr<StepLetter>> letters_;
 };
 
