@@ -179,6 +179,16 @@ TEST_F(AccumulateIfFinite, ASumThatOverflowsStaysInf) {
   expect_all(b_.grad(), 3);
 }
 
+TEST_F(AccumulateIfFinite, ABadFirstOneIsReplacedBesideAnotherModelAndInANewTensor) {
+  for (const float gradient : {kInfinity, 1.0F}) {
+    accumulate_if_finite({a_}, [&] { (a_ * gradient).sum().backward(); });
+    accumulate_if_finite({b_}, [&] { (b_ * gradient).sum().backward(); });
+    b_.mutable_grad() = b_.grad().clone();
+  }
+  expect_all(a_.grad(), 1);
+  expect_all(b_.grad(), 1);
+}
+
 TEST_F(AccumulateIfFinite, NothingIsRememberedOfGradientsThatWereCleared) {
   EXPECT_TRUE(run(kNan, 1));
   zero_grad();

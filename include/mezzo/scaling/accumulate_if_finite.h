@@ -15,9 +15,7 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <functional>
-#include <optional>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -29,10 +27,10 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// `zero_grad()`, which leaves none. docs/optimizers.md has the loop.
 ///
 /// A sum that overflows, as one of half gradients can, stays inf for the step's check. Call it from
-/// one thread for all micro-batches of a step. Waits for a GPU. Costs one read of the new
-/// gradients, and memory for the accumulated. If ranks reduce gradients, call it for the
-/// micro-batches before the last, under `no_sync()`, and call `backward()` of the last one as
-/// usual.
+/// one thread, with the same parameters, for all micro-batches of a step. Waits for a GPU. Costs
+/// one read of the new gradients, and memory for the accumulated. If ranks reduce gradients, call
+/// it for the micro-batches before the last, under `no_sync()`, and call `backward()` of the last
+/// one as usual.
 ///
 /// \param parameters  every parameter that `backward` may reach
 /// \param backward  computes the loss of the micro-batch and runs its backward pass
@@ -56,20 +54,24 @@ inline bool any_bad(const std::vector<at::Tensor>& gradients) {
   return read_gradients(plan, at::ones({})).found_inf.item<float>() != 0.0F;
 }
 
-/// The first gradient that a bad micro-batch left, as it left it. The reference keeps its address
-/// from any other tensor.
-struct LeftGradient {
-  explicit LeftGradient(const at::Tensor& gradient)
-      : tensor(gradient.getIntrusivePtr()), version(gradient._version()) {}
-  bool is(const at::Tensor& gradient) const {
-    return gradient.unsafeGetTensorImpl() == tensor._unsafe_get_target() &&
-           gradient._version() == version;
-  }
+/// The first parameters of calls in this thread after which the gradients of a bad micro-batch lie
+/// in `.grad`. A reference keeps its address from any other tensor.
+inline auto& holders_of_bad_gradients() {
+  using Holder = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  static thread_local std::vector<Holder> holders;
+  return holders;
+}
 
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
-  int64_t version;
-};
-inline thread_local std::optional<LeftGradient> left_gradient = std::nullopt;
+/// Returns whether `first` is one of them, and forgets it.
+inline bool held_bad_gradients(const at::Tensor& first) {
+  bool held = false;
+  std::erase_if(holders_of_bad_gradients(), [&](const auto& one) {
+    const bool is_first = one._unsafe_get_target() == first.unsafeGetTensorImpl();
+    held = held || is_first;
+    return is_first || one.expired();
+  });
+  return held;
+}
 
 }  // namespace detail
 
@@ -88,16 +90,14 @@ inline bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
   std::vector<at::Tensor> gradients;
   for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   const bool is_bad = detail::any_bad(gradients);
-  const auto is_there = [](const at::Tensor& one) { return one.defined(); };
   const auto& aside = before.aside();
-  const auto old = std::find_if(aside.begin(), aside.end(), is_there);
-  const bool is_left =
-      old != aside.end() && detail::left_gradient && detail::left_gradient->is(*old);
-  if (old == aside.end() || is_left) {
+  const bool has_accumulated =
+      std::any_of(aside.begin(), aside.end(), [](const at::Tensor& one) { return one.defined(); });
+  const bool held_bad = !parameters.empty() && detail::held_bad_gradients(parameters.front());
+  if (!has_accumulated || (held_bad && detail::any_bad(aside))) {
     before.drop();
-    detail::left_gradient.reset();
     if (is_bad) {
-      detail::left_gradient.emplace(*std::find_if(gradients.begin(), gradients.end(), is_there));
+      detail::holders_of_bad_gradients().emplace_back(parameters.front().getIntrusivePtr());
     }
   } else if (!is_bad) {
     before.add_back();

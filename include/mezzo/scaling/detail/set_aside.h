@@ -45,7 +45,7 @@ class SetAside {
   SetAside& operator=(const SetAside&) = delete;
 
   /// Returns the gradients that were set aside; undefined where there was none.
-  const std::vector<at::Tensor>& aside() const noexcept { return gradients_; }
+  const std::vector<at::Tensor>& aside() const noexcept { return values_; }
 
   /// Adds what was set aside to the gradients that have come since.
   /// \throws c10::Error if a gradient has come that cannot be added; the destructor then puts back
