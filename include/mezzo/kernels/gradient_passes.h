@@ -97,8 +97,8 @@ inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
   }
   const auto options = at::TensorOptions().device(device);
   const auto wide = options.dtype(at::kDouble);
-  const Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
-                        at::empty({}, wide)};
+  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+                  at::empty({}, wide)};
 #ifdef MEZZO_WITH_CUDA
   if (has_cuda_kernels(device)) {
     cuda::summarize_(memory.all(), verdict);

@@ -58,8 +58,9 @@ class MicroBatchIterator {
       : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
     read_group();
   }
-  MicroBatchIterator(MicroBatchIterator&&) = default;  // a copy would keep a group's batches
-  MicroBatchIterator& operator=(MicroBatchIterator&&) = default;
+  MicroBatchIterator(MicroBatchIterator&&) noexcept =
+      default;  // a copy would keep a group's batches
+  MicroBatchIterator& operator=(MicroBatchIterator&&) noexcept = default;
   MicroBatch<Batch>& operator*() { return group_[now_]; }
   /// Goes to the next micro-batch. After the last of a group it reads the next group.
   MicroBatchIterator& operator++() {

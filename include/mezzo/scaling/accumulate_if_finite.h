@@ -88,6 +88,7 @@ inline bool accumulate_if_finite(const std::vector<at::Tensor>& parameters,
   backward();
   const c10::NoGradGuard no_grad;
   std::vector<at::Tensor> gradients;
+  gradients.reserve(parameters.size());
   for (const at::Tensor& parameter : parameters) gradients.push_back(parameter.grad());
   const bool is_bad = detail::any_bad(gradients);
   const auto& aside = before.aside();

@@ -251,7 +251,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
   check_verdict(record, verdict);
-  const StepResult result = result_of(verdict, was_unscaled);  // may throw, and so goes first
+  StepResult result = result_of(verdict, was_unscaled);  // may throw, and so goes first
   fused.apply(std::move(plan), verdict, options);
   record.stage = Stage::stepped;
   const bool is_captured = !scale.is_cpu() && detail::capture_on(scale.device()) != 0;

@@ -163,7 +163,7 @@ class LetterPool {
   /// Sends a letter about one step from the scale's device, and returns it.
   std::shared_ptr<StepLetter> send(const at::Tensor& scale, const Verdict& verdict,
                                    bool was_unscaled) {
-    const std::shared_ptr<StepLetter> letter = letter_for(scale.device());
+    std::shared_ptr<StepLetter> letter = letter_for(scale.device());
     letter->send(scale, verdict, was_unscaled);
     return letter;
   }
