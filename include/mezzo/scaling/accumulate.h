@@ -58,8 +58,8 @@ class MicroBatchIterator {
       : next_(std::move(next)), end_(std::move(end)), micro_batches_(micro_batches) {
     read_group();
   }
-  MicroBatchIterator(MicroBatchIterator&&) noexcept =
-      default;  // a copy would keep a group's batches
+  // Not copied: a copy would keep the batches of its group.
+  MicroBatchIterator(MicroBatchIterator&&) noexcept = default;
   MicroBatchIterator& operator=(MicroBatchIterator&&) noexcept = default;
   MicroBatch<Batch>& operator*() { return group_[now_]; }
   /// Goes to the next micro-batch. After the last of a group it reads the next group.
