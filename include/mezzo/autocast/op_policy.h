@@ -70,13 +70,13 @@ MEZZO_INLINE std::ostream& operator<<(std::ostream& stream, const OpList& list);
 /// guess.
 ///
 /// Any thread. Some milliseconds, the first time some tens.
-/// \throws c10::Error for a device type other than CPU and CUDA
+/// \throws c10::Error for a device type other than CPU, CUDA and MPS
 MEZZO_INLINE OpList autocast_op_lists(c10::DeviceType device);
 
 /// Edits to the op lists: an immutable value. Each method returns a new policy with one more edit;
 /// a later edit of an op replaces the earlier. A policy that a guard was given holds in that scope
 /// and thread, and where AutocastState hands the thread's state over. Guards nest: the inner policy
-/// comes first, and the outer one where the inner has no edit. One policy serves CPU and CUDA.
+/// comes first, and the outer one where the inner has no edit. One policy serves CPU, CUDA and MPS.
 ///
 /// Any thread may make a policy, which changes nothing outside it. A region takes only policies
 /// whose ops are installed: see install_op_overrides.

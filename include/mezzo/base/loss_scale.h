@@ -71,7 +71,7 @@ struct LossScale {
   /// If `false`, the scale is 1, nothing is checked, and `step` always steps.
   bool enabled = true;
 
-  /// The floor of the scale. 0 means no floor, as in torch: after 160 backoffs from 1 the scale is
+  /// The floor of the scale. 0 means no floor, as in torch: after 150 backoffs from 1 the scale is
   /// 0, and stays 0.
   double min_scale = kDefaultMinScale;
   /// The ceiling of the scale.

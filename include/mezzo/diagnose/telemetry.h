@@ -60,8 +60,8 @@ struct TelemetryRecord {
   std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before
   double seconds = 0;                                  ///< since the record before; 0: not known
   std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
-  /// Most bytes so far that libtorch's allocator had in use on the loss's device; of a loss on the
-  /// CPU what the process has resident now (Linux).
+  /// For a loss on a CUDA device the peak of the bytes in use in libtorch's allocator there; for any
+  /// other loss the resident memory of the process now (Linux); unset without a loss.
   std::optional<double> memory_bytes = std::nullopt;
 
   /// Returns the columns of files, with their names; `skipped` is 0 or 1.

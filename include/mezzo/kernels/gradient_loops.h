@@ -108,7 +108,7 @@ struct SummaryAccumulator {
               std::make_index_sequence<static_cast<std::size_t>(kSquareSums / Lanes::kWidth)>{});
   }
 
-  /// Adds the last elements, [begin, count), fewer than sixteen, and adds all to `partial`.
+  /// Adds the last elements, [begin, count), fewer than sixteen, and assigns the sums to `partial`.
   C10_ALWAYS_INLINE void finish(const Stored* data, int64_t begin, int64_t count,
                                 GradientPartial& partial) const {
     double each[kSquareSums];
@@ -159,7 +159,7 @@ struct SummaryKernel {
   }
 };
 
-/// Adds the summary of `count` elements at `data` to `partial`.
+/// Assigns the summary of `count` elements at `data` to `partial`.
 using SummaryLoop = void (*)(const void* data, int64_t count, GradientPartial& partial);
 
 template <class Element>

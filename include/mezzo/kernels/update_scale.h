@@ -36,7 +36,7 @@ inline void require_update_kernel(const LossScale& rule, at::Device device) {
   TORCH_CHECK(
       rule.hysteresis == 1 || rule.kind != LossScaleKind::dynamic || has_own_kernels(device),
       "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
-      " lacks; link the CMake target mezzo::cuda, or set hysteresis(1)");
+      " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
 }
 
 inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& tensors,

@@ -15,7 +15,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The outcome of one step, as values.
 struct StepOutcome {
-  bool ran = false;        ///< whether `optimizer.step` was called
+  bool ran = false;        ///< whether the step was applied, and not skipped
   bool found_inf = false;  ///< whether a gradient was inf or NaN
   float scale = 1.0F;      ///< the loss scale that this step's gradients carried
   /// The 2-norm of all unscaled gradients before clipping, where a step knows it.
@@ -66,7 +66,7 @@ class StepResult {
   /// device is being captured, and for a captured step.
   bool ready() const noexcept { return slot_ == nullptr || slot_->ready(); }
 
-  /// Returns whether `optimizer.step` ran. May wait for the device.
+  /// Returns whether the step was applied, and not skipped. May wait for the device.
   bool ran() const { return outcome().ran; }
 
   /// Returns whether an inf or NaN was found. May wait for the device.

@@ -221,8 +221,10 @@ class GradScaler {
   GradScaler& operator=(const GradScaler&) = delete;
   ~GradScaler() = default;
 
-  /// Returns `outputs` times the scale. Differentiable; never mutates its argument; no host sync.
-  /// Threads may call it at once, the first time too.
+  /// Returns `outputs` times the scale. Differentiable; never mutates its argument. No host sync
+  /// for outputs on the scale's device; for outputs on another device the scale is copied there,
+  /// which synchronizes with the host if that device is the CPU. Threads may call it at once, the
+  /// first time too.
   /// \param outputs  a tensor, or a std::vector, array, pair, tuple, map, unordered_map or optional
   ///   of tensors, nested as you like; on any devices
   /// \return an object of the same type, each tensor in its own dtype

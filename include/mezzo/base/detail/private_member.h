@@ -1,7 +1,6 @@
 /// \file
-/// Reads private data members of libtorch that have no public accessor. There are two, and each use
-/// says why: RecordFunction's inputs (op_arguments.h) and the contents of an archive
-/// (archive_value.h).
+/// Reads private data members of libtorch that have no public accessor: RecordFunction's inputs
+/// (op_arguments.h), and the module in an InputArchive and in an OutputArchive (archive_value.h).
 #pragma once
 
 #include <mezzo/base/version.h>

@@ -88,7 +88,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                           const optim::WeightOptions& weights, const char* name, CudaRule rule);
 
-  // The rule. There are four, one a header in mezzo/optim/.
+  // The rule: AdamW and Adam, SGD, or Lion.
 
   /// Reads and checks the options of a group.
   virtual GroupNumbers group_numbers(std::size_t group) const = 0;
