@@ -53,6 +53,7 @@ TEST(LossScale, IsBitEqualToAtensKernel) {
       state = rule.next(state, found_inf);
       at::_amp_update_scale_(scale, tracker, torch::full({}, found_inf ? 1.0F : 0.0F),
                              rule.growth_factor, rule.backoff_factor, rule.growth_interval);
+      if (scale.item<float>() > mezzo::kMaxGrownScale) break;  // where torch grows further
       ASSERT_EQ(std::bit_cast<uint32_t>(state.scale), std::bit_cast<uint32_t>(scale.item<float>()));
       ASSERT_EQ(state.growth_tracker, tracker.item<int32_t>());
     }
@@ -63,6 +64,16 @@ TEST(LossScale, TakesNoGrowthThatWouldNotBeFinite) {
   const auto rule =
       LossScale::dynamic({.init_scale = 1e38, .growth_factor = 16, .growth_interval = 1});
   EXPECT_EQ(rule.next(rule.initial_state(), false), (LossScaleState{1e38F, 0, 1}));
+}
+
+// At 2^127 the reciprocal is subnormal, and 0 where subnormals are flushed: gradients are lost.
+TEST(LossScale, GrowthStopsWhereTheReciprocalIsNormal) {
+  for (const double factor : {2.0, 1.7}) {
+    const auto rule = LossScale::dynamic({.growth_factor = factor, .growth_interval = 1});
+    const auto state = after(rule, rule.initial_state(), std::string(400, '.'));
+    EXPECT_EQ(state.scale, std::ldexp(1.0F, 126));
+    EXPECT_EQ(rule.next(state, true).scale, std::ldexp(1.0F, 125));
+  }
 }
 
 TEST(LossScale, ReachesZeroInTorchAndNeverReturns) {

@@ -137,8 +137,9 @@ struct LoopCase {
   std::string name() const { return rule.name + " " + name_of(dtypes); }
 
   void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
-    mezzo::detail::run_step_cpu({task_of(rule.loop(dtypes.parameter, isa), dtypes, span,
-                                         rule.coefficients, {.factor = factor}, clears)});
+    mezzo::detail::run_step_cpu(
+        {task_of(rule.loop(dtypes.parameter, isa), dtypes, span, rule.coefficients,
+                 {.multipliers = {.inv_scale = factor}}, clears)});
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.

@@ -309,6 +309,19 @@ TEST(UnscaleCpu, ScalesTensorsThatAreNegativeByABit) {
   EXPECT_TRUE(torch::equal(imaginary, expected));
 }
 
+// Two threads that multiplied one memory at once lost products.
+TEST(UnscaleCpu, OverlappingGradientsAreMultipliedInTurn) {
+  const int before = torch::get_num_threads();
+  torch::set_num_threads(2);
+  for (int round = 0; round < 200; ++round) {
+    const auto base = torch::full({40000}, 16.0F);
+    EXPECT_FALSE(unscaled_with_inf({base, base.detach(), base.slice(0, 0, 40000, 2)}, 0.5F));
+    ASSERT_TRUE(torch::equal(base.slice(0, 0, 40000, 2), torch::full({20000}, 2.0F))) << round;
+    ASSERT_TRUE(torch::equal(base.slice(0, 1, 40000, 2), torch::full({20000}, 4.0F))) << round;
+  }
+  torch::set_num_threads(before);
+}
+
 TEST(UnscaleCpu, BumpsTheVersionOfWhatItWrites) {
   const auto gradient = torch::ones({3});
   const auto before = gradient._version();

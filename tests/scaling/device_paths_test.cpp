@@ -45,17 +45,25 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
 }
 
 TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
-  const auto rule = LossScale::dynamic(
-      {.init_scale = 4, .growth_factor = 8, .growth_interval = 2, .min_scale = 2, .max_scale = 16});
-  auto state = rule.initial_state();
-  const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale), torch::empty({}),
-                                            torch::zeros({}, torch::kInt), torch::Tensor()};
-  for (const bool found_inf : {false, false, true, true, true, true, false, false}) {
-    state = rule.next(state, found_inf);
-    mezzo::detail::update_scale_with_aten_(rule, tensors, torch::full({}, found_inf ? 1.0F : 0.0F));
-    EXPECT_EQ(tensors.scale.item<float>(), state.scale);
-    EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
-    EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
+  for (const auto& rule :
+       {LossScale::dynamic({.init_scale = 4,
+                            .growth_factor = 8,
+                            .growth_interval = 2,
+                            .min_scale = 2,
+                            .max_scale = 16}),
+        LossScale::dynamic({.init_scale = 0x1p122, .growth_factor = 8, .growth_interval = 1}),
+        LossScale::dynamic({.init_scale = 0x1p127, .growth_factor = 1.5, .growth_interval = 1})}) {
+    auto state = rule.initial_state();
+    const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale), torch::empty({}),
+                                              torch::zeros({}, torch::kInt), torch::Tensor()};
+    for (const bool found_inf : {false, false, true, true, true, true, false, false}) {
+      state = rule.next(state, found_inf);
+      mezzo::detail::update_scale_with_aten_(rule, tensors,
+                                             torch::full({}, found_inf ? 1.0F : 0.0F));
+      EXPECT_EQ(tensors.scale.item<float>(), state.scale);
+      EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
+      EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
+    }
   }
 }
 

@@ -43,6 +43,7 @@ struct OneWeight {
 
   /// One iteration whose gradient is `gradient`.
   mezzo::StepResult step(float gradient) {
+    (void)scaler.scale(torch::zeros({}));
     set_gradient(x, {gradient});
     mezzo::StepResult result = scaler.step(optimizer);
     scaler.update();

@@ -19,8 +19,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// The smallest floor at which the scale and its reciprocal are both normal, finite floats: 2^-126.
 inline constexpr double kDefaultMinScale = std::numeric_limits<float>::min();
 
-/// No ceiling other than float's own: the scale does not grow to a value that is not finite.
+/// No ceiling other than kMaxGrownScale.
 inline constexpr double kNoMaxScale = std::numeric_limits<double>::infinity();
+
+/// The largest scale to which a loss scale grows, 2^126: the largest whose reciprocal is a normal
+/// float. A subnormal one loses bits, and is 0 where subnormals are flushed.
+inline constexpr float kMaxGrownScale = 1 / std::numeric_limits<float>::min();
 
 /// The ceiling of Apex's dynamic loss scale, 2^24.
 inline constexpr double kApexMaxScale = 16777216.0;
@@ -123,7 +127,8 @@ struct LossScale {
   LossScaleState initial_state() const noexcept;
 
   /// Returns the state after an iteration. Bit-equal to `at::_amp_update_scale_`, except that torch
-  /// has no min_scale, max_scale or hysteresis. For a dynamic scale:
+  /// has no min_scale, max_scale or hysteresis, and grows beyond kMaxGrownScale. For a dynamic
+  /// scale:
   ///
   ///     if found_inf:
   ///         growth_tracker = 0
@@ -135,7 +140,7 @@ struct LossScale {
   ///         if growth_tracker == growth_interval:
   ///             growth_tracker = 0
   ///             grown = float(scale * growth_factor)
-  ///             if isfinite(grown): scale = clamp(grown)
+  ///             if isfinite(grown): scale = clamp(min(grown, max(scale, kMaxGrownScale)))
   ///
   /// Products are computed in double and rounded to float. As in torch, the tracker is compared for
   /// equality: an interval lowered below the present tracker takes effect after the next overflow.
@@ -228,7 +233,9 @@ C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
   if (state.growth_tracker != growth_interval) return state;
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor);
-  if (!detail::nonfinite_bits(grown)) state.scale = clamp(grown);
+  if (!detail::nonfinite_bits(grown)) {
+    state.scale = clamp(std::min(grown, std::max(state.scale, kMaxGrownScale)));
+  }
   return state;
 }
 

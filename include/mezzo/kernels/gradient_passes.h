@@ -20,6 +20,7 @@
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <limits>
 #include <unordered_set>
@@ -136,6 +137,15 @@ inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Ten
   }
 }
 
+/// Returns whether no two tensors have the same storage.
+inline bool have_distinct_storages(const std::vector<at::Tensor>& tensors) {
+  std::unordered_set<const c10::StorageImpl*> known;
+  known.reserve(tensors.size());
+  return std::all_of(tensors.begin(), tensors.end(), [&known](const at::Tensor& tensor) {
+    return tensor.has_storage() && known.insert(tensor.storage().unsafeGetStorageImpl()).second;
+  });
+}
+
 /// Returns the tensors in their order, without repetitions.
 inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   std::unordered_set<const c10::TensorImpl*> known;
@@ -156,13 +166,20 @@ inline void check_unscalable(const std::vector<at::Tensor>& gradients,
 
 /// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
 /// All on one device. A tensor that is the gradient of several parameters is multiplied once; two
-/// tensors of one memory are each multiplied, as in torch.
+/// tensors of one memory are each multiplied, one after the other, as in torch.
 /// \throws c10::Error, before any write, if elements of a gradient share memory
 inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
   check_unscalable(all, inv_scale);
   const at::Device device = found_inf.device();
-  const std::vector<at::Tensor> gradients = each_once(all);
+  const bool may_overlap = !have_distinct_storages(all);
+  const std::vector<at::Tensor> gradients = may_overlap ? each_once(all) : all;
+  if (may_overlap && gradients.size() > 1 && overlap_in(gradients)) {
+    for (const at::Tensor& gradient : gradients) {
+      unscale_and_check_({gradient}, found_inf, inv_scale);
+    }
+    return;
+  }
   if (!has_own_kernels(device)) {
     unscale_with_aten_(gradients, found_inf, inv_scale);
     return check_(gradients, found_inf);  // of the products

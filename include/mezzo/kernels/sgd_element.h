@@ -13,7 +13,7 @@ namespace detail {
 /// The coefficients of SGD for one step of one parameter.
 struct SgdCoefficients {
   double lr;
-  double momentum;    ///< 0 in the first step, which sets the buffer to the gradient
+  double momentum;    ///< 0 in a first step with dampening, which sets the buffer to the gradient
   double share;       ///< factor of the gradient in the buffer: 1 - dampening, 1 in the first step
   double look_ahead;  ///< Nesterov: factor of the buffer in the update; otherwise 0
   double weight_decay;
@@ -26,11 +26,13 @@ struct SgdConstants {
   double weight_decay = 0;
   bool nesterov = false;
 
-  /// `step` is 1 in the first step.
+  /// `step` is 1 in the first step, which takes a buffer that was written before it, as torch does,
+  /// unless there is dampening: that begins with the second gradient.
   C10_HOST_DEVICE SgdCoefficients at(double lr, int64_t step) const {
+    const bool sets_buffer = step == 1 && dampening != 0;
     return {.lr = lr,
-            .momentum = step == 1 ? 0.0 : momentum,
-            .share = step == 1 ? 1.0 : 1.0 - dampening,
+            .momentum = sets_buffer ? 0.0 : momentum,
+            .share = sets_buffer ? 1.0 : 1.0 - dampening,
             .look_ahead = nesterov ? momentum : 0.0,
             .weight_decay = weight_decay};
   }

@@ -52,10 +52,17 @@ struct StepSpan {
   int64_t first = 0;
 };
 
+/// What a step multiplies gradients with, one after the other: as one float, their product could be
+/// subnormal where neither is.
+struct GradMultipliers {
+  double inv_scale = 1.0;  ///< of the loss scale
+  double clip = 1.0;       ///< clip_coefficient
+};
+
 /// Options of a step that are not part of the update rule.
 struct StepUse {
-  double factor = 1.0;       ///< gradients are multiplied by it before use
-  bool copies_half = false;  ///< copies of floats are half's, not bfloat16's
+  GradMultipliers multipliers{};  ///< gradients are multiplied by both before use
+  bool copies_half = false;       ///< copies of floats are half's, not bfloat16's
   // Stochastic rounding only:
   uint64_t seed = 0;
   uint64_t step = 1;       ///< 1 in the first step

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/reciprocal.h>
 #include <c10/macros/Macros.h>
 #include <c10/util/Exception.h>
@@ -56,8 +57,10 @@ inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& ten
 
 inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
                                     const at::Tensor& found_inf) {
+  const at::Tensor highest = tensors.scale.clamp_min(kMaxGrownScale);
   at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor,
                          rule.backoff_factor, rule.growth_interval);
+  at::minimum_out(tensors.scale, tensors.scale, highest);
   const bool is_bounded =
       rule.min_scale > 0 || rule.max_scale < std::numeric_limits<double>::infinity();
   if (is_bounded) tensors.scale.clamp_(rule.min_scale, rule.max_scale);

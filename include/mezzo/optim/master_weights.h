@@ -85,7 +85,7 @@ class MasterWeights : public optim::FusedOptimizer {
 
   void meet_parameters();
   detail::KeptWeights& settled(const at::Tensor& parameter);
-  void step_inner(const StepPlan& plan, double factor);
+  void step_inner(const StepPlan& plan, const detail::GradMultipliers& multipliers);
 
   torch::optim::Optimizer* inner_;
   std::unordered_map<const c10::TensorImpl*, Kept> masters_;

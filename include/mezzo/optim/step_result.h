@@ -78,8 +78,7 @@ class StepResult {
 
   /// Returns the 2-norm of all gradients, unscaled and not yet clipped, if the step computed it:
   /// with an optimizer of mezzo's, a `max_norm`, or after `unscale_`; from a disabled scaler only
-  /// with a `max_norm`, and not where an optimizer of mezzo's clips on a device. Inf or NaN where
-  /// an inf was found. May wait for the device.
+  /// with a `max_norm`. Inf or NaN where an inf was found. May wait for the device.
   std::optional<double> grad_norm() const { return outcome().grad_norm; }
 
   /// Returns the largest magnitude of all gradients, unscaled and not yet clipped, for each step

@@ -19,7 +19,10 @@
 #include <ATen/ops/scalar_tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -72,6 +75,15 @@ class DeviceScale {
   }
 
   bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
+
+  /// Counts a loss that was multiplied by the scale, or a read of its value. Thread-safe.
+  void count_use() noexcept { uses_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t uses() const noexcept { return uses_.load(std::memory_order_relaxed); }
+
+  /// Notes that a captured graph multiplies losses, whose replays nobody counts. Thread-safe.
+  void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
+  bool is_captured() const noexcept { return is_captured_.load(std::memory_order_relaxed); }
+
   const at::Tensor& original() const noexcept { return scale_; }
 
   /// Returns 1 / scale, on the scale's device.
@@ -123,6 +135,8 @@ class DeviceScale {
   at::Tensor hysteresis_left_;
   std::mutex making_;
   std::atomic<bool> is_made_ = false;
+  std::atomic<bool> is_captured_ = false;
+  std::atomic<uint64_t> uses_ = 0;
 };
 
 /// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
@@ -238,9 +252,12 @@ class GradScaler {
   /// A weight with a float master (WeightStorage::master, MasterWeights) gets a new `.grad` of
   /// float, in which nothing underflows; the step takes that tensor, and libtorch's clipping and
   /// zero_grad find it there. A disabled scaler makes it float too, and divides nothing.
-  /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, or
-  ///   for fp16 gradients of parameters without a master (see `allow_fp16_gradients`)
-  void unscale_(AnyOptimizer optimizer);
+  /// \return found_inf: a float of one element on the scale's device, not 0 where a quotient is inf
+  ///   or NaN; undefined if there is no gradient, and from a disabled scaler
+  /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, for
+  ///   fp16 gradients of parameters without a master (see `allow_fp16_gradients`), or for gradients
+  ///   that were unscaled for another optimizer
+  at::Tensor unscale_(AnyOptimizer optimizer);
 
   /// Unscales, checks, clips and steps in few passes: `scaler.step(optimizer, {.max_norm = 1.0})`.
   ///
@@ -254,8 +271,13 @@ class GradScaler {
   /// After `unscale_` the gradients are checked once more, since clipping or your code may have
   /// made an inf or NaN, and not unscaled again. A disabled scaler clips, sets to zero and steps
   /// whatever the gradients are.
+  ///
+  /// Warns once (TORCH_WARN) when nothing was scaled since the last `update`, as in a loop that
+  /// calls `update` between the steps of two optimizers, since the dynamic scale may have moved.
   /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
-  ///   a gradient, for fp16 gradients as `unscale_` does, or unless max_norm is positive
+  ///   a gradient, for fp16 gradients as `unscale_` does, for gradients that came from a scaled
+  ///   backward pass after `unscale_`, or that were unscaled for another optimizer, or unless
+  ///   max_norm is positive
   StepResult step(AnyOptimizer optimizer, const StepOptions& options = {});
 
   /// Calls `optimizer.step(closure)` if this scaler is disabled.
@@ -301,13 +323,15 @@ class GradScaler {
   void set_growth_interval(int64_t growth_interval);
 
   /// Returns LossScale::enabled. A disabled scaler scales, unscales and skips nothing.
-  bool is_enabled() const noexcept { return enabled_; }
+  bool is_enabled() const noexcept { return rule_.enabled; }
 
   /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
   /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
   void forget_iteration() noexcept {
     records_.clear();
     results_.clear();
+    found_inf_ = at::Tensor();
+    uses_at_update_ = scale_->uses();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
@@ -338,17 +362,31 @@ class GradScaler {
  private:
   /// What was called last for an optimizer in this iteration.
   enum class Stage : uint8_t { ready, unscaled, stepped };
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  /// A gradient that was unscaled in place. Weak: it may be replaced, and so may its parameter.
+  struct UnscaledGrad {
+    WeakTensor param;
+    WeakTensor grad;
+  };
   /// What this iteration knows about one optimizer.
   struct Record {
     Stage stage = Stage::ready;
+    std::vector<UnscaledGrad> unscaled{};
+    uint64_t uses_at_unscale = 0;  ///< DeviceScale::uses when they were unscaled
     /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
     /// counts for the next scale. Undefined before any check.
     at::Tensor found_inf{};
   };
   using Results = std::vector<StepResult>;
 
+  Record& record_of(const torch::optim::Optimizer& optimizer);
   Record& record_to_step(const torch::optim::Optimizer& optimizer);
-  void unscale_into(AnyOptimizer optimizer);
+  void check_not_unscaled(const Record& record, AnyOptimizer optimizer, const StepPlan& plan) const;
+  void check_still_unscaled(const Record& record, AnyOptimizer optimizer,
+                            const StepPlan& plan) const;
+  void warn_unless_scaled(const char* call);
+  void add_found_inf(const Record& record);
+  at::Tensor unscale_into(AnyOptimizer optimizer);
   void check_verdict(Record& record, Verdict& verdict);
   StepResult result_of(const Verdict& verdict, bool was_unscaled);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
@@ -366,9 +404,6 @@ class GradScaler {
 
   LossScale rule_;
   LossScaleState initial_state_;
-  bool enabled_;
-  bool allow_fp16_gradients_;
-  int64_t loss_id_;
   SkipCallback on_skip_;
   int64_t times_at_floor_ = 0;
   int64_t times_in_a_row_ = 0;
@@ -377,6 +412,9 @@ class GradScaler {
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
+  at::Tensor found_inf_;         // of this iteration's optimizers that are done
+  uint64_t uses_at_update_ = 0;  // DeviceScale::uses at the last update
+  bool has_warned_ = false;      // of a step without `scale`
 
   detail::LetterPool letter_pool_;
   Results results_;                 // of this iteration
@@ -427,9 +465,11 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   static_assert(detail::is_scalable<Outputs>(),
                 "outputs must be a Tensor or an iterable of Tensors. In C++: give "
                 "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
-  if (!enabled_) return outputs;
+  if (!rule_.enabled) return outputs;
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
+    scale_->count_use();
+    if (detail::capture_on(output.device()) != 0) scale_->set_captured();
     return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
   });
 }

@@ -289,9 +289,11 @@ __device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& s
     const StepGroup& group = table.group(slice.group);
     const int64_t step = slice.count == nullptr ? 1 : static_cast<int64_t>(*slice.count) + 1;
     StepUse use{.copies_half = slice.copies_half};
-    if (inputs.inv_scale != nullptr) use.factor = static_cast<double>(*inputs.inv_scale);
+    if (inputs.inv_scale != nullptr) {
+      use.multipliers.inv_scale = static_cast<double>(*inputs.inv_scale);
+    }
     if (inputs.sum_of_squares != nullptr) {
-      use.factor *= clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
+      use.multipliers.clip = clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
     }
     const auto constants = group.constants.as<Constants>();
     of_block = {

@@ -125,12 +125,14 @@ inline void join(Verdict& total, const Verdict& more) {
 
 /// Returns what the gradients are to be multiplied with; none if the step is skipped. Waits for the
 /// verdict's device.
-inline std::optional<double> gradient_factor(const Verdict& verdict, double max_norm) {
-  if (!verdict.defined()) return 1.0;
+inline std::optional<GradMultipliers> grad_multipliers(const Verdict& verdict, double max_norm) {
+  if (!verdict.defined()) return GradMultipliers{};
   if (verdict.found_inf.item<float>() != 0.0F) return std::nullopt;
-  const auto factor = verdict.inv_scale.item<double>();
-  if (!verdict.sum_of_squares.defined()) return factor;
-  return factor * clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm);
+  GradMultipliers multipliers{.inv_scale = verdict.inv_scale.item<double>()};
+  if (verdict.sum_of_squares.defined()) {
+    multipliers.clip = clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm);
+  }
+  return multipliers;
 }
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.

@@ -166,9 +166,9 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  const std::optional<double> factor = detail::gradient_factor(verdict, options.max_norm);
-  if (factor) {
-    step_inner(plan, *factor);
+  const auto multipliers = detail::grad_multipliers(verdict, options.max_norm);
+  if (multipliers) {
+    step_inner(plan, *multipliers);
     applied_count().set(applied_steps() + 1);
   }
   for (auto& [parameter, kept] : masters_) kept.weights.end_step();
@@ -178,7 +178,8 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
 /// Steps the inner optimizer with other gradients, with the rates of a schedule, and with masters
 /// in the memory of parameters of 16 bits. In the end everything has what it had, and the masters
 /// are rounded to their parameters.
-MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor) {
+MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
+                                            const detail::GradMultipliers& multipliers) {
   struct Lent {
     at::Tensor parameter, gradient, memory, master;
   };
@@ -213,8 +214,10 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan, double factor)
       // In float before the product, so that nothing underflows on the way; the gradient itself
       // is never written.
       const bool is_low = detail::is_low_precision(row.gradient);
-      const at::Tensor wide = is_low ? row.gradient.to(at::kFloat) : row.gradient;
-      parameter.mutable_grad() = factor == 1.0 ? wide : wide.mul(factor);
+      at::Tensor wide = is_low ? row.gradient.to(at::kFloat) : row.gradient;
+      if (multipliers.inv_scale != 1.0) wide = wide.mul(multipliers.inv_scale);
+      if (multipliers.clip != 1.0) wide = wide.mul(multipliers.clip);
+      parameter.mutable_grad() = wide;
     }
     if (has_schedule()) detail::set_lrs(*inner_, lrs());
     inner_->step();

@@ -343,8 +343,8 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
 
 MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                                        const StepOptions& options) {
-  const std::optional<double> factor = gradient_factor(verdict, options.max_norm);
-  if (!factor) {
+  const std::optional<GradMultipliers> multipliers = grad_multipliers(verdict, options.max_norm);
+  if (!multipliers) {
     for (const Row& row : rows) {
       if (row.slot != nullptr) row.slot->end_step();
       if (options.zero_grad) clear_gradient(row.gradient);
@@ -377,7 +377,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
                               prepared.tasks[i - 1].use.step == static_cast<uint64_t>(count);
     task.coefficients =
         is_as_before ? prepared.tasks[i - 1].coefficients : coefficients(numbers, count);
-    task.use = {.factor = *factor,
+    task.use = {.multipliers = *multipliers,
                 .copies_half = copies_half(row),
                 .seed = weights_.seed,
                 .step = static_cast<uint64_t>(count),
@@ -452,14 +452,14 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
 
 inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   if (!verdict.defined()) return {};
-  at::Tensor factor = verdict.inv_scale;
+  at::Tensor grad_scale = verdict.inv_scale.reciprocal();  // ATen's kernels divide by it
   const bool clips = max_norm != std::numeric_limits<double>::infinity();
   if (clips && verdict.sum_of_squares.defined()) {
     const at::Tensor norm = verdict.sum_of_squares.sqrt();
-    factor = norm.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0).mul(factor);
+    grad_scale = norm.add(1e-6).div(max_norm).clamp_min(1.0).mul(grad_scale).to(at::kFloat);
   }
   // ATen's kernels skip where it is 1, and a sum of several checks may be more.
-  return {factor.reciprocal().to(at::kFloat), verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
+  return {grad_scale, verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
 /// Steps through ATen's fused optimizers, without a wait.

@@ -24,6 +24,7 @@
 #include <limits>
 #include <optional>
 #include <string>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -135,25 +136,93 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
     : rule_(options.checked()),
       initial_state_(rule_.initial_state()),
-      enabled_(options.enabled),
-      allow_fp16_gradients_(options.allow_fp16_gradients),
-      loss_id_(options.loss_id),
       on_skip_(&detail::tell_of_skip) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
+/// Returns the record of an optimizer: a new one if the record at its address is of parameters that
+/// this optimizer does not have, and so of an optimizer that is gone.
+MEZZO_INLINE GradScaler::Record& GradScaler::record_of(const torch::optim::Optimizer& optimizer) {
+  Record& record = records_[&optimizer];
+  bool is_known = record.unscaled.empty();
+  detail::for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    is_known = is_known || std::any_of(record.unscaled.begin(), record.unscaled.end(),
+                                       [&parameter](const UnscaledGrad& one) {
+                                         return one.param._unsafe_get_target() ==
+                                                parameter.unsafeGetTensorImpl();
+                                       });
+  });
+  if (is_known) return record;
+  add_found_inf(record);
+  return record = {};
+}
+
+/// Throws if a gradient of `plan`, which is about to be unscaled, was unscaled for another
+/// optimizer since the last call of `scale`.
+MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimizer optimizer,
+                                                 const StepPlan& plan) const {
+  std::unordered_set<const c10::TensorImpl*> unscaled;
+  for (const auto& [other, its] : records_) {
+    if (&its == &record || its.uses_at_unscale != scale_->uses()) continue;
+    for (const UnscaledGrad& one : its.unscaled) unscaled.insert(one.grad._unsafe_get_target());
+  }
+  if (unscaled.empty()) return;
+  for (const StepPlan::Row& row : plan.rows) {
+    TORCH_CHECK(
+        !unscaled.contains(row.parameter->grad().unsafeGetTensorImpl()), "GradScaler: ",
+        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
+        " belongs to two optimizers, and its gradient was unscaled for the other one already; "
+        "train "
+        "it with one of them, or let optimizers of mezzo's step without unscale_, which leaves "
+        "gradients as they are");
+  }
+}
+
+/// Throws if a backward pass of a scaled loss has written gradients of `plan` after `unscale_`.
+MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record, AnyOptimizer optimizer,
+                                                   const StepPlan& plan) const {
+  if (record.uses_at_unscale == scale_->uses()) return;
+  std::unordered_set<const c10::TensorImpl*> unscaled;
+  for (const UnscaledGrad& one : record.unscaled) unscaled.insert(one.grad._unsafe_get_target());
+  for (const StepPlan::Row& row : plan.rows) {
+    TORCH_CHECK(
+        unscaled.contains(row.parameter->grad().unsafeGetTensorImpl()),
+        "GradScaler: the gradient of ",
+        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
+        " is another one than unscale_ has unscaled, and scale() was called since: it carries the "
+        "loss scale, and step() would take it as unscaled; call unscale_ after the last backward "
+        "pass or, between two passes of one iteration, as SAM needs them, forget_iteration()");
+  }
+}
+
+/// Warns once if gradients cannot carry the present scale: nothing was scaled, and nobody has read
+/// the scale, since the last `update`.
+MEZZO_INLINE void GradScaler::warn_unless_scaled(const char* call) {
+  if (has_warned_ || rule_.kind != LossScaleKind::dynamic || scale_->is_captured() ||
+      scale_->uses() != uses_at_update_) {
+    return;
+  }
+  has_warned_ = true;
+  TORCH_WARN(
+      "GradScaler: ", call,
+      "() is called, and no loss was scaled since the last update(). It divides gradients by "
+      "the present loss scale, which may have moved: call scaler.scale(loss).backward() in "
+      "each iteration, and scaler.update() once at its end, after the steps of all "
+      "optimizers");
+}
+
+MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
-  if (!enabled_) {
-    if (fused == nullptr) return;
+  if (!rule_.enabled) {
+    if (fused == nullptr) return {};
     const c10::NoGradGuard no_grad;
     StepPlan plan = fused->plan();
     detail::widen_for_masters(plan);
     detail::show_at_masters(fused, plan);
-    return;
+    return {};
   }
   require_scale("unscale_");
-  const Stage stage = records_[&optimizer.optimizer()].stage;
+  const Stage stage = record_of(optimizer.optimizer()).stage;
   TORCH_CHECK(
       stage != Stage::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
@@ -162,16 +231,20 @@ MEZZO_INLINE void GradScaler::unscale_(AnyOptimizer optimizer) {
   TORCH_CHECK(stage != Stage::stepped,
               "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
               "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
-  unscale_into(optimizer);
+  warn_unless_scaled("unscale_");
+  return unscale_into(optimizer);
 }
 
 /// Unscales in place, after the gradients of weights with masters have become float.
-MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
+MEZZO_INLINE at::Tensor GradScaler::unscale_into(AnyOptimizer optimizer) {
   const c10::NoGradGuard no_grad;
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   Record& record = records_[&optimizer.optimizer()];
   StepPlan plan = detail::plan_of(optimizer);
-  if (plan.has_bare_half && !allow_fp16_gradients_) detail::refuse_half_gradients(optimizer, plan);
+  if (plan.has_bare_half && !rule_.allow_fp16_gradients) {
+    detail::refuse_half_gradients(optimizer, plan);
+  }
+  check_not_unscaled(record, optimizer, plan);
   for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
     detail::check_unscalable(values, detail::on_device(scale_->inverse(), values.front().device()));
   }
@@ -186,6 +259,13 @@ MEZZO_INLINE void GradScaler::unscale_into(AnyOptimizer optimizer) {
   }
   detail::show_at_masters(fused, plan);
   record.stage = Stage::unscaled;
+  record.uses_at_unscale = scale_->uses();
+  record.unscaled.clear();
+  for (const StepPlan::Row& row : plan.rows) {
+    record.unscaled.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
+                               WeakTensor(row.parameter->grad().getIntrusivePtr())});
+  }
+  return record.found_inf;
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
@@ -194,7 +274,7 @@ MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptio
   TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
-  if (!enabled_) return step_without_scale(optimizer, options);
+  if (!rule_.enabled) return step_without_scale(optimizer, options);
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   return fused != nullptr ? step_fused(*fused, options) : step_on_host(optimizer, options);
 }
@@ -203,7 +283,7 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
     AnyOptimizer optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   if (!closure) return step(optimizer);
   TORCH_CHECK(
-      !enabled_,
+      !rule_.enabled,
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScaler({.enabled = false})");
@@ -213,11 +293,12 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
 MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(
     const torch::optim::Optimizer& optimizer) {
   require_scale("step");
-  Record& record = records_[&optimizer];
+  Record& record = record_of(optimizer);
   TORCH_CHECK(
       record.stage != Stage::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
       "at the end of each iteration, after the steps of all its optimizers");
+  if (record.stage == Stage::ready) warn_unless_scaled("step");
   return record;
 }
 
@@ -243,9 +324,11 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   const at::Tensor& scale = scale_->original();
   const bool was_unscaled = record.stage == Stage::unscaled;
   StepPlan plan = fused.plan();
-  if (!was_unscaled && !allow_fp16_gradients_ && plan.has_bare_half) {
+  if (!was_unscaled && !rule_.allow_fp16_gradients && plan.has_bare_half) {
     detail::refuse_half_gradients(fused, plan);
   }
+  was_unscaled ? check_still_unscaled(record, fused, plan)
+               : check_not_unscaled(record, fused, plan);
   Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale) : scale_->inverse());
   if (!was_unscaled) record.found_inf = at::Tensor();  // of a step that threw
   detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
@@ -272,6 +355,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
   StepPlan plan;
   if (was_unscaled || detail::clips(options)) {
     plan = detail::plan_of(optimizer);
+    if (was_unscaled) check_still_unscaled(record, optimizer, plan);
     verdict = detail::read_gradients(plan, at::ones_like(scale));
     check_verdict(record, verdict);
   }
@@ -299,8 +383,12 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
     verdict.found_inf.zero_();
-    const bool is_known = fused == nullptr || device.is_cpu();
-    if (is_known) outcome = letter_pool_.wait_for(one, verdict, /*was_unscaled=*/false);
+    if (fused != nullptr && !device.is_cpu()) {
+      StepResult result(letter_pool_.send(one, verdict, /*was_unscaled=*/false));
+      fused->apply(std::move(plan), verdict, options);
+      return result;
+    }
+    outcome = letter_pool_.wait_for(one, verdict, /*was_unscaled=*/false);
   }
   if (fused != nullptr) {
     fused->apply(std::move(plan), verdict, options);
@@ -315,38 +403,42 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 // --- The end of an iteration -------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::update() {
-  if (!enabled_) return;
+  if (!rule_.enabled) return;
   require_scale("update");
-  at::Tensor found;
-  for (const auto& [optimizer, record] : records_) {
-    const at::Tensor& one = record.found_inf;
-    if (!one.defined()) continue;
-    found = found.defined() ? found.add(one) : one;
-    if (record.stage != Stage::unscaled) continue;
-    const Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = one};
-    results_.push_back(result_of(verdict, /*was_unscaled=*/false));  // no step tells of it
-  }
+  for (const auto& [optimizer, record] : records_) add_found_inf(record);
   TORCH_CHECK(
-      found.defined(),
+      found_inf_.defined(),
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration");
-  scale_->advance(rule_, found);
+  scale_->advance(rule_, found_inf_);
   finish_iteration();
 }
 
+/// Adds what the checks of an optimizer found to what this iteration's update is to know, and,
+/// where no step has a result of it, to what `on_skip` is to know.
+MEZZO_INLINE void GradScaler::add_found_inf(const Record& record) {
+  const at::Tensor& found = record.found_inf;
+  if (!found.defined()) return;
+  found_inf_ = found_inf_.defined() ? found_inf_.add(found) : found;
+  if (record.stage != Stage::unscaled) return;
+  const Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = found};
+  results_.push_back(result_of(verdict, /*was_unscaled=*/false));
+}
+
 MEZZO_INLINE void GradScaler::update(double new_scale) {
-  if (!enabled_) return;
+  if (!rule_.enabled) return;
   require_scale("update");
   TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
   const double high = std::min<double>(rule_.max_scale, detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
+  for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
-  if (!enabled_) return;
+  if (!rule_.enabled) return;
   require_scale("update");
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
@@ -355,6 +447,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
   finish_iteration();
 }
@@ -364,8 +457,8 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 /// iteration's have; a skip on a device waits for the next iteration's, which has the scale that
 /// followed.
 MEZZO_INLINE void GradScaler::finish_iteration() {
-  records_.clear();
   Results results = std::exchange(results_, {});
+  forget_iteration();
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
   if (!results.empty()) {
     iterations_.push_back(std::move(results));
@@ -401,7 +494,7 @@ MEZZO_INLINE void GradScaler::tell_of_skip(float scale, float next_scale) {
   ++times_in_a_row_;
   const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
   if (!callback) return;
-  callback({.loss_id = loss_id_,
+  callback({.loss_id = rule_.loss_id,
             .scale = scale,
             .next_scale = next_scale,
             .times_at_floor = times_at_floor_,
@@ -426,7 +519,11 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 
 // --- State -------------------------------------------------------------------------------------
 
-MEZZO_INLINE double GradScaler::get_scale() const { return enabled_ ? read_state().scale : 1.0; }
+MEZZO_INLINE double GradScaler::get_scale() const {
+  if (!rule_.enabled) return 1.0;
+  scale_->count_use();  // the caller may multiply by it
+  return read_state().scale;
+}
 
 template <class Number>
 void GradScaler::change_rule(const char* name, Number LossScale::*option, Number value) {
@@ -455,7 +552,8 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
 }
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
-  if (!enabled_) return {};
+  if (!rule_.enabled) return {};
+  scale_->count_use();
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
           {"growth_factor", rule_.growth_factor},
@@ -470,7 +568,7 @@ MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
 }
 
 MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
-  if (!enabled_) return;
+  if (!rule_.enabled) return;
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler. In C++: make this scaler with "
@@ -494,16 +592,16 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
               "The source state dict has _loss_scale_kind = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  const LossScale rule =
-      LossScale{.init_scale = value("scale"),
-                .growth_factor = value("growth_factor"),
-                .backoff_factor = value("backoff_factor"),
-                .growth_interval = count("growth_interval"),
-                .min_scale = value("min_scale", rule_.min_scale),
-                .max_scale = value("max_scale", rule_.max_scale),
-                .hysteresis = count("hysteresis", static_cast<double>(rule_.hysteresis)),
-                .kind = static_cast<LossScaleKind>(kind)}
-          .checked();
+  LossScale rule = rule_;
+  rule.init_scale = value("scale");
+  rule.growth_factor = value("growth_factor");
+  rule.backoff_factor = value("backoff_factor");
+  rule.growth_interval = count("growth_interval");
+  rule.min_scale = value("min_scale", rule_.min_scale);
+  rule.max_scale = value("max_scale", rule_.max_scale);
+  rule.hysteresis = count("hysteresis", static_cast<double>(rule_.hysteresis));
+  rule.kind = static_cast<LossScaleKind>(kind);
+  rule = rule.checked();
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
   next.hysteresis_left = static_cast<int32_t>(count("_hysteresis_left", next.hysteresis_left));

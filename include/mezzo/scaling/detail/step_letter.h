@@ -178,7 +178,9 @@ class LetterPool {
   std::shared_ptr<StepLetter> letter_for(at::Device device) {
     for (const std::shared_ptr<StepLetter>& letter : letters_) {
       const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
-      if (is_free && capture_on(device) == 0) return letter;
+      if (!is_free || capture_on(device) != 0) continue;
+      std::atomic_thread_fence(std::memory_order_acquire);  // use_count alone is a relaxed read
+      return letter;
     }
     return letters_.emplace_back(std::make_shared<StepLetter>(device));
   }

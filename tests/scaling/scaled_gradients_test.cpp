@@ -1,0 +1,257 @@
+// Gradients that do not carry the loss scale that the scaler divides them by.
+
+#include <mezzo/optim/sgd.h>
+#include <mezzo/scaling/grad_scaler.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/tiny_optimizer.h"
+#include "../support/warnings.h"
+
+namespace {
+
+using namespace test_support;
+using mezzo::GradScaler;
+using testing::AllOf;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+using torch::Tensor;
+
+/// libtorch's SGD and mezzo's, with a rate of 1: a step subtracts the gradient.
+template <class Optimizer>
+class GradScalerScaledGradients : public testing::Test {
+ protected:
+  static Optimizer sgd(const std::vector<Tensor>& parameters) {
+    return Optimizer(parameters, torch::optim::SGDOptions(1.0));
+  }
+  /// A backward pass that gives `parameter` a gradient of `slope`, times the scale.
+  void backward(const Tensor& parameter, float slope = 1) {
+    scaler.scale((parameter * slope).sum()).backward();
+  }
+  void SetUp() override { scaler.on_skip(nullptr); }
+
+  GradScaler scaler{{.init_scale = 4, .growth_interval = 1}};
+  Tensor x = parameter({0}), y = parameter({0});
+  Warnings warnings;
+};
+
+using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
+TYPED_TEST_SUITE(GradScalerScaledGradients, Optimizers);
+
+TYPED_TEST(GradScalerScaledGradients, UpdateBetweenTwoStepsWarnsOnce) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->y});
+  for (int i = 0; i < 3; ++i) {
+    first.zero_grad();
+    second.zero_grad();
+    this->backward(this->x + this->y);
+    this->scaler.step(first);
+    this->scaler.update();
+    this->scaler.step(second);
+    this->scaler.update();
+  }
+  EXPECT_THAT(this->warnings.texts,
+              ElementsAre(AllOf(HasSubstr("step() is called, and no loss was scaled since the last "
+                                          "update()"),
+                                HasSubstr("scaler.update() once at its end"))));
+}
+
+TYPED_TEST(GradScalerScaledGradients, ForgottenScaleWarnsOnce) {
+  auto optimizer = this->sgd({this->x});
+  for (int i = 0; i < 4; ++i) {
+    optimizer.zero_grad();
+    const auto loss = this->x.sum();
+    (i == 0 ? this->scaler.scale(loss) : loss).backward();
+    if (i == 2) this->scaler.unscale_(optimizer);
+    this->scaler.step(optimizer);
+    this->scaler.update();
+  }
+  EXPECT_THAT(this->warnings.texts, ElementsAre(HasSubstr("no loss was scaled")));
+}
+
+TYPED_TEST(GradScalerScaledGradients, ManualScalingDoesNotWarn) {
+  auto optimizer = this->sgd({this->x});
+  (void)this->scaler.scale(torch::ones({}));
+  for (const bool reads_state : {false, true, false}) {
+    optimizer.zero_grad();
+    const double scale =
+        reads_state ? this->scaler.state_dict().at("scale") : this->scaler.get_scale();
+    (this->x * scale).sum().backward();
+    this->scaler.step(optimizer);
+    this->scaler.update();
+  }
+  EXPECT_EQ(this->x.template item<float>(), -3);
+  EXPECT_THAT(this->warnings.texts, IsEmpty());
+}
+
+TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
+  auto optimizer = this->sgd({this->x});
+  this->scaler = GradScaler(mezzo::LossScale::fixed(8));
+  (void)this->scaler.scale(torch::ones({}));
+  for (int i = 0; i < 2; ++i) {
+    set_gradient(this->x, {8});
+    this->scaler.step(optimizer);
+    this->scaler.update();
+  }
+  EXPECT_THAT(this->warnings.texts, IsEmpty());
+}
+
+// A loop that makes an optimizer in each round may find the last one's address again.
+TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressIsNotUnscaled) {
+  alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
+  auto* optimizer = new (memory) TypeParam(this->sgd({this->x}));
+  this->backward(this->x, std::numeric_limits<float>::infinity());
+  this->scaler.unscale_(*optimizer);
+  std::destroy_at(optimizer);
+  for (const bool unscales : {true, false}) {
+    auto* next = new (memory) TypeParam(this->sgd({this->y}));
+    this->y.mutable_grad() = Tensor();
+    this->backward(this->y);
+    if (unscales) {
+      this->scaler.unscale_(*next);
+      EXPECT_EQ(this->y.grad().template item<float>(), 1);
+    } else {
+      EXPECT_TRUE(this->scaler.step(*next).ran());
+      EXPECT_EQ(this->y.template item<float>(), -1);
+    }
+    std::destroy_at(next);
+    if (unscales) this->y = parameter({0});
+  }
+  this->scaler.update();
+  EXPECT_EQ(this->scaler.get_scale(), 2) << "the first optimizer's inf counts";
+}
+
+// As a loop of SAM has it: unscale_, a perturbation, and a second pass.
+TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
+  auto optimizer = this->sgd({this->x});
+  this->backward(this->x);
+  this->scaler.unscale_(optimizer);
+  optimizer.zero_grad();
+  this->backward(this->x);
+  EXPECT_THAT(error_of([&] { this->scaler.step(optimizer); }),
+              AllOf(HasSubstr("the gradient of parameter 0 of group 0"), HasSubstr("scale() was called since"),
+                    HasSubstr("forget_iteration()")));
+  EXPECT_EQ(this->x.template item<float>(), 0);
+  this->scaler.forget_iteration();
+  optimizer.zero_grad();
+  this->backward(this->x);
+  this->scaler.step(optimizer);
+  this->scaler.update();
+  EXPECT_EQ(this->x.template item<float>(), -1);
+}
+
+TYPED_TEST(GradScalerScaledGradients, AnotherOptimizersPassAfterUnscaleSteps) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->y});
+  this->backward(this->x);
+  this->scaler.unscale_(first);
+  torch::nn::utils::clip_grad_norm_({this->x}, 0.5);
+  this->backward(this->y);
+  this->scaler.step(first);
+  this->scaler.step(second);
+  this->scaler.update();
+  EXPECT_NEAR(this->x.template item<float>(), -0.5, 1e-4);
+  EXPECT_EQ(this->y.template item<float>(), -1);
+  EXPECT_THAT(this->warnings.texts, IsEmpty());
+}
+
+TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizerThrows) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
+  this->backward(this->x + this->y);
+  this->scaler.unscale_(first);
+  for (const bool unscales : {true, false}) {
+    EXPECT_THAT(error_of([&] {
+                  if (unscales) this->scaler.unscale_(second);
+                  this->scaler.step(second);
+                }),
+                AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) belongs to two optimizers"),
+                      HasSubstr("train it with one of them")));
+  }
+  EXPECT_EQ(this->x.grad().template item<float>(), 1) << "unscaled once";
+  EXPECT_EQ(this->y.grad().template item<float>(), 4) << "not unscaled";
+}
+
+// Each backward pass writes gradients anew, as in a GAN whose networks share a part.
+TYPED_TEST(GradScalerScaledGradients, SharedParameterWithPassOfItsOwnSteps) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->y, this->x});
+  for (const auto& optimizer : {mezzo::AnyOptimizer(first), mezzo::AnyOptimizer(second)}) {
+    first.zero_grad(/*set_to_none=*/false);
+    second.zero_grad(/*set_to_none=*/false);
+    this->backward(this->x + this->y);
+    this->scaler.step(optimizer);
+  }
+  this->scaler.update();
+  EXPECT_EQ(this->x.template item<float>(), -2);
+  EXPECT_THAT(this->warnings.texts, IsEmpty());
+}
+
+TYPED_TEST(GradScalerScaledGradients, UnscaleReturnsFoundInf) {
+  auto optimizer = this->sgd({this->x});
+  for (const float slope : {1.0F, std::numeric_limits<float>::infinity()}) {
+    this->x.mutable_grad() = Tensor();
+    this->backward(this->x, slope);
+    EXPECT_EQ(this->scaler.unscale_(optimizer).template item<float>() != 0, std::isinf(slope));
+    this->scaler.forget_iteration();
+  }
+  GradScaler disabled({.enabled = false});
+  EXPECT_FALSE(disabled.unscale_(optimizer).defined());
+}
+
+TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
+  auto optimizer = this->sgd({this->x});
+  std::vector<double> scales;
+  this->scaler.on_skip([&](const mezzo::SkippedStep& skipped) { scales.push_back(skipped.scale); });
+  this->backward(this->x, std::numeric_limits<float>::infinity());
+  this->scaler.unscale_(optimizer);
+  this->scaler.update(16.0);
+  EXPECT_THAT(scales, ElementsAre(4));
+}
+
+TEST(GradScalerState, LoadKeepsOptionsThatAreNotInIt) {
+  GradScaler scaler({.allow_fp16_gradients = true, .loss_id = 3});
+  scaler.load_state_dict(GradScaler({.init_scale = 2}).state_dict());
+  EXPECT_TRUE(scaler.rule().allow_fp16_gradients);
+  EXPECT_EQ(scaler.rule().loss_id, 3);
+  EXPECT_EQ(scaler.get_scale(), 2);
+}
+
+// 1 / scale times the clip coefficient is subnormal from 2^120 on, and lost digits as one float.
+TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
+  for (const int exponent : {100, 120, 126}) {
+    for (const bool unscales : {false, true}) {
+      auto weight = parameter({0});
+      auto optimizer = this->sgd({weight});
+      GradScaler scaler({.init_scale = std::ldexp(1.0, exponent)});
+      scaler.scale(weight.sum()).backward();
+      if (unscales) scaler.unscale_(optimizer);
+      scaler.step(optimizer, {.max_norm = 1e-5});
+      EXPECT_NEAR(weight.item<float>(), -1e-5, 2e-11) << exponent << " " << unscales;
+    }
+  }
+}
+
+TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsWhereSubnormalsAreFlushed) {
+  at::globalContext().setFlushDenormal(true);
+  auto optimizer = this->sgd({this->x});
+  for (int i = 0; i < 140; ++i) {
+    optimizer.zero_grad();
+    this->backward(this->x);
+    this->scaler.step(optimizer, {.max_norm = 1e3});
+    this->scaler.update();
+  }
+  at::globalContext().setFlushDenormal(false);
+  EXPECT_EQ(this->x.template item<float>(), -140);
+  EXPECT_EQ(this->scaler.get_scale(), std::ldexp(1.0, 126));
+}
+
+}  // namespace
