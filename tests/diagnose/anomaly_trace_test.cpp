@@ -117,14 +117,52 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
   EXPECT_THAT(anomalies[0].message(),
               testing::StartsWith(
                   "rank 3, forward pass: aten::log, after 2 made float32 [] 1 -inf. "
-                  "It read float32 [] 0 to 0. In float64 it is not finite either: why is not "
-                  "known"));
+                  "It read float32 [] 0 to 0. In float64 it is not finite either: it took the "
+                  "logarithm of 0: clamp what it reads, or add an eps"));
   const std::vector<AnomalyFrame> frames = trace.frames();
   ASSERT_THAT(frames, SizeIs(2)) << trace;
   EXPECT_EQ(frames[1].op, "aten::mul");
   std::ostringstream text;
   text << trace;
   EXPECT_THAT(text.str(), HasSubstr("\nthe ops before the first, from to:\n"));
+}
+
+TEST(AnomalyTrace, NamesNumbersThatAnOpDoesNotTake) {
+  const auto why = [](const auto& op) {
+    AnomalyTrace trace(mezzo::NamedTensors{});
+    (void)op(torch::tensor({0.0F, 1.0F}), torch::tensor({-2.0F, 2.0F}));
+    const std::vector<Anomaly> anomalies = trace.anomalies();
+    return anomalies.empty() ? "nothing" : anomalies[0].why;
+  };
+  using torch::Tensor;
+  EXPECT_THAT(why([](const Tensor& zero, const Tensor& two) { return two.div(zero); }),
+              HasSubstr("it divided by 0"));
+  EXPECT_THAT(why([](const Tensor& zero, const Tensor&) { return zero.rsqrt_(); }),
+              HasSubstr("it divided by 0"));
+  EXPECT_THAT(why([](const Tensor&, const Tensor& two) { return two.sqrt(); }),
+              HasSubstr("it took the root of a negative number, -2"));
+  EXPECT_THAT(why([](const Tensor&, const Tensor& two) { return two.log1p(); }),
+              HasSubstr("it took log1p of -2"));
+  EXPECT_THAT(why([](const Tensor&, const Tensor& two) { return two.acos(); }),
+              HasSubstr("it took acos of a number beyond 1, 2"));
+  EXPECT_THAT(why([](const Tensor& zero, const Tensor& two) { return two.atan2(zero); }),
+              "nothing");
+}
+
+// What a composite op keeps for its backward pass is of no other source.
+TEST(AnomalyTrace, BackwardPassOfCompositeOpIsNoSecondAnomaly) {
+  auto model = traced_model();
+  {
+    at::NoGradGuard no_grad;
+    model->named_parameters()["2.weight"].fill_(3e38F);
+  }
+  AnomalyTrace trace(*model);
+  torch::nn::functional::cross_entropy(model->forward(torch::full({3, 4}, 100.0F)),
+                                       torch::zeros({3}, torch::kLong))
+      .backward();
+  const std::vector<Anomaly> anomalies = trace.anomalies();
+  ASSERT_THAT(anomalies, SizeIs(1)) << trace;
+  EXPECT_EQ(anomalies[0].frame.op, "aten::linear");
 }
 
 TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {

@@ -1,3 +1,4 @@
+#include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/sgd.h>
@@ -8,6 +9,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <string>
@@ -25,6 +27,7 @@ using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 constexpr double kInfiniteLoss = std::numeric_limits<double>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// Two layers with gradients of 1; tests break one of them.
 struct Patient : torch::nn::Module {
@@ -76,7 +79,7 @@ TEST(DivergenceWatch, HearsAScaleAtItsFloorAndALossThatIsNotFinite) {
   of_loss(step_record(3, kInfiniteLoss));
   ASSERT_EQ(heard.size(), 2);
   EXPECT_THAT(heard[1].message(), AllOf(HasSubstr("computed from finite weights"),
-                                        HasSubstr("why is not known: look at this batch"),
+                                        HasSubstr("why is not known. Look for a log"),
                                         HasSubstr("divide the learning rate by 10")));
 }
 
@@ -90,6 +93,61 @@ TEST(DivergenceWatch, StopsTheRunWithTheDiagnosis) {
               ThrowsMessage<c10::Error>(
                   HasSubstr("Training diverges (rank 3, step 2; 2 skipped in a row; loss scale 1; "
                             "loss inf): the loss is inf or NaN, computed from finite weights")));
+}
+
+TEST(DivergenceWatch, NamesABufferThatIsNotFinite) {
+  Patient patient;
+  patient.register_buffer("running_mean", torch::tensor({1.0F, NAN}));
+  std::vector<Finding> heard;
+  DivergenceWatch watch(patient, told_to(heard));
+  watch(step_record(1, kInfiniteLoss));
+  ASSERT_EQ(heard.size(), 1);
+  EXPECT_THAT(heard[0].message(), AllOf(HasSubstr("the buffer running_mean holds inf or NaN"),
+                                        HasSubstr("no later step repairs it")));
+}
+
+TEST(DivergenceWatch, ReadsFloat8AndSparseParameters) {
+  Patient patient;
+  patient.register_parameter("low", torch::ones({3}).to(at::kFloat8_e5m2), false);
+  patient.register_parameter("sparse", torch::eye(3).to_sparse());
+  std::vector<Finding> heard;
+  DivergenceWatch watch(patient, told_to(heard));
+  patient.named_parameters()["low"].data().copy_(torch::tensor({1.0F, kInfinity, 1.0F}));
+  watch(step_record(1, kInfiniteLoss));
+  EXPECT_THAT(heard.at(0).message(), HasSubstr("low holds inf or NaN"));
+}
+
+TEST(DivergenceWatch, StopWaitsForAnAnomalyWatch) {
+  const Patient patient;
+  for (const bool watch_is_first : {true, false}) {
+    mezzo::Telemetry telemetry;
+    int traces = 0;
+    const mezzo::AnomalyWatch anomalies(
+        patient, {.stream = nullptr, .callback = [&](const mezzo::AnomalyTrace&) { ++traces; }});
+    const DivergenceWatch divergence(patient, {.policy = DivergencePolicy::stop});
+    if (watch_is_first) telemetry.write_to(anomalies);
+    telemetry.write_to(divergence);
+    if (!watch_is_first) telemetry.write_to(anomalies);
+    const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
+    for (int step = 1; step <= 3; ++step) telemetry.record(skipped, torch::tensor(kInfiniteLoss));
+    torch::ones({1}, torch::requires_grad()).log().backward();
+    EXPECT_THAT([&] { telemetry.record(skipped, torch::tensor(kInfiniteLoss)); },
+                ThrowsMessage<c10::Error>(HasSubstr("Training diverges (step 1;")));
+    EXPECT_EQ(traces, 1);
+  }
+}
+
+TEST(DivergenceWatch, StopDoesNotWaitWhereNoStepWillBeTraced) {
+  const Patient patient;
+  mezzo::Telemetry telemetry;
+  telemetry.write_to(mezzo::AnomalyWatch(patient, {.stream = nullptr}));
+  telemetry.write_to(DivergenceWatch(patient, {.policy = DivergencePolicy::stop}));
+  const mezzo::StepResult skipped(mezzo::StepOutcome{.found_inf = true});
+  const mezzo::StepResult applied(mezzo::StepOutcome{.ran = true});
+  telemetry.record(skipped, torch::tensor(kInfiniteLoss));
+  EXPECT_THAT([&] { telemetry.record(applied, torch::tensor(1.0)); },
+              ThrowsMessage<c10::Error>(HasSubstr("Training diverges (step 1;")));
+  telemetry.record(applied, torch::tensor(1.0));
 }
 
 TEST(DivergenceWatch, WatchesARunThatGoesOnFromACheckpointAsANewOne) {

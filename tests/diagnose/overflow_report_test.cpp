@@ -60,7 +60,7 @@ TEST(OverflowReport, WritesTheLineOfTheScalerAndOneOfCause) {
             "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale to "
             "32768.0\n"
             "  1.weight and 1 more, in 2 of 3 layers: 1.weight has 1 inf and 1 NaN in 9 gradients, "
-            "the first, -inf, at [1, 2], found after the backward pass\n");
+            "the first, -inf, at index [1, 2], found after the backward pass\n");
 }
 
 TEST(OverflowReport, SaysNothingAndReadsNothingUntilAStepIsSkipped) {
@@ -154,14 +154,35 @@ TEST(OverflowReport, SaysWhereThereIsNothingToSeeAnyMore) {
   EXPECT_THAT(out.str(), HasSubstr("no gradient is inf or NaN now: they were set to zero"));
 }
 
-TEST(OverflowReport, TellsRarelyOfAScaleThatStays) {
+// As the scaler does by itself: a report in the place of its line keeps its limit and its advice.
+TEST(OverflowReport, LimitsLinesOfSkipsInARow) {
   torch::nn::Sequential model = with_gradients();
+  gradient_of(model, "1.weight").fill_(kNan);
+  std::ostringstream out;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(OverflowReport(*model, {.stream = &out}));
+  for (int skip = 0; skip < 60; ++skip) skip_a_step(scaler, model);
+  const std::string text = out.str();
+  EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 22);
+  EXPECT_THAT(text, HasSubstr("(step 11 in a row that was skipped; from here on one in 1000"));
   int heard = 0;
   OverflowReport report(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }});
-  for (int skip = 0; skip < 2000; ++skip) report({.scale = 1, .next_scale = 1});
-  EXPECT_EQ(heard, 5) << "the first three, the 1000th and the 2000th";
-  report({.scale = 1, .next_scale = 0.5});
-  EXPECT_EQ(heard, 6);
+  for (int skip = 1; skip <= 2000; ++skip) report({.times_at_floor = skip});
+  EXPECT_EQ(heard, 3) << "the first, the 1000th and the 2000th";
+}
+
+// An overflow of the forward pass reaches the statistics, though its step is skipped.
+TEST(OverflowReport, NamesBufferThatIsNotFinite) {
+  torch::nn::Sequential model(torch::nn::BatchNorm1d(3));
+  (void)model->forward(torch::full({2, 3}, kInf));
+  for (auto& parameter : model->parameters()) parameter.mutable_grad() = torch::full({3}, kNan);
+  std::ostringstream out, of_two;
+  mezzo::GradScaler scaler;
+  scaler.on_skip(OverflowReport(*model, {.stream = &out}));
+  skip_a_step(scaler, model);
+  EXPECT_THAT(out.str(), HasSubstr("\n  the buffer 0.running_mean holds inf or NaN: "));
+  OverflowReport({{"net", *model}}, {.stream = &of_two})({});
+  EXPECT_THAT(of_two.str(), HasSubstr("the buffer net.0.running_mean holds"));
 }
 
 TEST(OverflowReport, OneReportNamesTheParametersOfSeveralModels) {

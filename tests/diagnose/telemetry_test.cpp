@@ -182,6 +182,37 @@ TEST(Telemetry, HandsARecordToAllWritersThoughOneThrows) {
   EXPECT_EQ(records[1].step, 2);
 }
 
+TEST(Telemetry, WriterMayAddAWriter) {
+  Telemetry telemetry;
+  std::vector<TelemetryRecord> records;
+  telemetry.write_to([&, name = std::string(100, 'x')](const TelemetryRecord& record) {
+    for (int i = 0; record.step == 1 && i < 50; ++i) telemetry.write_to(into(records));
+    EXPECT_EQ(name.size(), 100U);
+  });
+  for (int step = 1; step <= 2; ++step) {
+    telemetry.record(StepResult(StepOutcome{.ran = true}), at::Tensor());
+  }
+  EXPECT_EQ(records.size(), 50U) << "from the second record on";
+}
+
+TEST(Telemetry, DestructorReportsWhatIsNoStdException) {
+  test_support::Warnings warnings;
+  {
+    Telemetry telemetry;
+    telemetry.write_to([](const TelemetryRecord&) { throw 7; });
+    telemetry.record(StepResult(std::make_shared<LateStep>()), at::Tensor());
+  }
+  EXPECT_THAT(warnings.texts, testing::ElementsAre(HasSubstr("the last records were not written")));
+}
+
+TEST(Telemetry, KeepsLossesOfDouble) {
+  std::vector<TelemetryRecord> records;
+  Telemetry telemetry;
+  telemetry.write_to(into(records));
+  telemetry.record(StepResult(StepOutcome{.ran = true}), torch::tensor(1e39, torch::kDouble));
+  EXPECT_EQ(records.at(0).loss, 1e39);
+}
+
 /// Forty steps of a scale that climbs and falls, and one loss of each kind that is no number.
 TelemetryRecord sample(int step) {
   TelemetryRecord record;

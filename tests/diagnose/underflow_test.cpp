@@ -89,6 +89,15 @@ TEST(Underflow, TellsTheSmallestAndLargestExponent) {
   EXPECT_EQ(layer.sampled, 6);
 }
 
+TEST(Underflow, CountsDoublesBeyondFloat32) {
+  mezzo::UnderflowReport report(torch::kBFloat16);
+  report.add("layer", torch::tensor({1e39, 1e-50}, torch::kDouble));
+  EXPECT_EQ(report.total().non_finite, 0);
+  EXPECT_EQ(report.total().overflow, 0.5);
+  EXPECT_EQ(report.total().lost, 0.5);
+  EXPECT_EQ(report.total().smallest, -167);
+}
+
 TEST(Underflow, SamplesEvenlyAndNotOneColumn) {
   UnderflowReport report(torch::kHalf, {.samples = 1024});
   const torch::Tensor columns = torch::exp2(torch::arange(16) - 8.0).repeat({4096, 1});

@@ -22,6 +22,8 @@
 #include <ATen/record_function.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
@@ -335,6 +337,37 @@ inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& output
   });
 }
 
+/// Returns what is wrong with the numbers that an op of one argument, or a division, read, and what
+/// to do; empty where that is not known.
+inline std::string domain_error(std::string_view op, const std::vector<TensorSummary>& inputs) {
+  if (inputs.empty() || !op.starts_with("aten::")) return {};
+  op.remove_prefix(6);
+  if (op.ends_with("_")) op.remove_suffix(1);
+  const auto is_one_of = [op](const auto&... names) { return ((op == names) || ...); };
+  const bool divides = is_one_of("div", "divide", "true_divide");
+  if (divides && inputs.size() < 2) return {};  // by a number
+  const TensorSummary& input = divides ? inputs[1] : inputs[0];
+  const bool has_zero = input.smallest == 0, has_negative = input.minimum < 0;
+  const bool is_log = is_one_of("log", "log2", "log10"), is_root = is_one_of("sqrt", "rsqrt");
+  if (has_negative && (is_log || is_root)) {
+    return "it took the " + std::string(is_log ? "logarithm" : "root") + " of a negative number, " +
+           digits(input.minimum) + ": clamp what it reads";
+  }
+  if (has_zero && is_log) return "it took the logarithm of 0: clamp what it reads, or add an eps";
+  if (has_zero && (divides || is_one_of("reciprocal", "rsqrt"))) {
+    return "it divided by 0: clamp the divisor, or add an eps";
+  }
+  if (input.minimum <= -1 && op == "log1p") {
+    return "it took log1p of " + digits(input.minimum) +
+           ", which is not above -1: clamp what it reads";
+  }
+  if (input.largest > 1 && is_one_of("acos", "asin")) {
+    return "it took " + std::string(op) + " of a number beyond 1, " + digits(input.largest) +
+           ": clamp what it reads";
+  }
+  return {};
+}
+
 /// Returns an argument with its tensors copied in `wide`; an argument that is a dtype becomes it.
 inline c10::IValue widened(const c10::IValue& value, const c10::Argument& argument,
                            at::ScalarType wide) {
@@ -499,11 +532,25 @@ class AnomalyTrace final : private detail::OpObserver {
     }
   }
 
+  /// Notes the same of what the op's inner ops returned, which a backward pass may read. It counts
+  /// as read: the op's own result carries the anomaly.
+  void note_inner(const Origins& origins) {
+    for (const auto& weak : inner_) {
+      const at::Tensor inner(weak.lock());
+      if (!detail::is_readable(inner) || fact_of(inner) != nullptr) continue;
+      if (!summarize({inner}).front().is_finite()) {
+        remember(inner, origins, std::make_shared<bool>(true));
+      }
+    }
+  }
+
   /// Replaces what the op is going to overwrite by copies, and drops arguments that it only writes.
   void entered(detail::ObservedOp& op) override {
     const detail::Unobserved unobserved;
     const auto& arguments = op.handle.schema().arguments();
-    if (op.depth > 0 || arguments.size() != op.inputs.size()) return;
+    if (op.depth > 0) return;
+    inner_.clear();
+    if (arguments.size() != op.inputs.size()) return;
     std::vector<const c10::StorageImpl*> written;
     for (std::size_t i = 0; i < op.inputs.size(); ++i) {
       const auto* const alias = arguments[i].alias_info();
@@ -531,7 +578,13 @@ class AnomalyTrace final : private detail::OpObserver {
   void left(const detail::ObservedOp& op, detail::OpArguments returned) override {
     const detail::Unobserved unobserved;
     const std::vector<at::Tensor> outputs = detail::tensors_in(returned);
-    if (op.depth > 0 || !detail::computed(op, outputs)) return;
+    if (!detail::computed(op, outputs)) return;
+    if (op.depth > 0) {  // autograd may keep it for the backward pass
+      for (const at::Tensor& output : outputs) {
+        if (output.defined()) inner_.emplace_back(output.getIntrusivePtr());
+      }
+      return;
+    }
     if (!std::any_of(outputs.begin(), outputs.end(), detail::is_readable)) return;
     AnomalyFrame frame{op, summarize(outputs)};
     for (const TensorSummary& output : frame.outputs) {
@@ -550,7 +603,10 @@ class AnomalyTrace final : private detail::OpObserver {
       origins.insert(fact->origins.begin(), fact->origins.end());
     }
     if (!detail::all_finite(frame.outputs)) {
-      if (!origins.empty()) return note(outputs, frame.outputs, origins);
+      if (!origins.empty()) {
+        note(outputs, frame.outputs, origins);
+        return note_inner(origins);
+      }
       if (judge(op, frame, read, outputs)) return;
     }
     frames_.push_back(std::move(frame));
@@ -589,14 +645,15 @@ class AnomalyTrace final : private detail::OpObserver {
       anomaly.arrived = true;
       anomaly.why =
           bad_parameter.empty()
-              ? "An input is not finite, and no op that was watched made it: look at the batch, at "
-                "constants and buffers, and at what was computed before the trace"
+              ? "An input is not finite, and no result that was watched is its source: look at the "
+                "batch, at constants and buffers, and at what was computed before the trace"
               : "The parameter " + bad_parameter +
                     " is not finite: no step repairs it, load a checkpoint from before";
     } else {
       find_cause(op, anomaly);
     }
     note(outputs, frame.outputs, {found_.size()});
+    note_inner({found_.size()});
     for (std::size_t i = 0; arrives && i < read.size(); ++i) {  // a later reader is not the first
       if (anomaly.inputs[i].is_finite()) continue;
       remember(read[i], {found_.size()}, std::make_shared<bool>(true));
@@ -620,9 +677,13 @@ class AnomalyTrace final : private detail::OpObserver {
       return;
     }
     if (!detail::all_finite(*outputs)) {
-      anomaly.why = in_wide +
-                    "not finite either: why is not known; look at the ranges of what it read, for "
-                    "0, for numbers that the op does not take, for inf and for no elements";
+      const std::string domain = detail::domain_error(anomaly.frame.op, anomaly.inputs);
+      anomaly.why =
+          in_wide + "not finite either: " +
+          (domain.empty() ? "why is not known; look at the ranges of what it read, for 0, "
+                            "for numbers that the op does not take, for inf and for no "
+                            "elements"
+                          : domain);
       if (ran_in_16_bits_) {
         anomaly.why +=
             ". Ops before it ran in 16 bits, and rounding can make 0 or a negative "
@@ -651,6 +712,8 @@ class AnomalyTrace final : private detail::OpObserver {
   std::vector<Anomaly> found_;
   std::deque<AnomalyFrame> frames_;
   std::unordered_map<const c10::StorageImpl*, Fact> facts_;
+  /// What the ops inside the present op returned.
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> inner_;
   bool ran_in_16_bits_ = false;
 };
 
@@ -699,6 +762,7 @@ class AnomalyWatch {
   void operator()(const TelemetryRecord& record) {
     constexpr std::int64_t kRarely = 1000;
     skips_ = record.skipped ? skips_ + 1 : 0;
+    last_step_ = record.step;
     if (trace_ == nullptr) {
       if (skips_ < options_.skips_in_a_row || record.step < quiet_until_) return;
       trace_ = std::make_shared<AnomalyTrace>(*model_, options_.trace);
@@ -716,10 +780,17 @@ class AnomalyWatch {
     if (options_.callback) options_.callback(*done);
   }
 
+  /// Returns whether a trace is under way, or will be if the next steps are skipped too.
+  bool is_pending() const {
+    return trace_ != nullptr ||
+           (skips_ > 0 && skips_ < options_.skips_in_a_row && last_step_ >= quiet_until_);
+  }
+
  private:
   const torch::nn::Module* model_;
   AnomalyWatchOptions options_;
   std::int64_t skips_ = 0;
+  std::int64_t last_step_ = 0;
   std::int64_t quiet_until_ = 0;         // a step
   std::shared_ptr<AnomalyTrace> trace_;  // of the step under way
 };

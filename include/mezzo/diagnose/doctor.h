@@ -63,9 +63,13 @@ struct Diagnosis {
 inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis) {
   std::array<int, 3> counts{};
   for (const Finding& one : diagnosis.findings) ++counts.at(static_cast<std::size_t>(one.severity));
+  const auto of = [](int count, const std::string& what) {
+    return std::to_string(count) + " " + what + (count == 1 ? "" : "s");
+  };
   stream << "mezzo's doctor: " << std::to_string(diagnosis.parameters) << " parameters on "
          << diagnosis.device << ", looked at for " << detail::dtype_name(diagnosis.dtype) << ": "
-         << counts[2] << " errors, " << counts[1] << " warnings, " << counts[0] << " notes\n\n";
+         << of(counts[2], "error") << ", " << of(counts[1], "warning") << ", "
+         << of(counts[0], "note") << "\n\n";
   for (const Finding& finding : diagnosis.findings) stream << finding;
   return stream;
 }

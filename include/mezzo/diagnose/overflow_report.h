@@ -20,7 +20,6 @@
 #include <torch/nn/module.h>
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -44,6 +43,26 @@ struct OverflowedParameter : TensorSummary {
   bool by_unscaling = false;
 };
 
+namespace detail {
+
+/// Returns the name of the first tensor that holds inf or NaN; empty if there is none. Waits for
+/// the device.
+inline std::string name_of_nonfinite(const NamedTensors& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    if (is_readable(tensor) && !ordered_values(tensor).isfinite().all().item<bool>()) return name;
+  }
+  return {};
+}
+
+inline std::string bad_buffer_reason(const std::string& name) {
+  return "the buffer " + name +
+         " holds inf or NaN: a forward pass wrote it, whose step may have been skipped, and no "
+         "later "
+         "step repairs it: load it from a checkpoint, or reset it";
+}
+
+}  // namespace detail
+
 /// What the gradients of a skipped step look like.
 struct Overflow {
   SkippedStep step = {};  ///< what the GradScaler told of the step
@@ -52,21 +71,25 @@ struct Overflow {
   std::vector<OverflowedParameter> parameters = {};
   std::int64_t layers = 0;             ///< how many modules have gradients of their own
   std::int64_t overflowed_layers = 0;  ///< how many of them are those of `parameters`
+  std::string bad_buffer = {};  ///< name of the model's first buffer with inf or NaN; empty: none
 
   /// Returns one line without an end; also where there is nothing to be seen any more, and why.
   std::string cause() const {
     using std::to_string;
+    if (!bad_buffer.empty()) return detail::bad_buffer_reason(bad_buffer);
     if (parameters.empty()) {
       return "no gradient is inf or NaN now: they were set to zero with the step, or are a later "
              "step's, as on a device; call find_overflow after the step, before they are cleared";
     }
     const OverflowedParameter& first = parameters.front();
     const std::size_t others = parameters.size() - 1;
+    std::string bad = first.infs > 0 ? to_string(first.infs) + " inf" : "";
+    if (first.nans > 0) bad += (bad.empty() ? "" : " and ") + to_string(first.nans) + " NaN";
     return first.name + (others > 0 ? " and " + to_string(others) + " more" : "") + ", in " +
            to_string(overflowed_layers) + " of " + to_string(layers) + " layers: " + first.name +
-           " has " + to_string(first.infs) + " inf and " + to_string(first.nans) + " NaN in " +
-           to_string(first.count) + " gradients, the first, " + detail::number_text(first.value) +
-           ", at " + detail::sizes_text(first.first) + ", " +
+           " has " + bad + " in " + to_string(first.count) + " gradients, the first, " +
+           detail::number_text(first.value) + ", at index " + detail::sizes_text(first.first) +
+           ", " +
            (first.by_unscaling ? "made by dividing by a loss scale below 1"
                                : "found after the backward pass");
   }
@@ -132,8 +155,9 @@ struct OverflowReportOptions {
 ///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
-/// Of steps that are skipped at the same scale again and again it tells the first three and then
-/// every 1000th.
+/// It writes as often as the scaler does by itself: of each of the first ten skips in a row, of the
+/// eleventh with what to look for, and then of every 1000th. A buffer of a model that holds inf or
+/// NaN, such as the running mean of a batch norm, is named first: no step repairs it.
 ///
 /// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
 /// StepOptions::zero_grad, and a later step's on a device. docs/diagnosis.md ("Why was that step
@@ -143,28 +167,31 @@ class OverflowReport {
  public:
   /// Keeps the parameters, not the model. Parameters that are registered later are not seen.
   explicit OverflowReport(const torch::nn::Module& model, OverflowReportOptions options = {})
-      : parameters_(name_parameters(model)), options_(std::move(options)) {}
+      : parameters_(name_parameters(model)),
+        buffers_(named_float_buffers(model)),
+        options_(std::move(options)) {}
   /// Keeps the parameters of several models, under the models' names.
   explicit OverflowReport(const std::vector<NamedModel>& models, OverflowReportOptions options = {})
-      : parameters_(name_parameters(models)), options_(std::move(options)) {}
+      : parameters_(name_parameters(models)),
+        buffers_(named_float_buffers(models)),
+        options_(std::move(options)) {}
 
   /// Reads the gradients of a skipped step; for GradScaler::on_skip.
   void operator()(const SkippedStep& step) {
-    constexpr std::int64_t kAtFirst = 3, kRarely = 1000;
-    skips_at_scale_ = step.scale == step.next_scale ? skips_at_scale_ + 1 : 0;
-    if (skips_at_scale_ > kAtFirst && skips_at_scale_ % kRarely != 0) return;
-    if (options_.stream == nullptr && !options_.callback) return;
+    const std::string message = detail::limited_skip_message(step);
+    if (message.empty() || (options_.stream == nullptr && !options_.callback)) return;
     Overflow overflow = find_overflow(parameters_, step.scale);
     overflow.step = step;
+    overflow.bad_buffer = detail::name_of_nonfinite(buffers_);
     if (options_.stream != nullptr)
-      *options_.stream << step.message() + "\n  " + overflow.cause() + "\n" << std::flush;
+      *options_.stream << message + "\n  " + overflow.cause() + "\n" << std::flush;
     if (options_.callback) options_.callback(overflow);
   }
 
  private:
   NamedTensors parameters_;
+  NamedTensors buffers_;
   OverflowReportOptions options_;
-  std::int64_t skips_at_scale_ = 0;
 };
 
 /// One layer's sampled values; shares are of all of them, from 0 to 1.
@@ -176,8 +203,7 @@ struct LayerExponents {
   double subnormal = 0;      ///< held with fewer bits than others
   double overflow = 0;       ///< finite, but inf in the type
   double non_finite = 0;     ///< inf or NaN already
-  /// The exponent e, 2^e <= |value| < 2^(e + 1), of the smallest finite value that is not zero;
-  /// -127 of all below 2^-126.
+  /// The exponent e, 2^e <= |value| < 2^(e + 1), of the smallest finite value that is not zero.
   std::optional<int> smallest = std::nullopt;
   std::optional<int> largest = std::nullopt;  ///< that of the largest
 };
@@ -218,13 +244,14 @@ class UnderflowReport {
     // An odd stride, so that it does not walk down one column of a matrix.
     const std::int64_t stride = ((flat.numel() + options_.samples - 1) / options_.samples) | 1;
     const at::Tensor some =
-        flat.slice(0, 0, flat.numel(), stride).cpu().to(at::kFloat).contiguous();
+        flat.slice(0, 0, flat.numel(), stride).cpu().to(at::kDouble).contiguous();
     auto sums = std::find_if(counts_.begin(), counts_.end(),
                              [&](const LayerExponents& known) { return known.layer == layer; });
     if (sums == counts_.end()) sums = counts_.insert(sums, LayerExponents{.layer = layer});
     for (std::int64_t i = 0; i < some.numel(); ++i) {
-      const auto bits = std::bit_cast<std::uint32_t>(some.const_data_ptr<float>()[i]) & 0x7FFFFFFFU;
-      for (LayerExponents* const counts : {&*sums, &all_}) count(*counts, bits);
+      for (LayerExponents* const counts : {&*sums, &all_}) {
+        count(*counts, some.const_data_ptr<double>()[i]);
+      }
     }
   }
 
@@ -252,12 +279,11 @@ class UnderflowReport {
   const UnderflowOptions& options() const noexcept { return options_; }
 
  private:
-  /// Counts a float by its bits without the sign.
-  void count(LayerExponents& counts, std::uint32_t bits) const {
+  void count(LayerExponents& counts, double value) const {
     ++counts.sampled;
-    const int exponent = static_cast<int>(bits >> 23U) - 127;
-    if (bits == 0) return static_cast<void>(++counts.zero);
-    if (exponent == 128) return static_cast<void>(++counts.non_finite);
+    if (value == 0) return static_cast<void>(++counts.zero);
+    if (detail::nonfinite_bits(value)) return static_cast<void>(++counts.non_finite);
+    const int exponent = std::ilogb(value);
     counts.smallest = std::min(counts.smallest.value_or(exponent), exponent);
     counts.largest = std::max(counts.largest.value_or(exponent), exponent);
     if (exponent < range_.smallest - 1) {
@@ -346,7 +372,8 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
 /// What happens after a diagnosis.
 enum class DivergencePolicy : std::uint8_t {
   keep_going,
-  stop,  ///< c10::Error with the diagnosis, from `Telemetry::record` or `flush`
+  stop,  ///< c10::Error with the diagnosis, from `Telemetry::record` or `flush`; if an AnomalyWatch
+         ///< of the same Telemetry is about to trace a step, once it has
 };
 
 /// What a DivergenceWatch takes for a sign, and what follows.
@@ -376,6 +403,7 @@ class DivergenceWatch {
   explicit DivergenceWatch(const torch::nn::Module& model, DivergenceOptions options = {})
       : options_(std::move(options)),
         parameters_(name_parameters(model)),
+        buffers_(named_float_buffers(model)),
         began_bad_(!bad_weight().empty()) {
     TORCH_CHECK(options_.skips_in_a_row > 0, "DivergenceWatch: skips_in_a_row is ",
                 options_.skips_in_a_row, "; it should be positive");
@@ -405,13 +433,7 @@ class DivergenceWatch {
     return record.loss && detail::nonfinite_bits(*record.loss);
   }
 
-  /// Returns the name of the first parameter that holds inf or NaN; empty if there is none.
-  std::string bad_weight() const {
-    for (const auto& [name, parameter] : parameters_) {
-      if (!parameter.isfinite().all().item<bool>()) return name;
-    }
-    return {};
-  }
+  std::string bad_weight() const { return detail::name_of_nonfinite(parameters_); }
 
   Finding diagnose(const TelemetryRecord& record) const {
     Finding finding{.severity = FindingSeverity::error, .topic = "divergence"};
@@ -431,33 +453,37 @@ class DivergenceWatch {
       finding.remedy =
           began_bad_ ? "no step repairs it: initialise or load it again"
           : was_applied
-              ? "load a checkpoint from before, and step through a GradScaler, which skips a step "
-                "whose gradients are inf or NaN (in bfloat16 with an init_scale of 1): if the "
-                "weights stay finite, look at this batch, and for a log or a division of 0; if "
-                "not, look at the learning rate and eps"
-              : "no step repairs it: load a checkpoint from before, and look at the learning rate, "
-                "eps, the range of the weights' dtype, and writes by hand";
+              ? "load a checkpoint from before. Step through a GradScaler, which skips a step "
+                "whose "
+                "gradients are inf or NaN (in bfloat16 with an init_scale of 1). If the weights "
+                "then "
+                "stay finite, look for a log or a division of 0 in this batch; if not, look at the "
+                "learning rate and eps"
+              : "no step repairs it: load a checkpoint from before. Look at the learning rate, at "
+                "eps, at the range of the weights' dtype, and at writes by hand";
+      return finding;
+    }
+    if (const std::string buffer = detail::name_of_nonfinite(buffers_); !buffer.empty()) {
+      finding.reason = detail::bad_buffer_reason(buffer);
       return finding;
     }
     finding.reason = is_lost(record) ? "the loss is inf or NaN, computed from finite weights"
                                      : "the weights are finite; " +
                                            find_overflow(parameters_, record.scale).cause();
     finding.remedy =
-        std::string(
-            is_lost(record)
-                ? "why is not known: look at this batch, for a log or a division of 0, and in half "
-                  "for a number beyond its range, which is so if the batch has a finite loss in "
-                  "float32: then use bfloat16; an AnomalyTrace around this batch names the op"
-                : "why is not known: an AnomalyWatch traces a step and names the op, and whether a "
-                  "wider type holds its result") +
-        "; if the loss or the weights grew before, divide the learning rate by 10 until the loss "
-        "falls, lengthen the warm-up, or take a momentum below 1, less weight decay, or inputs of "
-        "about 1";
+        std::string(is_lost(record)
+                        ? "why is not known. Look for a log or a division of 0 in this batch. If "
+                          "its loss is "
+                          "finite in float32, use bfloat16. An AnomalyTrace around it names the op"
+                        : "why is not known. An AnomalyWatch traces a step, and names the op") +
+        ". If the loss or the weights grew before, divide the learning rate by 10, or lengthen the "
+        "warm-up";
     return finding;
   }
 
   DivergenceOptions options_;
   NamedTensors parameters_;
+  NamedTensors buffers_;
   bool began_bad_;
   std::int64_t last_step_ = 0;
   std::int64_t skips_ = 0;

@@ -130,6 +130,23 @@ struct NamedModel {
   std::reference_wrapper<const torch::nn::Module> model;  ///< outlives what it is given to
 };
 
+namespace detail {
+
+/// Returns the floating tensors that `list` returns of each model, each once, behind its name.
+template <class List>
+NamedTensors name_tensors(const std::vector<NamedModel>& models, const List& list) {
+  NamedTensors all;
+  NamedOnce once;
+  for (const auto& [name, model] : models) {
+    for (auto& [own, tensor] : once.floating(list(model.get()))) {
+      all.emplace_back(name + "." + own, std::move(tensor));
+    }
+  }
+  return all;
+}
+
+}  // namespace detail
+
 /// Returns all parameters of a floating dtype, as `named_parameters` orders them, each once.
 inline NamedTensors name_parameters(const torch::nn::Module& model) {
   return detail::NamedOnce().floating(model.named_parameters());
@@ -137,14 +154,19 @@ inline NamedTensors name_parameters(const torch::nn::Module& model) {
 
 /// Returns all parameters of a floating dtype of `models`, each once: "generator.0.weight".
 inline NamedTensors name_parameters(const std::vector<NamedModel>& models) {
-  NamedTensors all;
-  detail::NamedOnce once;
-  for (const auto& [name, model] : models) {
-    for (auto& [own, parameter] : once.floating(model.get().named_parameters())) {
-      all.emplace_back(name + "." + own, std::move(parameter));
-    }
-  }
-  return all;
+  return detail::name_tensors(
+      models, [](const torch::nn::Module& model) { return model.named_parameters(); });
+}
+
+/// Returns all buffers of a floating dtype, each once.
+inline NamedTensors named_float_buffers(const torch::nn::Module& model) {
+  return detail::NamedOnce().floating(model.named_buffers());
+}
+
+/// Returns all buffers of a floating dtype of `models`, each once: "generator.1.running_mean".
+inline NamedTensors named_float_buffers(const std::vector<NamedModel>& models) {
+  return detail::name_tensors(models,
+                              [](const torch::nn::Module& model) { return model.named_buffers(); });
 }
 
 /// What a floating type can hold, by the power of two below a value's magnitude.

@@ -60,8 +60,8 @@ struct TelemetryRecord {
   std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before
   double seconds = 0;                                  ///< since the record before; 0: not known
   std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
-  /// For a loss on a CUDA device the peak of the bytes in use in libtorch's allocator there; for any
-  /// other loss the resident memory of the process now (Linux); unset without a loss.
+  /// For a loss on a CUDA device the peak of the bytes in use in libtorch's allocator there; for
+  /// any other loss the resident memory of the process now (Linux); unset without a loss.
   std::optional<double> memory_bytes = std::nullopt;
 
   /// Returns the columns of files, with their names; `skipped` is 0 or 1.
@@ -93,8 +93,9 @@ class LateNumber {
                 " elements; give its mean or sum");
     const c10::InferenceMode no_inference(false);
     const at::Device device = tensor.device();
-    host_ = empty_on_host({}, at::kFloat, device);
-    host_.copy_(tensor.detach().reshape({}).to(at::kFloat), /*non_blocking=*/true);
+    const auto dtype = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    host_ = empty_on_host({}, dtype, device);
+    host_.copy_(tensor.detach().reshape({}).to(dtype), /*non_blocking=*/true);
     if (device.is_cpu()) return;
     arrives_.emplace(device.type());
     arrives_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
@@ -106,7 +107,7 @@ class LateNumber {
   std::optional<double> value() const {
     if (!host_.defined()) return std::nullopt;
     if (arrives_) arrives_->synchronize();
-    return *host_.const_data_ptr<float>();
+    return host_.item<double>();
   }
 
  private:
@@ -318,14 +319,33 @@ class Telemetry {
       flush();
     } catch (const std::exception& error) {
       TORCH_WARN("Telemetry: the last records were not written: ", error.what());
+    } catch (...) {
+      TORCH_WARN(
+          "Telemetry: the last records were not written: a writer threw something that is no "
+          "std::exception");
     }
   }
   Telemetry(const Telemetry&) = delete;
   Telemetry& operator=(const Telemetry&) = delete;
 
   /// `writer` gets all records that are not handed over yet. A CsvFile, a TensorBoardFile, a
-  /// DivergenceWatch, a `std::ref` to a RunReport, or any callable.
-  void write_to(Writer writer) { writers_.push_back(std::move(writer)); }
+  /// DivergenceWatch, a `std::ref` to a RunReport, or any callable. A writer may add another, which
+  /// begins with the next record. While a writer's `is_pending()` is true, what another throws is
+  /// kept, and thrown after it: so a DivergenceWatch that stops the run lets an AnomalyWatch trace.
+  template <class W>
+  void write_to(W writer) {
+    using Own = std::unwrap_reference_t<W>;
+    if constexpr (requires(const Own& own) { own.is_pending(); }) {
+      const auto shared = std::make_shared<W>(std::move(writer));
+      writers_.push_back({[shared](const TelemetryRecord& record) { (*shared)(record); },
+                          [shared] {
+                            const Own& own = *shared;
+                            return own.is_pending();
+                          }});
+    } else {
+      writers_.push_back({std::move(writer), [] { return false; }});
+    }
+  }
 
   /// Notes a step. `loss` has one element, is not scaled, and is only read; undefined: no loss.
   /// \throws c10::Error for a loss of several elements; what a step's result throws, whose record
@@ -356,6 +376,7 @@ class Telemetry {
   /// Waits for the device, and hands over all that was recorded.
   void flush() {
     while (!pending_.empty()) hand_over_first();
+    if (error_ != nullptr) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
  private:
@@ -374,21 +395,27 @@ class Telemetry {
     record.scale = first.result.scale();
     record.skipped = !first.result.ran();
     record.grad_norm = first.result.grad_norm();
-    std::exception_ptr error;
-    for (const Writer& writer : writers_) {
+    for (std::size_t i = 0, count = writers_.size(); i < count; ++i) {
       try {
-        writer(record);
+        writers_[i].write(record);
       } catch (...) {
-        if (error == nullptr) error = std::current_exception();
+        if (error_ == nullptr) error_ = std::current_exception();
       }
     }
-    if (error != nullptr) std::rethrow_exception(error);
+    const bool is_pending = std::any_of(writers_.begin(), writers_.end(),
+                                        [](const Listed& one) { return one.is_pending(); });
+    if (error_ != nullptr && !is_pending) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
   std::int64_t next_step_;
   std::optional<std::chrono::steady_clock::time_point> last_call_;
   std::deque<Pending> pending_;
-  std::vector<Writer> writers_;
+  struct Listed {
+    Writer write;
+    std::function<bool()> is_pending;
+  };
+  std::deque<Listed> writers_;  // which does not move them when one is added
+  std::exception_ptr error_;    // the first that a writer threw, until it is thrown
 };
 
 /// How a CsvFile is written.

@@ -54,4 +54,32 @@ inline std::string SkippedStep::message() const {
          detail::python_float(next_scale);
 }
 
+namespace detail {
+
+/// Returns what to print of a skip: a line for each of the first ten in a row, for the eleventh one
+/// with what to look for, and then one for every 1000th; for a scale at its floor one, and then one
+/// for every 1000th. Otherwise nothing.
+inline std::string limited_skip_message(const SkippedStep& skipped) {
+  constexpr int64_t kRarely = 1000;
+  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes about so many
+  const bool is_at_floor = skipped.times_at_floor > 0;
+  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
+  const int64_t each = is_at_floor ? 1 : kAsAStart + 1;
+  if (times > each && times % kRarely != 0) return {};
+  std::string line = skipped.message();
+  if (is_at_floor) {
+    line += ", the lowest allowed (step " + std::to_string(times) +
+            " in a row that was skipped there; from here on one in " + std::to_string(kRarely) +
+            " is printed): look for an inf or NaN in the data, the loss or the weights";
+  } else if (times > kAsAStart) {
+    line += " (step " + std::to_string(times) + " in a row that was skipped; from here on one in " +
+            std::to_string(kRarely) +
+            " is printed): no loss scale cures an inf or NaN in the data, the loss or the weights; "
+            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is";
+  }
+  return line;
+}
+
+}  // namespace detail
+
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

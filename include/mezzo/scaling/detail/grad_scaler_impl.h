@@ -107,28 +107,10 @@ inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) 
   }
 }
 
-/// Writes the line about a skip to std::cerr: for each of the first ten in a row, for the eleventh
-/// with what to look for, and then for every 1000th. For a scale at its floor once, and then for
-/// every 1000th.
-inline void tell_of_skip(const SkippedStep& skipped) {
-  constexpr int64_t kRarely = 1000;
-  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes about so many
-  const bool is_at_floor = skipped.times_at_floor > 0;
-  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
-  const int64_t each = is_at_floor ? 1 : kAsAStart + 1;
-  if (times > each && times % kRarely != 0) return;
-  std::string line = skipped.message();
-  if (is_at_floor) {
-    line += ", the lowest allowed (step " + std::to_string(times) +
-            " in a row that was skipped there; from here on one in " + std::to_string(kRarely) +
-            " is printed): look for an inf or NaN in the data, the loss or the weights";
-  } else if (times > kAsAStart) {
-    line += " (step " + std::to_string(times) + " in a row that was skipped; from here on one in " +
-            std::to_string(kRarely) +
-            " is printed): no loss scale cures an inf or NaN in the data, the loss or the weights; "
-            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is";
-  }
-  std::cerr << line + "\n";
+/// Writes the line about a skip, if there is one, to std::cerr.
+inline void print_skip_message(const SkippedStep& skipped) {
+  const std::string line = limited_skip_message(skipped);
+  if (!line.empty()) std::cerr << line + "\n";
 }
 
 }  // namespace detail
@@ -136,7 +118,7 @@ inline void tell_of_skip(const SkippedStep& skipped) {
 MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
     : rule_(options.checked()),
       initial_state_(rule_.initial_state()),
-      on_skip_(&detail::tell_of_skip) {}
+      on_skip_(&detail::print_skip_message) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
