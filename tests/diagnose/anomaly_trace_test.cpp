@@ -162,7 +162,7 @@ TEST(AnomalyTrace, BackwardPassOfCompositeOpIsNoSecondAnomaly) {
       .backward();
   const std::vector<Anomaly> anomalies = trace.anomalies();
   ASSERT_THAT(anomalies, SizeIs(1)) << trace;
-  EXPECT_EQ(anomalies[0].frame.op, "aten::linear");
+  EXPECT_EQ(anomalies[0].frame.op, "aten::addmm");
 }
 
 TEST(AnomalyTrace, TakesMemoryThatAnOpHasNotWrittenYetForNoAnomaly) {
