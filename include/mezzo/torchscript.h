@@ -140,8 +140,9 @@ class ScriptModuleImpl : public torch::nn::Module {
   template <class... Args>
   c10::IValue forward(Args&&... args) {
     std::vector<c10::IValue> arguments = detail::script_arguments(std::forward<Args>(args)...);
-    const bool is_autocast =
-        at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA);
+    const bool is_autocast = at::autocast::is_autocast_enabled(at::kCPU) ||
+                             at::autocast::is_autocast_enabled(at::kCUDA) ||
+                             at::autocast::is_autocast_enabled(at::kMPS);
     c10::IValue result =
         is_autocast ? interpret(std::move(arguments)) : script_.forward(std::move(arguments));
     settle_buffers();

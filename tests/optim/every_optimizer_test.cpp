@@ -151,6 +151,24 @@ TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
   EXPECT_TRUE(x.equal(torch::ones({2, 2})));
 }
 
+// `add_param_group` of torch::optim::Optimizer is not virtual, and checks nothing of mezzo's.
+TYPED_TEST(ParamGroups, AddedThroughTheBaseClassAreCheckedAtTheStep) {
+  using Options = typename TypeParam::Options;
+  const torch::Tensor first = this->parameter();
+  for (const bool is_duplicate : {true, false}) {
+    typename TypeParam::Optimizer optimizer(std::vector<torch::Tensor>{first}, Options(0.1));
+    const torch::Tensor second =
+        is_duplicate ? first : torch::ones({2}).requires_grad_();  // Muon takes matrices alone
+    if (!is_duplicate && !std::is_same_v<Options, mezzo::optim::MuonOptions>) continue;
+    static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(
+        OptimizerParamGroup(std::vector<torch::Tensor>{second}));
+    for (const auto& each : {first, second}) each.mutable_grad() = torch::ones_like(each);
+    EXPECT_THAT(error_of([&] { optimizer.step(); }),
+                HasSubstr(is_duplicate ? "is given twice" : "Muon only supports 2D parameters"));
+    EXPECT_TRUE(torch::equal(first, torch::ones({2, 2})));
+  }
+}
+
 TYPED_TEST(ParamGroups, AreSteppedWithTheGradientsOfAClosureWhoseLossIsReturned) {
   const torch::Tensor x = this->parameter();
   typename TypeParam::Optimizer optimizer({x}, typename TypeParam::Options(0.5));

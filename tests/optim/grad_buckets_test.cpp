@@ -113,6 +113,19 @@ TEST(GradBuckets, FindAGradientThatTheUserReplaced) {
   EXPECT_TRUE(torch::equal(parameters[2].grad(), torch::full({3}, -1.0F)));
 }
 
+TEST(GradBuckets, KeepGradientsThatWereExchanged) {
+  const std::vector<torch::Tensor> parameters{torch::zeros({3}).requires_grad_(),
+                                              torch::zeros({3}).requires_grad_()};
+  mezzo::GradBuckets buckets(parameters);
+  for (int i = 0; i < 2; ++i) parameters[i].mutable_grad() = torch::full({3}, float(i + 1));
+  buckets.reattach_gradients();
+  std::swap(parameters[0].mutable_grad(), parameters[1].mutable_grad());
+  buckets.reattach_gradients();
+  EXPECT_TRUE(torch::equal(parameters[0].grad(), torch::full({3}, 2.0F)));
+  EXPECT_TRUE(torch::equal(parameters[1].grad(), torch::full({3}, 1.0F)));
+  EXPECT_TRUE(parameters[0].grad().is_same(buckets.place(0)));
+}
+
 TEST(GradBuckets, LeaveOutUnusedAndFrozenParameters) {
   const std::vector<Tensor> parameters{leaf({3}), leaf({4}), torch::ones({5})};
   GradBuckets buckets(parameters);

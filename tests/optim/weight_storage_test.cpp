@@ -1,8 +1,10 @@
 // Weights of 16 bits: what each way of keeping them gives, beside float and beside what was asked.
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>
+#include <mezzo/optim/muon.h>
 #include <mezzo/optim/sgd.h>
 
 #include <c10/util/Exception.h>
@@ -333,6 +335,38 @@ TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
     EXPECT_THAT(warnings_of(storage, models.low), testing::IsEmpty());
   }
   EXPECT_THAT(warnings_of(WeightStorage::plain, models.floats), testing::IsEmpty());
+}
+
+TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const torch::Tensor trained = torch::ones({3}).requires_grad_();
+  trained.mutable_grad() = torch::ones({3});
+  for (const auto& [dtype, storage] : {std::pair(torch::kBFloat16, WeightStorage::plain),
+                                       std::pair(torch::kHalf, WeightStorage::split_master)}) {
+    AdamW optimizer({trained, torch::ones({3}, dtype)}, AdamWOptions(0.1),
+                    {.weight_storage = storage});
+    test_support::Warnings warnings;
+    optimizer.step();
+    EXPECT_THAT(warnings.texts, testing::IsEmpty());
+  }
+}
+
+TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  const torch::Tensor weight = torch::ones({2, 2}, torch::kHalf).requires_grad_();
+  weight.mutable_grad() = torch::ones_like(weight);
+  test_support::Warnings warnings;
+  AdamW({weight}, AdamWOptions(0.1)).step();
+  EXPECT_THAT(warnings.texts, testing::ElementsAre(HasSubstr("below 0.005 is 0")));
+  mezzo::optim::LAMB({weight}).step();
+  mezzo::optim::Muon({weight}).step();
+  EXPECT_THAT(warnings.texts,
+              testing::ElementsAre(testing::_, HasSubstr("LAMB: parameter 0 of group 0"),
+                                   testing::AllOf(HasSubstr("Muon: parameter 0 of group 0"),
+                                                  HasSubstr("training may stall"))));
+  mezzo::optim::Muon inner({weight});
+  mezzo::MasterWeights(inner).step();
+  EXPECT_EQ(warnings.texts.size(), 3U);
 }
 
 // --- What others do to weights between steps.

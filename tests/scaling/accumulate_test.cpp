@@ -59,6 +59,22 @@ TEST(Accumulate, BatchesOfALoaderKnowTheirGroupAlsoTheIncompleteLastOne) {
   EXPECT_THAT(places(0, 4), ElementsAre());
 }
 
+// A position in the data that is saved after a step names what the steps have seen.
+TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
+  int drawn = 0;
+  auto loader = std::views::iota(0, 6) | std::views::transform([&](int number) {
+                  struct Number {
+                    int number;
+                  };
+                  return Number{number};
+                }) |
+                std::views::filter([&](const auto&) { return ++drawn > 0; });
+  for (const auto& batch : mezzo::accumulate(loader, 2)) {
+    if (batch.is_last()) EXPECT_EQ(drawn, batch.number + 1);
+  }
+  EXPECT_EQ(drawn, 6);
+}
+
 TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
   struct Held {
     std::shared_ptr<int> memory;

@@ -140,8 +140,8 @@ TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
   optimizer.zero_grad();
   this->backward(this->x);
   EXPECT_THAT(error_of([&] { this->scaler.step(optimizer); }),
-              AllOf(HasSubstr("the gradient of parameter 0 of group 0"), HasSubstr("scale() was called since"),
-                    HasSubstr("forget_iteration()")));
+              AllOf(HasSubstr("the gradient of parameter 0 of group 0"),
+                    HasSubstr("scale() was called since"), HasSubstr("forget_iteration()")));
   EXPECT_EQ(this->x.template item<float>(), 0);
   this->scaler.forget_iteration();
   optimizer.zero_grad();
@@ -170,12 +170,13 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
   this->backward(this->x + this->y);
   this->scaler.unscale_(first);
   for (const bool unscales : {true, false}) {
-    EXPECT_THAT(error_of([&] {
-                  if (unscales) this->scaler.unscale_(second);
-                  this->scaler.step(second);
-                }),
-                AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) belongs to two optimizers"),
-                      HasSubstr("train it with one of them")));
+    EXPECT_THAT(
+        error_of([&] {
+          if (unscales) this->scaler.unscale_(second);
+          this->scaler.step(second);
+        }),
+        AllOf(HasSubstr("parameter 1 of group 0 (float32 [1] on cpu) belongs to two optimizers"),
+              HasSubstr("train it with one of them")));
   }
   EXPECT_EQ(this->x.grad().template item<float>(), 1) << "unscaled once";
   EXPECT_EQ(this->y.grad().template item<float>(), 4) << "not unscaled";
@@ -205,6 +206,26 @@ TYPED_TEST(GradScalerScaledGradients, UnscaleReturnsFoundInf) {
   }
   GradScaler disabled({.enabled = false});
   EXPECT_FALSE(disabled.unscale_(optimizer).defined());
+}
+
+TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
+  const auto z = torch::ones({3}, torch::kComplexFloat).requires_grad_();
+  torch::optim::SGD optimizer({this->x, z}, 1.0);
+  (void)this->scaler.scale(torch::ones({}));
+  z.mutable_grad() = torch::ones_like(z);
+  EXPECT_THAT(
+      error_of([&] { this->scaler.unscale_(optimizer); }),
+      HasSubstr("the gradient of parameter 1 of group 0 (complex64 [3] on cpu) is complex64"));
+  z.mutable_grad() = Tensor();
+  auto expanded = this->sgd({this->y, torch::zeros({3}).requires_grad_()});
+  const auto& wide = expanded.param_groups()[0].params()[1];
+  wide.mutable_grad() = torch::ones({}).expand({3});
+  this->y.mutable_grad() = torch::ones({1});
+  EXPECT_THAT(error_of([&] { this->scaler.unscale_(expanded); }),
+              AllOf(HasSubstr("the gradient of parameter 1 of group 0 (float32 [3] on cpu) has "
+                              "elements that share memory"),
+                    HasSubstr("clone() it")));
+  EXPECT_EQ(this->y.grad().template item<float>(), 1) << "nothing was written";
 }
 
 TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {

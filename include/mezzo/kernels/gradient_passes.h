@@ -155,22 +155,23 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
-/// Checks that `unscale_and_check_` accepts these gradients, so that those of all devices are
-/// checked before any is written. A factor of 1 writes nothing on the CPU.
-/// \throws c10::Error if elements of a gradient share memory
-inline void check_unscalable(const std::vector<at::Tensor>& gradients,
-                             const at::Tensor& inv_scale) {
-  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return;
-  for (const at::Tensor& gradient : gradients) at::assert_no_internal_overlap(gradient);
+/// Returns whether `unscale_and_check_` accepts a gradient: no two of its elements share memory. A
+/// factor of 1 writes nothing on the CPU.
+inline bool can_unscale(const at::Tensor& gradient, const at::Tensor& inv_scale) {
+  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return true;
+  return at::has_internal_overlap(gradient) != at::MemOverlap::Yes;
 }
 
 /// Multiplies gradients by `inv_scale` in place; sets `found_inf` to 1 if a product is inf or NaN.
 /// All on one device. A tensor that is the gradient of several parameters is multiplied once; two
 /// tensors of one memory are each multiplied, one after the other, as in torch.
-/// \throws c10::Error, before any write, if elements of a gradient share memory
+/// \throws c10::Error, before any write, for a gradient that can_unscale refuses
 inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& found_inf,
                                const at::Tensor& inv_scale) {
-  check_unscalable(all, inv_scale);
+  for (const at::Tensor& gradient : all) {
+    TORCH_CHECK(can_unscale(gradient, inv_scale), "a gradient of the shape ", gradient.sizes(),
+                " has elements that share memory, and cannot be multiplied in place; clone() it");
+  }
   const at::Device device = found_inf.device();
   const bool may_overlap = !have_distinct_storages(all);
   const std::vector<at::Tensor> gradients = may_overlap ? each_once(all) : all;

@@ -75,6 +75,7 @@ class GradBuckets {
   /// \throws c10::Error, naming the parameter, if a gradient is not dense, has another shape or
   ///   device than its parameter, or is of float and its bucket of 16 bits
   void reattach_gradients() {
+    copy_exchanged_gradients();
     for (std::size_t number = 0; number < parameters_.size(); ++number) {
       reattach_gradient(number);
     }
@@ -96,6 +97,7 @@ class GradBuckets {
   }
 
  private:
+  inline void copy_exchanged_gradients();
   /// Returns the dtype in which autograd adds up the parameter's gradients.
   static at::ScalarType gradient_dtype(const at::Tensor& parameter) {
     const at::ScalarType dtype = parameter.grad_dtype().value_or(parameter.scalar_type());
@@ -165,6 +167,24 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
       places_[number].set_(bucket.flat.storage(), offsets[number], parameter.sizes(),
                            like.strides());
     }
+  }
+}
+
+/// Copies gradients that lie at another parameter's place, as after two `.grad`s were exchanged:
+/// bringing the other one there would overwrite them.
+inline void GradBuckets::copy_exchanged_gradients() {
+  const c10::NoGradGuard no_grad;
+  std::unordered_set<const c10::StorageImpl*> buffers;
+  for (const GradBucket& bucket : buckets_) {
+    buffers.insert(bucket.flat.storage().unsafeGetStorageImpl());
+  }
+  for (std::size_t number = 0; number < parameters_.size(); ++number) {
+    at::Tensor& gradient = parameters_[number].mutable_grad();
+    if (!gradient.defined() || gradient.is_same(places_[number]) || !gradient.has_storage())
+      continue;
+    const bool is_elsewhere = gradient.const_data_ptr() != places_[number].const_data_ptr() &&
+                              buffers.contains(gradient.storage().unsafeGetStorageImpl());
+    if (is_elsewhere) gradient = gradient.detach().clone();
   }
 }
 

@@ -76,8 +76,12 @@ class MicroBatchIterator {
     group_.clear();
     now_ = 0;
     std::vector<Batch> batches;
-    for (; std::ssize(batches) < micro_batches_ && next_ != end_; ++next_) {
+    while (std::ssize(batches) < micro_batches_) {
+      if (std::exchange(is_read_, false))
+        ++next_;  // which draws a batch, no sooner than it is read
+      if (next_ == end_) break;
       batches.push_back(*next_);
+      is_read_ = true;
     }
     for (const Batch& batch : batches) {
       group_.emplace_back(batch, std::ssize(group_), std::ssize(batches));
@@ -89,6 +93,7 @@ class MicroBatchIterator {
   std::int64_t micro_batches_;
   std::vector<MicroBatch<Batch>> group_;
   std::size_t now_ = 0;
+  bool is_read_ = false;  // the batch at next_
 };
 
 }  // namespace detail
@@ -101,6 +106,8 @@ class MicroBatchIterator {
 /// A group is read at once: it takes the memory of its batches, where the loader made them. Save
 /// the position in the data (a checkpoint) after a step, when all batches that were read have been
 /// trained on. All micro-batches have the same weight, so the samples of a smaller one weigh more.
+/// A loader that writes each batch into the tensors of the one before has to copy them: a group
+/// would hold its last batch several times.
 ///
 /// \param loader  a torch::data loader, or a range of batches; it must outlive the loop
 /// \return a range that can be walked through once, for a range-based for loop

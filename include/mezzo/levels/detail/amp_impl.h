@@ -381,11 +381,13 @@ inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerList& o
   }
   const bool is_low = detail::is_low_precision(value);
   pass.scaled = pass.loss->scaler.scale(is_low ? value.to(at::kFloat) : value);
-  for (Given* one : pass.optimizers) {  // after all that may throw
+  for (const Given* one : pass.optimizers) {
     auto& aside = pass.aside.emplace_back();
     if (one->awaits_step && one->scaled_by == nullptr) {
       aside = std::make_unique<detail::SetAside>(detail::parameters_of(*one->optimizer));
     }
+  }
+  for (Given* one : pass.optimizers) {  // after all that may throw
     one->awaits_step = true;
     one->scaled_by = pass.loss;
   }

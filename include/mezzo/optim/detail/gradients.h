@@ -39,24 +39,27 @@ inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   });
 }
 
+/// \throws c10::Error, naming the parameter, unless its gradient can be unscaled
+inline void check_gradient(const at::Tensor& parameter, const OptimizerWords& words) {
+  const at::Tensor& gradient = parameter.grad();
+  const at::ScalarType dtype = gradient.scalar_type();
+  const auto check = [&](bool is_right, const char* remedy) {
+    TORCH_CHECK(is_right, "GradScaler: the gradient of ", words.parameter(parameter), " is ",
+                tensor_words(gradient), "; ", remedy);
+  };
+  check(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
+        "it should be of float32, float64, bfloat16 or float16");
+  check(gradient.device() == parameter.device(),
+        "it should be on the parameter's device: move it there");
+  check(gradient.is_sparse() || gradient.layout() == at::kStrided,
+        "make it dense, or sparse in COO layout");
+}
+
 /// Returns the dense tensor that holds `parameter`'s gradient values. A sparse gradient is
 /// coalesced first: two finite entries of one place can add up to an inf.
 inline at::Tensor gradient_values(const at::Tensor& parameter) {
   at::Tensor gradient = parameter.grad();
-  const at::ScalarType dtype = gradient.scalar_type();
-  TORCH_CHECK(
-      dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
-      "GradScaler: the gradient of a parameter (", tensor_words(parameter), ") is ",
-      tensor_words(gradient), "; it should be of float32, float64, bfloat16 or float16");
-  TORCH_CHECK(gradient.device() == parameter.device(), "GradScaler: the gradient of a parameter (",
-              tensor_words(parameter), ") is ", tensor_words(gradient),
-              "; it should be on the parameter's device: move it there");
-  if (!gradient.is_sparse()) {
-    TORCH_CHECK(gradient.layout() == at::kStrided, "GradScaler: the gradient of a parameter (",
-                tensor_words(parameter), ") is ", tensor_words(gradient),
-                "; make it dense, or sparse in COO layout");
-    return gradient;
-  }
+  if (!gradient.is_sparse()) return gradient;
   if (!gradient.is_coalesced()) {
     gradient = gradient.coalesce();
     parameter.mutable_grad() = gradient;
@@ -77,12 +80,14 @@ inline void group_by_device(StepPlan& plan) {
 
 /// Returns the plan of an optimizer that is not mezzo's, or of a MasterWeights: parameters with a
 /// gradient, each once.
+/// \throws c10::Error as check_gradient does
 inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_masters = false) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
   for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
+    check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
     plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size(),
                          has_master ? optim::WeightStorage::master : optim::WeightStorage::plain});

@@ -107,12 +107,17 @@ class OptimizerShell : public StepEngine {
   /// Gives `group`, just added from `given`, back the options that libtorch has replaced: from 2.12
   /// on it replaces options of a class that it does not know, or that is another optimizer's, by
   /// the defaults.
-  static void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                                 const torch::optim::OptimizerParamGroup& given) {
+  void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                          const torch::optim::OptimizerParamGroup& given) const {
     if (!given.has_options()) return;
-    const bool is_known =
-        Traits::kIsLibtorchs && dynamic_cast<const Options*>(&given.options()) != nullptr;
-    if (!is_known) group.set_options(given.options().clone());
+    const bool is_own = dynamic_cast<const Options*>(&given.options()) != nullptr;
+    if (is_own && Traits::kIsLibtorchs) return;
+    group.set_options(given.options().clone());
+    if constexpr (!Traits::kIsLibtorchs && kGroupsInheritOptions) {
+      if (!is_own) return;
+      inherit_options(static_cast<Options&>(group.options()),
+                      static_cast<const Options&>(*defaults_));
+    }
   }
 
   static GroupNumbers numbers_of(const Options& options) {

@@ -12,6 +12,7 @@
 #include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
+#include <torch/version.h>
 
 #include <cstddef>
 #include <initializer_list>
@@ -92,6 +93,27 @@ class ListedOptions : public torch::optim::OptimizerCloneableOptions<Own> {
   const Own& own() const { return static_cast<const Own&>(*this); }
 };
 
+/// Whether the options of a group that have their constructor's values take those of the optimizer,
+/// as libtorch's own options do since 2.12.
+inline constexpr bool kGroupsInheritOptions = TORCH_VERSION_MAJOR > 2 ||
+                                              (TORCH_VERSION_MAJOR == 2 &&
+                                               TORCH_VERSION_MINOR >= 12);
+
+/// Gives each option of a group that has its constructor's value the optimizer's.
+template <class Own>
+void inherit_options(Own& group, const Own& defaults) {
+  const Own initial;
+  const auto values = Own::values(group), theirs = Own::values(defaults);
+  const auto constructed = Own::values(initial);
+  [&]<std::size_t... I>(std::index_sequence<I...>) {
+    const auto inherit = [](auto& value, const auto& other, const auto& first) {
+      if (value == first) value = other;
+    };
+    (inherit(std::get<I>(values), std::get<I>(theirs), std::get<I>(constructed)), ...);
+  }
+  (std::make_index_sequence<std::tuple_size_v<decltype(constructed)>>());
+}
+
 /// Returns the loss that `closure` computes with autograd on; undefined without a closure.
 inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   const c10::AutoGradMode with_grad(true);
@@ -137,6 +159,19 @@ inline void check_numbers(const char* optimizer,
   const auto [beta1, beta2] = betas;
   TORCH_CHECK(is_at_least(beta1, 0) && beta1 < 1 && is_at_least(beta2, 0) && beta2 < 1, optimizer,
               ": betas are ", beta1, " and ", beta2, "; they should be at least 0 and less than 1");
+}
+
+/// Warns once that a parameter of 16 bits is trained without a master.
+inline void warn_of_rounded_weights(const at::Tensor& parameter, const OptimizerWords& optimizer,
+                                    const char* remedy) {
+  TORCH_WARN_ONCE(optimizer, ": ", optimizer.parameter(parameter),
+                  " is rounded to 16 bits after each step. Updates smaller than half a unit in the "
+                  "last place are lost, so that training may stall",
+                  parameter.scalar_type() == at::kHalf
+                      ? ", and moments of float16 lose small numbers: the mean square of gradients "
+                        "below 0.005 is 0 (with betas of 0.9 and 0.999)"
+                      : "",
+                  ". Use ", remedy, ".");
 }
 
 /// \throws c10::Error unless parameter and gradient are dense, alike, and can be trained

@@ -45,11 +45,8 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     try {
-      // From 2.12 on libtorch replaces options of classes that it does not know by the defaults.
-      if (group.has_options()) param_groups_.back().set_options(group.options().clone());
-      check_group(param_groups_.size() - 1);
-      for (const at::Tensor& parameter : group.params()) Own::check_parameter(parameter, words());
-      refuse_duplicates(words().parameters(), words());
+      keep_given_options(param_groups_.back(), group);
+      check_parameters();
     } catch (...) {
       param_groups_.pop_back();
       throw;
@@ -62,6 +59,9 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   at::Tensor step(LossClosure closure = nullptr) override {
     at::Tensor loss = loss_of(closure);
     const c10::NoGradGuard no_grad;
+    std::size_t count = 0;
+    for (const auto& group : param_groups_) count += group.params().size();
+    if (count != parameters_) check_parameters();  // a group came through torch::optim::Optimizer
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
@@ -95,6 +95,9 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   static void check_parameter(const at::Tensor& /*parameter*/, const OptimizerWords& /*words*/) {}
   /// Refuses a sparse gradient, before a step writes anything.
   void check_gradient(const at::Tensor& parameter) const {
+    if (is_low_precision(parameter)) {
+      warn_of_rounded_weights(parameter, words(), "a mezzo::MasterWeights around the optimizer");
+    }
     TORCH_CHECK(parameter.grad().layout() == at::kStrided, Own::kName,
                 " does not support sparse gradients, and ", words().parameter(parameter),
                 " has one; make its Embedding with sparse(false)");
@@ -106,6 +109,33 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   void check_group(std::size_t group) const {
     Own::check_options(options_as<Options>(param_groups_[group], group, Own::kName, Own::kOptions));
   }
+
+  /// Checks all groups, and that no parameter is in two places.
+  void check_parameters() {
+    const std::vector<at::Tensor> all = words().parameters();
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
+    for (const at::Tensor& parameter : all) Own::check_parameter(parameter, words());
+    refuse_duplicates(all, words());
+    parameters_ = all.size();
+  }
+
+  /// Gives a group that was just added back the options that libtorch has replaced: from 2.12 on it
+  /// replaces options of classes that it does not know by the defaults.
+  void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                          const torch::optim::OptimizerParamGroup& given) const {
+    if (!given.has_options()) return;
+    const auto* const options = dynamic_cast<const Options*>(&given.options());
+    if constexpr (requires { Options::kKeys; }) {
+      group.set_options(given.options().clone());
+      if (options == nullptr || !kGroupsInheritOptions) return;
+      inherit_options(static_cast<Options&>(group.options()),
+                      static_cast<const Options&>(*defaults_));
+    } else if (options == nullptr) {
+      group.set_options(given.options().clone());
+    }
+  }
+
+  std::size_t parameters_ = 0;  // that were checked
 };
 
 }  // namespace detail

@@ -100,10 +100,8 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
               " takes parameters of bfloat16, not ", optimizer.parameter(parameter),
               "; use WeightStorage::master for a float16 model");
   if (wanted == WeightStorage::plain) {
-    TORCH_WARN_ONCE(optimizer, ": ", optimizer.parameter(parameter),
-                    " is rounded to 16 bits after each step (WeightStorage::plain). Updates "
-                    "smaller than half a unit in the last place are lost, so that training may "
-                    "stall. Use WeightStorage::master, or stochastic for bfloat16.");
+    warn_of_rounded_weights(parameter, optimizer,
+                            "WeightStorage::master, or stochastic for bfloat16");
   }
   return wanted;
 }

@@ -171,10 +171,10 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
                                       std::size_t group, std::uint64_t number) {
   const GroupNumbers& numbers = plan.groups[group];
-  const auto storage = storage_of(parameter, weights_.weight_storage, words());
-  const bool has_master = storage == optim::WeightStorage::master;
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
+  const auto storage = storage_of(parameter, weights_.weight_storage, words());
+  const bool has_master = storage == optim::WeightStorage::master;
   ParamSlot* const slot = find_slot(parameter);
   if (slot != nullptr) check_slot(*slot, parameter, numbers);
   check_dense_gradient(parameter, words());
@@ -508,9 +508,13 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
       if (row.storage == optim::WeightStorage::master) row.parameter->copy_(row.slot->master);
     }
   };
+  auto call = calls.begin();
   try {
-    for (const AtenLists& lists : calls) aten_step(groups[lists.group], lists, own);
+    for (; call != calls.end(); ++call) aten_step(groups[call->group], *call, own);
   } catch (...) {
+    for (; call != calls.end(); ++call) {  // steps that were not taken
+      if (!call->counts.empty()) at::_foreach_add_(call->counts, -1);
+    }
     round_masters();  // of the calls before the one that threw
     throw;
   }

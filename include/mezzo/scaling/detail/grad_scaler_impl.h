@@ -61,7 +61,9 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
       false, "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
       parameters,
       " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
-      "it, and make the optimizer from the parameters() of the model that computed the loss");
+      "it, and make the optimizer from the parameters() of the model that computed the loss; do "
+      "not "
+      "step an optimizer whose model this iteration leaves out");
 }
 
 inline constexpr const char* kNoneHasNoNewScale =
@@ -227,8 +229,14 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_into(AnyOptimizer optimizer) {
     detail::refuse_half_gradients(optimizer, plan);
   }
   check_not_unscaled(record, optimizer, plan);
-  for (const auto& values : detail::values_by_device(plan)) {  // what may throw, before any write
-    detail::check_unscalable(values, detail::on_device(scale_->inverse(), values.front().device()));
+  for (const StepPlan::Row& row : plan.rows) {  // what may throw, before any write
+    const at::Tensor values = detail::values_of(plan, row);
+    TORCH_CHECK(
+        detail::can_unscale(values, detail::on_device(scale_->inverse(), values.device())),
+        "GradScaler: the gradient of ",
+        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
+        " has elements that share memory, as an expanded tensor has, and cannot be unscaled in "
+        "place; clone() it first");
   }
   detail::widen_for_masters(plan);
   record.found_inf = at::Tensor();
@@ -392,7 +400,7 @@ MEZZO_INLINE void GradScaler::update() {
       found_inf_.defined(),
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
-      "iteration");
+      "iteration; optimizer.step() alone checks nothing");
   scale_->advance(rule_, found_inf_);
   finish_iteration();
 }
