@@ -15,6 +15,7 @@
 #include <memory>
 #include <sstream>
 #include <utility>
+#include <stdexcept>
 #include <vector>
 
 #include "../support/state_of.h"
@@ -391,6 +392,27 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   mezzo::optim::Lion lion({x});
   EXPECT_THROW(lion.apply_with_aten(lion.plan()), c10::Error);
   EXPECT_TRUE(lion.state().empty());
+}
+
+/// SGD whose second call of ATen's kernel throws.
+struct FailingSgd : mezzo::optim::SGD {
+  using SGD::SGD;
+  void aten_step(const mezzo::detail::GroupNumbers& numbers, const mezzo::detail::AtenLists& lists,
+                 const mezzo::detail::AtenVerdict& verdict) const override {
+    if (++calls == 2) throw std::runtime_error("out of memory");
+    SGD::aten_step(numbers, lists, verdict);
+  }
+  mutable int calls = 0;
+};
+
+TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
+  const auto x = torch::ones({2}), y = torch::ones({2});
+  FailingSgd sgd({torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
+                 mezzo::optim::SGDOptions(0.5).momentum(0.5));
+  for (const auto& each : {x, y}) each.mutable_grad() = torch::ones({2});
+  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), std::runtime_error);
+  EXPECT_EQ(steps_of(sgd, x), 1);
+  EXPECT_EQ(steps_of(sgd, y), 0);
 }
 
 /// Or a backward pass would go on with weights that are no longer those of its forward pass.

@@ -1,0 +1,95 @@
+// libtorch's attention with a mask of keys in 16 bits: what fails, and what docs/errors.md says works.
+
+#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/op_policy.h>
+
+#include <torch/torch.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <tuple>
+
+#include "../support/error_of.h"
+
+namespace {
+
+using test_support::error_of;
+using testing::HasSubstr;
+using torch::Tensor;
+
+constexpr int64_t kHeads = 2, kBatch = 3, kLength = 4, kWidth = 8;
+
+/// Whether each key of each sequence is padding.
+Tensor padding() { return torch::arange(kLength).expand({kBatch, kLength}).ge(3); }
+
+/// The same as numbers that are added to the scores: libtorch takes one matrix for all sequences.
+Tensor additive_mask() {
+  return torch::zeros({kLength, kLength}).masked_fill(padding()[0].expand({kLength, kLength}), -1e4);
+}
+
+torch::nn::MultiheadAttention attention() {
+  torch::manual_seed(0);
+  return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(kWidth, kHeads));
+}
+
+Tensor input() { return torch::linspace(-1, 1, kLength * kBatch * kWidth).view({kLength, kBatch, kWidth}); }
+
+Tensor with_padding(torch::nn::MultiheadAttention& model, const Tensor& x) {
+  return std::get<0>(model->forward(x, x, x, padding()));
+}
+Tensor with_additive_mask(torch::nn::MultiheadAttention& model, const Tensor& x) {
+  return std::get<0>(model->forward(x, x, x, {}, true, additive_mask()));
+}
+
+TEST(MultiheadAttention, KeyPaddingMaskThrowsIn16Bits) {
+  auto model = attention();
+  const mezzo::Autocast<torch::kCPU, torch::kBFloat16> autocast;
+  EXPECT_THAT(error_of([&] { with_padding(model, input()); }),
+              HasSubstr("\"attn_output_weights.masked_fill\" not implemented for 'BFloat16'"))
+      << "if libtorch does it now, docs/errors.md and docs/pitfalls.md need not speak of it";
+}
+
+TEST(MultiheadAttention, AdditiveMaskTrainsUnderAutocast) {
+  auto model = attention();
+  const Tensor expected = with_padding(model, input());
+  const mezzo::Autocast<torch::kCPU, torch::kBFloat16> autocast;
+  const Tensor output = with_additive_mask(model, input());
+  EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.02, 0.02));
+  output.sum().backward();
+}
+
+TEST(MultiheadAttention, KeyPaddingMaskTrainsWithBmmDenied) {
+  auto model = attention();
+  const Tensor expected = with_padding(model, input());
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
+  const mezzo::AutocastGuard autocast(
+      {.device = torch::kCPU, .dtype = torch::kBFloat16, .policy = policy});
+  const Tensor output = with_padding(model, input());
+  EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.02, 0.02));
+  output.sum().backward();
+}
+
+// Of a model that is cast, as at O2.
+TEST(MultiheadAttention, AdditiveMaskTrainsWith16BitWeights) {
+  auto model = attention();
+  const Tensor expected = with_padding(model, input());
+  model->to(torch::kBFloat16);
+  const Tensor x = input().to(torch::kBFloat16);
+  EXPECT_THAT(error_of([&] { with_padding(model, x); }), HasSubstr("not implemented for"));
+  const Tensor output = with_additive_mask(model, x);
+  EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.05, 0.05));
+  output.sum().backward();
+}
+
+TEST(MultiheadAttention, KeyPaddingMaskTrainsAsFloatModuleIn16BitModel) {
+  auto model = attention();
+  const Tensor expected = with_padding(model, input());
+  const Tensor x = input().to(torch::kBFloat16);  // from the layer before
+  const Tensor output = with_padding(model, x.to(torch::kFloat)).to(x.scalar_type());
+  EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.05, 0.05));
+  output.sum().backward();
+}
+
+}  // namespace
