@@ -27,7 +27,6 @@ using testing::HasSubstr;
 using testing::ThrowsMessage;
 
 constexpr double kInfiniteLoss = std::numeric_limits<double>::infinity();
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 /// Two layers with gradients of 1; tests break one of them.
 struct Patient : torch::nn::Module {
@@ -112,7 +111,7 @@ TEST(DivergenceWatch, ReadsFloat8AndSparseParameters) {
   patient.register_parameter("sparse", torch::eye(3).to_sparse());
   std::vector<Finding> heard;
   DivergenceWatch watch(patient, told_to(heard));
-  patient.named_parameters()["low"].data().copy_(torch::tensor({1.0F, kInfinity, 1.0F}));
+  patient.named_parameters()["low"].data().copy_(torch::tensor({1.0F, INFINITY, 1.0F}));
   watch(step_record(1, kInfiniteLoss));
   EXPECT_THAT(heard.at(0).message(), HasSubstr("low holds inf or NaN"));
 }
