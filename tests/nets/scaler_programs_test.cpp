@@ -312,7 +312,7 @@ class ScalerProgram : public Program {
     const int64_t call = random_.below(3);
     const char* const calls[] = {"unscale_", "step", "step with max_norm"};
     Program::meet_bad_gradient(i, calls[call], [&] {
-      if (call == 0) return library_->unscale_(any(i));
+      if (call == 0) return static_cast<void>(library_->unscale_(any(i)));
       AnyOptimizer stepped = any(i);
       call == 1 ? library_->step(stepped) : library_->step(stepped, {.max_norm = 1});
     });

@@ -656,7 +656,7 @@ TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
   GradScaler scaler = quiet_scaler();
   mezzo::optim::SGD plain({x}, mezzo::optim::SGDOptions(1.0));
   for (const bool explicitly : {false, true}) {
-    EXPECT_THAT([&] { explicitly ? scaler.unscale_(plain) : (void)scaler.step(plain); },
+    EXPECT_THAT([&] { explicitly ? (void)scaler.unscale_(plain) : (void)scaler.step(plain); },
                 ThrowsMessage<c10::Error>(HasSubstr("Attempting to unscale FP16 gradients.")));
   }
   mezzo::optim::SGD kept({x}, mezzo::optim::SGDOptions(1.0), kMasters);

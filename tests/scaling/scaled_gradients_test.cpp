@@ -252,10 +252,10 @@ TYPED_TEST(GradScalerScaledGradients, HugeScaleClipsAccurately) {
     for (const bool unscales : {false, true}) {
       auto weight = parameter({0});
       auto optimizer = this->sgd({weight});
-      GradScaler scaler({.init_scale = std::ldexp(1.0, exponent)});
-      scaler.scale(weight.sum()).backward();
-      if (unscales) scaler.unscale_(optimizer);
-      scaler.step(optimizer, {.max_norm = 1e-5});
+      GradScaler large({.init_scale = std::ldexp(1.0, exponent)});
+      large.scale(weight.sum()).backward();
+      if (unscales) large.unscale_(optimizer);
+      large.step(optimizer, {.max_norm = 1e-5});
       EXPECT_NEAR(weight.item<float>(), -1e-5, 2e-11) << exponent << " " << unscales;
     }
   }
