@@ -204,10 +204,9 @@ StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) 
               .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
               .step = static_cast<uint64_t>(parameters.count(i)) + 1,
               .parameter = 1000 + i};
-  if (step.scale != 0) use.multipliers.inv_scale = static_cast<double>(step.scale);
-  if (step.max_norm != 0) {
-    use.multipliers.clip = std::min(1.0, step.max_norm / (std::sqrt(kSumOfSquares) + 1e-6));
-  }
+  use.multipliers = mezzo::detail::grad_multipliers(
+      step.scale != 0 ? static_cast<double>(step.scale) : 1.0,
+      step.max_norm != 0 ? std::min(1.0, step.max_norm / (std::sqrt(kSumOfSquares) + 1e-6)) : 1.0);
   return use;
 }
 

@@ -118,7 +118,7 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
               testing::StartsWith(
                   "rank 3, forward pass: aten::log, after 2 made float32 [] 1 -inf. "
                   "It read float32 [] 0 to 0. In float64 it is not finite either: it took the "
-                  "logarithm of 0: clamp what it reads, or add an eps"));
+                  "logarithm of 0; clamp what it reads, or add an eps"));
   const std::vector<AnomalyFrame> frames = trace.frames();
   ASSERT_THAT(frames, SizeIs(2)) << trace;
   EXPECT_EQ(frames[1].op, "aten::mul");

@@ -24,10 +24,16 @@ bool has(std::string_view text, std::string_view part) {
 }
 
 /// Sentences that name a cause.
-constexpr std::array<std::string_view, 7> kCauses = {
-    "did when the watch was made", "nothing is wrong with the model", "is not finite: no step",
-    "it is finite, up to",         "dividing by a loss scale",        "beyond float16",
-    "no op that was watched",
+constexpr std::array<std::string_view, 9> kCauses = {
+    "did when the watch was made",
+    "nothing is wrong with the model",
+    "is not finite: no step",
+    "it is finite, up to",
+    "dividing by a loss scale",
+    "beyond float16",
+    "no result that was watched",
+    "it took",
+    "it divided by 0",
 };
 
 Grade grade(const PlantedFault& fault, const std::string& said) {

@@ -5,6 +5,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -254,15 +255,15 @@ std::vector<PlantedFault> anomalies() {
       {"LogOfZero",
        "a log of 0 in the forward pass",
        traced(MEZZO_OF_X((x * 0).log()), MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
-       {"forward pass: aten::log, after norm", "not known"}},
+       {"forward pass: aten::log, after norm", "it took the logarithm of 0"}},
       {"LogOfNegativeNumbers",
        "a log of -1.5",
        traced(MEZZO_OF_X((x * 0 - 1.5).log()), MEZZO_OF_X((x * 0 - 1.5).clamp_min(1e-6).log())),
-       {"It read float32 [8, 8] -1.5 to -1.5", "not known"}},
+       {"It read float32 [8, 8] -1.5 to -1.5", "it took the logarithm of a negative number"}},
       {"RootOfBothSigns",
        "a root of numbers of both signs",
        traced(MEZZO_OF_X((x + 0.5).sqrt()), MEZZO_OF_X((x + 0.5).clamp_min(1e-6).sqrt())),
-       {"aten::sqrt, after norm", "not known"}},
+       {"aten::sqrt, after norm", "it took the root of a negative number"}},
       {"MeanOverNoLabels",
        "a sum that is divided by an integer count of 0",
        traced_loss([](const Tensor& y, bool cured) {
@@ -293,12 +294,12 @@ std::vector<PlantedFault> anomalies() {
       {"RootOfZeroInBackward",
        "the gradient of a root of 0",
        traced(MEZZO_OF_X((x - x).sqrt() * x), MEZZO_OF_X((x - x + 1e-6).sqrt() * x)),
-       {"backward pass: ", "of SqrtBackward0, after norm", "not known"}},
+       {"backward pass: ", "of SqrtBackward0, after norm", "it divided by 0"}},
       {"LogThatWhereHides",
        "where(x > 0, log(x), 0)",
        traced(MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).log(), 0)),
               MEZZO_OF_X(torch::where(x > 0, (x * (x > 0)).clamp_min(1e-6).log(), 0))),
-       {"backward pass: ", "of LogBackward0, after norm", "not known"}},
+       {"backward pass: ", "of LogBackward0, after norm", "it divided by 0"}},
       {"PowerOfZeroInBackward",
        "the gradient of 0 to the power of 0.5",
        traced(MEZZO_OF_X(x * (x - x).pow(0.5)), MEZZO_OF_X(x * (x - x).clamp_min(1e-6).pow(0.5))),
@@ -311,7 +312,7 @@ std::vector<PlantedFault> anomalies() {
       {"Log1pOfMinusOne",
        "log1p of -1",
        traced(MEZZO_OF_X((x * 0 - 1).log1p()), MEZZO_OF_X((x * 0 - 1).clamp_min(1e-3 - 1).log1p())),
-       {"forward pass: aten::log1p, after norm", "not known"}},
+       {"forward pass: aten::log1p, after norm", "it took log1p of"}},
       {"LogitOfOne",
        "logit of a sigmoid that rounds to 1",
        traced(MEZZO_OF_X((x * 0 + 30).sigmoid().logit()),
@@ -331,16 +332,16 @@ std::vector<PlantedFault> anomalies() {
        "the gradient of eigenvectors whose eigenvalues are equal",
        traced(MEZZO_OF_X(eigenvectors(x, torch::eye(8))),
               MEZZO_OF_X(eigenvectors(x, torch::arange(8).to(torch::kFloat).diag()))),
-       {"backward pass: ", "of LinalgEighBackward0", "not known"}},
+       {"backward pass: ", "of LinalgEighBackward0", "it divided by 0"}},
       {"AcosOutOfRange",
        "acos of 2",
        traced(MEZZO_OF_X((x * 0 + 2).acos()), MEZZO_OF_X((x * 0 + 2).clamp(-0.999, 0.999).acos())),
-       {"forward pass: aten::acos, after norm", "not known"}},
+       {"forward pass: aten::acos, after norm", "it took acos of a number beyond 1"}},
       {"AngleOfEqualVectors",
        "the gradient of acos at 1",
        traced(MEZZO_OF_X(x * (x * 0 + 1).acos()),
               MEZZO_OF_X(x * (x * 0 + 1).clamp(-0.999, 0.999).acos())),
-       {"backward pass: ", "of AcosBackward0", "not known"}},
+       {"backward pass: ", "of AcosBackward0", "it divided by 0"}},
       {"ExpInFloat32",
        "exp of 100",
        traced(MEZZO_OF_X((x * 0 + 100).exp()), MEZZO_OF_X((x * 0 + 80).exp())),
@@ -420,7 +421,7 @@ std::vector<PlantedFault> anomalies() {
          if (!cured) batch[3][2] = kNan;
          return trace_of(model, [&] { model.forward(batch); });
        },
-       {"in body", "no op that was watched made it"},
+       {"in body", "no result that was watched is its source"},
        "look at the batch"},
       {"NanThatNoOpWrote",
        "a NaN that a raw pointer writes into a constant",
@@ -428,12 +429,12 @@ std::vector<PlantedFault> anomalies() {
          PatientImpl model([=](const Tensor& x) { return with_raw_write(x, cured); });
          return trace_of(model, [&] { model.forward(batch_of_ones()); });
        },
-       {"aten::add, after norm", "no op that was watched made it"},
+       {"aten::add, after norm", "no result that was watched is its source"},
        "at constants and buffers"},
       {"NanInTheThirdMicroBatch",
        "a NaN in the third of three micro-batches",
        trace_of_micro_batches,
-       {"2: forward pass: ", "no op that was watched made it"},
+       {"2: forward pass: ", "no result that was watched is its source"},
        "look at the batch"},
       {"InfInOneWeight",
        "an inf in head.weight",
@@ -443,7 +444,7 @@ std::vector<PlantedFault> anomalies() {
       {"LogBehindFourOfNoHarm",
        "a log of 0 behind large scalars, a running minimum, a masked row and a sigmoid by hand",
        traced(log_behind_no_harm, MEZZO_OF_X((x * 0).clamp_min(1e-6).log())),
-       {"forward pass: aten::log, after norm made float32", "not known", "rounding can make"}},
+       {"forward pass: aten::log, after norm made float32", "it took the logarithm of 0", "rounding can make"}},
       {"LossScaleTooHigh",
        "a loss scale of 2^24 in half",
        [](bool cured) { return trace_of_scale(cured ? 256 : 16777216); },
@@ -485,36 +486,43 @@ std::vector<PlantedFault> anomalies() {
       {"EpsLostInHalf",
        "0 / (0 + 1e-12) in half",
        widened(MEZZO_OF_X((x * 0) / (x * 0 + 1e-12)), single),
-       {"forward pass: aten::div, after norm", "not known", "rounding can make"},
+       {"forward pass: aten::div, after norm", "it divided by 0", "rounding can make"},
        "trace the step in float32"},
       {"EpsLostInDice",
        "a float32 number divided by a sum in half, to which 1e-8 was added",
        widened(MEZZO_OF_X(x * (torch::zeros({}) / ((x * 0).sum() + 1e-8))), single),
-       {"forward pass: aten::div, after norm", "not known", "rounding can make"},
+       {"forward pass: aten::div, after norm", "it divided by 0", "rounding can make"},
        "trace the step in float32"},
       {"EpsLostInRmsNorm",
        "an RMSNorm by hand with an eps of 1e-8 in half",
        widened(MEZZO_OF_X(x * ((x * 0).square().mean(-1, true) + 1e-8).rsqrt()), single),
-       {"aten::rsqrt, after norm", "not known", "rounding can make"},
+       {"aten::rsqrt, after norm", "it divided by 0", "rounding can make"},
        "trace the step in float32"},
       {"CancellationInHalf",
        "E[x^2] - E[x]^2 in half, which rounding makes negative",
        widened(MEZZO_OF_X(deviation_by_hand(x, 8, 0)), single),
-       {"not known", "rounding can make"},
+       {"it took the root of a negative number", "rounding can make"},
        "trace the step in float32"},
       {"CancellationInFloat32",
        "E[x^2] - E[x]^2 of numbers about 3e4 in float32",
        traced(MEZZO_OF_X(deviation_by_hand(x, 3e4, 0)),
               MEZZO_OF_X(deviation_by_hand(x, 3e4, 1e-3))),
-       {"aten::sqrt", "not known"}},
+       {"aten::sqrt", "it took the root of a negative number"}},
       {"LogOfOneMinusP",
        "log(1 - p) in half, where p becomes 1",
        widened(MEZZO_OF_X((1 - (x * 0 + 9).sigmoid()).log()), single),
-       {"aten::log", "not known", "rounding can make"},
+       {"aten::log", "it took the logarithm of 0", "rounding can make"},
        "trace the step in float32"},
   };
   for (PlantedFault& fault : faults) {
-    if (*fault.remedy == '\0') fault.remedy = "look at the ranges of what it read";
+    if (*fault.remedy != '\0') continue;
+    const bool is_known =
+        std::any_of(fault.names.begin(), fault.names.end(),
+                    [](const std::string& name) { return name.starts_with("it "); });
+    const bool is_backward = is_known && fault.names.front().starts_with("backward");
+    fault.remedy = !is_known     ? "look at the ranges of what it read"
+                   : is_backward ? "keep what the op of the forward pass read away from there"
+                                 : "clamp what it reads";
   }
   return faults;
 }

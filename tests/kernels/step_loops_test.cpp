@@ -139,7 +139,7 @@ struct LoopCase {
   void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
     mezzo::detail::run_step_cpu(
         {task_of(rule.loop(dtypes.parameter, isa), dtypes, span, rule.coefficients,
-                 {.multipliers = {.inv_scale = factor}}, clears)});
+                 {.multipliers = {.first = factor}}, clears)});
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -34,11 +35,14 @@ struct PlainScaler {
     Stage stage = Stage::ready;
     std::optional<bool> found{};
     bool is_known = false;
+    std::set<const void*> unscaled{};  ///< gradients, as tensors of the library
+    int64_t losses_at_unscale = 0;
   };
 
   bool is_enabled = true;
   bool allows_half = true;
   bool has_scaled = false;
+  int64_t losses = 0;
   double scale = 1;
   double max_scale = 4096;
   int64_t interval = 2;
@@ -237,6 +241,7 @@ class ScalerProgram : public Program {
       }
     }
     scaler_.has_scaled = true;
+    ++scaler_.losses;
     expect(false, [&] {
       const Tensor scaled = library_->scale(loss);
       if (scaled.requires_grad()) scaled.backward();
@@ -278,6 +283,25 @@ class ScalerProgram : public Program {
     count("unscale_");
     const bool throws = plain_unscale(i);
     expect(throws, [&] { library_->unscale_(any(i)); });
+    if (throws || !scaler_.is_enabled) return;
+    known(i).losses_at_unscale = scaler_.losses;
+    for (const Tensor& parameter : sides_[i].parameters) {
+      if (parameter.grad().defined())
+        known(i).unscaled.insert(parameter.grad().unsafeGetTensorImpl());
+    }
+  }
+
+  /// Whether a gradient of an unscaled optimizer is another tensor than unscale_ saw, which a
+  /// scaled backward pass may have made.
+  bool has_scaled_gradient(std::size_t i) {
+    const PlainScaler::Record& record = known(i);
+    if (record.losses_at_unscale == scaler_.losses) return false;
+    return std::any_of(sides_[i].parameters.begin(), sides_[i].parameters.end(),
+                       [&record](const Tensor& parameter) {
+                         const Tensor& gradient = parameter.grad();
+                         return gradient.defined() &&
+                                !record.unscaled.contains(gradient.unsafeGetTensorImpl());
+                       });
   }
 
   void zero_grad(std::size_t i) {
@@ -336,6 +360,7 @@ class ScalerProgram : public Program {
     if (record.stage == Stage::stepped) return {.throws = true};
     bool is_true = record.stage == Stage::unscaled;
     const bool was_unscaled = is_true;
+    if (was_unscaled && record.found && has_scaled_gradient(i)) return {.throws = true};
     if (side.counts()) {
       if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
     } else if (!is_true) {

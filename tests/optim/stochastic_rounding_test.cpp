@@ -112,7 +112,7 @@ StepBuffers expected_after(const StepBuffers& before,
     using Lanes = mezzo::detail::ScalarLanes<float>;
     const typename AdamRule<kAmsgrad>::template Element<Lanes> update(coefficients);
     float parameter = float_of(before.parameter, i);
-    float gradient = float_of(before.gradient, i) * static_cast<float>(use.multipliers.inv_scale);
+    float gradient = float_of(before.gradient, i) * static_cast<float>(use.multipliers.first);
     float moments[AdamRule<kAmsgrad>::kMoments];
     for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
       moments[k] = float_of(before.moments[k], i);
@@ -142,7 +142,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
         mezzo::optim::WeightStorage::stochastic, torch::kBFloat16, GetParam());
     const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
     const mezzo::detail::StepUse use{
-        .multipliers = {.inv_scale = 0.25}, .seed = 11, .step = 7, .parameter = 3};
+        .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .parameter = 3};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
                                 int64_t{1000}, kStretch + 100}) {
       torch::manual_seed(count);

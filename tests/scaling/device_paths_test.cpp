@@ -47,10 +47,10 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
 TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
   for (const auto& rule :
        {LossScale::dynamic({.init_scale = 4,
-                            .growth_factor = 8,
-                            .growth_interval = 2,
-                            .min_scale = 2,
-                            .max_scale = 16}),
+       .growth_factor = 8,
+       .growth_interval = 2,
+       .min_scale = 2,
+       .max_scale = 16}),
         LossScale::dynamic({.init_scale = 0x1p122, .growth_factor = 8, .growth_interval = 1}),
         LossScale::dynamic({.init_scale = 0x1p127, .growth_factor = 1.5, .growth_interval = 1})}) {
     auto state = rule.initial_state();
@@ -189,8 +189,7 @@ TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
   y.mutable_grad() = torch::zeros({1}, torch::kMeta).expand({2});
   auto optimizer = sgd({x, y});
   auto scaler = test_support::quiet_scaler({.init_scale = 4});
-  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }),
-              HasSubstr("Please clone() the tensor"));
+  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("clone() it first"));
   EXPECT_EQ(x.grad().item<float>(), 4);
   y.mutable_grad() = torch::Tensor();
   scaler.step(optimizer);

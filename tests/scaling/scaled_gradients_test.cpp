@@ -215,7 +215,8 @@ TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
   z.mutable_grad() = torch::ones_like(z);
   EXPECT_THAT(
       error_of([&] { this->scaler.unscale_(optimizer); }),
-      HasSubstr("the gradient of parameter 1 of group 0 (complex64 [3] on cpu) is complex64"));
+      HasSubstr(
+          "the gradient of parameter 1 of group 0 (ComplexFloat [3] on cpu) is ComplexFloat"));
   z.mutable_grad() = Tensor();
   auto expanded = this->sgd({this->y, torch::zeros({3}).requires_grad_()});
   const auto& wide = expanded.param_groups()[0].params()[1];

@@ -337,8 +337,8 @@ inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& output
   });
 }
 
-/// Returns what is wrong with the numbers that an op of one argument, or a division, read, and what
-/// to do; empty where that is not known.
+/// Returns what is wrong with the numbers that an op of one argument, or a division, read; empty
+/// where that is not known.
 inline std::string domain_error(std::string_view op, const std::vector<TensorSummary>& inputs) {
   if (inputs.empty() || !op.starts_with("aten::")) return {};
   op.remove_prefix(6);
@@ -351,19 +351,13 @@ inline std::string domain_error(std::string_view op, const std::vector<TensorSum
   const bool is_log = is_one_of("log", "log2", "log10"), is_root = is_one_of("sqrt", "rsqrt");
   if (has_negative && (is_log || is_root)) {
     return "it took the " + std::string(is_log ? "logarithm" : "root") + " of a negative number, " +
-           digits(input.minimum) + ": clamp what it reads";
+           digits(input.minimum);
   }
-  if (has_zero && is_log) return "it took the logarithm of 0: clamp what it reads, or add an eps";
-  if (has_zero && (divides || is_one_of("reciprocal", "rsqrt"))) {
-    return "it divided by 0: clamp the divisor, or add an eps";
-  }
-  if (input.minimum <= -1 && op == "log1p") {
-    return "it took log1p of " + digits(input.minimum) +
-           ", which is not above -1: clamp what it reads";
-  }
+  if (has_zero && is_log) return "it took the logarithm of 0";
+  if (has_zero && (divides || is_one_of("reciprocal", "rsqrt"))) return "it divided by 0";
+  if (input.minimum <= -1 && op == "log1p") return "it took log1p of " + digits(input.minimum);
   if (input.largest > 1 && is_one_of("acos", "asin")) {
-    return "it took " + std::string(op) + " of a number beyond 1, " + digits(input.largest) +
-           ": clamp what it reads";
+    return "it took " + std::string(op) + " of a number beyond 1, " + digits(input.largest);
   }
   return {};
 }
@@ -678,12 +672,16 @@ class AnomalyTrace final : private detail::OpObserver {
     }
     if (!detail::all_finite(*outputs)) {
       const std::string domain = detail::domain_error(anomaly.frame.op, anomaly.inputs);
-      anomaly.why =
-          in_wide + "not finite either: " +
-          (domain.empty() ? "why is not known; look at the ranges of what it read, for 0, "
-                            "for numbers that the op does not take, for inf and for no "
-                            "elements"
-                          : domain);
+      anomaly.why = in_wide + "not finite either: ";
+      if (domain.empty()) {
+        anomaly.why +=
+            "why is not known; look at the ranges of what it read, for 0, for numbers that the op "
+            "does not take, for inf and for no elements";
+      } else {
+        anomaly.why += domain + (anomaly.frame.is_backward()
+                                     ? "; keep what the op of the forward pass read away from there"
+                                     : "; clamp what it reads, or add an eps");
+      }
       if (ran_in_16_bits_) {
         anomaly.why +=
             ". Ops before it ran in 16 bits, and rounding can make 0 or a negative "

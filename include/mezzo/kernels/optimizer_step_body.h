@@ -62,8 +62,8 @@ class StepBody {
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
                                              const StepUse& use)
       : update_(coefficients), copies_half_(use.copies_half) {
-    Lanes::broadcast(static_cast<Scalar>(use.multipliers.inv_scale), inv_scale_);
-    Lanes::broadcast(static_cast<Scalar>(use.multipliers.clip), clip_);
+    Lanes::broadcast(static_cast<Scalar>(use.multipliers.first), first_);
+    Lanes::broadcast(static_cast<Scalar>(use.multipliers.second), second_);
   }
 
   /// Takes the step. `numbers` are the elements' numbers in the parameter, for stochastic rounding.
@@ -88,7 +88,7 @@ class StepBody {
     Value gradient;
     Place::GradientLanes::load(place.gradient, bits);
     reinterpret_bits(bits, gradient);
-    gradient = gradient * inv_scale_ * clip_;
+    gradient = gradient * first_ * second_;
     read_parameter(place, parameter);
     if constexpr (Rule::kMoments > 0) {
       MEZZO_UNROLL_FOR_DEVICE
@@ -190,8 +190,7 @@ class StepBody {
   }
 
   typename Rule::template Element<Lanes> update_;
-  Value inv_scale_;
-  Value clip_;
+  Value first_, second_;  // GradMultipliers
   bool copies_half_;
 };
 

@@ -52,16 +52,24 @@ struct StepSpan {
   int64_t first = 0;
 };
 
-/// What a step multiplies gradients with, one after the other: as one float, their product could be
-/// subnormal where neither is.
+/// What a step multiplies gradients with: by both, one after the other.
 struct GradMultipliers {
-  double inv_scale = 1.0;  ///< of the loss scale
-  double clip = 1.0;       ///< clip_coefficient
+  double first = 1.0;
+  double second = 1.0;
 };
+
+/// Returns 1 / scale times the clip coefficient, or both apart where their product is subnormal as
+/// a float, and would lose bits.
+C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double clip) {
+  const double product = inv_scale * clip;
+  constexpr double kLeastNormal = 0x1p-126;
+  if (product < kLeastNormal) return {inv_scale, clip};
+  return {product, 1.0};
+}
 
 /// Options of a step that are not part of the update rule.
 struct StepUse {
-  GradMultipliers multipliers{};  ///< gradients are multiplied by both before use
+  GradMultipliers multipliers{};  ///< of gradients, before use
   bool copies_half = false;       ///< copies of floats are half's, not bfloat16's
   // Stochastic rounding only:
   uint64_t seed = 0;

@@ -76,9 +76,14 @@ class DeviceScale {
 
   bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
 
-  /// Counts a loss that was multiplied by the scale, or a read of its value. Thread-safe.
-  void count_use() noexcept { uses_.fetch_add(1, std::memory_order_relaxed); }
-  uint64_t uses() const noexcept { return uses_.load(std::memory_order_relaxed); }
+  /// Counts losses that are multiplied by the scale. Thread-safe.
+  void count_loss() noexcept { losses_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t losses() const noexcept { return losses_.load(std::memory_order_relaxed); }
+
+  /// Counts reads of the value, by which a caller may multiply.
+  void count_read() noexcept { ++reads_; }
+  /// Returns how many losses and reads there were.
+  uint64_t uses() const noexcept { return losses() + reads_; }
 
   /// Notes that a captured graph multiplies losses, whose replays nobody counts. Thread-safe.
   void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
@@ -136,7 +141,8 @@ class DeviceScale {
   std::mutex making_;
   std::atomic<bool> is_made_ = false;
   std::atomic<bool> is_captured_ = false;
-  std::atomic<uint64_t> uses_ = 0;
+  std::atomic<uint64_t> losses_ = 0;
+  uint64_t reads_ = 0;
 };
 
 /// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
@@ -372,7 +378,7 @@ class GradScaler {
   struct Record {
     Stage stage = Stage::ready;
     std::vector<UnscaledGrad> unscaled{};
-    uint64_t uses_at_unscale = 0;  ///< DeviceScale::uses when they were unscaled
+    uint64_t losses_at_unscale = 0;  ///< DeviceScale::losses when they were unscaled
     /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
     /// counts for the next scale. Undefined before any check.
     at::Tensor found_inf{};
@@ -468,7 +474,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   if (!rule_.enabled) return outputs;
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
-    scale_->count_use();
+    scale_->count_loss();
     if (detail::capture_on(output.device()) != 0) scale_->set_captured();
     return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
   });

@@ -1,9 +1,9 @@
 /// \file
 /// The part of CUDA that mezzo's kernels use: threadIdx, blockIdx, blockDim, __syncthreads,
 /// __syncthreads_or, __shfl_down_sync with a full mask, __launch_bounds__, and the macros and host
-/// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A host can therefore run the
-/// kernels: tests compile them with the host's compiler, and the header MEZZO_DEVICE_ON_HOST
-/// implements this part for a CPU.
+/// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A host
+/// can therefore run the kernels: tests compile them with the host's compiler, and the header
+/// MEZZO_DEVICE_ON_HOST implements this part for a CPU.
 #pragma once
 
 #include <mezzo/base/version.h>

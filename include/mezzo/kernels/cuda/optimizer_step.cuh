@@ -289,12 +289,10 @@ __device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& s
     const StepGroup& group = table.group(slice.group);
     const int64_t step = slice.count == nullptr ? 1 : static_cast<int64_t>(*slice.count) + 1;
     StepUse use{.copies_half = slice.copies_half};
-    if (inputs.inv_scale != nullptr) {
-      use.multipliers.inv_scale = static_cast<double>(*inputs.inv_scale);
-    }
-    if (inputs.sum_of_squares != nullptr) {
-      use.multipliers.clip = clip_coefficient(*inputs.sum_of_squares, inputs.max_norm);
-    }
+    const bool clips = inputs.sum_of_squares != nullptr;
+    use.multipliers =
+        grad_multipliers(inputs.inv_scale != nullptr ? static_cast<double>(*inputs.inv_scale) : 1.0,
+                         clips ? clip_coefficient(*inputs.sum_of_squares, inputs.max_norm) : 1.0);
     const auto constants = group.constants.as<Constants>();
     of_block = {
         Body(constants.at(group.lr * inputs.lr_factor(), step), use),

@@ -133,11 +133,10 @@ inline void join(Verdict& total, const Verdict& more) {
 inline std::optional<GradMultipliers> grad_multipliers(const Verdict& verdict, double max_norm) {
   if (!verdict.defined()) return GradMultipliers{};
   if (verdict.found_inf.item<float>() != 0.0F) return std::nullopt;
-  GradMultipliers multipliers{.inv_scale = verdict.inv_scale.item<double>()};
-  if (verdict.sum_of_squares.defined()) {
-    multipliers.clip = clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm);
-  }
-  return multipliers;
+  const bool clips = verdict.sum_of_squares.defined();
+  return grad_multipliers(
+      verdict.inv_scale.item<double>(),
+      clips ? clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm) : 1.0);
 }
 
 /// Reads the gradients of all rows; see FusedOptimizer::read.

@@ -215,8 +215,8 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
       // is never written.
       const bool is_low = detail::is_low_precision(row.gradient);
       at::Tensor wide = is_low ? row.gradient.to(at::kFloat) : row.gradient;
-      if (multipliers.inv_scale != 1.0) wide = wide.mul(multipliers.inv_scale);
-      if (multipliers.clip != 1.0) wide = wide.mul(multipliers.clip);
+      if (multipliers.first != 1.0) wide = wide.mul(multipliers.first);
+      if (multipliers.second != 1.0) wide = wide.mul(multipliers.second);
       parameter.mutable_grad() = wide;
     }
     if (has_schedule()) detail::set_lrs(*inner_, lrs());

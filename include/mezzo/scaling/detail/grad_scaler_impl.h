@@ -147,7 +147,7 @@ MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimi
                                                  const StepPlan& plan) const {
   std::unordered_set<const c10::TensorImpl*> unscaled;
   for (const auto& [other, its] : records_) {
-    if (&its == &record || its.uses_at_unscale != scale_->uses()) continue;
+    if (&its == &record || its.losses_at_unscale != scale_->losses()) continue;
     for (const UnscaledGrad& one : its.unscaled) unscaled.insert(one.grad._unsafe_get_target());
   }
   if (unscaled.empty()) return;
@@ -165,7 +165,7 @@ MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimi
 /// Throws if a backward pass of a scaled loss has written gradients of `plan` after `unscale_`.
 MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record, AnyOptimizer optimizer,
                                                    const StepPlan& plan) const {
-  if (record.uses_at_unscale == scale_->uses()) return;
+  if (record.losses_at_unscale == scale_->losses()) return;
   std::unordered_set<const c10::TensorImpl*> unscaled;
   for (const UnscaledGrad& one : record.unscaled) unscaled.insert(one.grad._unsafe_get_target());
   for (const StepPlan::Row& row : plan.rows) {
@@ -249,7 +249,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_into(AnyOptimizer optimizer) {
   }
   detail::show_at_masters(fused, plan);
   record.stage = Stage::unscaled;
-  record.uses_at_unscale = scale_->uses();
+  record.losses_at_unscale = scale_->losses();
   record.unscaled.clear();
   for (const StepPlan::Row& row : plan.rows) {
     record.unscaled.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
@@ -511,7 +511,7 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 
 MEZZO_INLINE double GradScaler::get_scale() const {
   if (!rule_.enabled) return 1.0;
-  scale_->count_use();  // the caller may multiply by it
+  scale_->count_read();  // the caller may multiply by it
   return read_state().scale;
 }
 
@@ -543,7 +543,7 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!rule_.enabled) return {};
-  scale_->count_use();
+  scale_->count_read();
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
           {"growth_factor", rule_.growth_factor},
