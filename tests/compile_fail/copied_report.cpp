@@ -1,4 +1,4 @@
-// error: std::function target must be copy-constructible
+// error: a Telemetry would write to its copy: give std::ref
 #include <mezzo/diagnose/telemetry.h>
 
 #include <functional>
