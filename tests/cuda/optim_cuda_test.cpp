@@ -344,7 +344,18 @@ TEST_F(OptimCuda, EightBitMomentsMatchCpu) {
       cpu.step();
       gpu.step();
     }
-    expect_same(parameters.gpu, parameters.cpu, /*is_clipped=*/false);
+    if (cuda_test::kIsSimulated) {
+      expect_same(parameters.gpu, parameters.cpu, /*is_clipped=*/false);
+      continue;
+    }
+    for (std::size_t i = 0; i < parameters.cpu.size(); ++i) {
+      // A last bit decides between two codes of a moment, in few elements.
+      const Tensor difference =
+          (parameters.gpu[i].cpu().to(torch::kDouble) - parameters.cpu[i].to(torch::kDouble)).abs();
+      EXPECT_LE(difference.gt(dtype == torch::kFloat ? 1e-6 : 0).sum().item<int64_t>(),
+                2 + parameters.cpu[i].numel() / 100);
+      EXPECT_TRUE(difference.le(dtype == torch::kFloat ? 1e-2 : 0.05).all().item<bool>());
+    }
   }
 }
 

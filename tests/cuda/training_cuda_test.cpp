@@ -52,6 +52,8 @@ Tensor filled(double value, int64_t size = 1000) { return torch::full({size}, va
 // --- Streams, threads, results in flight ------------------------------------------------------
 
 TEST_F(TrainingCuda, LateGradientsOfSideStreamAreWaitedFor) {
+  const c10::Stream side = cuda_test::new_stream();
+  const c10::StreamGuard guard(side);
   const Tensor x = filled(1);
   x.mutable_grad() = filled(0);
   mezzo::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
@@ -60,9 +62,7 @@ TEST_F(TrainingCuda, LateGradientsOfSideStreamAreWaitedFor) {
   scaler.step(optimizer, {.max_norm = 1e9});  // makes the state, and loads the kernels
   scaler.update();
   x.mutable_grad().fill_(1000);
-  cuda_test::synchronize();
-  const c10::Stream side = cuda_test::new_stream();
-  const c10::StreamGuard guard(side);
+  side.synchronize();
   cuda_test::BusyStream busy;
   {
     const ForbidSync forbid;
@@ -181,7 +181,7 @@ TEST_F(TrainingCuda, EmaFollowsAppliedSteps) {
       [](const Averaged& cpu, const Averaged& gpu) {
         for (std::size_t i = 0; i < cpu.ema.averages().size(); ++i) {
           EXPECT_TRUE(
-              torch::allclose(gpu.ema.averages()[i].cpu(), cpu.ema.averages()[i], 1e-6, 1e-7));
+              torch::allclose(gpu.ema.averages()[i].cpu(), cpu.ema.averages()[i], 1e-5, 1e-6));
         }
         const mezzo::EmaScope scope(gpu.ema);
         EXPECT_TRUE(torch::equal(gpu.training.parameters()[0], gpu.ema.averages()[0]));
@@ -233,7 +233,7 @@ TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
     }
     torch::nn::Sequential model;
     mezzo::GradBuckets buckets;
-    mezzo::optim::AdamW optimizer{model->parameters(), 1e-2};
+    mezzo::optim::SGD optimizer{model->parameters(), torch::optim::SGDOptions(0.1).momentum(0.9)};
     GradScaler scaler{{.init_scale = 16}};
   };
   expect_same_on_gpu([](torch::Device device) { return std::make_unique<Bucketed>(device); },
