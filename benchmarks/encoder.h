@@ -6,23 +6,35 @@
 #include <string>
 #include <vector>
 
-// A BERT-shaped encoder: 6 layers, 384 wide, 22.6 million parameters, of torch::nn::Linear and
-// torch::nn::Embedding modules.
+// A BERT-shaped encoder of torch::nn::Linear and torch::nn::Embedding modules; by default 22.6
+// million parameters.
 namespace bench {
 
 inline constexpr int64_t kVocabulary = 30522;
-inline constexpr int64_t kPositions = 512;
-inline constexpr int64_t kWidth = 384;
-inline constexpr int64_t kHeads = 12;
-inline constexpr int kLayers = 6;
+
+struct EncoderSizes {
+  int64_t vocabulary = kVocabulary;
+  int64_t width = 384;
+  int layers = 6;
+  int64_t heads = 12;
+  int64_t positions = 512;
+};
 
 struct LayerImpl : torch::nn::Module {
-  torch::nn::Linear query{kWidth, kWidth}, key{kWidth, kWidth}, value{kWidth, kWidth};
-  torch::nn::Linear mix{kWidth, kWidth}, up{kWidth, 4 * kWidth}, down{4 * kWidth, kWidth};
-  torch::nn::LayerNorm first{torch::nn::LayerNormOptions({kWidth})};
-  torch::nn::LayerNorm second{torch::nn::LayerNormOptions({kWidth})};
+  int64_t heads;
+  torch::nn::Linear query, key, value, mix, up, down;
+  torch::nn::LayerNorm first, second;
 
-  LayerImpl() {
+  explicit LayerImpl(const EncoderSizes& sizes)
+      : heads(sizes.heads),
+        query(sizes.width, sizes.width),
+        key(sizes.width, sizes.width),
+        value(sizes.width, sizes.width),
+        mix(sizes.width, sizes.width),
+        up(sizes.width, 4 * sizes.width),
+        down(4 * sizes.width, sizes.width),
+        first(torch::nn::LayerNormOptions({sizes.width})),
+        second(torch::nn::LayerNormOptions({sizes.width})) {
     int i = 0;
     for (auto& each : {query, key, value, mix, up, down}) {
       register_module("linear" + std::to_string(i++), each);
@@ -33,7 +45,7 @@ struct LayerImpl : torch::nn::Module {
 
   torch::Tensor forward(const torch::Tensor& x) {
     const auto split = [&](const torch::Tensor& h) {
-      return h.view({h.size(0), h.size(1), kHeads, kWidth / kHeads}).transpose(1, 2);
+      return h.view({h.size(0), h.size(1), heads, h.size(2) / heads}).transpose(1, 2);
     };
     const auto attended =
         torch::scaled_dot_product_attention(split(query(x)), split(key(x)), split(value(x)));
@@ -44,16 +56,19 @@ struct LayerImpl : torch::nn::Module {
 TORCH_MODULE(Layer);
 
 struct EncoderImpl : torch::nn::Module {
-  torch::nn::Embedding words{kVocabulary, kWidth}, positions{kPositions, kWidth};
-  torch::nn::Linear tagger{kWidth, 21};
+  torch::nn::Embedding words, positions;
+  torch::nn::Linear tagger;
   std::vector<Layer> layers;
 
-  EncoderImpl() {
+  explicit EncoderImpl(const EncoderSizes& sizes = {})
+      : words(sizes.vocabulary, sizes.width),
+        positions(sizes.positions, sizes.width),
+        tagger(sizes.width, 21) {
     register_module("words", words);
     register_module("positions", positions);
     register_module("tagger", tagger);
-    for (int i = 0; i < kLayers; ++i) {
-      layers.push_back(register_module("layer" + std::to_string(i), Layer()));
+    for (int i = 0; i < sizes.layers; ++i) {
+      layers.push_back(register_module("layer" + std::to_string(i), Layer(sizes)));
     }
   }
 
@@ -68,7 +83,7 @@ struct EncoderImpl : torch::nn::Module {
   }
 
   torch::Tensor forward(const torch::Tensor& tokens) {
-    auto x = words(tokens) + positions(torch::arange(tokens.size(1)));
+    auto x = words(tokens) + positions(torch::arange(tokens.size(1), tokens.device()));
     for (auto& layer : layers) x = layer(x);
     return tagger(x);
   }

@@ -189,6 +189,22 @@ int main() {}" MEZZO_USES_LIBSTDCXX)
   endif()
 endfunction()
 
+# Lets the linker look for the libraries that libtorch's CUDA half needs where the loader will: in the folders of its
+# RPATH. By itself it looks in those of -rpath first, and a CUDA toolkit's folder among them may hold an older NCCL or cuDNN,
+# which lacks symbols that this libtorch refers to.
+function(mezzo_link_libtorchs_own_libraries)
+  execute_process(COMMAND "${CMAKE_READELF}" -d "${MEZZO_TORCH_PREFIX}/lib/libtorch_cuda.so" OUTPUT_VARIABLE dynamic ERROR_QUIET)
+  string(REGEX MATCH "\\(R(UN)?PATH\\)[^[]*\\[([^]]*)\\]" found "${dynamic}")
+  string(REPLACE ":" ";" folders "${CMAKE_MATCH_2}")
+  foreach(folder IN LISTS folders)
+    string(REPLACE "$ORIGIN" "${MEZZO_TORCH_PREFIX}/lib" folder "${folder}")
+    if(IS_DIRECTORY "${folder}")
+      get_filename_component(folder "${folder}" REALPATH)
+      target_link_options(mezzo::libtorch INTERFACE "$<HOST_LINK:-Wl$<COMMA>-rpath-link$<COMMA>${folder}>")
+    endif()
+  endforeach()
+endfunction()
+
 if(NOT TARGET mezzo::libtorch)
   mezzo_locate_torch()
   find_package(CUDAToolkit QUIET)
@@ -242,6 +258,9 @@ if(NOT TARGET mezzo::libtorch)
   endif()
 
   mezzo_link_libstdcxx_first()
+  if(NOT MEZZO_TORCH_CUDA_WHY_NOT)
+    mezzo_link_libtorchs_own_libraries()
+  endif()
   set_target_properties(mezzo::libtorch PROPERTIES MEZZO_CUDA_WHY_NOT "${MEZZO_TORCH_CUDA_WHY_NOT}")
   # libtorch was compiled by a g++ that spells the symbol of Tensor::const_data_ptr<T> as Clang did before 18.
   target_compile_options(mezzo::libtorch INTERFACE

@@ -1,10 +1,15 @@
-"""./bootstrap gpu and benchmarks/run_on_gpu.py without a GPU: a walk over a pretended card."""
+"""./bootstrap gpu, gpu-pack and benchmarks/run_on_gpu.py without a GPU: a walk over a pretended card."""
 
 import json
 import pathlib
+import re
 import shutil
+import signal
+import struct
 import subprocess
+import tarfile
 import tempfile
+import time
 import unittest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -15,8 +20,9 @@ esac
 """
 GOOGLETEST = """for word in "$@"; do
   case $word in --gtest_output=json:*) echo '{"testsuites": [{"testsuite": [
-      {"classname": "Suite", "name": "Test", "result": "COMPLETED"}]}]}' >"${word#--gtest_output=json:}" ;; esac
+      {"classname": "Suite", "name": "Test", "result": "COMPLETED"'"${TEST_FAILS:+, \\"failures\\": []}"'}]}]}' >"${word#--gtest_output=json:}" ;; esac
 done
+[ -z "${TEST_FAILS:-}" ] || { echo "[  FAILED  ] Suite.Test"; exit 1; }
 """
 COMPUTE_SANITIZER = """tool=$2
 echo "========= COMPUTE-SANITIZER"
@@ -30,6 +36,7 @@ if [ $tool = racecheck ]; then
 else
   echo "========= ERROR SUMMARY: 0 errors"
 fi
+[ -z "${TEST_FAILS:-}" ] || exit 1  # as the program under it
 """
 BERT_NER = """while [ $# -gt 0 ]; do
   [ "$1" != --json ] || echo '{"rows": [{"f1": 0.5, "tokens_per_second": 1000, "peak_memory_bytes": 1e9}]}' >"$2"
@@ -42,11 +49,13 @@ CMAKE = """case $1 in
 esac
 echo "cmake $* for ${TORCH_CUDA_ARCH_LIST:-any} with $(readlink .deps/libtorch) and $(command -v nvcc)" >>built
 [ -z "${BUILD_FAILS:-}" ] || { echo "error: no rule" >&2; exit 1; }
-mkdir -p build/gpu/tests/cuda build/gpu/benchmarks/cuda build/gpu/examples/bert_ner
-cp fakes/googletest build/gpu/tests/cuda/mezzo_cuda_tests
-cp fakes/googletest build/gpu/tests/cuda/mezzo_cuda_aten_tests
-cp fakes/cuda_bench build/gpu/benchmarks/cuda/cuda_bench
-cp fakes/bert_ner build/gpu/examples/bert_ner/bert_ner
+case $* in *gpu-compile*) folder=build/gpu-compile ;; *) folder=build/gpu ;; esac
+mkdir -p $folder/tests/cuda $folder/benchmarks/cuda $folder/examples/bert_ner
+cp fakes/googletest $folder/tests/cuda/mezzo_cuda_tests
+cp fakes/googletest $folder/tests/cuda/mezzo_cuda_aten_tests
+cp fakes/cuda_bench $folder/benchmarks/cuda/cuda_bench
+cp fakes/bert_ner $folder/examples/bert_ner/bert_ner
+echo 'FLAGS = "--generate-code=arch=compute_80,code=[sm_80]" "--generate-code=arch=compute_90,code=[compute_90,sm_90]"' >$folder/build.ninja
 """
 PIP = """while [ $# -gt 0 ]; do
   [ "$1" != -r ] || sed 's/ .*//' "$2" >>installed
@@ -63,17 +72,25 @@ class Card:
 
     def __init__(self, folder):
         self.root = pathlib.Path(folder)
-        for part in ("bootstrap", "benchmarks/run_on_gpu.py", "benchmarks/gpu_machine.py", "cmake/requirements.txt"):
+        for part in ("bootstrap", "benchmarks/run_on_gpu.py", "benchmarks/gpu_machine.py", "benchmarks/pack_for_gpu.py",
+                     "benchmarks/cuda/torch_amp_bench.py", "benchmarks/cuda/bert_ner_torch.py", "cmake/requirements.txt"):
             (self.root / part).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / part, self.root / part)
         for folder in (".deps/model", ".deps/venv/bin", "mine/share/cmake/Torch", "mine/lib", "fakes"):
             (self.root / folder).mkdir(parents=True)
         for file in (".deps/ner.txt", "mine/share/cmake/Torch/TorchConfig.cmake", "mine/lib/libtorch_cuda.so"):
             (self.root / file).touch()
-        bench = json.dumps([{"what": "step", "peer": "mezzo", "ms": 0.1, "gb_per_s": 2000.0, "launches": 2}])
+        (self.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.11.0")\n')
+        self.write_model([1.5, -2.0])
+        rows = [{"what": "copy", "peer": "copy_", "gpu_ms": 0.05, "ms": 0.06, "host_us": 9, "gb_per_s": 4000.0},
+                {"what": "step", "peer": "mezzo", "gpu_ms": 0.1, "ms": 0.2, "host_us": 50, "gb_per_s": 3000.0, "launches": 2},
+                {"what": "step", "peer": "ATen", "gpu_ms": 0.25, "ms": 0.3, "host_us": 80, "gb_per_s": 1200.0}]
+        bench = "\n".join(f"echo '{json.dumps(row)}'" for row in rows)
         for name, text in {"nvidia-smi": NVIDIA_SMI, "cmake": CMAKE, "googletest": GOOGLETEST, "bert_ner": BERT_NER,
-                           "compute-sanitizer": COMPUTE_SANITIZER, "cuda_bench": f"echo '{bench}'", "ninja": "",
-                           "g++": "cat >/dev/null", "readelf": "echo 'NEEDED [libcudart.so.13]'",
+                           "compute-sanitizer": COMPUTE_SANITIZER, "cuda_bench": bench, "ninja": "", "strip": 'cp "$3" "$2"',
+                           "g++": "cat >/dev/null", "c++": "echo g++", "readelf": "echo 'NEEDED [libcudart.so.13]'",
+                           "ldd": "echo ' libown.so.1 => '$PWD'/fakes/libown.so.1 (0x0)'; echo ' libc.so.6 => /lib/libc.so.6 (0x0)'",
+                           "objdump": "echo '(GLIBC_2.9) a'; echo '(GLIBC_2.34) b'", "libown.so.1": "",
                            "nvcc": "echo 'Cuda compilation tools, release 13.0, V13.0.88'"}.items():
             self.write("fakes/" + name, text)
         for name in ("pip", "python"):
@@ -83,13 +100,25 @@ class Card:
         (self.root / name).write_text("#!/bin/bash\n" + text)
         (self.root / name).chmod(0o755)
 
-    def bootstrap(self, **machine):
-        environment = {"PATH": f"{self.root}/fakes:/usr/bin:/bin", "HOME": "/nowhere", "Torch_DIR": "mine", **machine}
-        return subprocess.run(["bash", "bootstrap", "gpu"], cwd=self.root, capture_output=True, text=True, check=False,
-                              env={key: value for key, value in environment.items() if value is not None})
+    def write_model(self, weights):
+        header = json.dumps({"w": {"dtype": "F32", "shape": [len(weights)], "data_offsets": [0, 4 * len(weights)]}}).encode()
+        (self.root / ".deps/model/model.safetensors").write_bytes(
+            struct.pack("<Q", len(header)) + header + struct.pack(f"<{len(weights)}f", *weights))
+
+    def environment(self, **machine):
+        environment = {"PATH": f"{self.root}/fakes:/usr/bin:/bin", "HOME": "/nowhere", "Torch_DIR": f"{self.root}/mine", **machine}
+        return {key: value for key, value in environment.items() if value is not None}
+
+    def bootstrap(self, *arguments, **machine):
+        return subprocess.run(["bash", "bootstrap", *(arguments or ["gpu"])], cwd=self.root, capture_output=True, text=True,
+                              check=False, env=self.environment(**machine))
 
     def text(self, name):
         return (self.root / name).read_text() if (self.root / name).exists() else ""
+
+    def page(self):
+        """The page, without seconds."""
+        return re.sub(r"\| \d+\.\d \|", "| s |", self.text("benchmarks/results/gpu.md")).splitlines()
 
 
 class Bootstrap(unittest.TestCase):
@@ -108,18 +137,22 @@ class Bootstrap(unittest.TestCase):
     def test_names_its_commands(self):
         said = subprocess.run(["bash", ROOT / "bootstrap"], capture_output=True, text=True, check=False)
         self.assertEqual(said.returncode, 0)
-        for command in ("gpu", "sass"):
+        for command in ("gpu", "gpu-pack", "sass"):
             self.assertIn(f"./bootstrap {command}", said.stdout)
 
     def test_goes_all_the_way(self):
         done = self.card.bootstrap(TORCH_CUDA_ARCH_LIST="7.5 8.0 9.0 10.0+PTX")
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         self.assertIn("cmake --workflow --preset gpu for 9.0 with " + str(self.card.root / "mine"), self.card.text("built"))
-        page = self.card.text("benchmarks/results/gpu.md").splitlines()
-        for line in ("# NVIDIA H100 80GB HBM3", "| tests, mezzo's kernels | ok | 1 passed |", "| memcheck | ok | 0 errors |",
-                     "| initcheck | ok | 0 errors |", "| step | mezzo | 0.100 | 2000 | 2 |",
-                     "| bf16 | ok | 0.5000 | 1000 | 1000 |"):
-            self.assertIn(line, page)
+        for line in ("# NVIDIA H100 80GB HBM3", "| tests, mezzo's kernels | ok | s | 1 passed |",
+                     "| compute-sanitizer memcheck | ok | s | 0 errors |", "| compute-sanitizer initcheck | ok | s | 0 errors |",
+                     "| 1.00 | 0.75 | step | mezzo | 0.100 | 0.200 | 50 | 2 |",
+                     "| 2.50 | 0.30 | step | ATen | 0.250 | 0.300 | 80 | - |",
+                     "| 1.00 | main job, bf16 | mezzo | 0.5000 | 1000 | 1000 |"):
+            self.assertIn(line, self.card.page())
+        self.assertRegex(self.card.text("benchmarks/results/gpu.md"), "- main job, bf16, Python's torch.amp: .* has no torch")
+        parts = re.findall("^== (.*?): at most", self.card.text("benchmarks/results/gpu.log"), re.MULTILINE)
+        self.assertLess(parts.index("main job, bf16"), parts.index("compute-sanitizer memcheck"))
 
     def test_says_that_the_driver_is_too_old(self):
         self.assert_ends_with("the driver 570.86.15 is older than 580, which libtorch for CUDA 13 needs", DRIVER="570.86.15")
@@ -165,16 +198,128 @@ class Bootstrap(unittest.TestCase):
         self.card.write("fakes/bert_ner", "echo 'CUDA error: out of memory' >&2; exit 1")
         done = self.card.bootstrap()
         self.assertEqual(done.returncode, 1)
-        self.assertIn("failed: main job fp32, main job tf32, main job fp16, main job bf16", done.stdout)
+        self.assertIn("failed: main job, fp32, main job, tf32, main job, fp16, main job, bf16", done.stdout)
         self.assertIn("CUDA error: out of memory", done.stdout)
 
-    def test_a_sanitizer_that_found_something_and_was_stopped_has_failed(self):
-        runner = self.card.root / "benchmarks/run_on_gpu.py"
-        runner.write_text(runner.read_text().replace("= 50, 45, 70, 30", "= 50, 2, 70, 30"))
-        done = self.card.bootstrap(INVALID_WRITE="1")
+    def test_names_a_part_that_does_not_start(self):
+        self.card.write("fakes/cuda_bench", "exit 0")
+        self.card.bootstrap()
+        (self.card.root / "build/gpu/benchmarks/cuda/cuda_bench").unlink()
+        done = subprocess.run(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.card.root, capture_output=True,
+                              text=True, check=False, env=self.card.environment())
         self.assertEqual(done.returncode, 1)
-        self.assertIn("failed: memcheck", done.stdout)
-        self.assertIn("| memcheck | FAILED | 1 errors<br>Invalid __global__ write of size 4 bytes", done.stdout)
+        self.assertIn("| benchmarks | FAILED: cannot be started: No such file or directory |", done.stdout)
+
+    def test_names_a_libtorch_that_sees_no_gpu(self):
+        googletest = (self.card.root / "fakes/googletest").read_text()
+        (self.card.root / "fakes/googletest").write_text(googletest + "echo 'x_test.cpp:1: libtorch sees no CUDA device here'\n")
+        done = self.card.bootstrap("gpu", "tests")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("| tests, mezzo's kernels | FAILED | s | libtorch sees no CUDA device |", self.card.page())
+
+    def test_a_failing_test_reddens_no_sanitizer(self):
+        done = self.card.bootstrap(TEST_FAILS="1")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("failed: tests, mezzo's kernels, tests, ATen's kernels\n", done.stdout)
+        self.assertIn("| compute-sanitizer memcheck | ok | s | 0 errors; a test under it failed |", self.card.page())
+
+    def test_a_sanitizer_that_found_something_and_was_stopped_has_failed(self):
+        done = self.card.bootstrap("gpu", "--limit", "2", "memcheck", INVALID_WRITE="1")
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("failed: compute-sanitizer memcheck", done.stdout)
+        self.assertIn("| compute-sanitizer memcheck | FAILED: stopped after 2 s | s | 1 errors; Invalid __global__ write of size "
+                      "4 bytes", "\n".join(self.card.page()))
+
+    def test_stops_what_hangs_and_ignores_signals(self):
+        self.card.write("fakes/cuda_bench", "trap '' INT TERM; (trap '' INT TERM; sleep 60) & sleep 60")
+        begin = time.monotonic()
+        done = self.card.bootstrap("gpu", "--limit", "1", "bench", "tests")
+        self.assertLess(time.monotonic() - begin, 30)
+        self.assertIn("| benchmarks | FAILED: stopped after 1 s | s | 0 rows |", self.card.page())
+        self.assertIn("| tests, mezzo's kernels | ok | s | 1 passed |", self.card.page())
+        self.assertEqual(done.returncode, 1)
+
+    def test_names_what_it_had_no_time_for(self):
+        done = self.card.bootstrap("gpu", "--budget", "1")
+        self.assertIn("- tests, mezzo's kernels: no time was left", done.stdout)
+
+    def start_and_wait_for_row(self):
+        row = '{"what": "step", "peer": "mezzo", "gpu_ms": 0.1, "gb_per_s": 1000.0}'
+        self.card.write("fakes/cuda_bench", f"echo '{row}'; sleep 60")
+        self.card.bootstrap("gpu", "tests")
+        process = subprocess.Popen(["python3", "benchmarks/run_on_gpu.py", "bench"], cwd=self.card.root,
+                                   stdout=subprocess.DEVNULL, env=self.card.environment())
+        self.addCleanup(process.kill)
+        for _ in range(300):
+            if "step" in self.card.text("benchmarks/results/gpu.md"):
+                return process
+            time.sleep(0.1)
+        return self.fail("no row came")
+
+    def test_a_kill_loses_no_row(self):
+        process = self.start_and_wait_for_row()
+        process.kill()
+        process.wait()
+        self.assertIn("| 1.00 | - | step | mezzo | 0.100 | - | - | - |", self.card.page())
+        left = json.loads(self.card.text("benchmarks/results/gpu.json"))["rows"]
+        self.assertEqual([row["what"] for row in left], ["step"])
+
+    def test_a_scheduler_that_ends_the_job_gets_a_page(self):
+        process = self.start_and_wait_for_row()
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(process.wait(20), 143)
+        self.assertIn("| benchmarks | FAILED: stopped from outside |", "\n".join(self.card.page()))
+
+    # --- The archive ---
+
+    def unpacked(self, **machine):
+        """The archive of this machine, in a folder of its own."""
+        done = self.card.bootstrap("gpu-pack", "gpu.tar.gz", **machine)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        with tarfile.open(self.card.root / "gpu.tar.gz") as archive:
+            archive.extractall(self.card.root / "node")
+        return self.card.root / "node"
+
+    def run_there(self, node, *arguments, **machine):
+        return subprocess.run([node / "run", *arguments], cwd="/", capture_output=True, text=True, check=False,
+                              env=self.card.environment(**machine))
+
+    def test_packs_what_the_run_needs(self):
+        node = self.unpacked()
+        packed = json.loads((node / "packed.json").read_text())
+        self.assertEqual((packed["architectures"], packed["libtorch"], packed["needs"]), ("8.0;9.0+PTX", "2.11.0", "GLIBC_2.34"))
+        self.assertEqual(sorted(path.name for path in (node / "lib").iterdir()), ["libown.so.1"])
+        weights = (node / "model/model.safetensors").read_bytes()
+        self.assertEqual(struct.unpack("<2e", weights[-4:]), (1.5, -2.0))
+
+    def test_runs_where_it_is_unpacked(self):
+        node = self.unpacked()
+        (node / "bin/cuda_bench").write_text("#!/bin/bash\necho '{\"what\": \"'$LD_LIBRARY_PATH'\", \"peer\": \"mezzo\"}'\n")
+        done = self.run_there(node)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        page = (node / "results/gpu.md").read_text()
+        self.assertIn("| tests, mezzo's kernels | ok |", page)
+        self.assertIn("libtorch 2.11.0", page)
+        self.assertIn(f'"what": "{node}/lib:{self.card.root}/mine/lib', done.stdout)
+
+    def test_says_that_there_is_no_libtorch(self):
+        done = self.run_there(self.unpacked(), Torch_DIR=None)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("no libtorch here: set Torch_DIR, or run with a python3 that has torch", done.stderr)
+
+    def test_says_that_the_libtorch_is_another(self):
+        node = self.unpacked()
+        (self.card.root / "mine/share/cmake/Torch/TorchConfigVersion.cmake").write_text('set(PACKAGE_VERSION "2.10.1")\n')
+        done = self.run_there(node)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("the programs are built for libtorch 2.11.0, and", done.stderr)
+
+    def test_says_that_the_card_is_of_another_architecture(self):
+        node = self.unpacked()
+        self.card.write("fakes/nvidia-smi", 'echo "Tesla V100, 580.65.06, 7.0"')
+        done = self.run_there(node)
+        self.assertEqual(done.returncode, 1)
+        self.assertIn("pack again with TORCH_CUDA_ARCH_LIST=7.0", done.stderr)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@
 namespace {
 
 using cuda_test::ForbidSync;
+using cuda_test::kGpu;
 using cuda_test::mixed_gradients;
 using mezzo::GradBuckets;
 using torch::Tensor;
@@ -51,7 +52,7 @@ TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
     for (const float inv_scale : {1.0F, 1.0F / 65536, 3e30F}) {
       gradients[10][999] = bad;
       const auto scale = torch::full({}, inv_scale);
-      expect_same(mezzo::detail::summarize_gradients(gradients, scale.cuda()),
+      expect_same(mezzo::detail::summarize_gradients(gradients, scale.to(kGpu)),
                   mezzo::detail::summarize_gradients(on_cpu(gradients), scale));
     }
   }
@@ -59,7 +60,7 @@ TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
 
 TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
   const auto gradients = mixed_gradients();
-  const auto inv_scale = torch::full({}, 0.3F).cuda();
+  const auto inv_scale = torch::full({}, 0.3F).to(kGpu);
   std::vector<Tensor> sums;
   {
     const ForbidSync forbid;
@@ -74,8 +75,8 @@ TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
 }
 
 TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
-  const auto a = torch::ones({1000}, torch::kCUDA).requires_grad_();
-  const auto b = torch::ones({10}, torch::kCUDA).requires_grad_();
+  const auto a = torch::ones({1000}, kGpu).requires_grad_();
+  const auto b = torch::ones({10}, kGpu).requires_grad_();
   for (const bool in_buckets : {false, true}) {
     std::optional<GradBuckets> buckets;
     if (in_buckets) buckets.emplace(std::vector<Tensor>{a, b});
@@ -94,7 +95,7 @@ TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
 
 TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
   const auto on_host = torch::ones({3}).requires_grad_();
-  const auto on_gpu = torch::ones({4}, torch::kCUDA).requires_grad_();
+  const auto on_gpu = torch::ones({4}, kGpu).requires_grad_();
   GradBuckets buckets({on_host, on_gpu});
   EXPECT_EQ(buckets.buckets().size(), 2U);
   (on_host.sum() + on_gpu.sum().cpu() * 2).backward();

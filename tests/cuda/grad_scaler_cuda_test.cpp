@@ -4,9 +4,6 @@
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/scaling/grad_scaler.h>
 
-#include <ATen/cuda/CUDAGraph.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <c10/cuda/CUDAStream.h>
 #include <torch/torch.h>
 
 #include <gmock/gmock.h>
@@ -21,6 +18,7 @@
 namespace {
 
 using cuda_test::ForbidSync;
+using cuda_test::kGpu;
 using mezzo::GradScaler;
 using mezzo::LossScale;
 
@@ -33,8 +31,8 @@ TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
   auto found_on_cpu = torch::zeros({});
   mezzo::detail::unscale_and_check_(expected, found_on_cpu, torch::full({}, 0.3F));
   EXPECT_EQ(found_on_cpu.item<float>(), 0.0F);
-  auto found_inf = torch::zeros({}, torch::kCUDA);
-  const auto inv_scale = torch::full({}, 0.3F, torch::kCUDA);
+  auto found_inf = torch::zeros({}, kGpu);
+  const auto inv_scale = torch::full({}, 0.3F, kGpu);
   {
     const ForbidSync forbid;
     mezzo::detail::unscale_and_check_(gradients, found_inf, inv_scale);
@@ -47,19 +45,18 @@ TEST_F(GradScalerCuda, UnscalesAsTheCpuDoesWithoutASync) {
 
 TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
   const auto found = [](const std::vector<torch::Tensor>& gradients, float inv_scale) {
-    auto found_inf = torch::zeros({}, torch::kCUDA);
-    mezzo::detail::unscale_and_check_(gradients, found_inf,
-                                      torch::full({}, inv_scale, torch::kCUDA));
+    auto found_inf = torch::zeros({}, kGpu);
+    mezzo::detail::unscale_and_check_(gradients, found_inf, torch::full({}, inv_scale, kGpu));
     return found_inf.item<float>() == 1.0F;
   };
   for (const int64_t place : {0, 1, 4095, 70000}) {
-    auto gradient = torch::ones({70001}, torch::kCUDA);
+    auto gradient = torch::ones({70001}, kGpu);
     gradient[place] = kInfinity;
-    EXPECT_TRUE(found({torch::ones({5}, torch::kCUDA), gradient}, 0.5F)) << place;
+    EXPECT_TRUE(found({torch::ones({5}, kGpu), gradient}, 0.5F)) << place;
   }
-  EXPECT_FALSE(found({torch::full({5}, 1e30F, torch::kCUDA)}, 0.5F));
-  EXPECT_TRUE(found({torch::full({5}, 1e30F, torch::kCUDA)}, 1e20F));
-  EXPECT_TRUE(found({torch::zeros({5}, torch::kCUDA)}, kInfinity));
+  EXPECT_FALSE(found({torch::full({5}, 1e30F, kGpu)}, 0.5F));
+  EXPECT_TRUE(found({torch::full({5}, 1e30F, kGpu)}, 1e20F));
+  EXPECT_TRUE(found({torch::zeros({5}, kGpu)}, kInfinity));
 }
 
 TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
@@ -69,13 +66,13 @@ TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
                                         .min_scale = 8,
                                         .max_scale = 300});
   auto state = rule.initial_state();
-  const auto count = torch::dtype(torch::kInt).device(torch::kCUDA);
-  const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, torch::kCUDA),
-                                            torch::empty({}, torch::kCUDA), torch::zeros({}, count),
+  const auto count = torch::dtype(torch::kInt).device(kGpu);
+  const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, kGpu),
+                                            torch::empty({}, kGpu), torch::zeros({}, count),
                                             torch::ones({}, count)};
   for (const char iteration : std::string("....iiiiii.....i")) {
     const bool found_inf = iteration == 'i';
-    const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, torch::kCUDA);
+    const auto flag = torch::full({}, found_inf ? 1.0F : 0.0F, kGpu);
     {
       const ForbidSync forbid;
       mezzo::detail::update_scale_(rule, tensors, flag);
@@ -94,13 +91,13 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
     return x;
   };
   const auto cpu = make(torch::kCPU);
-  const auto gpu = make(torch::kCUDA);
+  const auto gpu = make(kGpu);
   torch::optim::SGD optimizer({cpu, gpu}, torch::optim::SGDOptions(1.0));
   GradScaler scaler({.init_scale = 8});
   scaler.on_skip(nullptr);
   const auto scaled = scaler.scale(
-      std::vector<torch::Tensor>{torch::ones({}, torch::kCUDA), torch::ones({2}, torch::kCPU)});
-  EXPECT_TRUE(scaled[0].is_cuda());
+      std::vector<torch::Tensor>{torch::ones({}, kGpu), torch::ones({2}, torch::kCPU)});
+  EXPECT_TRUE(scaled[0].device().type() == kGpu);
   EXPECT_TRUE(torch::equal(scaled[1], torch::full({2}, 8.0F)));
   EXPECT_TRUE(scaler.step(optimizer).ran());
   EXPECT_TRUE(torch::equal(cpu, gpu.cpu()));
@@ -114,31 +111,31 @@ TEST_F(GradScalerCuda, HandlesParametersOnTheCpuAndTheGpuTogether) {
 
 TEST_F(GradScalerCuda, HysteresisIsAnErrorOrWorks) {
   GradScaler scaler({.init_scale = 8, .hysteresis = 2});
-  const auto loss = torch::zeros({}, torch::kCUDA);
-#ifdef MEZZO_WITH_CUDA
+  const auto loss = torch::zeros({}, kGpu);
+  if (!cuda_test::has_mezzo_kernels()) {
+    EXPECT_THROW((void)scaler.scale(loss), c10::Error);
+    return;
+  }
   scaler.on_skip(nullptr);
-  const auto x = torch::zeros({1}, torch::device(torch::kCUDA).requires_grad(true));
+  const auto x = torch::zeros({1}, torch::device(kGpu).requires_grad(true));
   torch::optim::SGD optimizer({x}, torch::optim::SGDOptions(1.0));
   std::vector<double> scales;
   for (int i = 0; i < 3; ++i) {
     (void)scaler.scale(loss);
-    x.mutable_grad() = torch::full({1}, kInfinity, torch::kCUDA);
+    x.mutable_grad() = torch::full({1}, kInfinity, kGpu);
     scaler.step(optimizer);
     scaler.update();
     scales.push_back(scaler.get_scale());
   }
   EXPECT_EQ(scales, (std::vector<double>{8, 4, 2}));
-#else
-  EXPECT_THROW((void)scaler.scale(loss), c10::Error);
-#endif
 }
 
 // The weight's gradient is the input times the scale, in half: 20000 x 4 is an inf, 5 x 4 is not.
 TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
-  const auto stream = c10::cuda::getStreamFromPool();
-  const c10::cuda::CUDAStreamGuard guard(stream);  // before anything is filled, which is its work
-  const auto half = torch::dtype(torch::kHalf).device(torch::kCUDA);
-  const auto weight = torch::ones({1}, torch::device(torch::kCUDA).requires_grad(true));
+  const auto stream = cuda_test::new_stream();
+  const c10::StreamGuard guard(stream);  // before anything is filled, which is its work
+  const auto half = torch::dtype(torch::kHalf).device(kGpu);
+  const auto weight = torch::ones({1}, torch::device(kGpu).requires_grad(true));
   const auto input = torch::full({1}, 5.0F, half);
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.1));
   GradScaler scaler({.init_scale = 4, .growth_interval = 2});
@@ -150,7 +147,7 @@ TEST_F(GradScalerCuda, RunsInsideACudaGraph) {
   };
   iterate();
   scaler.load_state_dict(GradScaler({.init_scale = 4, .growth_interval = 2}).state_dict());
-  at::cuda::CUDAGraph graph;
+  cuda_test::Graph graph;
   graph.capture_begin();
   iterate();
   graph.capture_end();

@@ -3,6 +3,8 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <numeric>
 #include <random>
@@ -327,7 +329,9 @@ std::map<std::string, int64_t>& all_launches() {
 void set_seed(uint64_t seed) { current_seed = seed; }
 void set_is_on(bool on) { is_device_on = on; }
 bool serves(c10::Device device) {
-  return device.is_privateuseone() || (device.is_cpu() && is_device_on);
+  static const char* const kernels = std::getenv("MEZZO_TEST_KERNELS");
+  static const bool is_aten = kernels != nullptr && std::strcmp(kernels, "aten") == 0;
+  return (device.is_privateuseone() && !is_aten) || (device.is_cpu() && is_device_on);
 }
 const std::map<std::string, int64_t>& launches() { return all_launches(); }
 
@@ -361,13 +365,17 @@ void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   const uint64_t seed = random();
-  static thread_local Stacks stacks;
   for (const int64_t number : order) {
-    for (const SharedMemory& shared : shared_memories()) {
-      std::memset(shared.memory, 0xFF, shared.bytes);
-    }
-    Block(number, threads, thread, seed + static_cast<uint64_t>(number), stacks).run();
+    run_block(number, threads, thread, seed + static_cast<uint64_t>(number));
   }
+}
+
+void run_block(int64_t number, int threads, const std::function<void()>& thread, uint64_t seed) {
+  static thread_local Stacks stacks;
+  for (const SharedMemory& shared : shared_memories()) {
+    std::memset(shared.memory, 0xFF, shared.bytes);
+  }
+  Block(number, threads, thread, seed, stacks).run();
 }
 
 }  // namespace host_device

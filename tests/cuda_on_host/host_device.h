@@ -42,7 +42,8 @@ void set_seed(uint64_t seed);
 void set_is_on(bool is_on);
 
 /// Whether mezzo's kernels run on `device` (mezzo/kernels/devices.h asks): the CPU where it
-/// is the device, and the GPUs that host_gpu.h has.
+/// is the device, and the GPUs that host_gpu.h has unless MEZZO_TEST_KERNELS=aten in the
+/// environment leaves those to ATen's kernels.
 bool serves(c10::Device device);
 
 class On {
@@ -73,6 +74,7 @@ uint64_t capture_on(c10::Device device);
 inline thread_local int allowances_in_captures = 0;
 int64_t& register_kernel(const char* name);
 void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
+void run_block(int64_t number, int threads, const std::function<void()>& thread, uint64_t seed = 1);
 int wait_for_block(int flag, const std::source_location& where);
 uint64_t wait_for_warp(unsigned mask, uint64_t word, int lanes, const std::source_location& where);
 void add_shared(void* memory, std::size_t bytes);

@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <deque>
 #include <map>
 #include <random>
@@ -36,6 +37,7 @@ using HiddenWrites = std::set<std::shared_ptr<HiddenWrite>>;
 /// One record of an event.
 struct Marker {
   bool is_done = false;
+  std::chrono::steady_clock::time_point reached{};
   HiddenWrites behind;  // writes that ran before the record
   uint64_t capture = 0;
   std::set<std::size_t> nodes;  // of the capture, that it stands behind
@@ -107,6 +109,7 @@ struct Machine {
     if (work.run) work.run();
     if (work.marks != nullptr) {
       work.marks->is_done = true;
+      work.marks->reached = std::chrono::steady_clock::now();
       work.marks->behind = own;
     }
     return true;
@@ -269,12 +272,18 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     if (marker.is_done) machine.show(marker.behind);
     return marker.is_done;
   }
+  /// In milliseconds of the host between the two, which mean nothing.
+  double elapsedTime(void* first, void* second, c10::DeviceIndex /*index*/) const override {
+    const std::chrono::duration<double, std::milli> time =
+        marker_of(second)->reached - marker_of(first)->reached;
+    return time.count();
+  }
   void synchronizeEvent(void* event) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
     if (event == nullptr || marker_of(event) == nullptr) return;
     check_asked(*marker_of(event));
-    ++machine.counts.waits;
+    if (!marker_of(event)->is_done) ++machine.counts.waits;
     machine.run_until([&] { return marker_of(event)->is_done; });
     machine.show(marker_of(event)->behind);
   }

@@ -3,13 +3,16 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/enum_tag.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
 #include <ATen/ops/view_native.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -56,11 +59,15 @@ void for_each_tensor(c10::IValue& value, const Change& change) {
   }
 }
 
-/// A call as the CPU takes it; what lies on the host is taken as it is now.
-Stack on_cpu(Stack arguments, std::optional<c10::Device>& device) {
+/// A call as the CPU takes it; numbers and indices of the host are taken as they are now.
+Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::Device>& device) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
       if (!tensor.is_privateuseone()) {
+        const std::string& name = op.schema().name();
+        if (tensor.dim() > 0 && name.find("aten::index") == name.npos) {
+          throw Fault(name + " of tensors on the device and on the host");
+        }
         return tensor.unsafeGetTensorImpl()->is_wrapped_number() ? tensor : tensor.clone();
       }
       if (device.has_value() && *device != tensor.device() && tensor.dim() != 0) {
@@ -89,6 +96,25 @@ at::Tensor like_on(const at::Tensor& shape, c10::Device device) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device));
 }
 
+/// Gives empty tensors that `op` writes, as ATen's `out=` calls pass them, the size of the result.
+void resize_outputs(const c10::OperatorHandle& op, const Stack& arguments, const Stack& call,
+                    c10::Device device) {
+  std::vector<at::Tensor> empty;
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto* const alias = op.schema().arguments()[i].alias_info();
+    const bool is_written = alias != nullptr && alias->isWrite() && arguments[i].isTensor();
+    if (is_written && arguments[i].toTensor().numel() == 0)
+      empty.push_back(arguments[i].toTensor());
+  }
+  if (empty.empty()) return;
+  auto output = empty.begin();
+  for (const c10::IValue& shape : shapes_of(op, call)) {
+    if (output == empty.end() || shape.toTensor().numel() == 0) continue;
+    const at::Tensor memory = like_on(shape.toTensor(), device);
+    (output++)->set_(memory.storage(), 0, memory.sizes(), memory.strides());
+  }
+}
+
 /// Every op that the device has no kernel of its own for.
 void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto& schema = op.schema();
@@ -97,17 +123,15 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   Stack arguments(end - static_cast<std::ptrdiff_t>(count), end);
   torch::jit::drop(*stack, count);
   std::optional<c10::Device> device;
-  const Stack call = on_cpu(arguments, device);
+  Stack call = on_cpu(op, arguments, device);
   TORCH_CHECK(device.has_value(), "the host's GPU is asked for ", schema.name());
   const c10::Stream stream = current_stream(*device);
-  std::vector<at::Tensor> fresh;
   bool gives_numbers = false;
   bool is_in_place = false;
-  for (std::size_t i = 0; i < schema.returns().size(); ++i) {
-    const auto* const alias = schema.returns()[i].alias_info();
-    is_in_place = is_in_place || (alias != nullptr && alias->isWrite());
-    gives_numbers =
-        gives_numbers || schema.returns()[i].type()->kind() != c10::TypeKind::TensorType;
+  for (const auto& result : schema.returns()) {
+    is_in_place = is_in_place || (result.alias_info() != nullptr && result.alias_info()->isWrite());
+    gives_numbers = gives_numbers || !(result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                                       result.type()->isSubtypeOf(*c10::ListType::ofTensors()));
   }
   if (gives_numbers) {
     wait_for(stream);
@@ -117,23 +141,43 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
     for (c10::IValue& value : now) stack->push_back(std::move(value));
     return;
   }
+  if (is_in_place) {
+    resize_outputs(op, arguments, call, *device);
+    call = on_cpu(op, arguments, device);
+  }
+  Stack fresh;
+  std::vector<at::Tensor> results;
   if (!is_in_place && !schema.returns().empty()) {
-    for (const c10::IValue& shape : shapes_of(op, call)) {
-      fresh.push_back(like_on(shape.toTensor(), *device));
+    if (op.hasTag(at::Tag::dynamic_output_shape)) {  // for which CUDA waits too
+      wait_for(stream);
+      fresh = call;
+      run_on_cpu(op, fresh);
+    } else {
+      fresh = shapes_of(op, call);
+    }
+    for (c10::IValue& value : fresh) {
+      for_each_tensor(value, [&](const at::Tensor& shape) {
+        at::Tensor tensor = like_on(shape, *device);
+        results.push_back(alias_of(tensor));
+        return tensor;
+      });
     }
   }
-  std::vector<at::Tensor> results;
-  for (const at::Tensor& tensor : fresh) results.push_back(alias_of(tensor));
   enqueue(
       stream,
       [op, call, results] {
         Stack now = call;
         run_on_cpu(op, now);
-        for (std::size_t i = 0; i < results.size(); ++i) results[i].copy_(now[i].toTensor());
+        auto result = results.begin();
+        if (result == results.end()) return;
+        for (c10::IValue& value : now) {
+          for_each_tensor(value,
+                          [&](const at::Tensor& tensor) { return (result++)->copy_(tensor); });
+        }
       },
       Kind::op);
   if (!is_in_place) {
-    for (at::Tensor& tensor : fresh) stack->emplace_back(std::move(tensor));
+    for (c10::IValue& value : fresh) stack->push_back(std::move(value));
     return;
   }
   for (std::size_t i = 0; i < count; ++i) {
@@ -215,6 +259,11 @@ void record_stream(at::Tensor& tensor, at::Stream stream) {
   record_use(tensor.storage().data_ptr(), stream);
 }
 
+/// Lets a module move to the device in place.
+bool has_compatible_type(const at::Tensor& self, const at::Tensor& from) {
+  return self.layout() == at::kStrided && from.layout() == at::kStrided;
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&compute>());
 }
@@ -226,7 +275,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", &at::native::as_strided_tensorimpl);
   library.impl("view", &at::native::view);
   library.impl("_reshape_alias", &at::native::_reshape_alias);
+  library.impl("set_.source_Storage_storage_offset", &at::native::set_storage_cpu_);
   library.impl("record_stream", &record_stream);
+  library.impl("_has_compatible_shallow_copy_type", &has_compatible_type);
 }
 
 }  // namespace

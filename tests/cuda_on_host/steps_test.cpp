@@ -3,6 +3,7 @@
 // does beside the update. The same bits.
 
 #include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
@@ -379,6 +380,46 @@ TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
       EXPECT_EQ(counts, std::vector<float>(size, found > 0 ? 7.0F : 8.0F));
     }
   }
+}
+
+// A kernel that its header has and no test here launches itself.
+[[maybe_unused]] const auto kCountSteps = &mezzo::detail::cuda::count_steps_kernel;
+
+/// The last block of a parameter of which no other is there. Its elements' numbers exceed 32 bits.
+TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
+  using Rule = mezzo::detail::SgdRule<false>;
+  using mezzo::detail::StochasticWeights;
+  constexpr int64_t kFirst = int64_t{1} << 32;
+  constexpr int64_t kTail = 1001;
+  const at::Tensor weights = at::ones({kTail}, at::kBFloat16);
+  const at::Tensor gradients = at::ones({kTail}, at::kFloat);
+  const at::Tensor expected = weights.clone();
+  const auto address_of_first = [](const at::Tensor& tail) {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tail.data_ptr()) -
+                                   static_cast<uintptr_t>(kFirst * tail.element_size()));
+  };
+  mezzo::detail::StepRow row{};
+  row.span = {address_of_first(weights), address_of_first(gradients), {}, kFirst + kTail};
+  row.number = 5;
+  row.storage = WeightStorage::stochastic;
+  row.parameter_dtype = at::kBFloat16;
+  row.gradient_dtype = at::kFloat;
+  mezzo::detail::StepTable table(mezzo::detail::cuda::kStepBlock);
+  ASSERT_TRUE(table.push_back(row, {SgdConstants{}, /*lr=*/1e-3, /*seed=*/7}));
+  host_device::run_block(table.blocks() - 1, mezzo::detail::cuda::kStepThreads, [&] {
+    mezzo::detail::cuda::optimizer_step_kernel<c10::BFloat16, Rule, StochasticWeights>(table, {});
+  });
+  const auto step_on_cpu = [&](const at::Tensor& parameter, int64_t first) {
+    mezzo::detail::OptimizerStepKernel<c10::BFloat16, Rule, StochasticWeights,
+                                       mezzo::detail::ScalarLanes<c10::BFloat16>>::
+        run({parameter.data_ptr(), gradients.data_ptr(), {}, kTail, nullptr, first},
+            SgdConstants{}.at(1e-3, 1), {.seed = 7, .parameter = 5});
+  };
+  step_on_cpu(expected, kFirst);
+  EXPECT_THAT(weights, SameBits(expected));
+  const at::Tensor elsewhere = at::ones({kTail}, at::kBFloat16);
+  step_on_cpu(elsewhere, 0);
+  EXPECT_FALSE(same_bits(elsewhere, expected)) << "2^32 elements apart";
 }
 
 /// A hundred orders, of which each storage has its share.

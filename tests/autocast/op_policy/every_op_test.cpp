@@ -161,9 +161,12 @@ std::vector<std::string> without_sample(const mezzo::OpList& list) {
 const std::vector<std::string> kWithoutCpuKernel = {"aten::mkldnn_rnn_layer",
                                                     "aten::index_copy.dimname"};
 
+// A libtorch with CUDA adds cuDNN's RNN, whose kernel under autocast also lays out the weights
+// anew.
 TEST(EveryOp, HasASample) {
   EXPECT_EQ(without_sample(mezzo::autocast_op_lists(torch::kCPU)), std::vector<std::string>());
-  EXPECT_EQ(without_sample(mezzo::autocast_op_lists(torch::kCUDA)), std::vector<std::string>());
+  EXPECT_THAT(without_sample(mezzo::autocast_op_lists(torch::kCUDA)),
+              IsSubsetOf({"aten::_cudnn_rnn"}));
 }
 
 TEST(EveryOp, OnTheCpuEqualsAManualCast) {

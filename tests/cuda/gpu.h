@@ -1,0 +1,112 @@
+/// \file
+/// The GPU of the tests in this folder and of cuda_bench: the first CUDA device or, where
+/// MEZZO_DEVICE_ON_HOST is defined, the one that tests/cuda_on_host simulates.
+///
+/// Streams, their guards and events are c10's, which serve both.
+#pragma once
+
+#include <mezzo/kernels/devices.h>
+
+#include <ATen/Context.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#ifdef MEZZO_DEVICE_ON_HOST
+#include "../cuda_on_host/host_gpu.h"
+#else
+#include <ATen/cuda/CUDAGraph.h>
+#include <ATen/cuda/Sleep.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <vector>
+#endif
+
+namespace cuda_test {
+
+#ifdef MEZZO_DEVICE_ON_HOST
+inline constexpr at::DeviceType kGpu = at::kPrivateUse1;
+inline constexpr bool kIsSimulated = true;
+using Graph = host_gpu::Graph;
+inline bool has_gpu() { return true; }
+inline bool has_memory(double /*gigabytes*/) { return true; }
+#else
+inline constexpr at::DeviceType kGpu = at::kCUDA;
+inline constexpr bool kIsSimulated = false;
+using Graph = at::cuda::CUDAGraph;
+inline bool has_gpu() { return c10::cuda::device_count() > 0; }
+/// Whether so much of the GPU's memory is free.
+inline bool has_memory(double gigabytes) {
+  std::size_t available = 0, total = 0;
+  C10_CUDA_CHECK(cudaMemGetInfo(&available, &total));
+  return static_cast<double>(available) >= gigabytes * 1e9;
+}
+#endif
+
+/// Whether this program steps with mezzo's kernels, and not with ATen's.
+inline bool has_mezzo_kernels() { return mezzo::detail::has_cuda_kernels({kGpu, 0}); }
+
+inline c10::impl::VirtualGuardImpl gpu_guard() { return c10::impl::VirtualGuardImpl(kGpu); }
+inline c10::Stream current_stream() { return gpu_guard().getStream({kGpu, 0}); }
+inline void synchronize() { gpu_guard().synchronizeDevice(0); }
+
+/// A stream that is not the default one, which CUDA does not capture.
+inline c10::Stream new_stream() {
+#ifdef MEZZO_DEVICE_ON_HOST
+  return host_gpu::new_stream();
+#else
+  return c10::cuda::getStreamFromPool();
+#endif
+}
+
+/// Keeps the current stream busy: for so many cycles on a GPU, by default a sixth of a second, and
+/// until `end` on the simulated one.
+class BusyStream {
+ public:
+#ifdef MEZZO_DEVICE_ON_HOST
+  explicit BusyStream(int64_t /*cycles*/ = 0) {}
+  void end() { held_.end(); }
+
+ private:
+  host_gpu::Held held_{current_stream()};
+#else
+  explicit BusyStream(int64_t cycles = 300'000'000) { at::cuda::sleep(cycles); }
+  void end() {}
+#endif
+};
+
+/// Returns how many kernels `work` launches: those of a graph that it is captured into, and that
+/// does not run. Copies are no launches, and on the simulated GPU ATen's ops are none.
+template <class Work>
+int64_t count_launches(const Work& work) {
+  const c10::StreamGuard guard(new_stream());
+#ifdef MEZZO_DEVICE_ON_HOST
+  Graph graph;
+  host_gpu::capture(graph, work);
+  return graph.launches();
+#else
+  Graph graph(/*keep_graph=*/true);
+  graph.capture_begin();
+  work();
+  graph.capture_end();
+  std::size_t count = 0;
+  C10_CUDA_CHECK(cudaGraphGetNodes(graph.raw_cuda_graph(), nullptr, &count));
+  std::vector<cudaGraphNode_t> nodes(count);
+  C10_CUDA_CHECK(cudaGraphGetNodes(graph.raw_cuda_graph(), nodes.data(), &count));
+  return std::count_if(nodes.begin(), nodes.end(), [](cudaGraphNode_t node) {
+    cudaGraphNodeType type{};
+    C10_CUDA_CHECK(cudaGraphNodeGetType(node, &type));
+    return type == cudaGraphNodeTypeKernel;
+  });
+#endif
+}
+
+}  // namespace cuda_test

@@ -1,0 +1,25 @@
+// benchmarks/cuda/cuda_bench.cpp runs on the simulated GPU, on small shapes: what it measures there
+// means nothing, and that it gets to its end is what a GPU's time should not be spent to learn.
+
+#include "../../benchmarks/cuda/cuda_bench.cpp"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace {
+
+TEST(CudaBench, PrintsARowForEachWay) {
+  host_gpu::begin(1);
+  testing::internal::CaptureStdout();
+  EXPECT_TRUE(run_all({.rounds = 1, .is_small = true}));
+  const std::string rows = testing::internal::GetCapturedStdout();
+  for (const char* const what : {"copy", "check BERT", "step 5 tensors of 10", "training, batch 2",
+                                 "unscale half", "update AdamW8bit float"}) {
+    EXPECT_NE(rows.find(std::string("{\"what\": \"") + what + "\", \"peer\""), std::string::npos)
+        << rows;
+  }
+  host_gpu::run_all();
+}
+
+}  // namespace
