@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -16,6 +17,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -50,6 +52,40 @@ struct Training : test_support::Training {
     host_gpu::run_all();
   }
 };
+
+// As docs/cuda.md has it.
+TEST_P(Captures, NeedAStreamOfTheirOwn) {
+  Training training(host_gpu::device());
+  (void)training.iterate();
+  host_gpu::run_all();
+  const c10::impl::VirtualGuardImpl streams(host_gpu::device().type());
+  const c10::StreamGuard default_stream(streams.getDefaultStream(host_gpu::device()));
+  host_gpu::Graph graph;
+  EXPECT_THAT(error_of([&] { graph.capture_begin(); }), HasSubstr("default stream"));
+  const c10::StreamGuard own_stream(host_gpu::new_stream());
+  graph.capture_begin();
+  const mezzo::StepResult result = training.iterate();
+  graph.capture_end();
+  graph.replay();
+  EXPECT_TRUE(result.ran());
+}
+
+// The driver ends a capture of another thread when a thread asks for an event in its usual mode.
+TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
+  Training training(host_gpu::device());
+  const mezzo::StepResult asked = training.iterate(), awaited = training.iterate();
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  host_gpu::Graph graph;
+  host_gpu::capture(graph, [&] {
+    const at::Tensor sum = training.input + 1;
+    std::thread([&] {
+      (void)asked.ready();
+      EXPECT_TRUE(awaited.ran());
+    }).join();
+  });
+  graph.replay();
+  host_gpu::run_all();
+}
 
 /// More parameters than a table holds: it is copied to the device.
 const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};

@@ -72,6 +72,12 @@ uint64_t capture_on(c10::Device device);
 
 /// How many things allow this thread what a capture forbids.
 inline thread_local int allowances_in_captures = 0;
+inline thread_local int capture_mode = 0;
+/// As cudaThreadExchangeStreamCaptureMode: 2 is relaxed.
+inline int exchange_capture_mode(int mode) {
+  allowances_in_captures += (mode == 2) - (capture_mode == 2);
+  return std::exchange(capture_mode, mode);
+}
 int64_t& register_kernel(const char* name);
 void run_blocks(int64_t blocks, int threads, const std::function<void()>& thread);
 void run_block(int64_t number, int threads, const std::function<void()>& thread, uint64_t seed = 1);
@@ -187,6 +193,8 @@ struct Stream {
 
 inline Stream current_stream() { return {host_device::current_stream(current_device())}; }
 inline uint64_t capture_id() { return host_device::capture_on(current_device()); }
+
+inline int set_capture_mode(int mode) { return host_device::exchange_capture_mode(mode); }
 
 struct InCaptureToo {
   InCaptureToo() { ++host_device::allowances_in_captures; }

@@ -304,7 +304,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeDevice(c10::DeviceIndex index) const override {
     Machine& machine = Machine::the();
     const std::lock_guard lock(machine.mutex);
-    machine.forbid_during_capture("the host waits for a device");
+    forbid_in_capture("the host waits for a device");
     ++machine.counts.waits;
     machine.run_until([&] {
       return std::all_of(machine.queues.begin(), machine.queues.end(), [&](const auto& queue) {
@@ -322,7 +322,7 @@ class GuardImpl final : public c10::impl::DeviceGuardImplInterface {
     return *static_cast<std::shared_ptr<Marker>*>(event);
   }
   static void check_asked(const Marker& marker) {
-    Machine::the().forbid_during_capture("the host asks for an event");
+    forbid_in_capture("the host asks for an event");
     if (marker.capture != 0) throw Fault("the host asks for an event that was captured");
   }
 };

@@ -10,6 +10,8 @@
 #include <mezzo/mezzo.h>
 #include <mezzo/optim.h>
 
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/torch.h>
 
 #include <chrono>

@@ -101,12 +101,19 @@ class LateNumber {
     arrives_->record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
   }
 
-  bool ready() const { return !arrives_ || arrives_->query(); }
+  bool ready() const {
+    if (!arrives_) return true;
+    const RelaxedCaptureModeGuard relaxed(arrives_->device());
+    return arrives_->query();
+  }
 
   /// None of an undefined tensor. May wait for the device.
   std::optional<double> value() const {
     if (!host_.defined()) return std::nullopt;
-    if (arrives_) arrives_->synchronize();
+    if (arrives_) {
+      const RelaxedCaptureModeGuard relaxed(arrives_->device());
+      arrives_->synchronize();
+    }
     return host_.item<double>();
   }
 

@@ -15,7 +15,8 @@
 #ifdef MEZZO_DEVICE_ON_HOST
 namespace host_device {
 uint64_t capture_on(c10::Device device);
-}
+int exchange_capture_mode(int mode);
+}  // namespace host_device
 #endif
 
 // Captures of work into CUDA graphs. Work on a stream that is being captured is recorded, not run;
@@ -28,6 +29,7 @@ namespace detail {
 // Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
 namespace cuda {
 MEZZO_HIDDEN uint64_t capture_on(at::Device device);
+MEZZO_HIDDEN int exchange_capture_mode(int mode);
 MEZZO_HIDDEN at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype);
 }  // namespace cuda
 
@@ -83,6 +85,47 @@ inline uint64_t capture_on(at::Device device) {
   return capture_by_driver(native_handle(stream));
 #endif
 }
+
+/// Sets the mode in which the driver treats this thread's calls during captures, and returns the
+/// mode before.
+inline int exchange_capture_mode(int mode) {
+#if defined(MEZZO_DEVICE_ON_HOST)
+  return host_device::exchange_capture_mode(mode);
+#elif defined(MEZZO_WITH_CUDA)
+  return cuda::exchange_capture_mode(mode);
+#else
+  static auto* const exchange =
+      function_in<int(int* mode)>(kCudaDriver, "cuThreadExchangeStreamCaptureMode");
+  TORCH_CHECK(
+      exchange != nullptr && exchange(&mode) == 0,
+      "CUDA's driver cannot set a thread's capture mode: ", kCudaDriver,
+      " has no cuThreadExchangeStreamCaptureMode, or an earlier CUDA call failed; update the "
+      "driver, or run with CUDA_LAUNCH_BLOCKING=1, and the call that failed throws");
+  return mode;
+#endif
+}
+
+/// Lets this thread ask and wait for events of `device` while another thread captures a graph: by
+/// default the driver ends that capture.
+class RelaxedCaptureModeGuard {
+ public:
+  explicit RelaxedCaptureModeGuard(at::Device device) : is_active_(!device.is_cpu()) {
+#ifndef MEZZO_DEVICE_ON_HOST
+    is_active_ = device.is_cuda();
+#endif
+    constexpr int kRelaxed = 2;
+    if (is_active_) before_ = exchange_capture_mode(kRelaxed);
+  }
+  ~RelaxedCaptureModeGuard() {
+    if (is_active_) exchange_capture_mode(before_);
+  }
+  RelaxedCaptureModeGuard(const RelaxedCaptureModeGuard&) = delete;
+  RelaxedCaptureModeGuard& operator=(const RelaxedCaptureModeGuard&) = delete;
+
+ private:
+  bool is_active_;
+  int before_ = 0;
+};
 
 /// Returns an uninitialised tensor on the host, pinned if `device` is not the CPU: `device` then
 /// reads and writes it without a wait of the host. May be called in a capture: the driver forbids

@@ -1,8 +1,8 @@
 /// \file
 /// The part of CUDA that mezzo's kernels use: threadIdx, blockIdx, blockDim, __syncthreads,
 /// __syncthreads_or, __shfl_down_sync with a full mask, __launch_bounds__, and the macros and host
-/// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A host
-/// can therefore run the kernels: tests compile them with the host's compiler, and the header
+/// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A
+/// host can therefore run the kernels: tests compile them with the host's compiler, and the header
 /// MEZZO_DEVICE_ON_HOST implements this part for a CPU.
 #pragma once
 
@@ -55,6 +55,13 @@ inline uint64_t capture_id() {
   unsigned long long id = 0;
   C10_CUDA_CHECK(cudaStreamGetCaptureInfo(current_stream(), &status, &id));
   return status == cudaStreamCaptureStatusNone ? 0 : id;
+}
+
+/// Sets this thread's capture mode, and returns the mode before.
+inline int set_capture_mode(int mode) {
+  auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
+  C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&exchanged));
+  return static_cast<int>(exchanged);
 }
 
 /// Lets this thread call what a capture forbids by default, such as allocations.

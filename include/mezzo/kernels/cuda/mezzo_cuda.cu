@@ -212,6 +212,8 @@ __attribute__((weak)) uint64_t capture_on(at::Device device) {
   return capture_id();
 }
 
+__attribute__((weak)) int exchange_capture_mode(int mode) { return set_capture_mode(mode); }
+
 __attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
                                         const float* found_inf) {
   const DeviceGuard guard(device);

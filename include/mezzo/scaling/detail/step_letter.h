@@ -81,7 +81,10 @@ class StepLetter final : public StepSlot {
   /// during a capture.
   bool ready() const noexcept override {
     try {
-      if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) has_arrived_ = event_.query();
+      if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) {
+        const RelaxedCaptureModeGuard relaxed(device_);
+        has_arrived_ = event_.query();
+      }
     } catch (const c10::Error&) {
       return false;  // of a device that has failed: `outcome` throws it
     }
@@ -100,6 +103,7 @@ class StepLetter final : public StepSlot {
                   "StepResult: asked for an outcome while a CUDA graph is being captured, which "
                   "runs nothing; ask after the capture, and after a replay for that of a captured "
                   "step");
+      const RelaxedCaptureModeGuard relaxed(device_);
       if (is_captured_) {
         c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
       } else {
