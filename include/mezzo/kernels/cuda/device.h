@@ -86,7 +86,12 @@ static void launch(int64_t blocks, int threads, Stream stream, const Args&... ar
   // clang-format off
   kKernel<<<grid, block, 0, stream>>>(args...);
   // clang-format on
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  constexpr std::size_t kBytes = (sizeof(Args) + ... + 0);
+  const cudaError_t error = cudaGetLastError();
+  TORCH_CHECK(kBytes <= 4096 || error != cudaErrorInvalidValue, "mezzo passes ", kBytes,
+              " bytes of arguments to a kernel, which this CUDA driver does not take; update it to "
+              "R530 (CUDA 12.1) or newer, or link mezzo::mezzo instead of mezzo::cuda");
+  C10_CUDA_CHECK(error);
 }
 
 }  // namespace detail::cuda
