@@ -95,16 +95,6 @@ TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
   EXPECT_EQ(state.step(), 2);
 }
 
-TEST(AdamW, StaysAsItWasWhereTheRatesOfAFileAreNoRates) {
-  TwoGroups other({1, 1}, 0.5, 4);
-  other.optimizer.param_groups()[1].options().set_lr(-1);
-  TwoGroups loaded({1, 1}, 0.1, 2);
-  EXPECT_THAT([&] { loaded.load(other.file()); }, ThrowsMessage<c10::Error>(HasSubstr("lr is -1")));
-  EXPECT_EQ(loaded.lr(0), 0.1);
-  EXPECT_EQ(loaded.lr(1), 0.1);
-  EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
-}
-
 // Else a run that is taken back to its start would keep the moments of the steps it took.
 TEST(AdamW, KeepsNoStateThatAFileLacks) {
   TwoGroups loaded({1, 1}, 0.1, 0);

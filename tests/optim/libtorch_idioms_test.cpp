@@ -517,13 +517,4 @@ TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
   }
 }
 
-TEST(SGD, RefusesNesterovWithoutMomentumOrWithDampening) {
-  const std::vector<torch::Tensor> x{torch::ones({1})};
-  EXPECT_THAT([&] { mezzo::optim::SGD(x, SGDOptions(1).nesterov(true)); },
-              ThrowsMessage<c10::Error>(HasSubstr("it needs a positive momentum")));
-  EXPECT_THAT(
-      [&] { mezzo::optim::SGD(x, SGDOptions(1).momentum(0.9).dampening(0.1).nesterov(true)); },
-      ThrowsMessage<c10::Error>(HasSubstr("dampening 0.1")));
-}
-
 }  // namespace
