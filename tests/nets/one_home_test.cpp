@@ -136,6 +136,77 @@ TEST(OneHomeOfGradients, AStepLeavesGradientsAsTheyWereOrZeroOnRequest) {
   }
 }
 
+TEST(GradScalerStep, ZeroGradClearsGradientsOfEveryStep) {
+  for (const double first : {48.0, kInfinity}) {
+    for_each_loop([first](Loop& loop) {
+      loop.backward(first, 17);
+      const bool applied = first == 48 || !loop.scaler.is_enabled();
+      EXPECT_EQ(loop.step({.zero_grad = true}), applied);
+      for (const torch::Tensor& parameter : loop.parameters) {
+        EXPECT_TRUE(parameter.grad().equal(torch::zeros_like(parameter.grad())));
+      }
+    });
+  }
+}
+
+TEST(GradScalerStep, SharedGradientIsClippedOnce) {
+  for_each_loop([](Loop& loop) {
+    (void)loop.scaler.scale(torch::zeros({}));
+    const double scale = loop.scaler.get_scale();
+    const torch::Tensor shared = torch::full_like(loop.parameters[0].detach(), 4 * scale);
+    for (const torch::Tensor& parameter : loop.parameters) parameter.mutable_grad() = shared;
+    EXPECT_TRUE(loop.step({.max_norm = 1}));
+    for (const std::size_t i : {0U, 1U}) EXPECT_NEAR(loop.value(i), -std::sqrt(0.5), 0.01);
+  });
+}
+
+TEST(GradScalerStep, ClippingByANanNormGivesNan) {
+  for_each_loop([](Loop& loop) {
+    loop.backward(std::nan(""), 1);
+    const bool applied = loop.step({.max_norm = 1});
+    EXPECT_EQ(applied, !loop.scaler.is_enabled()) << "as clip_grad_norm_ and step";
+    for (const std::size_t i : {0U, 1U}) EXPECT_EQ(std::isnan(loop.value(i)), applied);
+  });
+}
+
+TEST(GradScalerStep, InfFoundByUnscaleSkipsARepairedGradient) {
+  for_each_loop([](Loop& loop) {
+    if (!loop.scaler.is_enabled()) return;
+    loop.backward(kInfinity, 1);
+    loop.scaler.unscale_(loop.optimizer);
+    for (const torch::Tensor& parameter : loop.parameters) parameter.mutable_grad().fill_(1);
+    EXPECT_FALSE(loop.step());
+    EXPECT_EQ(loop.value(0), 0);
+    EXPECT_EQ(loop.scaler.get_scale(), kScale / 2);
+  });
+}
+
+// Each clears the note that the one before made.
+TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
+  struct Throwing : mezzo::optim::SGD {
+    using SGD::SGD;
+    void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict,
+               const mezzo::StepOptions& options) override {
+      if (throws) throw std::runtime_error("a collective failed");
+      SGD::apply(std::move(plan), verdict, options);
+    }
+    bool throws = true;
+  };
+  for (const double bad : {1.0, kInfinity}) {
+    const torch::Tensor parameter = weight(torch::kFloat);
+    Throwing optimizer({parameter}, 1.0);
+    GradScaler scaler = quiet_scaler();
+    scaler.scale((parameter * bad).sum()).backward();
+    EXPECT_THROW((void)scaler.step(optimizer), std::runtime_error);
+    optimizer.throws = false;
+    parameter.mutable_grad().fill_(2 * kScale);
+    EXPECT_TRUE(scaler.step(optimizer).ran());
+    scaler.update();
+    EXPECT_EQ(value_of(parameter), -2);
+    EXPECT_EQ(scaler.get_scale(), kScale);
+  }
+}
+
 // --- unscale_ twice before a step --------------------------------------------------------------
 
 TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {

@@ -14,12 +14,15 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "../support/keepers.h"
 #include "../support/saved.h"
 #include "../support/special_values.h"
+#include "../support/throwing_sgd.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -168,22 +171,26 @@ mezzo::GradScaler scaler_of_four() {
 
 TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  const auto warned = [](auto&& optimizer, double slope) {
+  const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
     const test_support::Warnings warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
     mezzo::GradScaler scaler = scaler_of_four();
-    scaler.scale(parameter.mul(slope).sum()).backward();
-    scaler.step(optimizer, {});
-    scaler.update();
-    schedule.step();
+    for (const double slope : slopes) {
+      optimizer.zero_grad();
+      scaler.scale(parameter.mul(slope).sum()).backward();
+      scaler.step(optimizer, {});
+      scaler.update();
+      schedule.step();
+    }
     return warnings.texts;
   };
   const double inf = std::numeric_limits<double>::infinity();
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), inf),
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf}),
               ElementsAre(HasSubstr("schedule.step(result)")));
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), 1), ElementsAre());
-  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), inf), ElementsAre());
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U) << "of the first";
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
+  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
 TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
@@ -595,6 +602,43 @@ Verdict verdict_of(bool found_inf) {
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
+TEST(LrFactors, StepEveryWayToKeepWeights) {
+  for (const test_support::Keeper& keeper : test_support::keepers()) {
+    const torch::Tensor parameter = torch::zeros({2}, keeper.dtype).requires_grad_();
+    const test_support::OwnedOptimizer owned = keeper.make({parameter});
+    mezzo::optim::FusedOptimizer* const optimizer = owned.any().mezzos();
+    if (optimizer == nullptr) continue;
+    SCOPED_TRACE(keeper.name);
+    optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
+    double expected = 0;
+    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // and nobody shows the rates
+      parameter.mutable_grad() = torch::ones_like(parameter.detach());
+      (void)owned.any().step();
+      expected -= factor;
+      EXPECT_EQ(parameter[0].item<double>(), expected);
+      EXPECT_EQ(owned.inner->param_groups()[0].options().get_lr(), 1.0) << "as it was shown";
+    }
+  }
+}
+
+TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
+  const torch::Tensor parameter = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  test_support::ThrowingSgd inner({parameter}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  masters.set_lr_factors({1.0, 0.5, 0.25});
+  for (const bool throws : {false, true, false}) {
+    inner.throws = throws;
+    parameter.mutable_grad() = torch::ones_like(parameter.detach());
+    if (throws) {
+      EXPECT_THROW(masters.step(), std::runtime_error);
+    } else {
+      masters.step();
+    }
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), 1.0);
+  }
+  EXPECT_EQ(parameter[0].item<double>(), -1.5);
+}
+
 class Distances : public testing::TestWithParam<bool> {
  protected:
   double step(bool found_inf = false) {

@@ -18,6 +18,7 @@
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -26,6 +27,7 @@
 #include "../support/same_bits.h"
 #include "../support/saved.h"
 #include "../support/state_of.h"
+#include "../support/throwing_sgd.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -608,6 +610,44 @@ TEST(WrittenWeights, AtTheirMastersWin) {
     step(optimizer, {parameter}, 0);
     EXPECT_TRUE(master.equal(torch::full({kSize}, 3.0))) << "what was written later wins";
   }
+}
+
+// A caller that has held a master since some earlier step has not written it.
+TEST(WrittenWeights, BeatMastersShownBefore) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
+    if (keeper.is_split) continue;
+    SCOPED_TRACE(keeper.name);
+    const Tensor parameter = torch::ones({kSize}, keeper.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = keeper.make({parameter});
+    const Tensor master = mezzo::master_params(optimizer.any())[0];
+    for (const float value : {3.0F, 5.0F, 7.0F}) {
+      step(optimizer, {parameter}, 0.25);
+      const torch::NoGradGuard no_grad;
+      parameter.fill_(value);
+      step(optimizer, {parameter}, 1);
+      EXPECT_TRUE(parameter.equal(torch::full({kSize}, value - 1, keeper.dtype)));
+      EXPECT_TRUE(master.equal(torch::full({kSize}, value - 1)));
+    }
+  }
+}
+
+TEST(WrittenWeights, AfterAStepThatThrewBeatMastersShownBefore) {
+  const Tensor parameter = torch::ones({kSize}, torch::kBFloat16).requires_grad_();
+  test_support::ThrowingSgd inner({parameter}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  const Tensor master = mezzo::master_params(masters)[0];
+  const torch::NoGradGuard no_grad;
+  parameter.mutable_grad() = torch::ones_like(parameter);
+  for (const bool throws : {true, false}) {
+    inner.throws = throws;
+    parameter.fill_(throws ? 3 : 5);
+    if (throws) {
+      EXPECT_THROW(masters.step(), std::runtime_error);
+    } else {
+      masters.step();
+    }
+  }
+  EXPECT_TRUE(parameter.equal(torch::full({kSize}, 4, torch::kBFloat16)));
 }
 
 }  // namespace

@@ -875,6 +875,33 @@ TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
   EXPECT_EQ(scaler.state_dict(), before);
 }
 
+TEST(GradScalerState, LoadTakesAllOrNothing) {
+  const GradScaler::StateDict given{
+      {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
+      {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
+      {"max_scale", 512},     {"hysteresis", 4},      {"_hysteresis_left", 1},
+      {"_loss_scale_kind", 2}};
+  int refused = 0;
+  for (const bool has_scaled : {false, true}) {
+    for (const auto& [key, good] : given) {
+      for (const double value :
+           {good, 0.0, -1.0, 0.5, 1.0, 3.5, 0x1p100, std::nan(""), static_cast<double>(kInfinity)}) {
+        GradScaler scaler(unusual_options());
+        if (has_scaled) run(scaler, {1, 1});
+        const auto before = scaler.state_dict();
+        auto state = given;
+        state[key] = value;
+        const bool loads = error_of([&] { scaler.load_state_dict(state); }) == "no error";
+        refused += loads ? 0 : 1;
+        if (key != "_loss_scale_kind" || !loads) {  // a constant scale has fixed options
+          EXPECT_EQ(scaler.state_dict(), loads ? state : before) << key << " = " << value;
+        }
+      }
+    }
+  }
+  EXPECT_GT(refused, 60);
+}
+
 /// Otherwise the step after the load would take scaled gradients for unscaled ones.
 TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
   GradScaler scaler({.init_scale = 8});
