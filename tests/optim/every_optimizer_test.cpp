@@ -110,6 +110,15 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
     weight.mutable_grad() = torch::ones({2, 2});
     EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(words + "; "));
     EXPECT_TRUE(weight.equal(torch::ones({2, 2})));
+    if constexpr (requires { typename TypeParam::Optimizer::State; }) {
+      std::stringstream file;  // as libtorch's optimizers write it: unchecked
+      torch::serialize::OutputArchive archive;
+      torch::optim::serialize<typename TypeParam::Optimizer::State, Options>(archive, optimizer);
+      archive.save_to(file);
+      own = good;
+      EXPECT_THAT(error_of([&] { torch::load(optimizer, file); }), HasSubstr(words + "; "));
+      EXPECT_TRUE(own == good) << "what was there before";
+    }
     own = good;
   }
   optimizer.add_param_group(this->group(Options(0.25)));

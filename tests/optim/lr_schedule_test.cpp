@@ -14,8 +14,10 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -593,6 +595,29 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
   const std::string tensor = saved(torch::ones({2}));
   EXPECT_THAT([&] { load(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
+  const std::vector<double> rates{1.0};
+  for (const auto& [steps, lrs, words] :
+       std::vector<std::tuple<c10::IValue, c10::IValue, std::string>>{
+           {2, c10::IValue(), "is not that of a schedule"},
+           {2.0, rates, "is not that of a schedule"},
+           {2, 1.0, "is not that of a schedule"},
+           {-1, rates, "has -1 applied steps"},
+           {2, std::vector<double>{kNan}, "the learning rates nan"}}) {
+    torch::serialize::OutputArchive archive;
+    archive.write("applied_steps", steps);
+    if (!lrs.isNone()) archive.write("base_lrs", lrs);
+    std::ostringstream bytes;
+    archive.save_to(bytes);
+    EXPECT_THAT([&] { load(schedule, bytes.str()); }, ThrowsMessage<c10::Error>(HasSubstr(words)));
+  }
+  mezzo::optim::SGD mezzos({weight()}, 1.0);
+  EXPECT_THAT(
+      [&] {
+        mezzos.set_base_lrs({1.0, 2.0});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("there are 2 rates for 1 param groups")));
+  EXPECT_EQ(schedule.applied_steps(), 1);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
 }
 
 // --- A schedule as a table, indexed by the steps that were applied.

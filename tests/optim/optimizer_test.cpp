@@ -284,11 +284,16 @@ Verdict verdict_of(bool found_inf, double norm) {
 
 /// Twelve steps of both ways, every third of which is skipped.
 template <class Optimizer, class Options>
-void expect_same_steps(const Options& options) {
-  const auto ours = parameters();
-  const auto aten = parameters();
-  Optimizer left(ours, options);
-  Optimizer right(aten, options);
+void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFloat) {
+  const auto cast = [dtype](std::vector<torch::Tensor> all) {
+    for (torch::Tensor& one : all) one = one.detach().to(dtype);
+    return all;
+  };
+  const auto ours = cast(parameters());
+  const auto aten = cast(parameters());
+  const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
+  Optimizer left(ours, options, masters);
+  Optimizer right(aten, options, masters);
   for (int i = 0; i < 12; ++i) {
     std::vector<torch::Tensor> given;
     for (std::size_t k = 0; k < ours.size(); ++k) {
@@ -310,7 +315,10 @@ void expect_same_steps(const Options& options) {
     }
   }
   for (std::size_t k = 0; k < ours.size(); ++k) {
-    EXPECT_TRUE(torch::allclose(ours[k], aten[k], 1e-5, 1e-5)) << k;
+    const auto master = left.master_param(ours[k]), of_aten = right.master_param(aten[k]);
+    EXPECT_EQ(of_aten.scalar_type(), torch::kFloat);
+    EXPECT_TRUE(torch::allclose(master, of_aten, 1e-5, 1e-5)) << k;
+    EXPECT_TRUE(aten[k].equal(of_aten.to(dtype))) << k;
   }
   std::stringstream archive;  // the counts come home
   torch::save(right, archive);
@@ -344,6 +352,36 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
 
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true), dtype);
+    expect_same_steps<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2), dtype);
+    expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9), dtype);
+    expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2), dtype);
+  }
+}
+
+TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
+    const auto expect_refused = [storage](auto make) {
+      const auto x = with_gradient({1, 2}, torch::kBFloat16);
+      auto optimizer = make(x, mezzo::optim::WeightOptions{.weight_storage = storage});
+      EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
+                  ThrowsMessage<c10::Error>(HasSubstr(
+                      "WeightStorage::split_master and stochastic need mezzo's kernels")));
+      EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
+      EXPECT_EQ(optimizer.applied_steps(), 0);
+    };
+    expect_refused(
+        [](const auto& x, const auto& weights) { return AdamW({x}, AdamWOptions(0.5), weights); });
+    expect_refused([](const auto& x, const auto& weights) {
+      return mezzo::optim::Adam({x}, mezzo::optim::AdamOptions(0.5), weights);
+    });
+    expect_refused(
+        [](const auto& x, const auto& weights) { return SGD({x}, SGDOptions(0.5), weights); });
+  }
+}
+
 TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   const auto gradient = torch::full({3}, 8.0F);
   const auto x = torch::ones({3});
@@ -355,14 +393,6 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   optimizer.apply_with_aten(optimizer.plan(), {number(0.125), number(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
-}
-
-TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
-  const auto x = torch::ones({2});
-  x.mutable_grad() = torch::ones({2});
-  mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
-  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
-  EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
 template <class Optimizer>

@@ -418,18 +418,6 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 
-TEST(KeptWeights, OfADtypeThatSomebodySetAreConverted) {
-  const auto parameter = torch::ones({1000}, torch::kBFloat16).requires_grad_();
-  AdamW optimizer({parameter}, AdamWOptions(0), {.weight_storage = WeightStorage::master});
-  set_gradient(parameter, 0);
-  optimizer.step();
-  auto& state = state_of<AdamWParamState>(optimizer, parameter);
-  state.master(state.master().to(torch::kHalf));
-  optimizer.step();
-  EXPECT_TRUE(torch::equal(state.master(), torch::ones({1000})));
-  EXPECT_TRUE(torch::equal(parameter, torch::ones({1000}, torch::kBFloat16)));
-}
-
 // --- Weights of 16 bits that somebody writes between two steps: the next step goes on from what
 // was written.
 

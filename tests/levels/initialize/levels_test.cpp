@@ -431,6 +431,16 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   expect_error([&] { mezzo::initialize(std::make_shared<Quantized>(), level, kQuiet); },
                "with type Float8_e4m3fn, expected float32. What is quantized cannot be trained");
+  struct HalfBuffer : torch::nn::Module {
+    HalfBuffer() { register_buffer("table", torch::ones({2}, torch::kHalf)); }
+  };
+  expect_error([&] { mezzo::initialize(std::make_shared<HalfBuffer>(), level, kQuiet); },
+               "Found buffer table of ");
+  expect_error([&] { mezzo::initialize(std::vector<Net>{}, level, kQuiet); },
+               "models: none was given");
+  const std::vector<torch::optim::Optimizer*> pointers{&optimizer, nullptr};
+  expect_error([&] { mezzo::initialize(net, pointers, level, kQuiet); },
+               "optimizer 1 is a null pointer");
   struct Elsewhere : torch::nn::Module {
     Elsewhere() { register_parameter("weight", torch::empty({2}, torch::kMeta)); }
   };
