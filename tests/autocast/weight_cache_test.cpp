@@ -59,20 +59,12 @@ TEST(AutocastWeightCache, OutlivesAnInnerRegionOfTheSameDtype) {
 
 /// The ways to run `call` in a region of `dtype`.
 std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>> regions() {
-  using torch::kBFloat16, torch::kCPU, torch::kHalf;
+  using torch::kCPU;
   const auto state_of = [](torch::ScalarType dtype) {
     const AutocastGuard autocast(kCPU, dtype);
     return mezzo::AutocastState::capture();
   };
   return {[](auto dtype, auto& call) {
-            if (dtype == kHalf) {
-              const Autocast<kCPU, kHalf> autocast;
-              return call();
-            }
-            const Autocast<kCPU> autocast;
-            call();
-          },
-          [](auto dtype, auto& call) {
             const AutocastGuard autocast(kCPU, dtype);
             call();
           },

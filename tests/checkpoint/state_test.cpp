@@ -147,7 +147,7 @@ TEST(Checkpoint, ViewsAreSavedWithoutTheirStorage) {
   const torch::Tensor large = torch::zeros({1 << 20});
   torch::Tensor view = large.narrow(0, 0, 2);
   std::vector<torch::Tensor> views{large.narrow(0, 1, 2), large.view({2, -1}).select(1, 5)};
-  const auto module = std::make_shared<Holder>(large);
+  auto module = std::make_shared<Holder>(large);
   TrainingState state;
   state.add("tensor", view).add("tensors", views).add("module", module);
   EXPECT_LT(CheckpointManager(scratch.path()).save(state, 0).bytes, 20000U);

@@ -219,7 +219,8 @@ TEST(AdamW8bit, StateInAnotherFormThrows) {
       [](State& state) { state.exp_avg(at::Tensor()); },
       [](State& state) { state.exp_avg_sq(at::zeros({3}, at::kByte)); },
       [](State& state) {
-        state.exp_avg(state.exp_avg().to(at::kFloat)).exp_avg_scales(at::Tensor());
+        state.exp_avg(state.exp_avg().to(at::kFloat));
+        state.exp_avg_scales(at::Tensor());
       },
       [](State& state) { state.exp_avg_sq_scales(at::Tensor()); },
       [](State& state) { state.exp_avg_sq_scales(at::zeros({3})); },

@@ -248,6 +248,18 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
   }
 }
 
+TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
+  using State = typename TypeParam::State;
+  State state;
+  state.count().move_to(torch::full({}, 3.0F));  // as where a device counts
+  State copy(state), assigned;
+  assigned = state;
+  for (State* const one : {&copy, &assigned}) {  // clone() makes the first
+    one->step(7);
+    EXPECT_EQ(state.step(), 3);
+  }
+}
+
 TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
   for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
     {
@@ -297,6 +309,10 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
     const Tensor good = std::exchange(*tensor, torch::zeros({4}));
     EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("of the shape [4]"));
     EXPECT_THAT(weight, SameBits(before));
+    TypeParam loader({first, weight}, this->options());
+    EXPECT_THAT(error_of([&] { test_support::load(loader, test_support::saved(optimizer)); }),
+                HasSubstr("of the shape [4]"));
+    EXPECT_TRUE(loader.state().empty());
     EXPECT_EQ(optimizer.state().size(), 1U) << "of the parameter before it nothing was begun";
     *tensor = good;
   }

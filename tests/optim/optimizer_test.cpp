@@ -362,23 +362,18 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
 }
 
 TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
+  const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
+    EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
+                ThrowsMessage<c10::Error>(HasSubstr("split_master and stochastic need mezzo's k")));
+    EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
+    EXPECT_EQ(optimizer.applied_steps(), 0);
+  };
   for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
-    const auto expect_refused = [storage](auto make) {
-      const auto x = with_gradient({1, 2}, torch::kBFloat16);
-      auto optimizer = make(x, mezzo::optim::WeightOptions{.weight_storage = storage});
-      EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
-                  ThrowsMessage<c10::Error>(HasSubstr(
-                      "WeightStorage::split_master and stochastic need mezzo's kernels")));
-      EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
-      EXPECT_EQ(optimizer.applied_steps(), 0);
-    };
-    expect_refused(
-        [](const auto& x, const auto& weights) { return AdamW({x}, AdamWOptions(0.5), weights); });
-    expect_refused([](const auto& x, const auto& weights) {
-      return mezzo::optim::Adam({x}, mezzo::optim::AdamOptions(0.5), weights);
-    });
-    expect_refused(
-        [](const auto& x, const auto& weights) { return SGD({x}, SGDOptions(0.5), weights); });
+    const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+    const auto x = with_gradient({1, 2}, torch::kBFloat16);
+    expect_refused(AdamW({x}, AdamWOptions(0.5), weights), x);
+    expect_refused(mezzo::optim::Adam({x}, mezzo::optim::AdamOptions(0.5), weights), x);
+    expect_refused(SGD({x}, SGDOptions(0.5), weights), x);
   }
 }
 

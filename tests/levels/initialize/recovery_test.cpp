@@ -237,6 +237,20 @@ TEST(AmpRecovery, StepsAgainAfterAStepThatThrewAtItsEnd) {
   }
 }
 
+TEST(AmpRecovery, GoesOnAfterAPassWhoseGradientCannotBeAdded) {
+  Solo solo(OptLevel::O1());
+  solo.pass(0.25);
+  const auto backward = [&](const torch::Tensor& loss) {
+    loss.backward();
+    solo.model->weight.mutable_grad() = torch::ones({3});
+  };
+  EXPECT_THROW(solo.amp.scale_loss(solo.amp(solo.model, filled(8)), solo.sgd, backward),
+               c10::Error);
+  solo.pass(0.5);
+  EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
+  EXPECT_EQ(weight_of(solo.model), 0.25F);
+}
+
 TEST(ScaleLoss, InfOfOneOptimizerSkipsAllOfItsLoss) {
   for (const OptLevel& level : kLevels) {
     for (const bool delays : {false, true}) {
