@@ -200,6 +200,24 @@ TEST(AnomalyTrace, ReportsATotalOfAMaskThatIsInf) {
   expect_op("aten::min", [](const torch::Tensor& masked) { return masked.min(); });
 }
 
+TEST(AnomalyTrace, ReportsWhatNoMaskAsksFor) {
+  auto model = traced_model();
+  const torch::Tensor infinite = torch::full({2}, kInfinity);
+  const torch::Tensor masked = torch::full({2}, -kInfinity);
+  const auto anomaly_of = [&](const torch::Tensor& read, const auto& op) {
+    AnomalyTrace trace(*model);
+    op(read);
+    EXPECT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    return trace.anomalies().at(0);
+  };
+  const auto softmax = [](const torch::Tensor& row) { row.softmax(0); };
+  const auto doubled = [](const torch::Tensor& row) { row.mul(2); };
+  EXPECT_FALSE(anomaly_of(masked, softmax).arrived) << "NaN, since all of the row is masked";
+  EXPECT_TRUE(anomaly_of(infinite, doubled).arrived);
+  model->named_parameters()["2.bias"].detach().fill_(-kInfinity);
+  EXPECT_THAT(anomaly_of(model->named_parameters()["2.bias"], doubled).why, HasSubstr("2.bias"));
+}
+
 TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   auto model = traced_model();
   AnomalyTrace trace(*model);

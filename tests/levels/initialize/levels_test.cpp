@@ -259,6 +259,13 @@ TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
   EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
 }
 
+TEST(Initialize, CastsGradientsWithTheirParameters) {
+  torch::nn::Linear net(2, 2);
+  net(torch::ones({1, 2})).sum().backward();
+  mezzo::initialize(net, OptLevel::O3(), kQuiet);
+  EXPECT_TRUE(net->weight.grad().equal(torch::ones({2, 2}, torch::kHalf)));
+}
+
 TEST(Initialize, LeavesFloat8BuffersAlone) {
   struct Quantized : torch::nn::Module {
     Quantized() { table = register_buffer("table", torch::ones({2}).to(torch::kFloat8_e4m3fn)); }
