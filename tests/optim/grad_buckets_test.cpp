@@ -208,13 +208,11 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
   }
   parameters[1].mutable_grad() = torch::ones({4});
   EXPECT_EQ(sum_of_squares(buckets), 4);
-  for (const Tensor& other : {torch::ones({2, 2}), torch::ones({4}, torch::kMeta)}) {
-    const auto parameter = leaf({4});
-    GradBuckets own({parameter});
-    parameter.set_data(other);
-    parameter.mutable_grad() = torch::ones({4});
-    EXPECT_THAT(error_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
-  }
+  const auto parameter = leaf({4});
+  GradBuckets own({parameter});
+  parameter.set_data(torch::ones({2, 2}));
+  parameter.mutable_grad() = torch::ones({4});
+  EXPECT_THAT(error_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
 }
 
 TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
