@@ -319,6 +319,21 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   EXPECT_EQ(error_of([&] { optimizer.step(); }), "no error");
 }
 
+TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
+  for (const std::size_t stepped : {0U, 1U}) {
+    const std::vector<Tensor> weights{torch::ones({3}), torch::ones({3})};
+    to::AdamW theirs(weights);
+    for (int i = 0; i < 3; ++i) {
+      for (const Tensor& weight : weights) weight.mutable_grad() = torch::ones({3});
+      if (i > 0) weights[1 - stepped].mutable_grad() = Tensor();
+      theirs.step();
+    }
+    mo::AdamW ours(weights);
+    test_support::load(ours, test_support::saved(theirs));
+    EXPECT_EQ(ours.applied_steps(), 3);
+  }
+}
+
 TEST(SgdState, DampeningSwitchedOnLateThrows) {
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);

@@ -142,7 +142,9 @@ TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
           solo.pass(0.25);
           if (throws) solo.pass_that_throws(8);
           by_amp ? solo.amp.zero_grad(solo.sgd, set_to_none) : solo.sgd.zero_grad(set_to_none);
-          if (by_amp) EXPECT_NO_THROW((void)solo.amp.state_dict()) << "there is nothing to step";
+          if (by_amp) {
+            EXPECT_NO_THROW((void)solo.amp.state_dict()) << "there is nothing to step";
+          }
           solo.pass(0.5);
           solo.amp.step(solo.sgd);
           EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << set_to_none << by_amp << throws;
