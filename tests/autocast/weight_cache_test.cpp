@@ -6,6 +6,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -13,6 +14,7 @@
 namespace {
 
 using mezzo::Autocast;
+using mezzo::AutocastGuard;
 using testing::Each;
 using torch::Tensor;
 
@@ -55,21 +57,51 @@ TEST(AutocastWeightCache, OutlivesAnInnerRegionOfTheSameDtype) {
   EXPECT_TRUE(cast(w).is_same(before));
 }
 
-TEST(AutocastWeightCache, NeverHandsAnInnerRegionTheOuterDtype) {
+/// The ways to run `call` in a region of `dtype`.
+std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>> regions() {
+  using torch::kCPU;
+  const auto state_of = [](torch::ScalarType dtype) {
+    const AutocastGuard autocast(kCPU, dtype);
+    return mezzo::AutocastState::capture();
+  };
+  return {[](auto dtype, auto& call) {
+            const AutocastGuard autocast(kCPU, dtype);
+            call();
+          },
+          [](auto dtype, auto& call) { mezzo::autocast({.device = kCPU, .dtype = dtype}, call); },
+          [](auto dtype, auto& call) { mezzo::autocast(call, {.device = kCPU, .dtype = dtype})(); },
+          [=](auto dtype, auto& call) {
+            const mezzo::AutocastState::Scope scope(state_of(dtype));
+            call();
+          },
+          [](auto dtype, auto& call) {
+            std::function<void()> carried;
+            {
+              const AutocastGuard autocast(kCPU, dtype);
+              carried = mezzo::with_current_autocast(call);
+            }
+            carried();
+          }};
+}
+
+TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
   const Tensor w = weight();
   const Tensor x = torch::rand({4, 4});
-  const Autocast<torch::kCPU> outer;
-  EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
-  {
-    const Autocast<torch::kCPU, torch::kHalf> inner;
-    EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kHalf);
-    {
-      const Autocast<torch::kCPU> innermost;
-      EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
+  const auto expect_dtype = [&](torch::ScalarType dtype) {
+    EXPECT_EQ(torch::mm(x, w).scalar_type(), dtype);
+  };
+  for (const auto& outer : regions()) {
+    for (const auto& inner : regions()) {
+      const Autocast<torch::kCPU> outermost;
+      expect_dtype(torch::kBFloat16);
+      outer(torch::kHalf, [&] {
+        expect_dtype(torch::kHalf);
+        inner(torch::kBFloat16, [&] { expect_dtype(torch::kBFloat16); });
+        expect_dtype(torch::kHalf);
+      });
+      expect_dtype(torch::kBFloat16);
     }
-    EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kHalf);
   }
-  EXPECT_EQ(torch::mm(x, w).scalar_type(), torch::kBFloat16);
 }
 
 TEST(AutocastWeightCache, StaysOffInRegionsInsideOneThatDisabledIt) {

@@ -448,6 +448,26 @@ TEST(CheckpointFaults, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
   EXPECT_LT(number, 20);
 }
 
+TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
+  const Scratch scratch;
+  Training run, read;
+  SystemCalls calls = real_calls();
+  int interrupted = 0;
+  const auto interrupts = [&interrupted] { return interrupted++ % 2 == 0 ? (errno = EINTR) : 0; };
+  calls.write = [&, real = calls.write](int file, const void* from, size_t count) -> ssize_t {
+    return interrupts() != 0 ? -1 : real(file, from, count);
+  };
+  calls.pread = [&, real = calls.pread](int file, void* to, size_t count, off_t at) -> ssize_t {
+    return interrupts() != 0 ? -1 : real(file, to, count, at);
+  };
+  const WithCalls failing(calls);
+  CheckpointManager checkpoints(scratch.path());
+  save(checkpoints, run, 3);
+  EXPECT_TRUE(checkpoints.load_newest(read.state).has_value());
+  EXPECT_TRUE(read.is(3));
+  EXPECT_GT(interrupted, 4);
+}
+
 /// With every flush of a folder failing.
 SystemCalls without_folder_flush(int error) {
   SystemCalls calls = real_calls();

@@ -166,6 +166,44 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
               HasSubstr("the file lacks \"weight\""));
 }
 
+/// Writes what Python writes of an optimizer that may maximize; returns what loading it throws.
+template <class Optimizer>
+std::string error_of_loading_maximize(Optimizer optimizer, bool maximizes) {
+  const auto dict = [] {
+    return c10::impl::GenericDict(c10::StringType::get(), c10::AnyType::get());
+  };
+  auto group = dict(), state = dict(), whole = dict();
+  group.insert("lr", 0.25);
+  group.insert("betas", c10::ivalue::Tuple::create({0.9, 0.99}));
+  group.insert("eps", 1e-8);
+  group.insert("weight_decay", 0.0);
+  group.insert("amsgrad", false);
+  group.insert("maximize", maximizes);
+  group.insert("params", c10::List<int64_t>{0});
+  auto groups = c10::impl::GenericList(c10::AnyType::get());
+  groups.push_back(group);
+  state.insert("state", c10::impl::GenericDict(c10::IntType::get(), c10::AnyType::get()));
+  state.insert("param_groups", groups);
+  whole.insert("optimizer", state);
+  const std::vector<char> bytes = torch::jit::pickle_save(whole);
+  const test_support::Scratch scratch;
+  test_support::put_bytes(scratch / "file", {bytes.begin(), bytes.end()});
+  return error_of([&] {
+    mezzo::load_checkpoint(scratch / "file", TrainingState().add("optimizer", optimizer));
+  });
+}
+
+TEST(CheckpointFromPython, AnOptimizerThatMaximizesThrows) {
+  const std::vector<torch::Tensor> weight{torch::ones({2})};
+  for (const bool maximizes : {true, false}) {
+    for (const std::string& error :
+         {error_of_loading_maximize(mezzo::optim::AdamW(weight), maximizes),
+          error_of_loading_maximize(torch::optim::AdamW(weight), maximizes)}) {
+      EXPECT_EQ(error.find("in C++ does not maximize") != std::string::npos, maximizes) << error;
+    }
+  }
+}
+
 // --- Files of format 1 -------------------------------------------------------------------------
 
 /// data/format_1.pt was written by mezzo 0.2.

@@ -136,6 +136,23 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
   }
 }
 
+TEST(Checkpoint, ViewsAreSavedWithoutTheirStorage) {
+  const Scratch scratch;
+  struct Holder : torch::nn::Module {
+    explicit Holder(const torch::Tensor& large) {
+      register_parameter("view", large.narrow(0, 3, 2));
+      register_buffer("buffer", large.narrow(0, 7, 2));
+    }
+  };
+  const torch::Tensor large = torch::zeros({1 << 20});
+  torch::Tensor view = large.narrow(0, 0, 2);
+  std::vector<torch::Tensor> views{large.narrow(0, 1, 2), large.view({2, -1}).select(1, 5)};
+  auto module = std::make_shared<Holder>(large);
+  TrainingState state;
+  state.add("tensor", view).add("tensors", views).add("module", module);
+  EXPECT_LT(CheckpointManager(scratch.path()).save(state, 0).bytes, 20000U);
+}
+
 TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
   const Scratch scratch;
   torch::nn::Linear model(1, 1);
@@ -151,12 +168,16 @@ TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
   EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("the module holder is empty"));
 }
 
-/// Saves under the names of `saver`, and says what loading into `loader` throws.
+/// Saves under the names of `saver`, and says what each way of loading into `loader` throws.
 std::string error_between(const TrainingState& saver, const TrainingState& loader,
                           const mezzo::LoadOptions& options = {}) {
   const Scratch scratch;
-  const auto file = CheckpointManager(scratch.path()).save(saver, 0).file;
-  return error_of([&] { mezzo::load_checkpoint(file, loader, options); });
+  CheckpointManager checkpoints(scratch.path());
+  const auto file = checkpoints.save(saver, 0).file;
+  std::string error = error_of([&] { mezzo::load_checkpoint(file, loader, options); });
+  EXPECT_EQ(error_of([&] { checkpoints.load_newest(loader, options); }), error);
+  EXPECT_EQ(error_of([&] { checkpoints.load(loader, 0, options); }), error);
+  return error;
 }
 
 TEST(Checkpoint, NamesThatAreMissingOrExtraAreNamed) {
@@ -530,6 +551,16 @@ TEST(Checkpoint, CallablesSaveAndLoadWhatHasNoVariable) {
 
 TEST(Checkpoint, WrongArgumentsAreNamed) {
   int64_t value = 0;
+  at::Generator none;
+  const auto error_of_saving = [](const TrainingState& state) {
+    const Scratch scratch;
+    return error_of([&] { CheckpointManager(scratch.path()).save(state, 0); });
+  };
+  EXPECT_THAT(error_of_saving(TrainingState().add("a", none)),
+              HasSubstr("the generator is undefined"));
+  std::vector<torch::Tensor> undefined{torch::ones({1}), torch::Tensor()};
+  EXPECT_THAT(error_of_saving(TrainingState().add("a", undefined)),
+              HasSubstr("tensor 1 is undefined"));
   EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
               HasSubstr("\"a\" is given twice"));
   EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("name is empty"));

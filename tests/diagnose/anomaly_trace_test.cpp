@@ -225,6 +225,37 @@ TEST(AnomalyTrace, TakesAnInfOfTheOtherSignThanTheMasksForAnAnomaly) {
   EXPECT_EQ(trace.anomalies()[0].frame.op, "aten::neg");
 }
 
+TEST(AnomalyTrace, ReportsATotalOfAMaskThatIsInf) {
+  auto model = traced_model();
+  const auto expect_op = [&](const std::string& op, const auto& total) {
+    AnomalyTrace trace(*model);
+    total(torch::ones({3}).masked_fill(torch::arange(3) == 1, -kInfinity));
+    ASSERT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    EXPECT_EQ(trace.anomalies()[0].frame.op, op);
+  };
+  expect_op("aten::sum", [](const torch::Tensor& masked) { return masked.sum(); });
+  expect_op("aten::mean", [](const torch::Tensor& masked) { return masked.mean(); });
+  expect_op("aten::min", [](const torch::Tensor& masked) { return masked.min(); });
+}
+
+TEST(AnomalyTrace, ReportsWhatNoMaskAsksFor) {
+  auto model = traced_model();
+  const torch::Tensor infinite = torch::full({2}, kInfinity);
+  const torch::Tensor masked = torch::full({2}, -kInfinity);
+  const auto anomaly_of = [&](const torch::Tensor& read, const auto& op) {
+    AnomalyTrace trace(*model);
+    op(read);
+    EXPECT_THAT(trace.anomalies(), SizeIs(1)) << trace;
+    return trace.anomalies().at(0);
+  };
+  const auto softmax = [](const torch::Tensor& row) { row.softmax(0); };
+  const auto doubled = [](const torch::Tensor& row) { row.mul(2); };
+  EXPECT_FALSE(anomaly_of(masked, softmax).arrived) << "NaN, since all of the row is masked";
+  EXPECT_TRUE(anomaly_of(infinite, doubled).arrived);
+  model->named_parameters()["2.bias"].detach().fill_(-kInfinity);
+  EXPECT_THAT(anomaly_of(model->named_parameters()["2.bias"], doubled).why, HasSubstr("2.bias"));
+}
+
 TEST(AnomalyTrace, NamesTheCastThatAConstantDoesNotSurvive) {
   auto model = traced_model();
   AnomalyTrace trace(*model);
@@ -369,6 +400,24 @@ TEST(AnomalyWatch, TwoWakeInTheSameStep) {
   model->forward(torch::ones({3, 4})).mul(0).log().sum().backward();
   telemetry.record(skipped, torch::ones({}));
   EXPECT_EQ(heard, 2);
+}
+
+TEST(AnomalyWatch, RecordThatComesLateDoesNotEndTheTrace) {
+  auto model = traced_model();
+  int heard = 0;
+  mezzo::AnomalyWatch watch(
+      *model, {.skips_in_a_row = 1, .stream = nullptr, .callback = [&](const AnomalyTrace& trace) {
+                 ++heard;
+                 EXPECT_FALSE(trace.anomalies().empty());
+               }});
+  mezzo::TelemetryRecord record;
+  record.skipped = true;
+  watch(record);
+  watch(record);  // of the step before the trace, whose device was slow
+  EXPECT_EQ(heard, 0);
+  model->forward(torch::ones({3, 4})).mul(0).log().sum().backward();
+  watch(record);
+  EXPECT_EQ(heard, 1);
 }
 
 TEST(AnomalyWatch, WakesAfterSkipsInARowAndTellsOfOneStep) {

@@ -389,6 +389,8 @@ TEST(Doctor, SaysWhatItCannotExamine) {
   torch::nn::Sequential empty{torch::nn::ReLU()};
   EXPECT_THAT(error_of([&] { diagnose(empty, rows(), torch::kCPU); }),
               HasSubstr("the model has no parameters"));
+  EXPECT_THAT(error_of([&] { diagnose(torch::nn::Linear(nullptr), rows(), torch::kCPU); }),
+              HasSubstr("the model is an empty holder or a null pointer"));
   const mezzo::Autocast<torch::kCPU> autocast;
   EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCPU); }),
               HasSubstr("outside of Autocast regions"));

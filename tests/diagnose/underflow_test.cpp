@@ -191,6 +191,8 @@ TEST(Underflow, SaysWhatItCannotCount) {
               ThrowsMessage<c10::Error>(HasSubstr("dtype is Int")));
   EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.loss_scale = 0}); },
               ThrowsMessage<c10::Error>(HasSubstr("loss_scale is 0")));
+  EXPECT_THAT([] { UnderflowReport(torch::kHalf, {.samples = 0}); },
+              ThrowsMessage<c10::Error>(HasSubstr("samples is 0")));
   UnderflowReport report(torch::kHalf);
   EXPECT_THAT([&] { mezzo::suggest_loss_scale(report); },
               ThrowsMessage<c10::Error>(HasSubstr("no values; add gradients")));

@@ -279,6 +279,9 @@ TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
     EXPECT_EQ(wide.grad().scalar_type(), torch::kFloat);
     EXPECT_TRUE(torch::equal(wide.grad(),
                              torch::full({3}, 1.F / 3 / 2).to(dtype).mul(2).to(torch::kFloat)));
+    wide.mutable_grad() = Tensor();
+    (wide * 60000).sum().backward();  // times two ranks it is an inf of half
+    EXPECT_TRUE(wide.grad().allclose(torch::full({3}, 60000.F), 0.01)) << wide.grad();
   }
   EXPECT_THAT(
       error_of([] { GradAllReduce({ones()}, alike_ranks(2), {.compress_dtype = torch::kFloat}); }),

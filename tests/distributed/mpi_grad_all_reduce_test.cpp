@@ -7,6 +7,7 @@
 
 #include <functional>
 #include <limits>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,9 +32,9 @@ using test_support::error_of;
 
 /// A weight whose gradient is what it is multiplied by.
 struct OneWeight {
-  explicit OneWeight(at::ScalarType dtype)
+  explicit OneWeight(at::ScalarType dtype, std::optional<at::ScalarType> sent = std::nullopt)
       : weight(torch::zeros({3}, dtype).requires_grad_()),
-        all_reduce({weight}, everyone(), kSmallBuckets) {}
+        all_reduce({weight}, everyone(), {.compress_dtype = sent}) {}
   void backward(double gradient) {
     (weight * torch::full({3}, gradient, weight.scalar_type())).sum().backward();
   }
@@ -74,9 +75,11 @@ TEST(GradAllReduce, GradientsAreAveragesAfterBackward) {
 
 // The loss scale is on the gradients while they are averaged.
 TEST(GradAllReduce, AverageGradientsOfHalfOverflowOnlyWhereTheAverageDoes) {
-  OneWeight one(at::kHalf);
-  one.backward(60'000);
-  one.expect_gradient(60'000);
+  OneWeight half(at::kHalf), compressed(at::kFloat, at::kHalf);
+  for (OneWeight* const one : {&half, &compressed}) {
+    one->backward(60'000);
+    one->expect_gradient(60'000);
+  }
 }
 
 TEST(GradAllReduce, SendsFloatsInTwoBytesWithinTheirRounding) {

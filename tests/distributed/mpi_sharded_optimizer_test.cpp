@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/saved.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
 
@@ -232,11 +233,17 @@ TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
                                                   mezzo::optim::AdamWOptions(0.01));
   model->forward(torch::ones({2, 16})).sum().backward();
   optimizer.step();
-  int64_t elements = 0;
-  for (const auto& [parameter, state] : optimizer.state()) {
-    elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
-  }
-  EXPECT_EQ(elements, 8 * 17 * 16 / ranks->getSize()) << "dealt evenly among 1, 2 and 4";
+  const auto expect_a_share = [&] {
+    int64_t elements = 0;
+    for (const auto& [parameter, state] : optimizer.state()) {
+      elements += static_cast<mezzo::optim::AdamWParamState&>(*state).exp_avg().numel();
+    }
+    EXPECT_EQ(elements, 8 * 17 * 16 / ranks->getSize()) << "dealt evenly among 1, 2 and 4";
+  };
+  expect_a_share();
+  const std::string file = test_support::saved(optimizer);
+  test_support::load(optimizer, mezzo::detail::broadcast_text(ranks, file, 0));
+  expect_a_share();  // after a load too
 }
 
 TEST(ShardedOptimizer, ARankThatOwnsNothingGoesAlong) {

@@ -121,6 +121,10 @@ TEST(ProcessGroupEnvironment, NamesTheVariableThatIsMissingOrWrong) {
               HasSubstr("RANK must be a number from 0 to 1, but is \"2\""));
   EXPECT_THAT(error_with(with_master({{"RANK", "0"}, {"WORLD_SIZE", "2x"}})),
               HasSubstr("WORLD_SIZE must be a number"));
+  for (const std::string wrong : {"0", "-1", "99999999999", "x", " 2"}) {
+    EXPECT_THAT(error_with(with_master({{"RANK", "0"}, {"WORLD_SIZE", wrong}})),
+                HasSubstr("WORLD_SIZE must be a number"));
+  }
   EXPECT_THAT(error_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}}),
               HasSubstr("MASTER_ADDR is not set"));
   EXPECT_THAT(

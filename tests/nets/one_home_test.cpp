@@ -60,7 +60,8 @@ GradScaler quiet_scaler(bool enabled = true) {
 class Loop {
  public:
   Loop(const Keeper& keeper, bool enabled)
-      : parameters{weight(keeper.dtype), weight(keeper.dtype)},
+      : is_split(keeper.is_split),
+        parameters{weight(keeper.dtype), weight(keeper.dtype)},
         owned(keeper.make(parameters)),
         optimizer(owned.any()),
         scaler(quiet_scaler(enabled)) {}
@@ -76,6 +77,7 @@ class Loop {
   }
   float value(std::size_t i) const { return value_of(parameters[i]); }
 
+  bool is_split;
   std::vector<torch::Tensor> parameters;
   OwnedOptimizer owned;
   AnyOptimizer optimizer;
@@ -83,8 +85,9 @@ class Loop {
 };
 
 /// Calls `test` for every way to keep weights, with a scaler that is enabled and one that is not.
-void for_each_loop(const std::function<void(Loop&)>& test) {
-  for (const Keeper& keeper : keepers()) {
+void for_each_loop(const std::function<void(Loop&)>& test,
+                   const std::vector<Keeper>& all = keepers()) {
+  for (const Keeper& keeper : all) {
     for (const bool enabled : {true, false}) {
       SCOPED_TRACE(testing::Message()
                    << keeper.name << ", the scaler is " << (enabled ? "enabled" : "disabled"));
@@ -132,6 +135,122 @@ TEST(OneHomeOfGradients, AStepLeavesGradientsAsTheyWereOrZeroOnRequest) {
           }
         }
       }
+    }
+  }
+}
+
+TEST(GradScalerStep, ZeroGradClearsGradientsOfEveryStep) {
+  for (const double first : {48.0, kInfinity}) {
+    for_each_loop([first](Loop& loop) {
+      loop.backward(first, 17);
+      const bool applied = first == 48 || !loop.scaler.is_enabled();
+      EXPECT_EQ(loop.step({.zero_grad = true}), applied);
+      for (const torch::Tensor& parameter : loop.parameters) {
+        EXPECT_TRUE(parameter.grad().equal(torch::zeros_like(parameter.grad())));
+      }
+    });
+  }
+}
+
+TEST(GradScalerStep, ShownMastersHaveTheGradientUntilTheStep) {
+  for (const double first : {48.0, kInfinity}) {
+    for_each_loop([first](Loop& loop) {
+      if (loop.is_split) return;
+      const std::vector<torch::Tensor> masters = master_params(loop.optimizer);
+      loop.backward(first, 17);
+      loop.scaler.unscale_(loop.optimizer);
+      std::vector<torch::Tensor> written;
+      for (const std::size_t i : {0U, 1U}) {
+        const torch::Tensor& parameter = loop.parameters[i];
+        EXPECT_EQ(parameter.grad().scalar_type(), torch::kFloat);
+        EXPECT_TRUE(masters[i].grad().is_same(parameter.grad()));
+        written.insert(written.end(), {parameter, parameter.grad(), masters[i]});
+      }
+      std::vector<int64_t> versions;
+      for (const torch::Tensor& one : written) versions.push_back(one._version());
+      const bool applied = loop.step({.zero_grad = true});
+      const bool is_fused = dynamic_cast<mezzo::optim::SGD*>(loop.owned.inner.get()) != nullptr;
+      for (std::size_t i = 0; applied && is_fused && i < written.size(); ++i) {
+        EXPECT_GT(written[i]._version(), versions[i]) << "autograd sees writes by it: " << i;
+      }
+      for (const std::size_t i : {0U, 1U}) {
+        if (masters[i].is_same(loop.parameters[i])) continue;
+        EXPECT_FALSE(masters[i].grad().defined()) << "a master keeps no memory of gradients";
+      }
+    });
+  }
+}
+
+TEST(GradScalerStep, SharedGradientIsClippedOnce) {
+  std::vector<Keeper> all = keepers();  // each in double too, where it has no 16 bits
+  for (const Keeper& keeper : keepers()) {
+    if (keeper.dtype == torch::kFloat)
+      all.push_back({keeper.name, torch::kDouble, false, keeper.make});
+  }
+  const auto expect_once = [](Loop& loop) {
+    (void)loop.scaler.scale(torch::zeros({}));
+    const double scale = loop.scaler.get_scale();
+    const torch::Tensor shared = torch::full_like(loop.parameters[0].detach(), 4 * scale);
+    for (const torch::Tensor& parameter : loop.parameters) parameter.mutable_grad() = shared;
+    EXPECT_TRUE(loop.step({.max_norm = 1}));
+    for (const std::size_t i : {0U, 1U}) EXPECT_NEAR(loop.value(i), -std::sqrt(0.5), 0.01);
+  };
+  for_each_loop(expect_once, all);
+}
+
+TEST(GradScalerStep, ClippingByANanNormGivesNan) {
+  for_each_loop([](Loop& loop) {
+    loop.backward(std::nan(""), 1);
+    const bool applied = loop.step({.max_norm = 1});
+    EXPECT_EQ(applied, !loop.scaler.is_enabled()) << "as clip_grad_norm_ and step";
+    for (const std::size_t i : {0U, 1U}) EXPECT_EQ(std::isnan(loop.value(i)), applied);
+  });
+}
+
+TEST(GradScalerStep, InfFoundByUnscaleSkipsARepairedGradient) {
+  for_each_loop([](Loop& loop) {
+    if (!loop.scaler.is_enabled()) return;
+    loop.backward(kInfinity, 1);
+    loop.scaler.unscale_(loop.optimizer);
+    for (const torch::Tensor& parameter : loop.parameters) parameter.mutable_grad().fill_(1);
+    EXPECT_FALSE(loop.step());
+    EXPECT_EQ(loop.value(0), 0);
+    EXPECT_EQ(loop.scaler.get_scale(), kScale / 2);
+  });
+}
+
+// Each clears the note that the one before made.
+TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
+  struct Throwing : mezzo::optim::SGD {
+    using SGD::SGD;
+    void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict,
+               const mezzo::StepOptions& options) override {
+      if (throws) throw std::runtime_error("a collective failed");
+      SGD::apply(std::move(plan), verdict, options);
+    }
+    torch::Tensor master_param(const torch::Tensor& parameter) override {
+      if (throws) throw std::runtime_error("no memory");
+      return SGD::master_param(parameter);
+    }
+    bool throws = true;
+  };
+  for (const double bad : {1.0, kInfinity}) {
+    for (const bool unscales : {false, true}) {
+      const torch::Tensor parameter = weight();
+      Throwing optimizer({parameter}, 1.0, {.weight_storage = WeightStorage::master});
+      GradScaler scaler = quiet_scaler();
+      const auto step = [&] {
+        if (unscales) scaler.unscale_(optimizer);
+        return scaler.step(optimizer).ran();
+      };
+      scaler.scale((parameter * bad).sum().to(torch::kFloat)).backward();
+      EXPECT_THROW(step(), std::runtime_error);
+      optimizer.throws = false;
+      parameter.mutable_grad() = torch::full({1}, 2 * kScale);
+      EXPECT_TRUE(step());
+      scaler.update();
+      EXPECT_EQ(value_of(parameter), -2);
+      EXPECT_EQ(scaler.get_scale(), kScale);
     }
   }
 }

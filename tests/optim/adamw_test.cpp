@@ -95,16 +95,6 @@ TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
   EXPECT_EQ(state.step(), 2);
 }
 
-TEST(AdamW, StaysAsItWasWhereTheRatesOfAFileAreNoRates) {
-  TwoGroups other({1, 1}, 0.5, 4);
-  other.optimizer.param_groups()[1].options().set_lr(-1);
-  TwoGroups loaded({1, 1}, 0.1, 2);
-  EXPECT_THAT([&] { loaded.load(other.file()); }, ThrowsMessage<c10::Error>(HasSubstr("lr is -1")));
-  EXPECT_EQ(loaded.lr(0), 0.1);
-  EXPECT_EQ(loaded.lr(1), 0.1);
-  EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
-}
-
 // Else a run that is taken back to its start would keep the moments of the steps it took.
 TEST(AdamW, KeepsNoStateThatAFileLacks) {
   TwoGroups loaded({1, 1}, 0.1, 0);
@@ -113,25 +103,6 @@ TEST(AdamW, KeepsNoStateThatAFileLacks) {
   trained.load(at_the_start);
   EXPECT_TRUE(trained.optimizer.state().empty());
   EXPECT_EQ(trained.optimizer.applied_steps(), 0);
-}
-
-TEST(AdamW, CastsLoadedMomentsToTheParametersDtypeAndLayout) {
-  const auto row_major = torch::randn({4, 6}, torch::kDouble).requires_grad_();
-  const auto column_major = row_major.detach().to(torch::kFloat).t().contiguous().t();
-  ASSERT_NE(row_major.strides(), column_major.strides());
-  AdamW first({row_major});
-  row_major.mutable_grad() = torch::randn({4, 6}, torch::kDouble);
-  first.step();
-  std::stringstream archive;
-  torch::save(first, archive);
-  AdamW second({column_major});
-  torch::load(second, archive);
-  column_major.copy_(row_major.detach());
-  row_major.mutable_grad() = torch::randn({4, 6}, torch::kDouble);
-  column_major.mutable_grad() = row_major.grad().to(torch::kFloat);
-  first.step();
-  second.step();
-  EXPECT_TRUE(torch::allclose(column_major, row_major.to(torch::kFloat), 1e-5, 1e-6));
 }
 
 TEST(AdamWMemory, RefusesParametersWithGapsAndWritesNothing) {

@@ -166,6 +166,7 @@ TEST(Ema, RefusesWhatItCannotAverage) {
   EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
   EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
   EXPECT_THAT(error_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
+  EXPECT_THAT(error_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
   EXPECT_THAT(error_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
   EXPECT_THAT(error_of([&] {
                 Ema({parameter}, {.masters = given({parameter, parameter})});
@@ -190,6 +191,20 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_THAT(error_of([&] { torch::load(other, stream); }),
               HasSubstr("the average float32 [2] on cpu"));
   EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
+  Ema wide({torch::zeros({2}, torch::kDouble)}), two({weight({0, 0}), weight({0})});
+  for (const auto& [one, words] : {std::pair(&wide, "whose own is float64 [2]"),
+                                   std::pair(&two, "has 1 averages, and this Ema 2")}) {
+    stream.seekg(0);
+    EXPECT_THAT(error_of([&] { torch::load(*one, stream); }), HasSubstr(words));
+  }
+  for (const c10::IValue& value : {c10::IValue(), c10::IValue(torch::ones({2}))}) {
+    torch::serialize::OutputArchive archive;
+    archive.write(value.isNone() ? "weights" : "averages", value);
+    std::stringstream of_another;
+    archive.save_to(of_another);
+    EXPECT_THAT(error_of([&] { torch::load(loaded, of_another); }), HasSubstr("is not that of an"));
+  }
+  EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
 
 TEST(EmaScope, PutsAveragesInAndTheVeryMemoryBack) {

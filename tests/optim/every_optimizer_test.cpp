@@ -60,19 +60,43 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
-  std::vector<std::pair<Options, std::string>> bad{
-      {Options(-1.0), "lr is -1"},
-      {Options(kNan), "lr is nan"},
-      {Options(0.5).weight_decay(-1), "weight_decay is -1"}};
-  if constexpr (requires(Options any) { any.eps(1.0); }) {
-    bad.emplace_back(Options(0.5).eps(-2), "eps is -2");
-  }
-  if constexpr (requires(Options any) { any.momentum(1.0); }) {
-    bad.emplace_back(Options(0.5).momentum(-2), "momentum is -2");
+  std::vector<std::pair<Options, std::string>> bad;
+  for (const auto& [value, text] : {std::pair(-1.0, "-1"), std::pair(kNan, "nan")}) {
+    const auto add = [&bad, text = std::string(text)](Options options, const std::string& name) {
+      bad.emplace_back(std::move(options), name + " is " + text);
+    };
+    add(Options(value), "lr");
+    add(Options(0.5).weight_decay(value), "weight_decay");
+    if constexpr (requires(Options any) { any.eps(1.0); }) add(Options(0.5).eps(value), "eps");
+    if constexpr (requires(Options any) { any.momentum(1.0); }) {
+      add(Options(0.5).momentum(value), "momentum");
+    }
   }
   if constexpr (requires(Options any) { any.betas(); }) {
-    bad.emplace_back(Options(0.5).betas({1.0, 0.5}), "betas are 1 and 0.5");
-    bad.emplace_back(Options(0.5).betas({0.5, -0.5}), "betas are 0.5 and -0.5");
+    for (const double beta : {-0.5, 1.0, 2.0, kNan}) {
+      const std::string text = (std::ostringstream() << beta).str();
+      bad.emplace_back(Options(0.5).betas({beta, 0.25}), "betas are " + text + " and 0.25");
+      bad.emplace_back(Options(0.5).betas({0.25, beta}), "betas are 0.25 and " + text);
+    }
+  }
+  if constexpr (requires(Options any) { any.ns_steps(1); }) {
+    bad.emplace_back(Options(0.5).ns_steps(-1),
+                     "ns_steps is -1. Number of steps must be less "
+                     "than 100 for computational efficiency");
+    bad.emplace_back(Options(0.5).ns_steps(100),
+                     "ns_steps is 100. Number of steps must be less "
+                     "than 100 for computational efficiency");
+    bad.emplace_back(Options(0.5).adjust_lr_fn("none"), "function none is not supported");
+  }
+  if constexpr (requires(Options any) { any.dampening(1); }) {
+    bad.emplace_back(Options(0.5).dampening(kNan), "dampening is nan");
+    bad.emplace_back(Options(0.5).nesterov(true), "momentum 0 and dampening 0");
+    bad.emplace_back(Options(0.5).nesterov(true).momentum(0.5).dampening(0.5),
+                     "momentum 0.5 and dampening 0.5");
+  }
+  if constexpr (std::same_as<typename TypeParam::Optimizer, mezzo::optim::AdamW8bit>) {
+    bad.emplace_back(Options(0.5).amsgrad(true),
+                     "amsgrad is true, for which there is no format of 8 bits");
   }
   for (const auto& [options, words] : bad) {
     const std::string made =
@@ -80,6 +104,22 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
     EXPECT_EQ(error_of([&] { optimizer.add_param_group(this->group(options)); }), made);
     EXPECT_THAT(made, HasSubstr(words + "; "));
     EXPECT_EQ(optimizer.param_groups().size(), 1U);
+    auto& own = static_cast<Options&>(optimizer.param_groups()[0].options());
+    const Options good = std::exchange(own, options);  // between two steps
+    const torch::Tensor& weight = optimizer.param_groups()[0].params()[0];
+    weight.mutable_grad() = torch::ones({2, 2});
+    EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(words + "; "));
+    EXPECT_TRUE(weight.equal(torch::ones({2, 2})));
+    if constexpr (requires { typename TypeParam::Optimizer::State; }) {
+      std::stringstream file;  // as libtorch's optimizers write it: unchecked
+      torch::serialize::OutputArchive archive;
+      torch::optim::serialize<typename TypeParam::Optimizer::State, Options>(archive, optimizer);
+      archive.save_to(file);
+      own = good;
+      EXPECT_THAT(error_of([&] { torch::load(optimizer, file); }), HasSubstr(words + "; "));
+      EXPECT_TRUE(own == good) << "what was there before";
+    }
+    own = good;
   }
   optimizer.add_param_group(this->group(Options(0.25)));
   ASSERT_EQ(optimizer.param_groups().size(), 2U);
@@ -251,6 +291,10 @@ TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
     EXPECT_LE(optimizer.state().size(), 2U);
     place.mutable_grad() = torch::full({2, 2}, 64.0);  // moments that the next parameter would feel
     optimizer.step();
+    EXPECT_LE(optimizer.state().size(), 1U) << "of a parameter that is gone nothing stays";
+    std::stringstream file;  // states that are loaded go with their parameters too
+    torch::save(optimizer, file);
+    torch::load(optimizer, file);
   }
 }
 

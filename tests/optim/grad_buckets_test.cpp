@@ -212,7 +212,8 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
   }
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters);
-  for (const Tensor& bad : {torch::ones({4}, torch::kLong), torch::ones({4}).to_sparse()}) {
+  for (const Tensor& bad : {torch::ones({4}, torch::kLong), torch::ones({4}).to_sparse(),
+                            torch::ones({2, 2}), torch::ones({4}, torch::kMeta)}) {
     // libtorch checks a gradient's dtype itself where it is set by its own calls.
     parameters[1].mutable_grad() = bad;
     EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }),
@@ -220,6 +221,11 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
   }
   parameters[1].mutable_grad() = torch::ones({4});
   EXPECT_EQ(sum_of_squares(buckets), 4);
+  const auto parameter = leaf({4});
+  GradBuckets own({parameter});
+  parameter.set_data(torch::ones({2, 2}));
+  parameter.mutable_grad() = torch::ones({4});
+  EXPECT_THAT(error_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
 }
 
 TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
@@ -232,6 +238,13 @@ TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
   EXPECT_THAT(error_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is no leaf"));
   EXPECT_THAT(error_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
               HasSubstr("float32, float64, bfloat16 or float16"));
+  EXPECT_THAT(error_of([&] { GradBuckets({torch::ones({3}).to_sparse()}); }),
+              HasSubstr("should be dense"));
+  const Tensor inference = [] {
+    const c10::InferenceMode mode;
+    return torch::ones({3});
+  }();
+  EXPECT_THAT(error_of([&] { GradBuckets({inference}); }), HasSubstr("under c10::InferenceMode"));
   EXPECT_THAT(error_of([&] { GradBuckets({twice}, {.bucket_bytes = 0}); }),
               HasSubstr("bucket_bytes is 0"));
 }

@@ -389,22 +389,6 @@ TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   EXPECT_TRUE(torch::equal(parameter, before));
 }
 
-TEST(StatesOfMezzo, OfAnotherShapeAreRefusedBeforeAnyIsMade) {
-  const auto first = some_parameter(1);
-  const auto second = some_parameter(2);
-  mezzo::optim::AdamW optimizer({first, second});
-  const auto step = [&] {
-    first.mutable_grad() = torch::ones_like(first);
-    second.mutable_grad() = torch::ones_like(second);
-    optimizer.step();
-  };
-  step();
-  optimizer.state().erase(first.unsafeGetTensorImpl());
-  state_of<torch::optim::AdamWParamState>(optimizer, second).exp_avg_sq(torch::ones({2}));
-  EXPECT_THAT(step, ThrowsMessage<c10::Error>(HasSubstr("has a moment of the shape [2]")));
-  EXPECT_EQ(optimizer.state().count(first.unsafeGetTensorImpl()), 0U) << "nothing was begun";
-}
-
 // --- The same answers, and files that go both ways.
 
 /// Parameters of several shapes, and a second set of equal values, which get the same gradients.
@@ -515,15 +499,6 @@ TEST(SGD, BeginsABufferAsTorchDoesWhenMomentumIsTurnedOnLater) {
     twins.step(ours, theirs, 3);
     EXPECT_LT(twins.difference(), 1e-14) << momentum;
   }
-}
-
-TEST(SGD, RefusesNesterovWithoutMomentumOrWithDampening) {
-  const std::vector<torch::Tensor> x{torch::ones({1})};
-  EXPECT_THAT([&] { mezzo::optim::SGD(x, SGDOptions(1).nesterov(true)); },
-              ThrowsMessage<c10::Error>(HasSubstr("it needs a positive momentum")));
-  EXPECT_THAT(
-      [&] { mezzo::optim::SGD(x, SGDOptions(1).momentum(0.9).dampening(0.1).nesterov(true)); },
-      ThrowsMessage<c10::Error>(HasSubstr("dampening 0.1")));
 }
 
 }  // namespace

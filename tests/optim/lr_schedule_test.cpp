@@ -14,12 +14,16 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
+#include "../support/keepers.h"
 #include "../support/saved.h"
 #include "../support/special_values.h"
+#include "../support/throwing_sgd.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -168,22 +172,26 @@ mezzo::GradScaler scaler_of_four() {
 
 TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  const auto warned = [](auto&& optimizer, double slope) {
+  const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
     const test_support::Warnings warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
     mezzo::GradScaler scaler = scaler_of_four();
-    scaler.scale(parameter.mul(slope).sum()).backward();
-    scaler.step(optimizer, {});
-    scaler.update();
-    schedule.step();
+    for (const double slope : slopes) {
+      optimizer.zero_grad();
+      scaler.scale(parameter.mul(slope).sum()).backward();
+      scaler.step(optimizer, {});
+      scaler.update();
+      schedule.step();
+    }
     return warnings.texts;
   };
   const double inf = std::numeric_limits<double>::infinity();
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), inf),
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf}),
               ElementsAre(HasSubstr("schedule.step(result)")));
-  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), 1), ElementsAre());
-  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), inf), ElementsAre());
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {inf, 1, 1}).size(), 1U) << "of the first";
+  EXPECT_THAT(warned(torch::optim::SGD({weight()}, 1.0), {1}), ElementsAre());
+  EXPECT_THAT(warned(mezzo::optim::SGD({weight()}, 1.0), {inf}), ElementsAre());
 }
 
 TEST(LrSchedule, KeepsEachGroupsBaseAndTakesInGroupsThatComeLater) {
@@ -586,6 +594,29 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
   const std::string tensor = saved(torch::ones({2}));
   EXPECT_THAT([&] { load(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
+  const std::vector<double> rates{1.0};
+  for (const auto& [steps, lrs, words] :
+       std::vector<std::tuple<c10::IValue, c10::IValue, std::string>>{
+           {2, c10::IValue(), "is not that of a schedule"},
+           {2.0, rates, "is not that of a schedule"},
+           {2, 1.0, "is not that of a schedule"},
+           {-1, rates, "has -1 applied steps"},
+           {2, std::vector<double>{kNan}, "the learning rates nan"}}) {
+    torch::serialize::OutputArchive archive;
+    archive.write("applied_steps", steps);
+    if (!lrs.isNone()) archive.write("base_lrs", lrs);
+    std::ostringstream bytes;
+    archive.save_to(bytes);
+    EXPECT_THAT([&] { load(schedule, bytes.str()); }, ThrowsMessage<c10::Error>(HasSubstr(words)));
+  }
+  mezzo::optim::SGD mezzos({weight()}, 1.0);
+  EXPECT_THAT(
+      [&] {
+        mezzos.set_base_lrs({1.0, 2.0});
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("there are 2 rates for 1 param groups")));
+  EXPECT_EQ(schedule.applied_steps(), 1);
+  EXPECT_THAT(schedule.lrs(), ElementsAre(0.75));
 }
 
 // --- A schedule as a table, indexed by the steps that were applied.
@@ -595,6 +626,39 @@ Verdict verdict_of(bool found_inf) {
 }
 
 /// Steps of SGD with gradient 1: how far each one went.
+TEST(LrFactors, StepEveryWayToKeepWeights) {
+  for (const test_support::Keeper& keeper : test_support::keepers()) {
+    const torch::Tensor parameter = torch::zeros({2}, keeper.dtype).requires_grad_();
+    const test_support::OwnedOptimizer owned = keeper.make({parameter});
+    mezzo::optim::FusedOptimizer* const optimizer = owned.any().mezzos();
+    if (optimizer == nullptr) continue;
+    SCOPED_TRACE(keeper.name);
+    optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
+    double expected = 0;
+    for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // and nobody shows the rates
+      parameter.mutable_grad() = torch::ones_like(parameter.detach());
+      (void)owned.any().step();
+      expected -= factor;
+      EXPECT_EQ(parameter[0].item<double>(), expected);
+      EXPECT_EQ(owned.inner->param_groups()[0].options().get_lr(), 1.0) << "as it was shown";
+    }
+  }
+}
+
+TEST(LrFactors, InnerStepThatThrewLeavesTheShownRate) {
+  const torch::Tensor parameter = torch::zeros({2}, torch::kBFloat16).requires_grad_();
+  test_support::ThrowingSgd inner({parameter}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  masters.set_lr_factors({1.0, 0.5, 0.25});
+  for (const bool throws : {false, true, false}) {
+    inner.throws = throws;
+    parameter.mutable_grad() = torch::ones_like(parameter.detach());
+    EXPECT_EQ(test_support::throws([&] { masters.step(); }), throws);
+    EXPECT_EQ(inner.param_groups()[0].options().get_lr(), 1.0);
+  }
+  EXPECT_EQ(parameter[0].item<double>(), -1.5);
+}
+
 class Distances : public testing::TestWithParam<bool> {
  protected:
   double step(bool found_inf = false) {

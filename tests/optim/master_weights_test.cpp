@@ -379,22 +379,6 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
   EXPECT_EQ(all[2][0].item<float>(), -1.0F);
 }
 
-TEST(MasterWeightsStep, ConvertsStateThatIsOf16Bits) {
-  const auto x = torch::ones({2}, torch::kBFloat16).requires_grad_();
-  const auto moments_of = [&](const torch::optim::AdamW& adam) {
-    return state_of<torch::optim::AdamWParamState>(adam, x);
-  };
-  torch::optim::AdamW inner({x}, torch::optim::AdamWOptions(1e-3));
-  x.mutable_grad() = torch::ones_like(x);
-  inner.step();
-  ASSERT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kBFloat16);
-  MasterWeights optimizer(inner);
-  optimizer.step();
-  EXPECT_EQ(moments_of(inner).exp_avg().scalar_type(), torch::kFloat);
-  EXPECT_EQ(moments_of(inner).exp_avg_sq().scalar_type(), torch::kFloat);
-  EXPECT_EQ(moments_of(inner).step(), 2);
-}
-
 TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   const auto error_with = [](Optimizer&& inner) {
     return test_support::error_of([&] { MasterWeights optimizer(inner); });

@@ -285,11 +285,16 @@ Verdict verdict_of(bool found_inf, double norm) {
 
 /// Twelve steps of both ways, every third of which is skipped.
 template <class Optimizer, class Options>
-void expect_same_steps(const Options& options) {
-  const auto ours = parameters();
-  const auto aten = parameters();
-  Optimizer left(ours, options);
-  Optimizer right(aten, options);
+void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFloat) {
+  const auto cast = [dtype](std::vector<torch::Tensor> all) {
+    for (torch::Tensor& one : all) one = one.detach().to(dtype);
+    return all;
+  };
+  const auto ours = cast(parameters());
+  const auto aten = cast(parameters());
+  const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
+  Optimizer left(ours, options, masters);
+  Optimizer right(aten, options, masters);
   for (int i = 0; i < 12; ++i) {
     std::vector<torch::Tensor> given;
     for (std::size_t k = 0; k < ours.size(); ++k) {
@@ -311,7 +316,10 @@ void expect_same_steps(const Options& options) {
     }
   }
   for (std::size_t k = 0; k < ours.size(); ++k) {
-    EXPECT_TRUE(torch::allclose(ours[k], aten[k], 1e-5, 1e-5)) << k;
+    const auto master = left.master_param(ours[k]), of_aten = right.master_param(aten[k]);
+    EXPECT_EQ(of_aten.scalar_type(), torch::kFloat);
+    EXPECT_TRUE(torch::allclose(master, of_aten, 1e-5, 1e-5)) << k;
+    EXPECT_TRUE(aten[k].equal(of_aten.to(dtype))) << k;
   }
   std::stringstream archive;  // the counts come home
   torch::save(right, archive);
@@ -345,6 +353,31 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForSgd) {
   expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9).nesterov(true));
 }
 
+TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    expect_same_steps<mezzo::optim::AdamW>(AdamWOptions(1e-2).amsgrad(true), dtype);
+    expect_same_steps<mezzo::optim::Adam>(mezzo::optim::AdamOptions(1e-2), dtype);
+    expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2).momentum(0.9), dtype);
+    expect_same_steps<mezzo::optim::SGD>(SGDOptions(1e-2), dtype);
+  }
+}
+
+TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
+  const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
+    EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
+                ThrowsMessage<c10::Error>(HasSubstr("split_master and stochastic need mezzo's k")));
+    EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
+    EXPECT_EQ(optimizer.applied_steps(), 0);
+  };
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
+    const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+    const auto x = with_gradient({1, 2}, torch::kBFloat16);
+    expect_refused(AdamW({x}, AdamWOptions(0.5), weights), x);
+    expect_refused(mezzo::optim::Adam({x}, mezzo::optim::AdamOptions(0.5), weights), x);
+    expect_refused(SGD({x}, SGDOptions(0.5), weights), x);
+  }
+}
+
 TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   const auto gradient = torch::full({3}, 8.0F);
   const auto x = torch::ones({3});
@@ -356,14 +389,6 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   optimizer.apply_with_aten(optimizer.plan(), {number(0.125), number(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
-}
-
-TEST(AtenStep, RefusesDampeningWhichItCannotDo) {
-  const auto x = torch::ones({2});
-  x.mutable_grad() = torch::ones({2});
-  mezzo::optim::SGD sgd({x}, mezzo::optim::SGDOptions(1).momentum(0.9).dampening(0.1));
-  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
-  EXPECT_TRUE(torch::equal(x, torch::ones({2})));
 }
 
 template <class Optimizer>

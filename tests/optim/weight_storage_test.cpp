@@ -20,6 +20,7 @@
 #include <limits>
 #include <memory>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -28,6 +29,7 @@
 #include "../support/same_bits.h"
 #include "../support/saved.h"
 #include "../support/state_of.h"
+#include "../support/throwing_sgd.h"
 #include "../support/warnings.h"
 
 namespace {
@@ -450,18 +452,6 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 
-TEST(KeptWeights, OfADtypeThatSomebodySetAreConverted) {
-  const auto parameter = torch::ones({1000}, torch::kBFloat16).requires_grad_();
-  AdamW optimizer({parameter}, AdamWOptions(0), {.weight_storage = WeightStorage::master});
-  set_gradient(parameter, 0);
-  optimizer.step();
-  auto& state = state_of<AdamWParamState>(optimizer, parameter);
-  state.master(state.master().to(torch::kHalf));
-  optimizer.step();
-  EXPECT_TRUE(torch::equal(state.master(), torch::ones({1000})));
-  EXPECT_TRUE(torch::equal(parameter, torch::ones({1000}, torch::kBFloat16)));
-}
-
 // --- Weights of 16 bits that somebody writes between two steps: the next step goes on from what
 // was written.
 
@@ -642,6 +632,40 @@ TEST(WrittenWeights, AtTheirMastersWin) {
     step(optimizer, {parameter}, 0);
     EXPECT_TRUE(master.equal(torch::full({kSize}, 3.0))) << "what was written later wins";
   }
+}
+
+// A caller that has held a master since some earlier step has not written it.
+TEST(WrittenWeights, BeatMastersShownBefore) {
+  for (const Keeper& keeper : keepers_of_16_bits()) {
+    if (keeper.is_split) continue;
+    SCOPED_TRACE(keeper.name);
+    const Tensor parameter = torch::ones({kSize}, keeper.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = keeper.make({parameter});
+    const Tensor master = mezzo::master_params(optimizer.any())[0];
+    for (const float value : {3.0F, 5.0F, 7.0F}) {
+      step(optimizer, {parameter}, 0.25);
+      const torch::NoGradGuard no_grad;
+      parameter.fill_(value);
+      step(optimizer, {parameter}, 1);
+      EXPECT_TRUE(parameter.equal(torch::full({kSize}, value - 1, keeper.dtype)));
+      EXPECT_TRUE(master.equal(torch::full({kSize}, value - 1)));
+    }
+  }
+}
+
+TEST(WrittenWeights, AfterAStepThatThrewBeatMastersShownBefore) {
+  const Tensor parameter = torch::ones({kSize}, torch::kBFloat16).requires_grad_();
+  test_support::ThrowingSgd inner({parameter}, 1.0);
+  mezzo::MasterWeights masters(inner);
+  const Tensor master = mezzo::master_params(masters)[0];
+  const torch::NoGradGuard no_grad;
+  parameter.mutable_grad() = torch::ones_like(parameter);
+  for (const bool throws : {true, false}) {
+    inner.throws = throws;
+    parameter.fill_(throws ? 3 : 5);
+    EXPECT_EQ(test_support::throws([&] { masters.step(); }), throws);
+  }
+  EXPECT_TRUE(parameter.equal(torch::full({kSize}, 4, torch::kBFloat16)));
 }
 
 }  // namespace

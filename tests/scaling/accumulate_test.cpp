@@ -299,6 +299,32 @@ TEST_F(AccumulateIfFinite, TakesSparseGradients) {
   EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 6);
 }
 
+TEST_F(AccumulateIfFinite, SparseEntriesThatAddUpToInfAreDropped) {
+  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+  const auto run_twice_at = [&](int64_t first, int64_t second) {
+    return accumulate_if_finite(embedding->parameters(), [&] {
+      (embedding->forward(torch::tensor({first, second})) * 2e38).sum().backward();
+    });
+  };
+  EXPECT_FALSE(run_twice_at(1, 2));
+  EXPECT_TRUE(run_twice_at(3, 3)) << "4e38 in one place";
+  EXPECT_FALSE(run_twice_at(0, 3));
+  EXPECT_TRUE(embedding->weight.grad().to_dense().isfinite().all().item<bool>());
+}
+
+TEST_F(AccumulateIfFinite, ForgetsABadMicroBatchOnceItWasReplaced) {
+  a_ = torch::ones({3}, torch::kHalf).requires_grad_();
+  EXPECT_TRUE(run(kNan, 1));
+  for (const float gradient : {40000.0F, 40000.0F, 1.0F}) EXPECT_FALSE(run(gradient, 1));
+  expect_all(a_.grad(), kInfinity);
+  expect_all(b_.grad(), 3);
+  for (int i = 0; i < 10; ++i) {  // nor does it keep the parameters of models that are gone
+    a_ = torch::ones({3}).requires_grad_();
+    EXPECT_TRUE(run(kNan, 1));
+  }
+  EXPECT_LE(mezzo::detail::holders_of_bad_gradients().size(), 2U);
+}
+
 TEST_F(AccumulateIfFinite, SaysWhatIsWrongWithItsArguments) {
   EXPECT_NE(test_support::error_of([&] {
               accumulate_if_finite({a_}, nullptr);

@@ -335,6 +335,15 @@ TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
               HasSubstr("growth_interval is -1"));
 }
 
+TEST(GradScaler, ANewScaleForNoScaleThrows) {
+  auto scaler = quiet_scaler(LossScale::none());
+  for (const auto& error : {error_of([&] { scaler.update(2.0); }),
+                            error_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
+    EXPECT_THAT(error, HasSubstr("this scaler has LossScaleKind::none"));
+  }
+  EXPECT_EQ(scaler.get_scale(), 1);
+}
+
 TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
   GradScaler scaler(LossScale::fixed(2));
   EXPECT_THAT(error_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
@@ -386,6 +395,17 @@ TEST(GradScaler, TellsOfASkipOnce) {
   EXPECT_EQ(lines, (std::vector<std::string>{
                        "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss "
                        "scale to 32768.0"}));
+}
+
+TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
+  int told = 0;
+  OneWeight one;
+  one.scaler.on_skip([&told](const mezzo::SkippedStep&) { ++told; });
+  set_gradient(one.x, {kInfinity});
+  one.scaler.unscale_(one.optimizer);
+  one.scaler.update();
+  EXPECT_EQ(told, 1);
+  EXPECT_EQ(one.scaler.get_scale(), 512);
 }
 
 TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
@@ -592,15 +612,6 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
   EXPECT_EQ(scaler.get_scale(), 1.0);
   EXPECT_TRUE(scaler.state_dict().empty());
   scaler.load_state_dict({{"nonsense", 1}});
-}
-
-TEST(GradScaler, SpreadsANanByClippingWhereItIsDisabledAsLibtorchsClippingDoes) {
-  GradScaler scaler({.enabled = false});
-  auto x = parameter({1, 1});
-  auto optimizer = sgd({x});
-  set_gradient(x, {std::nanf(""), 1});
-  EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1}).ran());
-  EXPECT_TRUE(x.isnan().all().item<bool>());
 }
 
 TEST(GradScaler, MovesWithItsState) {
@@ -850,29 +861,44 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
   EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
 }
 
-TEST(GradScalerState, RefusesABadStateAndStaysAsItWas) {
-  GradScaler scaler(unusual_options());
-  run(scaler, {1, 1});
-  const auto before = scaler.state_dict();
-  const auto error_with = [&](const std::string& key, double value) {
-    auto state = before;
-    state[key] = value;
-    return error_of([&] { scaler.load_state_dict(state); });
-  };
-  EXPECT_THAT(error_with("scale", 0), HasSubstr("scale is 0"));
-  EXPECT_THAT(error_with("scale", 4096), HasSubstr("scale is 4096"));
-  EXPECT_THAT(error_with("scale", std::nan("")), HasSubstr("scale is nan"));
-  EXPECT_THAT(error_with("growth_factor", 1), HasSubstr("growth_factor is 1"));
-  EXPECT_THAT(error_with("backoff_factor", 0), HasSubstr("backoff_factor is 0"));
-  EXPECT_THAT(error_with("growth_interval", 2.5), HasSubstr("growth_interval = 2.5"));
-  EXPECT_THAT(error_with("_growth_tracker", -1), HasSubstr("_growth_tracker = -1"));
-  EXPECT_THAT(error_with("_hysteresis_left", std::nan("")), HasSubstr("_hysteresis_left = nan"));
-  EXPECT_THAT(error_with("_loss_scale_kind", 3), HasSubstr("_loss_scale_kind = 3"));
-  auto incomplete = before;
-  incomplete.erase("_growth_tracker");
-  EXPECT_THAT(error_of([&] { scaler.load_state_dict(incomplete); }),
-              HasSubstr("lacks \"_growth_tracker\""));
-  EXPECT_EQ(scaler.state_dict(), before);
+TEST(GradScalerState, LoadTakesAllOrNothing) {
+  const GradScaler::StateDict given{
+      {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
+      {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
+      {"max_scale", 512},     {"hysteresis", 4},      {"_hysteresis_left", 1},
+      {"_loss_scale_kind", 2}};
+  int refused = 0;
+  for (const bool has_scaled : {false, true}) {
+    for (const auto& [key, good] : given) {
+      for (const double value : {good, 0.0, -1.0, 0.5, 1.0, 2.5, 3.0, 0x1p40, 0x1p100,
+                                 static_cast<double>(kInfinity), std::nan("")}) {
+        GradScaler scaler(unusual_options());
+        if (has_scaled) run(scaler, {1, 1});
+        const auto before = scaler.state_dict();
+        auto state = given;
+        state[key] = value;
+        const std::string error = error_of([&] { scaler.load_state_dict(state); });
+        const bool loads = error == "no error";
+        if (!loads) {
+          ++refused;
+          EXPECT_THAT(error, HasSubstr(key)) << value;
+        }
+        if (key != "_loss_scale_kind" || !loads) {  // a constant scale has fixed options
+          EXPECT_EQ(scaler.state_dict(), loads ? state : before) << key << " = " << value;
+        }
+      }
+      auto incomplete = given;
+      incomplete.erase(key);
+      GradScaler scaler(unusual_options());
+      const auto before = scaler.state_dict();
+      const std::string error = error_of([&] { scaler.load_state_dict(incomplete); });
+      if (error != "no error") {  // min_scale and others are mezzo's own
+        EXPECT_THAT(error, HasSubstr("lacks \"" + key + "\""));
+        EXPECT_EQ(scaler.state_dict(), before);
+      }
+    }
+  }
+  EXPECT_GT(refused, 60);
 }
 
 /// Otherwise the step after the load would take scaled gradients for unscaled ones.

@@ -17,4 +17,15 @@ class ThrowingSgd : public torch::optim::SGD {
   bool throws = false;
 };
 
+/// Returns whether `call` throws what a ThrowingSgd throws.
+template <class Call>
+bool throws(const Call& call) {
+  try {
+    call();
+    return false;
+  } catch (const std::runtime_error&) {
+    return true;
+  }
+}
+
 }  // namespace test_support

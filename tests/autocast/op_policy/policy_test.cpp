@@ -324,6 +324,8 @@ TEST(OpPolicyText, ReadsAFileAndNamesOneThatIsNotThere) {
   EXPECT_EQ(OpPolicy::from_file(path).edits(), OpPolicy().deny("mm").edits());
   std::remove(path.c_str());
   EXPECT_THAT(error_of([&] { return OpPolicy::from_file(path); }), HasSubstr("cannot be opened"));
+  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(testing::TempDir()); }),
+              HasSubstr("is it a folder, or the disk damaged?"));
 }
 
 torch::Tensor scaled_product(const torch::Tensor& a, const torch::Tensor& b) { return a * b * 2; }

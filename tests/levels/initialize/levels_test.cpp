@@ -9,7 +9,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <concepts>
+#include <cstdint>
 #include <functional>
 #include <iostream>
 #include <map>
@@ -21,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../support/warnings.h"
 #include "vector_model.h"
 
 namespace {
@@ -239,17 +242,29 @@ struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNor
 
 TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
   const auto own = std::make_shared<OwnNormImpl>();
-  const torch::nn::BatchNorm2d wrapped(4),
-      without_statistics(torch::nn::BatchNormOptions(4).track_running_stats(false));
-  torch::nn::Sequential net(own, mezzo::AutocastModule(wrapped, {.device = torch::kCPU}),
-                            without_statistics, torch::nn::LayerNorm(std::vector<int64_t>{4}));
+  const torch::nn::BatchNorm2d wrapped(4);
+  const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
+  torch::nn::Sequential net(torch::nn::LayerNorm(std::vector<int64_t>{4}), own,
+                            mezzo::AutocastModule(wrapped, {.device = torch::kCPU}),
+                            torch::nn::BatchNorm1d(without_statistics),
+                            torch::nn::BatchNorm2d(without_statistics),
+                            torch::nn::BatchNorm3d(without_statistics), torch::nn::BatchNorm1d(4),
+                            torch::nn::BatchNorm3d(4));
   mezzo::initialize(net, OptLevel::O2(), kQuiet);
   for (const auto& item : net->named_parameters()) {
-    const bool is_norm = !item.key().starts_with("3.");
+    const bool is_norm = !item.key().starts_with("0.");
     EXPECT_EQ(item.value().scalar_type(), is_norm ? torch::kFloat : torch::kHalf) << item.key();
   }
   EXPECT_EQ(own->running_var.scalar_type(), torch::kFloat);
   EXPECT_EQ(wrapped->running_mean.scalar_type(), torch::kFloat);
+}
+
+TEST(Initialize, CastsGradientsWithTheirParameters) {
+  torch::nn::Linear net(2, 2);
+  net(torch::ones({1, 2})).sum().backward();
+  mezzo::initialize(net, OptLevel::O3(), kQuiet);
+  EXPECT_EQ(net->weight.grad().scalar_type(), torch::kHalf);
+  EXPECT_EQ(net->bias.grad().scalar_type(), torch::kHalf);
 }
 
 TEST(Initialize, LeavesFloat8BuffersAlone) {
@@ -310,10 +325,12 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
               ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
 }
 
+/// Returns what `call` writes to the standard output, and behind it to the error stream.
 std::string printed_by(const std::function<void()>& call) {
   testing::internal::CaptureStdout();
+  testing::internal::CaptureStderr();
   call();
-  return testing::internal::GetCapturedStdout();
+  return testing::internal::GetCapturedStdout() + testing::internal::GetCapturedStderr();
 }
 
 TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
@@ -322,6 +339,32 @@ TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
   EXPECT_EQ(text, OptLevel::O1().describe());
   EXPECT_THAT(text, HasSubstr("Selected optimization level O1:"));
   EXPECT_EQ(printed_by([&] { mezzo::initialize(net, OptLevel::O1(), kQuiet); }), "");
+}
+
+TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
+  const test_support::Warnings warnings;  // libtorch's come once a process
+  for (const auto& make : optimizers()) {
+    for (const char* const level : {"O0", "O1", "O2", "O3"}) {
+      for (const int verbosity : {0, 1}) {
+        Vector model;
+        const auto optimizer = make(model->parameters());
+        std::optional<mezzo::Amp> amp;
+        const std::string of_level = printed_by([&] {
+          amp.emplace(mezzo::initialize(model, *optimizer, scaled(OptLevel::parse(level)),
+                                        {.num_losses = 2, .verbosity = verbosity}));
+        });
+        const std::string of_skips = printed_by([&] {
+          for (const int64_t loss_id : {0, 1}) {
+            optimizer->zero_grad();
+            amp->scale_loss((*amp)(model, filled(kInfinity)), *optimizer, {.loss_id = loss_id});
+            EXPECT_FALSE(amp->step(*optimizer).ran());
+          }
+        });
+        EXPECT_EQ(of_level.empty(), verbosity == 0) << of_level;
+        EXPECT_EQ(std::count(of_skips.begin(), of_skips.end(), '\n'), 2 * verbosity) << of_skips;
+      }
+    }
+  }
 }
 
 TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
@@ -398,6 +441,16 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   };
   expect_error([&] { mezzo::initialize(std::make_shared<Quantized>(), level, kQuiet); },
                "with type Float8_e4m3fn, expected float32. What is quantized cannot be trained");
+  struct HalfBuffer : torch::nn::Module {
+    HalfBuffer() { register_buffer("table", torch::ones({2}, torch::kHalf)); }
+  };
+  expect_error([&] { mezzo::initialize(std::make_shared<HalfBuffer>(), level, kQuiet); },
+               "Found buffer table of ");
+  expect_error([&] { mezzo::initialize(std::vector<Net>{}, level, kQuiet); },
+               "models: none was given");
+  const std::vector<torch::optim::Optimizer*> pointers{&optimizer, nullptr};
+  expect_error([&] { mezzo::initialize(net, pointers, level, kQuiet); },
+               "optimizer 1 is a null pointer");
   struct Elsewhere : torch::nn::Module {
     Elsewhere() { register_parameter("weight", torch::empty({2}, torch::kMeta)); }
   };

@@ -309,6 +309,8 @@ TEST(AmpState, OfWhichOneEntryIsBadLeavesAllAsTheyWere) {
                                              {{"loss_scale", 2}, {"unskipped", 0.5}}}) {
     const Entry good{{"loss_scale", 2}, {"unskipped", 1}};
     EXPECT_THROW(amp.load_state_dict({{"loss_scaler0", good}, {"loss_scaler1", bad}}), c10::Error);
+    EXPECT_THROW(amp.load_state_dict({{"loss_scaler0", good}, {"loss_scaler2", good}}), c10::Error);
+    EXPECT_THROW(amp.load_state_dict({{"loss_scaler0", good}}), c10::Error);
     EXPECT_EQ(amp.state_dict(), before);
   }
 }
@@ -324,6 +326,8 @@ TEST(AmpErrors, NameTheWrongOrder) {
   expect([&] { amp.step(optimizer); }, "no loss was scaled for this optimizer since its last step");
   const torch::Tensor loss = amp(model, filled(0.5));
   expect([&] { amp.scale_loss(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
+  expect([&] { amp.scale_loss(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
+  expect([&] { amp(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
   expect([&] { amp.scale_loss(loss, {}); }, "name the optimizers");
   expect([&] { amp.scale_loss(loss, stranger); }, "was not given to mezzo::initialize");
   expect([&] { amp.scale_loss(torch::Tensor(), optimizer); }, "loss is undefined");

@@ -142,6 +142,9 @@ TEST(AmpRecovery, GivesMicroBatchesUpWithAnOrdinaryZeroGradToo) {
           solo.pass(0.25);
           if (throws) solo.pass_that_throws(8);
           by_amp ? solo.amp.zero_grad(solo.sgd, set_to_none) : solo.sgd.zero_grad(set_to_none);
+          if (by_amp) {
+            EXPECT_NO_THROW((void)solo.amp.state_dict()) << "there is nothing to step";
+          }
           solo.pass(0.5);
           solo.amp.step(solo.sgd);
           EXPECT_EQ(weight_of(solo.model), 0.5F) << level.name() << set_to_none << by_amp << throws;
@@ -200,6 +203,76 @@ TEST(AmpRecovery, GoesOnAfterASkipCallbackThatThrew) {
   solo.pass(0.25);
   EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
   EXPECT_EQ(solo.amp.scaler().get_scale(), kScale / 2);
+}
+
+// What a step leaves of itself when it throws after the optimizer has stepped.
+TEST(AmpRecovery, StepsAgainAfterAStepThatThrewAtItsEnd) {
+  struct Hiding : torch::optim::SGD {
+    using SGD::SGD;
+    torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+      torch::Tensor value = SGD::step();
+      if (hides) {  // behind what zero_ cannot write
+        param_groups()[0].params()[0].mutable_grad() = at::detail::make_tensor<c10::TensorImpl>(
+            c10::DispatchKeySet(c10::DispatchKey::XLA), caffe2::TypeMeta::Make<float>(),
+            c10::Device(torch::kXLA));
+      }
+      return value;
+    }
+    bool hides = true;
+  };
+  for (const OptLevel& level : {OptLevel::O0(), OptLevel::O1()}) {
+    Vector model;
+    Hiding sgd(model->parameters(), 1.0);
+    Amp amp = mezzo::initialize(model, sgd, scaled(level), kQuiet);
+    for (const bool hides : {true, false, false}) {
+      sgd.hides = hides;
+      amp.zero_grad(sgd);
+      amp.scale_loss(amp(model, filled(0.25)), sgd);
+      const auto step = [&] { return amp.step(sgd, {.zero_grad = true}).ran(); };
+      if (hides) {
+        EXPECT_THROW(step(), c10::Error);
+        model->weight.mutable_grad() = torch::Tensor();
+      } else {
+        EXPECT_TRUE(step());
+      }
+    }
+    EXPECT_EQ(weight_of(model), 0.25F) << level.name();
+  }
+}
+
+TEST(AmpRecovery, GoesOnAfterAPassWhoseGradientCannotBeAdded) {
+  Solo solo(OptLevel::O1());
+  solo.pass(0.25);
+  const auto backward = [&](const torch::Tensor& loss) {
+    loss.backward();
+    solo.model->weight.mutable_grad() = torch::ones({3});
+  };
+  EXPECT_THROW(solo.amp.scale_loss(solo.amp(solo.model, filled(8)), solo.sgd, backward),
+               c10::Error);
+  solo.pass(0.5);
+  EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
+  EXPECT_EQ(weight_of(solo.model), 0.25F);
+}
+
+TEST(ScaleLoss, InfOfOneOptimizerSkipsAllOfItsLoss) {
+  for (const OptLevel& level : kLevels) {
+    for (const bool delays : {false, true}) {
+      Pair pair(level);
+      const auto steps = [&] {
+        return std::pair(pair.amp.step(pair.of_first).ran(), pair.amp.step(pair.of_second).ran());
+      };
+      if (delays) pair.pass_for_both(0.25, 0.25, /*delays=*/true);
+      pair.pass_for_both(kInfinity, 0.25);
+      EXPECT_EQ(steps(), std::pair(false, false)) << level.name() << delays;
+      EXPECT_EQ(weight_of(pair.second), 1.0F);
+      EXPECT_EQ(pair.amp.scaler().get_scale(), kScale / 2) << "lowered once";
+      pair.of_first.zero_grad();
+      pair.of_second.zero_grad();
+      pair.pass_for_both(0.25, 0.25);
+      EXPECT_EQ(steps(), std::pair(true, true)) << level.name() << delays;
+      EXPECT_EQ(weight_of(pair.second), 0.75F);
+    }
+  }
 }
 
 TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {

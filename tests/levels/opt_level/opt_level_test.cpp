@@ -140,6 +140,7 @@ TEST(OptLevelContradictions, NameBothSidesAndWhatToDo) {
        "model"},
       {[] { return OptLevel::O3({.cast_model_type = torch::kDouble}); },
        "cast_model_type is float64; it should be float32, float16 or bfloat16"},
+      {[] { return OptLevel::O3({.cast_model_type = torch::kLong}); }, "cast_model_type is Long"},
       {[] { return OptLevel::O3({.cast_model_outputs = torch::kLong}); },
        "cast_model_outputs is Long"}};
   for (const auto& [make, error] : cases) {
