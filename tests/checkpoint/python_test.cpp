@@ -166,58 +166,6 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
               HasSubstr("the file lacks \"weight\""));
 }
 
-// --- Files of format 1 -------------------------------------------------------------------------
-
-/// data/format_1.pt was written by mezzo 0.2.
-TEST(CheckpointFormat1, StillLoads) {
-  torch::nn::Linear layer(3, 2);
-  torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
-  torch::optim::AdamW theirs(model->parameters());
-  mezzo::optim::AdamW ours(layer->parameters(), 1e-3);
-  torch::optim::SGD sgd(layer->parameters(), torch::optim::SGDOptions(1).momentum(0.9));
-  mezzo::Ema ema(layer->parameters());
-  mezzo::GradScaler scaler;
-  std::int64_t epoch = 0;
-  bool done = false;
-  double best = 0;
-  std::string name;
-  std::vector<std::size_t> order;
-  std::mt19937 engine, expected(3);
-  expected.discard(700);
-  torch::Tensor tensor;
-  at::Generator own = at::detail::createCPUGenerator(1);
-  TrainingState state;
-  state.add("model", model).add("theirs", theirs).add("ours", ours).add("sgd", sgd);
-  state.add("ema", ema).add("scaler", scaler).add("epoch", epoch).add("done", done);
-  state.add("best", best).add("name", name).add("order", order).add("engine", engine);
-  state.add("tensor", tensor).add("own", own);
-  const auto loaded =
-      mezzo::load_checkpoint(MEZZO_CHECKPOINT_TEST_DATA "/format_1.pt", state, {.subset = true});
-  EXPECT_EQ(loaded.step, 3400);
-  EXPECT_TRUE(layer->weight.equal(torch::arange(6).view({2, 3}).to(torch::kFloat)));
-  EXPECT_TRUE(layer->bias.equal(torch::tensor({0.5F, -1.0F})));
-  EXPECT_EQ(theirs.param_groups()[0].options().get_lr(), 0.125);
-  const auto& of_theirs = static_cast<torch::optim::AdamWParamState&>(
-      *theirs.state().at(layer->weight.unsafeGetTensorImpl()));
-  EXPECT_EQ(of_theirs.step(), 2);
-  EXPECT_TRUE(of_theirs.exp_avg().allclose(torch::full({2, 3}, 0.19)));
-  EXPECT_EQ(ours.applied_steps(), 1);
-  EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 0.25);
-  const auto& of_sgd = static_cast<torch::optim::SGDParamState&>(
-      *sgd.state().at(layer->weight.unsafeGetTensorImpl()));
-  EXPECT_TRUE(of_sgd.momentum_buffer().equal(torch::ones({2, 3})));
-  EXPECT_EQ(ema.averages().size(), 2U);
-  EXPECT_EQ(scaler.get_scale(), 8);
-  EXPECT_EQ(epoch, 7);
-  EXPECT_TRUE(done);
-  EXPECT_EQ(best, 0.25);
-  EXPECT_EQ(name, "first");
-  EXPECT_THAT(order, testing::ElementsAre(5, 0, 3));
-  EXPECT_EQ(engine, expected);
-  EXPECT_TRUE(tensor.equal(torch::arange(4)));
-  EXPECT_TRUE(own.get_state().equal(at::detail::createCPUGenerator(11).get_state()));
-}
-
 // --- To Python ---------------------------------------------------------------------------------
 
 #ifdef MEZZO_PYTHON_WITH_TORCH

@@ -56,51 +56,31 @@ inline NamedTensors state_dict_of(const torch::nn::Module& module) {
   return tensors;
 }
 
-/// Collects the tensors of a state_dict, or of nested dicts and lists (format 1), under their whole
-/// names.
-inline void collect_tensors(const c10::IValue& value, const std::string& name,
-                            std::unordered_map<std::string, c10::IValue>& found) {
-  const bool has_attributes = value.isTuple() && !value.toTupleRef().elements().empty();
-  const c10::IValue inner = has_attributes ? value.toTupleRef().elements()[0] : value;
-  const auto collect = [&](const std::string& key, const c10::IValue& one) {
-    collect_tensors(one, name.empty() ? key : name + "." + key, found);
-  };
-  if (inner.isGenericDict()) {
-    for (const auto& entry : inner.toGenericDict())
-      collect(entry.key().toStringRef(), entry.value());
-  } else if (inner.isList()) {
-    const auto& list = inner.toListRef();
-    for (std::size_t i = 0; i < list.size(); ++i) collect(std::to_string(i), list[i]);
-  } else {
-    found.emplace(name, inner);
-  }
-}
-
 inline std::string shape_words(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), " ", tensor.sizes());
 }
 
 /// Checks that the file has the names, dtypes and shapes of `own`. Returns the file's values.
 inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const NamedTensors& own) {
-  std::unordered_map<std::string, c10::IValue> found;
-  collect_tensors(value, "", found);
+  check_value(value.isGenericDict(), value, "a module's state_dict");
+  const auto found = value.toGenericDict();
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : own) {
-    const auto saved = found.find(name);
-    TORCH_CHECK(saved != found.end(), "the file lacks \"", name, "\"");
-    TORCH_CHECK(saved->second.isTensor(), "\"", name, "\" is ", value_words(saved->second),
-                " in the file");
-    const at::Tensor read = saved->second.toTensor();
+    TORCH_CHECK(found.contains(name), "the file lacks \"", name, "\"");
+    const c10::IValue saved = found.at(name);
+    TORCH_CHECK(saved.isTensor(), "\"", name, "\" is ", value_words(saved), " in the file");
+    const at::Tensor read = saved.toTensor();
     TORCH_CHECK(read.scalar_type() == tensor.scalar_type() && read.sizes() == tensor.sizes(), "\"",
                 name, "\" is ", shape_words(read), " in the file, and ", shape_words(tensor),
                 " here");
     values.push_back(read);
-    found.erase(saved);
   }
-  if (!found.empty()) {
-    const auto least = std::min_element(
-        found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    TORCH_CHECK(false, "the file has \"", least->first, "\", which is not here");
+  for (const auto& entry : found) {
+    const bool is_known = std::any_of(own.begin(), own.end(), [&entry](const auto& one) {
+      return entry.key().isString() && entry.key().toStringRef() == one.first;
+    });
+    TORCH_CHECK(found.size() == own.size() || is_known, "the file has \"", entry.key(),
+                "\", which is not here");
   }
   return values;
 }
