@@ -1,5 +1,5 @@
-// Small files that are made to harm their reader: each is read, or refused with c10::Error, in a second and in little
-// memory.
+// Small files that are made to harm their reader: each is read, or refused with c10::Error, in a
+// second and in little memory.
 
 #include <mezzo/checkpoint/checkpoint.h>
 
@@ -46,20 +46,40 @@ std::vector<HostileFile> hostile_files() {
   }
   return {
       {"ListInItself", "]q" + byte(0) + "h" + byte(0) + "a", "in itself"},
-      {"ListInItselfThroughATuple", "]q" + byte(0) + "h" + byte(0) + "\x85" "a", "in itself"},
+      {"ListInItselfThroughATuple",
+       "]q" + byte(0) + "h" + byte(0) +
+           "\x85"
+           "a",
+       "in itself"},
       {"DictInItself", "}q" + byte(0) + text("a") + "h" + byte(0) + "s", "in itself"},
-      {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a", "in another"},
+      {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
+       "in another"},
       {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
       {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
       {"DoubledLists", sharing, ""},
-      {"DoubledTuples", "(" + [] {
-         std::string all = ")q" + byte(0);
-         for (int i = 1; i < 60; ++i) all += "h" + byte(i - 1) + "h" + byte(i - 1) + "\x86q" + byte(i);
-         return all;
-       }() + "t", "more memory"},
-      {"ManyDicts", "]" "(" + std::string(2000000, '}') + "e", "more memory"},
-      {"LongStringShared", "](X" + number(900000, 4) + std::string(900000, 'k') + "q" + byte(0) +
-           [] { std::string all; for (int i = 0; i < 20000; ++i) all += "h" + byte(0); return all; }() + "e",
+      {"DoubledTuples",
+       "(" +
+           [] {
+             std::string all = ")q" + byte(0);
+             for (int i = 1; i < 60; ++i)
+               all += "h" + byte(i - 1) + "h" + byte(i - 1) + "\x86q" + byte(i);
+             return all;
+           }() +
+           "t",
+       "more memory"},
+      {"ManyDicts",
+       "]"
+       "(" +
+           std::string(2000000, '}') + "e",
+       "more memory"},
+      {"LongStringShared",
+       "](X" + number(900000, 4) + std::string(900000, 'k') + "q" + byte(0) +
+           [] {
+             std::string all;
+             for (int i = 0; i < 20000; ++i) all += "h" + byte(0);
+             return all;
+           }() +
+           "e",
        "more memory"},
       {"ExpandedTensor", tensor(four, 0, {1 << 30}, {0}), "more memory"},
       {"LongTensor", tensor(storage("FloatStorage", "0", 1), 0, {1000000000}, {1}), "longer than"},
@@ -72,17 +92,19 @@ std::vector<HostileFile> hostile_files() {
       {"OverflowingShape", tensor(four, 0, {int64_t{1} << 62, 4, 0}, {1, 1, 1}), "longer than"},
       {"NoTensorButAStorage", four, "a class or a storage"},
       {"QuantizerLongerThanItsBytes",
-       quantized(storage("QInt8Storage", "0", 1), {1}, {1},
-                 "per_channel_affine", tensor(four, 0, {1000000000}, {1}) + ones + integer(0)), "longer than"},
+       quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
+                 tensor(four, 0, {1000000000}, {1}) + ones + integer(0)),
+       "longer than"},
       {"QuantizerOfAnotherSize",
-       quantized(storage("QInt8Storage", "0", 4), {4}, {1},
-                 "per_channel_affine", ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(0)),
+       quantized(storage("QInt8Storage", "0", 4), {4}, {1}, "per_channel_affine",
+                 ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(0)),
        "scales do not fit"},
       {"QuantizerOfAnotherAxis",
-       quantized(storage("QInt8Storage", "0", 1), {1}, {1},
-                 "per_channel_affine", ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(7)),
+       quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
+                 ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(7)),
        "scales do not fit"},
-      {"QuantizedFloats", quantized(four, {1}, {1}, "per_tensor_affine", "G" + std::string(8, '\0') + integer(0)),
+      {"QuantizedFloats",
+       quantized(four, {1}, {1}, "per_tensor_affine", "G" + std::string(8, '\0') + integer(0)),
        "does not fit its quantizer"},
       {"CallOfTheSystem", global("os", "system") + "(" + text("true") + "tR", "it names os.system"},
       {"CallOfANumber", integer(1) + ")R", "no function"},
@@ -109,8 +131,9 @@ TEST(CheckpointHostileFile, IsRefused) {
 TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
   const test_support::Scratch scratch;
   at::Tensor x;
-  const std::string whole = bytes::zip(bytes::dict({{"x", bytes::tensor(bytes::storage("FloatStorage", "0", 1), 0, {1}, {1})}}),
-                                       {{"0", "1234"}});
+  const std::string whole = bytes::zip(
+      bytes::dict({{"x", bytes::tensor(bytes::storage("FloatStorage", "0", 1), 0, {1}, {1})}}),
+      {{"0", "1234"}});
   const auto error = [&](const std::string& zip) {
     const auto file = scratch.write("x.pt", zip);
     return error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });

@@ -19,13 +19,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/pickle_bytes.h"
 #include "../support/scratch.h"
+#include "../support/warnings.h"
 
 #ifndef MEZZO_CHECKPOINT_TEST_DATA
 #error "give -DMEZZO_CHECKPOINT_TEST_DATA, the folder tests/checkpoint/data"
@@ -284,5 +285,81 @@ TEST(CheckpointInPython, OptimizersGoOnAsTheyAre) {
 }
 
 #endif
+
+// --- A state_dict alone --------------------------------------------------------------------------
+
+namespace bytes = test_support::pickle_bytes;
+
+/// The file of `torch.save(model.state_dict(), path)`: an OrderedDict with attributes.
+std::string bare_state_dict() {
+  const auto tensor = [](const char* key, std::int64_t count,
+                         const std::vector<std::int64_t>& sizes,
+                         const std::vector<std::int64_t>& strides) {
+    return bytes::tensor(bytes::storage("FloatStorage", key, count), 0, sizes, strides);
+  };
+  const std::string ordered = bytes::empty_ordered_dict();
+  return bytes::zip(
+      ordered + "(" + bytes::text("weight") + tensor("0", 6, {2, 3}, {3, 1}) + bytes::text("bias") +
+          tensor("1", 2, {2}, {1}) + "u}" + bytes::text("_metadata") + ordered + bytes::text("") +
+          "}" + bytes::text("version") + "K" + bytes::byte(1) + "sssb",
+      {{"0", std::string(24, '\0')}, {"1", std::string("\0\0\x80\x3f\1\0\x80\x3f", 8)}});
+}
+
+TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
+  const test_support::Scratch scratch;
+  const auto file = scratch.write("model.pt", bare_state_dict());
+  torch::nn::Linear model(3, 2), other(3, 2);
+  torch::nn::Linear wide(4, 2);
+  mezzo::load_checkpoint(file, TrainingState().add("anything", model));
+  mezzo::load_state_dict(file, other);
+  for (const auto& loaded : {model, other}) {
+    EXPECT_EQ(loaded->weight.abs().max().item<float>(), 0);
+    EXPECT_EQ(loaded->bias[0].item<float>(), 1);
+  }
+  EXPECT_THAT(error_of([&] { mezzo::load_state_dict(file, wide); }),
+              HasSubstr("\"weight\" is float32 [2, 3] in the file, and float32 [2, 4] here"));
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  EXPECT_THAT(error_of([&] {
+                mezzo::load_checkpoint(
+                    file, TrainingState().add("model", model).add("optimizer", optimizer));
+              }),
+              HasSubstr("it lacks \"model\", \"optimizer\""));
+}
+
+TEST(StateDict, OfFloatsIsCastWithAWarning) {
+  const test_support::Scratch scratch;
+  const auto file = scratch.write("model.pt", bare_state_dict());
+  torch::nn::Linear model(3, 2);
+  model->to(torch::kBFloat16);
+  test_support::Warnings warnings;
+  mezzo::load_state_dict(file, model);
+  EXPECT_EQ(model->bias.scalar_type(), torch::kBFloat16);
+  EXPECT_TRUE(model->bias.equal(torch::ones({2}, torch::kBFloat16)));
+  EXPECT_THAT(warnings.texts,
+              testing::ElementsAre(
+                  AllOf(HasSubstr("2 tensors"), HasSubstr("\"weight\" from float32 to bfloat16"))));
+}
+
+TEST(StateDict, ThatIsSavedLoadsAgain) {
+  const test_support::Scratch scratch;
+  const auto file = scratch / "model.pt";
+  torch::nn::Sequential saved(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  torch::nn::Sequential loaded(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  EXPECT_EQ(mezzo::save_state_dict(file, saved).file, file);
+  mezzo::load_state_dict(file, loaded);
+  EXPECT_TRUE(loaded->parameters()[0].equal(saved->parameters()[0]));
+  mezzo::save_checkpoint(file, TrainingState().add("model", saved));
+  mezzo::load_state_dict(file, loaded);
+#ifdef MEZZO_PYTHON_WITH_TORCH
+  mezzo::save_state_dict(file, saved);
+  EXPECT_EQ(output_of_python(R"(
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+print(model.load_state_dict(torch.load(sys.argv[1])))
+)",
+                             file),
+            "<All keys matched successfully>\nstatus 0");
+#endif
+}
 
 }  // namespace

@@ -180,6 +180,19 @@ inline c10::IValue python_form(const c10::IValue& dict) {
   return form;
 }
 
+/// Returns an option of Python's as C++ has it: Python takes `lr=1`, `momentum=0` and `betas=(0,
+/// 1)` as they are, and a tensor for the rate.
+inline c10::IValue real_number(const c10::IValue& value) {
+  if (value.isInt()) return static_cast<double>(value.toInt());
+  if (value.isTensor()) return value.toTensor().item<double>();
+  if (!value.isTuple()) return value;
+  std::vector<c10::IValue> elements;
+  for (const c10::IValue& one : value.toTupleRef().elements()) {
+    elements.push_back(real_number(one));
+  }
+  return c10::ivalue::Tuple::create(std::move(elements));
+}
+
 /// The inverse of `python_form`.
 inline c10::IValue archive_form(const c10::IValue& form) {
   if (!form.isGenericDict()) return form;
@@ -194,6 +207,7 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   const auto size = [](std::size_t count) {
     return at::scalar_tensor(static_cast<std::int64_t>(count), at::kLong);
   };
+  std::map<std::int64_t, std::int64_t> numbers;  // in their order, whatever the file says
   PythonDict groups = python_dict();
   groups.insert("param_groups/size", size(saved_groups.size()));
   for (const c10::IValue& saved : saved_groups) {
@@ -201,17 +215,17 @@ inline c10::IValue archive_form(const c10::IValue& form) {
     PythonDict group = python_dict(), options = python_dict();
     group.insert("params/size", size(params.size()));
     for (const c10::IValue& number : params) {
+      const auto order = static_cast<std::int64_t>(numbers.size());
+      const bool is_new = numbers.emplace(number.toInt(), order).second;
+      TORCH_CHECK(is_new, "it has the parameter ", number.toInt(), " twice");
       group.insert(numbered("params", static_cast<std::int64_t>(group.size()) - 1),
-                   std::to_string(number.toInt()));
+                   std::to_string(order));
     }
     for (const auto& option : saved.toGenericDict()) {
       const c10::IValue& value = option.value();
-      if (option.key().toStringRef() == "params" || value.isNone()) continue;
-      // Python takes `lr=1` and `momentum=0` as they are, and a tensor for the rate.
-      const bool is_number = !is_of_mezzo && (value.isInt() || value.isTensor());
-      options.insert(option.key(), !is_number      ? c10::IValue(value)
-                                   : value.isInt() ? static_cast<double>(value.toInt())
-                                                   : value.toTensor().item<double>());
+      const bool is_option = !value.isNone() && !value.isGenericDict() && !value.isList();
+      if (option.key().toStringRef() == "params" || !is_option) continue;
+      options.insert(option.key(), is_of_mezzo ? c10::IValue(value) : real_number(value));
     }
     group.insert("options", options);
     groups.insert(numbered("param_groups", static_cast<std::int64_t>(groups.size()) - 1), group);
@@ -219,13 +233,15 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   dict.insert_or_assign("param_groups", groups);
   PythonDict states = python_dict();
   for (const auto& entry : item(form, "state").toGenericDict()) {
+    const auto number = numbers.find(entry.key().toInt());
+    if (number == numbers.end()) continue;  // of no parameter
     PythonDict state = python_dict();
     for (const auto& one : entry.value().toGenericDict()) {
       const bool is_step = one.key().toStringRef() == "step" && one.value().isTensor();
       state.insert(one.key(), is_step ? one.value().toTensor().item<std::int64_t>()
                                       : c10::IValue(one.value()));
     }
-    states.insert(std::to_string(entry.key().toInt()), state);
+    states.insert(std::to_string(number->second), state);
   }
   dict.insert_or_assign("state", states);
   return dict;

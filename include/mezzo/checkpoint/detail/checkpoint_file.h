@@ -73,7 +73,8 @@ class UnusableCheckpoint : public std::runtime_error {
 }
 [[noreturn]] inline void throw_foreign(const std::string& why) {
   throw UnusableCheckpoint("is not a checkpoint (" + why + ")",
-                           "read a model's file by torch::save with torch::load(model, path)");
+                           "read a file by torch::save in C++ with torch::load(model, path), and "
+                           "let Python save a state_dict()");
 }
 
 // --- Writing -----------------------------------------------------------------------------------
@@ -225,6 +226,7 @@ struct ReadCheckpoint {
   std::int64_t step = 0;
   PythonDict values = python_dict();  ///< by name
   c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
+  bool is_training = false;           ///< a TrainingState's; otherwise Python's, or a state_dict
 };
 
 /// Reads the values of a file; tensors refer to its memory, on the CPU.
@@ -271,13 +273,14 @@ inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
     ReadCheckpoint read;
     for (const auto& entry : document.toGenericDict()) {
       TORCH_CHECK(entry.key().isString(), "it has a name that is ", value_words(entry.key()));
-      if (format.empty() || entry.key().toStringRef() != kMezzoKey) {
-        read.values.insert(entry.key(), entry.value());
-      }
+      read.values.insert(entry.key(), entry.value());
     }
-    if (format.empty()) return read;
-    read.step = item(item(document, kMezzoKey), "step").toInt();
-    read.ranks = item(item(document, kMezzoKey), "ranks");
+    const c10::IValue own = item(document, kMezzoKey);
+    read.is_training = !format.empty() && own.isGenericDict();
+    if (!read.is_training) return read;
+    read.values.erase(kMezzoKey);
+    read.step = item(own, "step").toInt();
+    read.ranks = item(own, "ranks");
     return read;
   } catch (const UnusableCheckpoint&) {
     throw;

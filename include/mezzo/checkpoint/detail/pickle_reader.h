@@ -92,7 +92,8 @@ class PickleReader {
   static constexpr std::uint64_t kScalarBytes = 64, kContainerBytes = 256, kTensorBytes = 512;
 
   void charge(std::uint64_t bytes) {
-    TORCH_CHECK(bytes <= budget_, "its values take more memory than a file of its size may ask for");
+    TORCH_CHECK(bytes <= budget_,
+                "its values take more memory than a file of its size may ask for");
     budget_ -= bytes;
   }
 
@@ -288,8 +289,7 @@ class PickleReader {
         return;
       }
       default:
-        TORCH_CHECK(false, "its pickle has the instruction ",
-                    int{static_cast<unsigned char>(code)},
+        TORCH_CHECK(false, "its pickle has the instruction ", int{static_cast<unsigned char>(code)},
                     ", which torch.save does not write; save it anew with pickle_protocol=2");
     }
   }
@@ -303,12 +303,10 @@ class PickleReader {
     if (module == "collections" && name == "OrderedDict") {
       return {.kind = Kind::ordered_dict, .bytes = kScalarBytes};
     }
-    constexpr std::array<std::string_view, 4> kRebuilds{"_rebuild_tensor_v2", "_rebuild_qtensor",
-                                                        "_rebuild_sparse_tensor",
-                                                        "_rebuild_parameter"};
-    const bool is_rebuild =
-        module == "torch._utils" &&
-        std::find(kRebuilds.begin(), kRebuilds.end(), name) != kRebuilds.end();
+    constexpr std::array<std::string_view, 4> kRebuilds{
+        "_rebuild_tensor_v2", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_parameter"};
+    const bool is_rebuild = module == "torch._utils" &&
+                            std::find(kRebuilds.begin(), kRebuilds.end(), name) != kRebuilds.end();
     // libtorch's pickle_save calls functions of this module for the types of lists and dicts.
     if (is_rebuild || module == "torch.jit._pickle") {
       return {.kind = Kind::rebuild,
@@ -318,7 +316,8 @@ class PickleReader {
     if (module == "torch") {
       for (int i = 0; i < static_cast<int>(at::ScalarType::NumOptions); ++i) {
         const auto dtype = static_cast<at::ScalarType>(i);
-        if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4) continue;  // elements of part of a byte
+        if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4)
+          continue;  // elements of part of a byte
         if (name != std::string(c10::toString(dtype)) + "Storage") continue;
         return {.kind = Kind::dtype, .number = i, .bytes = kScalarBytes};
       }
@@ -342,9 +341,9 @@ class PickleReader {
     const c10::Storage storage = record_(parts[2]->value.toStringRef());
     const auto dtype = static_cast<at::ScalarType>(parts[1]->number);
     std::uint64_t bytes = 0;
-    const bool overflows = c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
-                                              static_cast<std::uint64_t>(c10::elementSize(dtype)),
-                                              &bytes);
+    const bool overflows =
+        c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
+                           static_cast<std::uint64_t>(c10::elementSize(dtype)), &bytes);
     TORCH_CHECK(!overflows && bytes <= storage.nbytes(), kTooLong);
     push(Item{.kind = Kind::storage,
               .storage = storage,
@@ -392,7 +391,8 @@ class PickleReader {
       check_count(1);
       arguments[0]->is_closed = true;
       stack_.push_back(arguments[0]);
-    } else if (name == "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
+    } else if (name ==
+               "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
       check_count(5);
       const auto sizes = to_counts(*arguments[1]);
       TORCH_CHECK(to_count(*arguments[0]) == static_cast<std::int64_t>(at::kSparse),
@@ -443,9 +443,9 @@ class PickleReader {
   static at::Tensor empty_quantized(const Item& quantizer, const std::vector<std::int64_t>& sizes,
                                     const at::TensorOptions& options) {
     const auto& parts = quantizer.elements;
-    TORCH_CHECK(quantizer.kind == Kind::tuple && parts.size() >= 3 &&
-                    parts[0]->kind == Kind::qscheme,
-                "it has a quantized tensor without its quantizer");
+    TORCH_CHECK(
+        quantizer.kind == Kind::tuple && parts.size() >= 3 && parts[0]->kind == Kind::qscheme,
+        "it has a quantized tensor without its quantizer");
     if (parts[0]->number == static_cast<int>(at::kPerTensorAffine)) {
       TORCH_CHECK(parts[1]->value.isDouble() && parts[2]->value.isInt(),
                   "it has a quantized tensor whose scale is no number");

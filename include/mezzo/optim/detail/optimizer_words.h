@@ -164,16 +164,15 @@ inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWor
 ///   the same memory at once, or two masters would be rounded into it
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
   std::unordered_set<const c10::TensorImpl*> known;
-  std::vector<at::Tensor> dense;
+  std::vector<at::Tensor> strided;
   for (const at::Tensor& parameter : all) {
     TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
                 optimizer.parameter(parameter),
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");
-    const bool is_dense = parameter.layout() == at::kStrided;
-    if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
+    if (parameter.layout() == at::kStrided) strided.push_back(parameter);
   }
-  const auto shared = overlap_in(dense);
+  const auto shared = overlap_in(strided);
   TORCH_CHECK(!shared, optimizer, ": ", optimizer.parameter(shared->first), " and ",
               optimizer.parameter(shared->second),
               " share memory, which a step would change twice; give the tensor once that both are "
