@@ -123,10 +123,12 @@ class AdamW8bit
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");
   }
-  static constexpr const char* kNoState = "AdamW8bit: the state of ";
-  static constexpr const char* kOtherState =
-      " is not that of a parameter of this shape, layout and device; load the optimizer's own "
-      "file, for a model that is where it was";
+  static void check_fits(bool fits, const at::Tensor& parameter,
+                         const detail::OptimizerWords& words) {
+    TORCH_CHECK(fits, "AdamW8bit: the state of ", words.parameter(parameter),
+                " is not that of a parameter of this shape, layout and device; load the "
+                "optimizer's own file, for a model that is where it was");
+  }
   inline void check_gradient(const at::Tensor& parameter);
   inline static void check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
                                  const detail::OptimizerWords& words);
@@ -176,7 +178,7 @@ inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const bool is_here =
       state == nullptr || (fits(state->exp_avg()) && fits(state->exp_avg_sq()) &&
                            fits(state->exp_avg_scales()) && fits(state->exp_avg_sq_scales()));
-  TORCH_CHECK(is_here, kNoState, words().parameter(parameter), kOtherState);
+  check_fits(is_here, parameter, words());
 }
 
 /// Checks a state, which a file may have brought.
@@ -191,10 +193,10 @@ inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitP
     return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
            scales.is_contiguous() && scales.numel() == detail::blocks8_of(parameter.numel());
   };
-  TORCH_CHECK(fits(state.exp_avg(), state.exp_avg_scales()) &&
-                  fits(state.exp_avg_sq(), state.exp_avg_sq_scales()) &&
-                  state.exp_avg_scales().defined() == state.exp_avg_sq_scales().defined(),
-              kNoState, words.parameter(parameter), kOtherState);
+  check_fits(fits(state.exp_avg(), state.exp_avg_scales()) &&
+                 fits(state.exp_avg_sq(), state.exp_avg_sq_scales()) &&
+                 state.exp_avg_scales().defined() == state.exp_avg_sq_scales().defined(),
+             parameter, words);
 }
 
 inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {

@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/zip_directory.h>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -217,7 +218,7 @@ inline c10::IValue archive_form(const c10::IValue& form) {
     for (const c10::IValue& number : params) {
       const auto order = static_cast<std::int64_t>(numbers.size());
       const bool is_new = numbers.emplace(number.toInt(), order).second;
-      TORCH_CHECK(is_new, "it has the parameter ", number.toInt(), " twice");
+      check_format(is_new, "it has a parameter twice");
       group.insert(numbered("params", static_cast<std::int64_t>(group.size()) - 1),
                    std::to_string(order));
     }

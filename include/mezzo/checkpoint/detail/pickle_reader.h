@@ -98,7 +98,7 @@ class PickleReader {
   }
 
   std::string_view take(std::uint64_t count) {
-    TORCH_CHECK(count <= rest_.size(), "its pickle is cut off");
+    check_format(count <= rest_.size(), "its pickle is cut off");
     const std::string_view taken = rest_.substr(0, count);
     rest_.remove_prefix(count);
     return taken;
@@ -111,7 +111,7 @@ class PickleReader {
   }
 
   ItemPtr pop() {
-    TORCH_CHECK(!stack_.empty(), "its pickle takes a value where there is none");
+    check_format(!stack_.empty(), "its pickle takes a value where there is none");
     ItemPtr item = std::move(stack_.back());
     stack_.pop_back();
     return item;
@@ -128,7 +128,7 @@ class PickleReader {
   std::vector<ItemPtr> pop_to_mark() {
     const auto mark = std::find_if(stack_.rbegin(), stack_.rend(),
                                    [](const ItemPtr& item) { return item->kind == Kind::mark; });
-    TORCH_CHECK(mark != stack_.rend(), "its pickle lacks a mark");
+    check_format(mark != stack_.rend(), "its pickle lacks a mark");
     std::vector<ItemPtr> items(std::make_move_iterator(mark.base()),
                                std::make_move_iterator(stack_.end()));
     stack_.erase(std::prev(mark.base()), stack_.end());
@@ -138,7 +138,7 @@ class PickleReader {
   /// Returns what an item is in a list, tuple or dict.
   static c10::IValue value_of(const Item& item) {
     if (item.kind == Kind::value) return item.value;
-    TORCH_CHECK(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
+    check_format(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
     std::vector<c10::IValue> values;
     for (const ItemPtr& element : item.elements) values.push_back(value_of(*element));
     return c10::ivalue::Tuple::create(std::move(values));
@@ -146,17 +146,17 @@ class PickleReader {
 
   /// Puts `item` into `container`, as far as bytes and depth go. Returns its value.
   static void enclose(Item& container, Item& item) {
-    TORCH_CHECK(!container.is_closed && &container != &item,
-                "it changes a container that is in another already, or in itself");
+    check_format(!container.is_closed && &container != &item,
+                 "it changes a container that is in another already, or in itself");
     item.is_closed = true;
     container.bytes += item.bytes;
     container.depth = std::max(container.depth, item.depth + 1);
-    TORCH_CHECK(container.depth <= kMostDepth, "it has containers in one another, more than ",
-                kMostDepth, " deep");
+    check_format(container.depth <= kMostDepth, "it has containers in one another, more than ",
+                 kMostDepth, " deep");
   }
 
   void append(Item& list, const std::vector<ItemPtr>& items) {
-    TORCH_CHECK(list.kind == Kind::value && list.value.isList(), "it appends to what is no list");
+    check_format(list.kind == Kind::value && list.value.isList(), "it appends to what is no list");
     for (const ItemPtr& item : items) {
       enclose(list, *item);
       list.value.toList().push_back(value_of(*item));
@@ -164,12 +164,12 @@ class PickleReader {
   }
 
   void set_items(Item& dict, const std::vector<ItemPtr>& items) {
-    TORCH_CHECK(dict.kind == Kind::value && dict.value.isGenericDict() && items.size() % 2 == 0,
-                "it sets items of what is no dict");
+    check_format(dict.kind == Kind::value && dict.value.isGenericDict() && items.size() % 2 == 0,
+                 "it sets items of what is no dict");
     auto values = dict.value.toGenericDict();
     for (std::size_t i = 0; i < items.size(); i += 2) {
       const c10::IValue key = value_of(*items[i]);
-      TORCH_CHECK(key.isString() || key.isInt(), "it has a name that is ", value_words(key));
+      check_format(key.isString() || key.isInt(), "it has a name that is ", value_words(key));
       enclose(dict, *items[i]);
       enclose(dict, *items[i + 1]);
       values.insert_or_assign(key, value_of(*items[i + 1]));
@@ -190,13 +190,13 @@ class PickleReader {
   }
 
   void remember(std::uint64_t index) {
-    TORCH_CHECK(!stack_.empty(), "its pickle remembers a value where there is none");
+    check_format(!stack_.empty(), "its pickle remembers a value where there is none");
     charge(kScalarBytes);
     memo_[index] = stack_.back();
   }
   void recall(std::uint64_t index) {
     const auto found = memo_.find(index);
-    TORCH_CHECK(found != memo_.end(), "its pickle recalls what it has not remembered");
+    check_format(found != memo_.end(), "its pickle recalls what it has not remembered");
     charge(found->second->bytes);
     found->second->is_closed = true;
     stack_.push_back(found->second);
@@ -251,7 +251,7 @@ class PickleReader {
         return push(std::int64_t{static_cast<std::int32_t>(take_number(4))});
       case '\x8a': {  // LONG1
         const std::string_view bytes = take(take_number(1));
-        TORCH_CHECK(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
+        check_format(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
         std::uint64_t number = number_at(bytes, 0, bytes.size());
         if (!bytes.empty() && bytes.size() < 8 && (bytes.back() & '\x80') != 0) {
           number |= ~std::uint64_t{0} << (8 * bytes.size());
@@ -284,8 +284,8 @@ class PickleReader {
         return reduce();
       case 'b': {  // BUILD
         const ItemPtr attributes = pop();
-        TORCH_CHECK(top().kind == Kind::value && top().value.isGenericDict(),
-                    "it gives attributes to what is no OrderedDict");
+        check_format(top().kind == Kind::value && top().value.isGenericDict(),
+                     "it gives attributes to what is no OrderedDict");
         return;
       }
       default:
@@ -295,7 +295,7 @@ class PickleReader {
   }
 
   Item& top() {
-    TORCH_CHECK(!stack_.empty(), "its pickle changes a value where there is none");
+    check_format(!stack_.empty(), "its pickle changes a value where there is none");
     return *stack_.back();
   }
 
@@ -335,16 +335,16 @@ class PickleReader {
   void read_storage() {
     const ItemPtr id = pop();
     const auto& parts = id->elements;
-    TORCH_CHECK(id->kind == Kind::tuple && parts.size() == 5 && is_text(*parts[0], "storage") &&
-                    parts[1]->kind == Kind::dtype && parts[2]->value.isString(),
-                "it has a storage of another form than torch.save's");
+    check_format(id->kind == Kind::tuple && parts.size() == 5 && is_text(*parts[0], "storage") &&
+                     parts[1]->kind == Kind::dtype && parts[2]->value.isString(),
+                 "it has a storage of another form than torch.save's");
     const c10::Storage storage = record_(parts[2]->value.toStringRef());
     const auto dtype = static_cast<at::ScalarType>(parts[1]->number);
     std::uint64_t bytes = 0;
     const bool overflows =
         c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
                            static_cast<std::uint64_t>(c10::elementSize(dtype)), &bytes);
-    TORCH_CHECK(!overflows && bytes <= storage.nbytes(), kTooLong);
+    check_format(!overflows && bytes <= storage.nbytes(), kTooLong);
     push(Item{.kind = Kind::storage,
               .storage = storage,
               .number = parts[1]->number,
@@ -356,19 +356,20 @@ class PickleReader {
   }
   /// Returns a count, an offset or a size.
   static std::int64_t to_count(const Item& item) {
-    TORCH_CHECK(item.kind == Kind::value && item.value.isInt() && item.value.toInt() >= 0,
-                "it has a tensor with a size, stride or offset that is no number from 0 on");
+    check_format(item.kind == Kind::value && item.value.isInt() && item.value.toInt() >= 0,
+                 "it has a tensor with a size, stride or offset that is no number from 0 on");
     return item.value.toInt();
   }
   static std::vector<std::int64_t> to_counts(const Item& item) {
-    TORCH_CHECK(item.kind == Kind::tuple && item.elements.size() <= 64,
-                "it has a tensor whose shape is no tuple of at most 64 numbers");
+    check_format(item.kind == Kind::tuple && item.elements.size() <= 64,
+                 "it has a tensor whose shape is no tuple of at most 64 numbers");
     std::vector<std::int64_t> counts;
     for (const ItemPtr& element : item.elements) counts.push_back(to_count(*element));
     return counts;
   }
   static at::Tensor to_tensor(const Item& item) {
-    TORCH_CHECK(item.kind == Kind::value && item.value.isTensor(), "it lacks a tensor of a tensor");
+    check_format(item.kind == Kind::value && item.value.isTensor(),
+                 "it lacks a tensor of a tensor");
     return item.value.toTensor();
   }
 
@@ -378,14 +379,14 @@ class PickleReader {
     const auto& arguments = tuple->elements;
     const bool is_call = tuple->kind == Kind::tuple &&
                          (callee->kind == Kind::ordered_dict || callee->kind == Kind::rebuild);
-    TORCH_CHECK(is_call, "it calls what is no function of torch's");
+    check_format(is_call, "it calls what is no function of torch's");
     if (callee->kind == Kind::ordered_dict) {
-      TORCH_CHECK(arguments.empty(), "it has an OrderedDict of another form than torch.save's");
+      check_format(arguments.empty(), "it has an OrderedDict of another form than torch.save's");
       return push(python_dict(), kContainerBytes);
     }
     const std::string& name = callee->value.toStringRef();
     const auto check_count = [&](std::size_t least) {
-      TORCH_CHECK(arguments.size() >= least, name, " lacks arguments");
+      check_format(arguments.size() >= least, name, " lacks arguments");
     };
     if (name == "_rebuild_parameter" || name == "torch.jit._pickle") {  // (value, ...)
       check_count(1);
@@ -395,8 +396,8 @@ class PickleReader {
                "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
       check_count(5);
       const auto sizes = to_counts(*arguments[1]);
-      TORCH_CHECK(to_count(*arguments[0]) == static_cast<std::int64_t>(at::kSparse),
-                  "it has a sparse tensor that is not in COO layout");
+      check_format(to_count(*arguments[0]) == static_cast<std::int64_t>(at::kSparse),
+                   "it has a sparse tensor that is not in COO layout");
       push(at::sparse_coo_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]), sizes),
            kTensorBytes + tuple->bytes);
     } else {
@@ -408,27 +409,27 @@ class PickleReader {
   /// Makes (storage, offset, sizes, strides, [quantizer,] requires_grad, hooks, [metadata]) a
   /// tensor.
   void rebuild_tensor(const std::vector<ItemPtr>& arguments, bool is_quantized) {
-    TORCH_CHECK(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
+    check_format(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
     const c10::Storage& storage = arguments[0]->storage;
     const auto dtype = static_cast<at::ScalarType>(arguments[0]->number);
     const std::int64_t offset = to_count(*arguments[1]);
     const std::vector<std::int64_t> sizes = to_counts(*arguments[2]),
                                     strides = to_counts(*arguments[3]);
-    TORCH_CHECK(sizes.size() == strides.size(), "it has a tensor with more sizes than strides");
+    check_format(sizes.size() == strides.size(), "it has a tensor with more sizes than strides");
     std::uint64_t bytes = c10::elementSize(dtype);  // also of a copy of an expanded tensor
     bool overflows = false;
     for (const std::int64_t size : sizes) {
       const auto factor = static_cast<std::uint64_t>(std::max<std::int64_t>(size, 1));
       overflows = overflows || c10::mul_overflows(bytes, factor, &bytes);
     }
-    TORCH_CHECK(!overflows && at::detail::computeStorageNbytes(
-                                  sizes, strides, c10::elementSize(dtype),
-                                  static_cast<std::size_t>(offset)) <= storage.nbytes(),
-                kTooLong);
+    check_format(!overflows && at::detail::computeStorageNbytes(
+                                   sizes, strides, c10::elementSize(dtype),
+                                   static_cast<std::size_t>(offset)) <= storage.nbytes(),
+                 kTooLong);
     const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     const auto options = at::TensorOptions(dtype).device(at::kCPU);
-    TORCH_CHECK(c10::isQIntType(dtype) == is_quantized,
-                "it has a tensor whose dtype does not fit its quantizer");
+    check_format(c10::isQIntType(dtype) == is_quantized,
+                 "it has a tensor whose dtype does not fit its quantizer");
     const at::Tensor tensor =
         is_quantized ? empty_quantized(*arguments[4], sizes, options) : at::empty({0}, options);
     tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
@@ -443,22 +444,22 @@ class PickleReader {
   static at::Tensor empty_quantized(const Item& quantizer, const std::vector<std::int64_t>& sizes,
                                     const at::TensorOptions& options) {
     const auto& parts = quantizer.elements;
-    TORCH_CHECK(
+    check_format(
         quantizer.kind == Kind::tuple && parts.size() >= 3 && parts[0]->kind == Kind::qscheme,
         "it has a quantized tensor without its quantizer");
     if (parts[0]->number == static_cast<int>(at::kPerTensorAffine)) {
-      TORCH_CHECK(parts[1]->value.isDouble() && parts[2]->value.isInt(),
-                  "it has a quantized tensor whose scale is no number");
+      check_format(parts[1]->value.isDouble() && parts[2]->value.isInt(),
+                   "it has a quantized tensor whose scale is no number");
       return at::_empty_affine_quantized({0}, options, parts[1]->value.toDouble(),
                                          parts[2]->value.toInt());
     }
-    TORCH_CHECK(parts.size() >= 4, "it has a quantized tensor without its axis");
+    check_format(parts.size() >= 4, "it has a quantized tensor without its axis");
     const at::Tensor scales = to_tensor(*parts[1]), zero_points = to_tensor(*parts[2]);
     const auto axis = static_cast<std::size_t>(to_count(*parts[3]));
-    TORCH_CHECK(axis < sizes.size() && scales.dim() == 1 && scales.size(0) == sizes[axis] &&
-                    scales.is_floating_point() && zero_points.scalar_type() == at::kLong &&
-                    zero_points.sizes() == scales.sizes(),
-                "it has a quantized tensor whose scales do not fit its shape");
+    check_format(axis < sizes.size() && scales.dim() == 1 && scales.size(0) == sizes[axis] &&
+                     scales.is_floating_point() && zero_points.scalar_type() == at::kLong &&
+                     zero_points.sizes() == scales.sizes(),
+                 "it has a quantized tensor whose scales do not fit its shape");
     auto empty = std::vector<std::int64_t>(sizes.size(), 0);
     return at::_empty_per_channel_affine_quantized(empty, scales.clone(), zero_points.clone(),
                                                    static_cast<std::int64_t>(axis), options);
@@ -466,11 +467,11 @@ class PickleReader {
 
   static void set_metadata(const at::Tensor& tensor, const c10::IValue& metadata) {
     if (metadata.isNone()) return;
-    TORCH_CHECK(metadata.isGenericDict(), "it has a tensor with metadata that is no dict");
+    check_format(metadata.isGenericDict(), "it has a tensor with metadata that is no dict");
     for (const auto& entry : metadata.toGenericDict()) {
       const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
-      TORCH_CHECK((key == "conj" || key == "neg") && entry.value().isBool(),
-                  "it has a tensor with metadata other than conj and neg");
+      check_format((key == "conj" || key == "neg") && entry.value().isBool(),
+                   "it has a tensor with metadata other than conj and neg");
       key == "conj" ? tensor._set_conj(entry.value().toBool())
                     : tensor._set_neg(entry.value().toBool());
     }

@@ -211,29 +211,32 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
                 "no ",
                 optimizer, "; load what torch::save(optimizer, path) wrote");
   }
-  constexpr const char* kAdvice = "; load the file of an optimizer that was made as this one";
+  const auto check = [&optimizer](bool holds, const auto&... words) {
+    if (holds) return;
+    TORCH_CHECK(false, optimizer, ": ", words...,
+                "; load the file of an optimizer that was made as this one");
+  };
   torch::serialize::InputArchive groups, group, options, states, state;
-  TORCH_CHECK(archive.try_read("param_groups", groups) && archive.try_read("state", states),
-              optimizer, ": the archive lacks its groups or states; it is damaged", kAdvice);
+  check(archive.try_read("param_groups", groups) && archive.try_read("state", states),
+        "the archive lacks its groups or states");
   const int64_t count = count_in(groups, "param_groups/size");
-  TORCH_CHECK(count == static_cast<int64_t>(optimizer.groups.size()), optimizer,
-              ": the archive has ", count, " param groups, and this optimizer ",
-              optimizer.groups.size(), kAdvice);
+  check(count == static_cast<int64_t>(optimizer.groups.size()), "the archive has ", count,
+        " param groups, and this optimizer ", optimizer.groups.size());
   std::set<std::string> ids;
   for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
     const std::vector<at::Tensor>& params = optimizer.groups[i].params();
-    TORCH_CHECK(groups.try_read("param_groups/" + std::to_string(i), group) &&
-                    group.try_read("options", options),
-                optimizer, ": the archive lacks group ", i, "; it is damaged", kAdvice);
+    check(groups.try_read("param_groups/" + std::to_string(i), group) &&
+              group.try_read("options", options),
+          "the archive lacks group ", i);
     const int64_t size = count_in(group, "params/size");
-    TORCH_CHECK(size == static_cast<int64_t>(params.size()), optimizer, ": group ", i, " has ",
-                size, " parameters in the archive, and ", params.size(), " here", kAdvice);
+    check(size == static_cast<int64_t>(params.size()), "group ", i, " has ", size,
+          " parameters in the archive, and ", params.size(), " here");
     const std::vector<std::string> keys = options.keys();
     if (format != nullptr) {
       for (const std::string_view key : format->options) {
-        TORCH_CHECK(key.empty() || std::find(keys.begin(), keys.end(), key) != keys.end(),
-                    optimizer, ": the archive is that of another class of optimizer: group ", i,
-                    " has the options ", listed(keys), ", and lacks ", key, kAdvice);
+        check(key.empty() || std::find(keys.begin(), keys.end(), key) != keys.end(),
+              "the archive is that of another class of optimizer: group ", i, " has the options ",
+              listed(keys), ", and lacks ", key);
       }
     }
     for (std::size_t k = 0; k < params.size(); ++k) {
@@ -244,8 +247,8 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
       const bool is_number = !text.empty() && text.size() < 20 &&
                              text.find_first_not_of("0123456789") == std::string::npos &&
                              (text[0] != '0' || text.size() == 1);
-      TORCH_CHECK(is_number && ids.insert(text).second, optimizer, ": parameter ", k, " of group ",
-                  i, " has no number of its own in the archive; it is damaged", kAdvice);
+      check(is_number && ids.insert(text).second, "parameter ", k, " of group ", i,
+            " has no number of its own in the archive");
       if (format != nullptr && states.try_read(text, state)) {
         check_state_archive(state, *format, params[k], optimizer);
       }
