@@ -122,6 +122,8 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
         torch::rand({9}).slice(0, 2, 2), torch::rand({3, 3}).to_sparse(), complex.conj(),
         torch::imag(complex.conj()), torch::ones({2}, torch::kBool),
         torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8),
+        torch::quantize_per_channel(torch::rand({3, 2}), torch::rand({2}) + 0.1,
+                                    torch::zeros({2}, torch::kLong), 1, torch::kQInt8),
         torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
     const Scratch scratch;
     torch::Tensor given = saved, over = saved.clone(), none;

@@ -95,8 +95,11 @@ inline c10::IValue dict_of(const torch::jit::Module& archive) {
   return dict;
 }
 
-/// Writes what `dict_of` returned.
-inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict) {
+/// Writes what `dict_of` returned. An archive looks through all keys for each that is added.
+inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
+                         std::size_t most_keys = 10000) {
+  check_format(dict.toGenericDict().size() <= most_keys, "an object of it has more than ",
+               most_keys, " entries");
   for (const auto& entry : dict.toGenericDict()) {
     TORCH_CHECK(entry.key().isString(), "it has a key that is ", value_words(entry.key()));
     const std::string& key = entry.key().toStringRef();
@@ -105,7 +108,7 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
     } else if (value.isGenericDict() && item(value, kEmptyList).isNone()) {
       torch::serialize::OutputArchive nested(archive.compilation_unit());
-      fill_archive(nested, value);
+      fill_archive(nested, value, most_keys);
       archive.write(key, nested);
     } else if (!value.isNone()) {
       archive.write(key, with_types(value));
@@ -114,9 +117,10 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
 }
 
 /// Returns the archive of `dict`, which shares its tensors.
-inline torch::serialize::InputArchive archive_of(const c10::IValue& dict) {
+inline torch::serialize::InputArchive archive_of(const c10::IValue& dict,
+                                                 std::size_t most_keys = 10000) {
   torch::serialize::OutputArchive filled;
-  fill_archive(filled, dict);
+  fill_archive(filled, dict, most_keys);
   torch::serialize::InputArchive archive;
   module_in(archive) = module_in(filled);
   return archive;

@@ -193,9 +193,12 @@ inline void check_python_options(const c10::IValue& group, const std::string& na
 inline constexpr const char* kOwnArchive = "archive";
 
 /// Returns the archive that an optimizer's `load` takes, from a file's value.
-inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved) {
+inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved,
+                                                        const AnyOptimizer& optimizer) {
   const c10::IValue own = item(saved, kOwnArchive);
-  return archive_of(archive_form(own.isNone() ? saved : own));
+  std::size_t most_keys = 1000;  // and one for each parameter
+  for (const auto& group : optimizer.optimizer().param_groups()) most_keys += group.params().size();
+  return archive_of(archive_form(own.isNone() ? saved : own), most_keys);
 }
 
 /// Returns what the file says of the parameters of an optimizer, group by group: in mezzo's files
@@ -262,7 +265,7 @@ inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
         storage == own_storage || storage.empty() || own_storage.empty() || storage == "plain",
         "the weight storage is ", storage, " in the file, and ", own_storage, " here");
   }
-  auto archive = optimizer_archive(saved);
+  auto archive = optimizer_archive(saved, any);
   if (const auto* const own_check = dynamic_cast<const optim::ArchiveChecker*>(any.mezzos())) {
     own_check->check_load(archive);  // of a MasterWeights, which is no torch::optim::Optimizer
   } else {
@@ -371,7 +374,7 @@ MEZZO_INLINE CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& 
           if (!is_sharded) devices.push_back(one.device());
         }
       }
-      auto archive = optimizer_archive(copied(saved, devices));
+      auto archive = optimizer_archive(copied(saved, devices), optimizer);
       if (optimizer.mezzos() != nullptr) {
         optimizer.load(archive);
       } else {
