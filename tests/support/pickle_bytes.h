@@ -14,7 +14,7 @@ using Records = std::map<std::string, std::string>;
 
 inline std::string number(std::uint64_t value, int size) {
   std::string bytes;
-  for (int i = 0; i < size; ++i) bytes += static_cast<char>(value >> (8 * i));
+  for (int i = 0; i < size; ++i, value >>= 8) bytes += static_cast<char>(value);
   return bytes;
 }
 inline std::string byte(int value) { return std::string(1, static_cast<char>(value)); }
