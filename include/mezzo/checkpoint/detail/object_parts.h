@@ -31,7 +31,6 @@
 #include <string>
 #include <string_view>
 #include <typeinfo>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -76,12 +75,12 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const 
                 " here");
     values.push_back(read);
   }
+  if (found.size() == own.size()) return values;
   for (const auto& entry : found) {
     const bool is_known = std::any_of(own.begin(), own.end(), [&entry](const auto& one) {
       return entry.key().isString() && entry.key().toStringRef() == one.first;
     });
-    TORCH_CHECK(found.size() == own.size() || is_known, "the file has \"", entry.key(),
-                "\", which is not here");
+    TORCH_CHECK(is_known, "the file has \"", entry.key(), "\", which is not here");
   }
   return values;
 }
@@ -196,7 +195,7 @@ inline constexpr const char* kOwnArchive = "archive";
 inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved,
                                                         const AnyOptimizer& optimizer) {
   const c10::IValue own = item(saved, kOwnArchive);
-  std::size_t most_keys = 1000;  // and one for each parameter
+  std::size_t most_keys = own.isNone() ? 1000 : 10000;  // and one for each parameter
   for (const auto& group : optimizer.optimizer().param_groups()) most_keys += group.params().size();
   return archive_of(archive_form(own.isNone() ? saved : own), most_keys);
 }
