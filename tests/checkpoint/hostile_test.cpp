@@ -15,6 +15,7 @@
 #include "../support/pickle_bytes.h"
 #include "../support/scratch.h"
 
+namespace hostile_files {
 namespace {
 
 using test_support::error_of;
@@ -153,3 +154,4 @@ TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
 }
 
 }  // namespace
+}  // namespace hostile_files

@@ -29,6 +29,7 @@
 #include "../support/pickle_bytes.h"
 #include "../support/scratch.h"
 
+namespace optimizer_archive {
 namespace {
 
 using mezzo::TrainingState;
@@ -374,3 +375,4 @@ TEST(MasterWeightsArchive, ArchiveOfAnotherInnerClassChangesNothing) {
 }
 
 }  // namespace
+}  // namespace optimizer_archive

@@ -1,8 +1,10 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
+#include <mezzo/checkpoint/detail/state_file.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/lamb.h>
 #include <mezzo/optim/lion.h>
 #include <mezzo/optim/master_weights.h>

@@ -278,7 +278,7 @@ inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
     const c10::IValue own = item(document, kMezzoKey);
     read.is_training = !format.empty() && own.isGenericDict();
     if (!read.is_training) return read;
-    read.values.erase(kMezzoKey);
+    (void)read.values.erase(kMezzoKey);
     read.step = item(own, "step").toInt();
     read.ranks = item(own, "ranks");
     return read;
