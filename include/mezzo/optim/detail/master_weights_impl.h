@@ -155,7 +155,13 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
 MEZZO_INLINE StepPlan MasterWeights::plan() {
   const c10::NoGradGuard no_grad;
   meet_parameters();
-  return detail::plain_plan(*inner_, /*keeps_masters=*/true);
+  StepPlan plan = detail::plain_plan(*inner_, /*keeps_masters=*/true);
+  for (const StepPlan::Row& row : plan.rows) {  // whose value would become the master
+    if (row.storage == optim::WeightStorage::master) {
+      detail::refuse_average(*row.parameter, words());
+    }
+  }
+  return plan;
 }
 
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
