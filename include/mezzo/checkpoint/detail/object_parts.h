@@ -28,6 +28,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <typeinfo>
@@ -73,14 +74,18 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const 
     TORCH_CHECK(read.scalar_type() == tensor.scalar_type() && read.sizes() == tensor.sizes(), "\"",
                 name, "\" is ", shape_words(read), " in the file, and ", shape_words(tensor),
                 " here");
+    TORCH_CHECK(read.layout() == tensor.layout(), "\"", name, "\" is ", read.layout(),
+                " in the file, and ", tensor.layout(), " here");
     values.push_back(read);
   }
-  if (found.size() == own.size()) return values;
+  if (found.size() <= own.size()) return values;
+  std::set<std::string> extra;
   for (const auto& entry : found) {
-    const bool is_known = std::any_of(own.begin(), own.end(), [&entry](const auto& one) {
-      return entry.key().isString() && entry.key().toStringRef() == one.first;
-    });
-    TORCH_CHECK(is_known, "the file has \"", entry.key(), "\", which is not here");
+    extra.insert(entry.key().isString() ? entry.key().toStringRef() : "a number");
+  }
+  for (const auto& [name, tensor] : own) extra.erase(name);
+  for (const std::string& name : extra) {
+    TORCH_CHECK(false, "the file has \"", name, "\", which is not here");
   }
   return values;
 }

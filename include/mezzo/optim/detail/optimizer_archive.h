@@ -220,8 +220,9 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
   check(archive.try_read("param_groups", groups) && archive.try_read("state", states),
         "the archive lacks its groups or states");
   const int64_t count = count_in(groups, "param_groups/size");
-  check(count == static_cast<int64_t>(optimizer.groups.size()), "the archive has ", count,
-        " param groups, and this optimizer ", optimizer.groups.size());
+  check(count == static_cast<int64_t>(optimizer.groups.size()),
+        "the archive has a different number of parameter groups, ", count,
+        ", than this optimizer, ", optimizer.groups.size());
   std::set<std::string> ids;
   for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
     const std::vector<at::Tensor>& params = optimizer.groups[i].params();
