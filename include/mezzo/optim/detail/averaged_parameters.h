@@ -1,11 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/optim/detail/optimizer_words.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/macros/Export.h>
-#include <c10/util/Exception.h>
 #include <c10/util/Synchronized.h>
 
 #include <unordered_set>
@@ -24,13 +22,6 @@ C10_EXPORT inline auto& averaged_parameters() {
 inline bool holds_average(const at::Tensor& parameter) {
   return averaged_parameters().withLock(
       [&](const auto& all) { return all.count(parameter.unsafeGetTensorImpl()) != 0; });
-}
-
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
-/// what a file has of it, would be made from the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
 }
 
 }  // namespace detail

@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -158,6 +159,13 @@ inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWor
       is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),
       " has gaps in its memory, or elements that share it; give the whole tensor that it is "
       "a view of, or make it contiguous() before the optimizer is made");
+}
+
+/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
+/// what a file has of it, would be made from the average
+inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
+              " holds an average, for an EmaScope is alive; let that scope end first");
 }
 
 /// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
