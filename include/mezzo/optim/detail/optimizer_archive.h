@@ -230,8 +230,9 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
               group.try_read("options", options),
           "the archive lacks group ", i);
     const int64_t size = count_in(group, "params/size");
-    check(size == static_cast<int64_t>(params.size()), "group ", i, " has ", size,
-          " parameters in the archive, and ", params.size(), " here");
+    check(size == static_cast<int64_t>(params.size()),
+          "the archive contains a parameter group that has a different size: group ", i, " has ",
+          size, " parameters there, and ", params.size(), " here");
     const std::vector<std::string> keys = options.keys();
     if (format != nullptr) {
       for (const std::string_view key : format->options) {
