@@ -19,13 +19,14 @@
 #include <filesystem>
 #include <fstream>
 #include <iterator>
-#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
+#include "../support/pickle_bytes.h"
 #include "../support/scratch.h"
+#include "../support/warnings.h"
 
 #ifndef MEZZO_CHECKPOINT_TEST_DATA
 #error "give -DMEZZO_CHECKPOINT_TEST_DATA, the folder tests/checkpoint/data"
@@ -204,58 +205,6 @@ TEST(CheckpointFromPython, AnOptimizerThatMaximizesThrows) {
   }
 }
 
-// --- Files of format 1 -------------------------------------------------------------------------
-
-/// data/format_1.pt was written by mezzo 0.2.
-TEST(CheckpointFormat1, StillLoads) {
-  torch::nn::Linear layer(3, 2);
-  torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
-  torch::optim::AdamW theirs(model->parameters());
-  mezzo::optim::AdamW ours(layer->parameters(), 1e-3);
-  torch::optim::SGD sgd(layer->parameters(), torch::optim::SGDOptions(1).momentum(0.9));
-  mezzo::Ema ema(layer->parameters());
-  mezzo::GradScaler scaler;
-  std::int64_t epoch = 0;
-  bool done = false;
-  double best = 0;
-  std::string name;
-  std::vector<std::size_t> order;
-  std::mt19937 engine, expected(3);
-  expected.discard(700);
-  torch::Tensor tensor;
-  at::Generator own = at::detail::createCPUGenerator(1);
-  TrainingState state;
-  state.add("model", model).add("theirs", theirs).add("ours", ours).add("sgd", sgd);
-  state.add("ema", ema).add("scaler", scaler).add("epoch", epoch).add("done", done);
-  state.add("best", best).add("name", name).add("order", order).add("engine", engine);
-  state.add("tensor", tensor).add("own", own);
-  const auto loaded =
-      mezzo::load_checkpoint(MEZZO_CHECKPOINT_TEST_DATA "/format_1.pt", state, {.subset = true});
-  EXPECT_EQ(loaded.step, 3400);
-  EXPECT_TRUE(layer->weight.equal(torch::arange(6).view({2, 3}).to(torch::kFloat)));
-  EXPECT_TRUE(layer->bias.equal(torch::tensor({0.5F, -1.0F})));
-  EXPECT_EQ(theirs.param_groups()[0].options().get_lr(), 0.125);
-  const auto& of_theirs = static_cast<torch::optim::AdamWParamState&>(
-      *theirs.state().at(layer->weight.unsafeGetTensorImpl()));
-  EXPECT_EQ(of_theirs.step(), 2);
-  EXPECT_TRUE(of_theirs.exp_avg().allclose(torch::full({2, 3}, 0.19)));
-  EXPECT_EQ(ours.applied_steps(), 1);
-  EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 0.25);
-  const auto& of_sgd = static_cast<torch::optim::SGDParamState&>(
-      *sgd.state().at(layer->weight.unsafeGetTensorImpl()));
-  EXPECT_TRUE(of_sgd.momentum_buffer().equal(torch::ones({2, 3})));
-  EXPECT_EQ(ema.averages().size(), 2U);
-  EXPECT_EQ(scaler.get_scale(), 8);
-  EXPECT_EQ(epoch, 7);
-  EXPECT_TRUE(done);
-  EXPECT_EQ(best, 0.25);
-  EXPECT_EQ(name, "first");
-  EXPECT_THAT(order, testing::ElementsAre(5, 0, 3));
-  EXPECT_EQ(engine, expected);
-  EXPECT_TRUE(tensor.equal(torch::arange(4)));
-  EXPECT_TRUE(own.get_state().equal(at::detail::createCPUGenerator(11).get_state()));
-}
-
 // --- To Python ---------------------------------------------------------------------------------
 
 #ifdef MEZZO_PYTHON_WITH_TORCH
@@ -374,5 +323,81 @@ TEST(CheckpointInPython, OptimizersGoOnAsTheyAre) {
 }
 
 #endif
+
+// --- A state_dict alone --------------------------------------------------------------------------
+
+namespace bytes = test_support::pickle_bytes;
+
+/// The file of `torch.save(model.state_dict(), path)`: an OrderedDict with attributes.
+std::string bare_state_dict() {
+  const auto tensor = [](const char* key, std::int64_t count,
+                         const std::vector<std::int64_t>& sizes,
+                         const std::vector<std::int64_t>& strides) {
+    return bytes::tensor(bytes::storage("FloatStorage", key, count), 0, sizes, strides);
+  };
+  const std::string ordered = bytes::empty_ordered_dict();
+  return bytes::zip(
+      ordered + "(" + bytes::text("weight") + tensor("0", 6, {2, 3}, {3, 1}) + bytes::text("bias") +
+          tensor("1", 2, {2}, {1}) + "u}" + bytes::text("_metadata") + ordered + bytes::text("") +
+          "}" + bytes::text("version") + "K" + bytes::byte(1) + "sssb",
+      {{"0", std::string(24, '\0')}, {"1", std::string("\0\0\x80\x3f\1\0\x80\x3f", 8)}});
+}
+
+TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
+  const test_support::Scratch scratch;
+  const auto file = scratch.write("model.pt", bare_state_dict());
+  torch::nn::Linear model(3, 2), other(3, 2);
+  torch::nn::Linear wide(4, 2);
+  mezzo::load_checkpoint(file, TrainingState().add("anything", model));
+  mezzo::load_state_dict(file, other);
+  for (const auto& loaded : {model, other}) {
+    EXPECT_EQ(loaded->weight.abs().max().item<float>(), 0);
+    EXPECT_EQ(loaded->bias[0].item<float>(), 1);
+  }
+  EXPECT_THAT(error_of([&] { mezzo::load_state_dict(file, wide); }),
+              HasSubstr("\"weight\" is float32 [2, 3] in the file, and float32 [2, 4] here"));
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  EXPECT_THAT(error_of([&] {
+                mezzo::load_checkpoint(
+                    file, TrainingState().add("model", model).add("optimizer", optimizer));
+              }),
+              HasSubstr("it lacks \"model\", \"optimizer\""));
+}
+
+TEST(StateDict, OfFloatsIsCastWithAWarning) {
+  const test_support::Scratch scratch;
+  const auto file = scratch.write("model.pt", bare_state_dict());
+  torch::nn::Linear model(3, 2);
+  model->to(torch::kBFloat16);
+  test_support::Warnings warnings;
+  mezzo::load_state_dict(file, model);
+  EXPECT_EQ(model->bias.scalar_type(), torch::kBFloat16);
+  EXPECT_TRUE(model->bias.equal(torch::ones({2}, torch::kBFloat16)));
+  EXPECT_THAT(warnings.texts,
+              testing::ElementsAre(
+                  AllOf(HasSubstr("2 tensors"), HasSubstr("\"weight\" from float32 to bfloat16"))));
+}
+
+TEST(StateDict, ThatIsSavedLoadsAgain) {
+  const test_support::Scratch scratch;
+  const auto file = scratch / "model.pt";
+  torch::nn::Sequential saved(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  torch::nn::Sequential loaded(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
+  EXPECT_EQ(mezzo::save_state_dict(file, saved).file, file);
+  mezzo::load_state_dict(file, loaded);
+  EXPECT_TRUE(loaded->parameters()[0].equal(saved->parameters()[0]));
+  mezzo::save_checkpoint(file, TrainingState().add("model", saved));
+  mezzo::load_state_dict(file, loaded);
+#ifdef MEZZO_PYTHON_WITH_TORCH
+  mezzo::save_state_dict(file, saved);
+  EXPECT_EQ(output_of_python(R"(
+import sys, torch
+model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+print(model.load_state_dict(torch.load(sys.argv[1])))
+)",
+                             file),
+            "<All keys matched successfully>\nstatus 0");
+#endif
+}
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Which objects a checkpoint takes and gives back, and which it refuses by name.
 
 #include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
@@ -121,6 +122,8 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
         torch::rand({9}).slice(0, 2, 2), torch::rand({3, 3}).to_sparse(), complex.conj(),
         torch::imag(complex.conj()), torch::ones({2}, torch::kBool),
         torch::quantize_per_tensor(torch::rand({4}), 0.1, 0, torch::kQInt8),
+        torch::quantize_per_channel(torch::rand({3, 2}), torch::rand({2}) + 0.1,
+                                    torch::zeros({2}, torch::kLong), 1, torch::kQInt8),
         torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
     const Scratch scratch;
     torch::Tensor given = saved, over = saved.clone(), none;
@@ -513,6 +516,119 @@ TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
   order[0] = ~std::size_t{0};
   EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, state); }),
               HasSubstr("is beyond std::int64_t"));
+}
+
+TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
+  const Scratch scratch;
+  std::vector<double> losses{0.5, -1e300}, none;
+  std::vector<float> floats{0.25F};
+  mezzo::GradScaler scaler({.init_scale = 8});
+  mezzo::GradScaler::StateDict numbers = scaler.state_dict();
+  const auto saved = numbers;
+  TrainingState state;
+  state.add("losses", losses).add("none", none).add("floats", floats).add("numbers", numbers);
+  const auto file = scratch.path() / "state.pt";
+  mezzo::save_checkpoint(file, state);
+  losses.clear(), none.assign(3, 1), floats.clear(), numbers.clear();
+  mezzo::load_checkpoint(file, state);
+  EXPECT_THAT(losses, testing::ElementsAre(0.5, -1e300));
+  EXPECT_THAT(floats, testing::ElementsAre(0.25F));
+  EXPECT_TRUE(none.empty());
+  EXPECT_EQ(numbers, saved);
+  std::vector<int> integers;
+  EXPECT_THAT(error_of([&] {
+                mezzo::load_checkpoint(file, TrainingState().add("losses", integers),
+                                       {.subset = true});
+              }),
+              HasSubstr("a vector of integers here"));
+}
+
+TEST(Checkpoint, OptimizerBehindAPointerIsTheOneThatIsThere) {
+  const Scratch scratch;
+  const auto weight = torch::ones({2}).requires_grad_();
+  auto shared = std::make_shared<mezzo::optim::AdamW>(std::vector<torch::Tensor>{weight}, 0.1);
+  std::unique_ptr<torch::optim::Optimizer> owned =
+      std::make_unique<torch::optim::SGD>(std::vector<torch::Tensor>{weight}, 0.1);
+  std::shared_ptr<torch::optim::AdamW> none;
+  EXPECT_THAT(error_of([&] { TrainingState().add("x", none); }), HasSubstr("is null"));
+  TrainingState state;
+  state.add("shared", shared).add("owned", owned);
+  weight.mutable_grad() = torch::ones({2});
+  shared->step();
+  const auto file = scratch.path() / "state.pt";
+  mezzo::save_checkpoint(file, state);
+  shared = std::make_shared<mezzo::optim::AdamW>(std::vector<torch::Tensor>{weight}, 0.1);
+  mezzo::load_checkpoint(file, state);
+  EXPECT_EQ(shared->applied_steps(), 1);
+}
+
+TEST(Checkpoint, FitsWithAndWithoutAutocastModule) {
+  const Scratch scratch;
+  const auto file = scratch.path() / "model.pt";
+  const auto make = [](bool is_wrapped) {
+    torch::nn::Functional relu([](const torch::Tensor& x) { return torch::relu(x); });
+    torch::nn::Sequential model(torch::nn::Linear(2, 2));
+    if (is_wrapped) {
+      model->push_back(mezzo::AutocastModule(relu, {.device = torch::kCPU}));
+    } else {
+      model->push_back(relu);
+    }
+    return model;
+  };
+  for (const bool is_wrapped : {false, true}) {
+    auto saved = make(is_wrapped), loaded = make(!is_wrapped);
+    torch::save(saved, file.string());
+    EXPECT_EQ(error_of([&] { torch::load(loaded, file.string()); }), "no error") << is_wrapped;
+    EXPECT_TRUE(saved->parameters()[0].equal(loaded->parameters()[0]));
+  }
+}
+
+/// An optimizer of a user's own, with its moments in a map.
+class MapOptimizer : public torch::optim::Optimizer {
+ public:
+  explicit MapOptimizer(const torch::Tensor& weight)
+      : Optimizer({weight}, std::make_unique<torch::optim::SGDOptions>(0.1)) {}
+  torch::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    moment += 1;
+    return {};
+  }
+  double moment = 0;
+};
+/// One with a format of its own.
+class OwnFormatOptimizer : public MapOptimizer {
+ public:
+  using MapOptimizer::MapOptimizer;
+  void save(torch::serialize::OutputArchive& archive) const override {
+    archive.write("moment", c10::IValue(moment));
+    archive.write("class", c10::IValue("mine"));
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    c10::IValue value;
+    archive.read("moment", value);
+    moment = value.toDouble();
+  }
+};
+
+TEST(Checkpoint, OptimizerOfTheUsersIsLoadedByItsOwnLoad) {
+  const Scratch scratch;
+  const auto file = scratch.path() / "state.pt";
+  const auto weight = torch::ones({2}).requires_grad_(), longer = torch::ones({3}).requires_grad_();
+  OwnFormatOptimizer saved(weight), loaded(weight), other(longer);
+  saved.step();
+  mezzo::save_checkpoint(file, TrainingState().add("x", saved));
+  mezzo::load_checkpoint(file, TrainingState().add("x", loaded));
+  EXPECT_EQ(loaded.moment, 1);
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("x", other)); }),
+              HasSubstr("parameter 0 of group 0 is [2] in the file, and [3] here"));
+}
+
+TEST(Checkpoint, OptimizerWithoutSaveIsNamedWhenItIsSaved) {
+  const Scratch scratch;
+  MapOptimizer optimizer(torch::ones({2}).requires_grad_());
+  EXPECT_THAT(error_of([&] {
+                mezzo::save_checkpoint(scratch.path() / "x", TrainingState().add("x", optimizer));
+              }),
+              HasSubstr("MapOptimizer::save wrote nothing"));
 }
 
 /// A loader with a position of its own that is no variable.

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <filesystem>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -65,6 +66,20 @@ TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   checkpoints.save(mixed.run.state, 3);
   barrier(world);
   EXPECT_THAT(checkpoints.files(), SizeIs(3));
+}
+
+TEST(DistributedCheckpoints, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
+  const SharedFolder folder;
+  const Ranks world = everyone();
+  Mixed mixed(world);
+  mezzo::CheckpointManagerOptions options;
+  options.on_warning = [](const std::string& text) { throw std::runtime_error("heard " + text); };
+  DistributedCheckpointManager checkpoints(folder.path(), world, options);
+  const auto saved = checkpoints.save(mixed.run.state, 1);
+  if (world->getRank() == 0) test_support::put_bytes(saved.file, "nothing");
+  barrier(world);
+  EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
+              AllOf(HasSubstr("rank 0 of"), HasSubstr("heard ")));
 }
 
 TEST(DistributedCheckpoints, WhereNoFileIsWholeNoneStartsAfresh) {

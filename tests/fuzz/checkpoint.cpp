@@ -74,8 +74,8 @@ std::string with_crc(std::string file) {
 }  // namespace
 
 /// Damage to a checkpoint: whole bytes of a file, or edits to one that is whole. It loads, or it is
-/// refused and nothing has changed. With a new CRC-32C it is a forgery, from which a reader is not
-/// safe: it may load what it likes.
+/// refused and nothing has changed. With a new CRC-32C it is a forgery, which may load other
+/// values.
 void checkpoint(std::string_view bytes) {
   static const test_support::Scratch scratch;
   static auto run = std::make_unique<Run>();

@@ -5,6 +5,7 @@
 
 #include <exception>
 #include <filesystem>
+#include <random>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,6 +37,18 @@ std::vector<std::string> unread(std::string_view name, void (*target)(std::strin
 
 TEST(FuzzedLibrary, ReadsCheckpoints) {
   EXPECT_THAT(unread("checkpoint", fuzz::checkpoint), IsEmpty());
+}
+TEST(FuzzedLibrary, ReadsPickles) {
+  fuzz::pickle("");
+  std::mt19937_64 engine(1);
+  for (int i = 0; i < 600; ++i) {
+    std::string decisions;
+    for (auto length = engine() % 300; length > 0; --length) {
+      const auto number = engine();
+      decisions += static_cast<char>(number % 8 == 0 ? number >> 8 : 0);
+    }
+    fuzz::pickle(decisions);
+  }
 }
 TEST(FuzzedLibrary, ReadsPolicies) { EXPECT_THAT(unread("policy", fuzz::policy), IsEmpty()); }
 TEST(FuzzedLibrary, ReadsStatesOfScalers) {

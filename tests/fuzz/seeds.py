@@ -10,6 +10,8 @@ SEEDS = {
     # Edits: an offset in two bytes, how many bytes go, how many come. 1: a whole file. 2: with a new CRC.
     "checkpoint": [b"\0", b"\0\x01\x00\x01\x01x", b"\0\x02\x00\x00\x04abcd", b"\0\x05\x00\x07\x00", b"\1", b"\2",
                    b"\1PK\x03\x04", b"\0\x10\x00\xff\x00", b"\2\x10\x00\xff\x00", b"\2\x01\x00\x01\x01x"],
+    # A class, a class that loads, and decisions, of which 0 is what a valid file has.
+    "pickle": [bytes([i, second]) + bytes(300) for i in range(13) for second in (0, 7, 200)],
     "policy": [b"# mine\nallow aten::softmax.int aten::exp\ndeny bmm\npromote aten::cat # so\nignore mv\n",
                b"deny binary_cross_entropy\nallow linear\r\n",
                b"fp32_append_dtype aten::norm.Scalar\n", b"deny aten::bmn\n"],
@@ -19,7 +21,8 @@ SEEDS = {
 }
 
 WORDS = {
-    "checkpoint": ["PK\x03\x04", "mezzo checkpoint, format 1", "\x80\x02"],
+    "checkpoint": ["PK\x03\x04", "mezzo checkpoint, format 2", "\x80\x02"],
+    "pickle": ["\xf4", "\xf5", "\xf6", "\xf7", "\xf8", "\xff"],
     "policy": ["allow ", "deny ", "promote ", "ignore ", "fp32 ", "aten::", "softmax",
                ".int", "bmm", "cat", "add_", "binary_cross_entropy", "#"],
     "scaler_state": ["\x00\x7f\xf0"],

@@ -14,6 +14,7 @@
 namespace fuzz {
 
 void checkpoint(std::string_view bytes);
+void pickle(std::string_view bytes);
 void policy(std::string_view bytes);
 void scaler_state(std::string_view bytes);
 void words(std::string_view bytes);

@@ -1,13 +1,16 @@
 // Random programs of a GradScaler's calls, libtorch's and mezzo's, in any order, beside plain loops
 // over doubles that do what the documentation says.
 
+#include <mezzo/optim/ema.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <stdexcept>
@@ -211,6 +214,9 @@ class ScalerProgram : public Program {
                  {1, [&] { meet_bad_gradient(i); }},
                  {1, [&] { step(i); }},
                  {1, [&] { move_gradients(i); }},
+                 {1, [&] { load_other_class(i); }},
+                 {1, [&] { enter_ema_scope(i); }},
+                 {1, [&] { steps_alone ? step_without_a_parameter(i) : step(i); }},
                  {1, [&] { save_or_load(); }}});
   }
 
@@ -437,6 +443,44 @@ class ScalerProgram : public Program {
     expect(false, [&] { (void)any(i).step(); });
   }
 
+  /// A parameter leaves its group for one step, and comes back with what it had.
+  void step_without_a_parameter(std::size_t i) {
+    PlainSide& side = plain_[i];
+    if (!side.is_finite()) return;
+    const std::size_t j = random_weight(side);
+    const Tensor parameter = parameters(i)[j];
+    report_.line("parameter ", j, " of optimizer ", i, " is in no group for optimizer.step()");
+    count("step without a parameter");
+    auto hidden = std::exchange(side.weights[j].gradient, std::nullopt);
+    side.step(1);
+    expect(false, [&] {
+      for (auto& group : optimizer(i).param_groups()) {
+        auto& params = group.params();
+        const auto place = std::find_if(params.begin(), params.end(),
+                                        [&](const Tensor& one) { return one.is_same(parameter); });
+        if (place == params.end()) continue;
+        const auto index = place - params.begin();
+        params.erase(place);
+        (void)any(i).step();
+        params.insert(params.begin() + index, parameter);
+        break;
+      }
+    });
+    side.weights[j].gradient = std::move(hidden);
+  }
+
+  /// Averages take the place of the weights, at which no master may be looked at.
+  void enter_ema_scope(std::size_t i) {
+    PlainSide& side = plain_[i];
+    report_.line("an EmaScope of optimizer ", i);
+    count("EmaScope");
+    const bool has_master = std::any_of(side.weights.begin(), side.weights.end(),
+                                        [](const PlainWeight& one) { return one.has_master; });
+    const mezzo::Ema ema(parameters(i));
+    const mezzo::EmaScope averages(ema);
+    expect(has_master || !side.has_master_params(), [&] { (void)mezzo::master_params(any(i)); });
+  }
+
   void update() {
     update_once();
     if (likes_files_ && !report_.failed() && random_.one_in(2)) save_or_load();
@@ -516,6 +560,26 @@ class ScalerProgram : public Program {
     });
   }
 
+  /// The archive of another class is refused, and changes nothing. libtorch's own load takes any.
+  void load_other_class(std::size_t i) {
+    const Recipe& own = plain_[i].recipe;
+    if (!own.of_mezzo && !own.in_master_weights && own.kind != Kind::lamb) return;
+    Recipe other = own;
+    const auto is_sgd = [](Kind kind) { return kind == Kind::sgd || kind == Kind::momentum; };
+    do {
+      other.kind = static_cast<Kind>(random_.below(6));
+    } while (other.kind == own.kind || (is_sgd(other.kind) && is_sgd(own.kind)));
+    other.of_mezzo = other.kind != Kind::lamb;  // whose archives name their class too
+    report_.line("optimizer ", i, " loads the archive of ", other.text());
+    count("load of another class");
+    const auto made = make_optimizer(other, parameters(i));
+    const std::string archive = test_support::saved(AnyOptimizer(*made));
+    expect(true, [&] {
+      AnyOptimizer loaded = any(i);
+      test_support::load(loaded, archive);
+    });
+  }
+
   PlainScaler scaler_;
   bool likes_files_ = false;
   bool has_rough_half_ = false;
@@ -537,7 +601,8 @@ TEST(StepPrograms, OfAGradScalerTrainAsPlainLoopsDo) {
       "step of momentum; step of Adam; step of AdamW; step of Lion; step of LAMB; "
       "step of an enabled scaler; step of a disabled scaler; step without the scaler; "
       "update; update to a scale; weight replaced; weight added; bad gradient; "
-      "bucket; save; load; load into new objects",
+      "bucket; save; load; load into new objects; load of another class; EmaScope; "
+      "step without a parameter",
       5);
 }
 

@@ -118,6 +118,8 @@ class AutocastModuleImpl : public torch::nn::Module,
   void to(torch::Device device, bool non_blocking = false) override {
     module_->to(device, non_blocking);
   }
+  /// Returns whether torch::save writes the wrapped module.
+  bool is_serializable() const override { return module_->is_serializable(); }
   /// Saves the wrapped module under its own names.
   void save(torch::serialize::OutputArchive& archive) const override { module_->save(archive); }
   /// Loads what `save`, of this class or of the wrapped one, wrote.

@@ -11,7 +11,8 @@
 ///   checkpoint["mezzo"]["step"], checkpoint["epoch"]
 /// \endcode
 /// A file by Python's `torch.save({"model": model.state_dict(), "optimizer":
-/// optimizer.state_dict()}, path)` loads here.
+/// optimizer.state_dict()}, path)` loads here, and one by `torch.save(model.state_dict(), path)` by
+/// load_state_dict.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -45,12 +46,14 @@ class TrainingState {
   /// - a module, a ModuleHolder (`torch::nn::Linear`), or a std::shared_ptr to a module: its
   ///   parameters and buffers, which keep their memory. A holder or pointer may be given another
   ///   module later. The file must have the same names, dtypes and shapes;
-  /// - any torch::optim::Optimizer; mezzo's with masters, averages and step counts. The file must
-  ///   be of the same class, over parameters of the same shapes and names in the same order;
+  /// - any torch::optim::Optimizer, or a pointer to one; mezzo's with masters, averages and step
+  ///   counts. The file must be of the same class, over parameters of the same shapes and names in
+  ///   the same order. A class of yours is saved and loaded by its own `save` and `load`;
   /// - MasterWeights;
   /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema;
-  /// - an integer, a bool, a float or double, a std::string, a tensor, or a std::vector of integers
-  ///   (an epoch's shuffled order; its length may change): the position in the data;
+  /// - an integer, a bool, a float or double, a std::string, a tensor, a std::vector of integers or
+  ///   real numbers (an epoch's shuffled order; its length may change), or a
+  ///   std::map<std::string, double>: the position in the data;
   /// - an at::Generator, or an engine of the standard library (std::mt19937);
   /// - a std::vector<at::Tensor>; loading copies into the tensors' memory.
   /// Loading gives optimizers' states and single tensors new memory: capture CUDA graphs after it.
@@ -215,6 +218,37 @@ SavedCheckpoint save_checkpoint(const std::filesystem::path& file, const Trainin
 /// damaged
 LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const TrainingState& state,
                                  const LoadOptions& options = {});
+
+namespace detail {
+
+/// Writes the state_dict of the only module of `state`; see save_state_dict.
+SavedCheckpoint write_state_dict(const std::filesystem::path& file, const TrainingState& state);
+
+}  // namespace detail
+
+/// Saves a module alone, as Python's `torch.save(model.state_dict(), file)` does:
+/// `model.load_state_dict(torch.load(file))` and load_state_dict read it. Replaces the file
+/// atomically. `model` is a module, a holder or a std::shared_ptr to one.
+/// \throws c10::Error as save_checkpoint does
+template <class M>
+SavedCheckpoint save_state_dict(const std::filesystem::path& file, M& model) {
+  static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,
+                "mezzo::save_state_dict: give a module, a holder or a std::shared_ptr to one; "
+                "save_checkpoint saves other objects");
+  return detail::write_state_dict(file, TrainingState().add("model", model));
+}
+
+/// Loads a module from the file of Python's `torch.save(model.state_dict(), file)`, of
+/// save_state_dict, or from a checkpoint that has it under the name "model". Floating tensors of
+/// another dtype are cast, with a warning, except from a checkpoint of mezzo's.
+/// \throws c10::Error, and changes nothing, as load_checkpoint does
+template <class M>
+void load_state_dict(const std::filesystem::path& file, M& model) {
+  static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,
+                "mezzo::load_state_dict: give a module, a holder or a std::shared_ptr to one; "
+                "load_checkpoint loads other objects");
+  load_checkpoint(file, TrainingState().add("model", model), {.subset = true});
+}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 

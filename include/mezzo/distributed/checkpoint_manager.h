@@ -81,8 +81,9 @@ class DistributedCheckpointManager {
       values.insert(one.name, value);
       if (one.is_per_rank) own.insert(one.name, value);
     }
-    detail::throw_together(group_, kCaller, failure);
-    const std::vector<char> bytes = torch::jit::pickle_save(own);
+    std::vector<char> bytes;
+    const std::string words = detail::failure_of([&] { bytes = torch::jit::pickle_save(own); });
+    detail::throw_together(group_, kCaller, failure.empty() ? words : failure);
     const auto of_ranks = detail::gather_texts(group_, {bytes.begin(), bytes.end()});
     const std::string outcome = detail::from_rank_0(group_, kCaller, [&] {
       detail::check_can_be_saved("CheckpointManager::save", parts, step);
@@ -135,13 +136,13 @@ class DistributedCheckpointManager {
       for (const std::string& of_rank : detail::gather_texts(group_, damage)) {
         if (of_rank.empty() || std::exchange(is_damaged, true)) continue;
         damages += "\n  " + name + ' ' + of_rank;
-        if (group_->getRank() == 0) files_.pass_over(file, of_rank);
+        on_rank_0(kCaller, [&] { files_.pass_over(file, of_rank); });
       }
       if (is_damaged) continue;
       detail::throw_together(group_, kCaller, detail::failure_of([&] { detail::apply(checked); }));
-      for (const std::string& note : checked.notes) {
-        if (group_->getRank() == 0) files_.warn(file.string() + ": " + note);
-      }
+      on_rank_0(kCaller, [&] {
+        for (const std::string& note : checked.notes) files_.warn(file.string() + ": " + note);
+      });
       return LoadedCheckpoint{checked.file, checked.step};
     }
     TORCH_CHECK(damages.empty(), kCaller, ": ", folder_.string(),
@@ -154,6 +155,15 @@ class DistributedCheckpointManager {
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:
+  /// Calls `f`, which calls what the user gave, on rank 0; all throw what it throws.
+  template <class F>
+  void on_rank_0(const char* caller, const F& f) const {
+    (void)detail::from_rank_0(group_, caller, [&f] {
+      f();
+      return std::string();
+    });
+  }
+
   /// Compares what the ranks save or load, a line for each thing in which they must not differ.
   void check_states(const char* caller, const TrainingState& state, const std::string& call,
                     bool with_parameters) const {

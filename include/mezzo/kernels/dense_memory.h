@@ -6,9 +6,11 @@
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <iterator>
 #include <optional>
@@ -53,8 +55,26 @@ inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor)
   return copy;
 }
 
-/// Returns two of the tensors that share bytes or, for tensors with gaps, may share bytes. Lazy
-/// copies share none until they are written.
+/// Returns whether two tensors of one storage have a byte in common, by marking the bytes of one in
+/// a mask of all that both span.
+inline bool share_bytes(const at::Tensor& left, const at::Tensor& right, int64_t begin,
+                        int64_t end) {
+  const at::Tensor mask = at::zeros({end - begin}, at::kBool);
+  const auto bytes_of = [&](const at::Tensor& tensor) {
+    const auto element_size = static_cast<int64_t>(tensor.element_size());
+    std::vector<int64_t> sizes = tensor.sizes().vec(), strides = tensor.strides().vec();
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      if (strides[i] == 0) sizes[i] = 1;  // fill_ takes no expanded tensor
+      strides[i] *= element_size;
+    }
+    sizes.push_back(element_size), strides.push_back(1);
+    return mask.as_strided(sizes, strides, tensor.storage_offset() * element_size - begin);
+  };
+  bytes_of(left).fill_(true);
+  return bytes_of(right).any().item<bool>();
+}
+
+/// Returns two of the tensors that share bytes. Lazy copies share none until they are written.
 inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
     const std::vector<at::Tensor>& tensors) {
   struct Range {
@@ -80,12 +100,18 @@ inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
     return std::pair(a.storage, a.begin) < std::pair(b.storage, b.begin);
   };
   std::sort(ranges.begin(), ranges.end(), is_before);
-  const auto touch = [](const Range& a, const Range& b) {
-    return a.storage == b.storage && b.begin < a.end;
-  };
-  const auto found = std::adjacent_find(ranges.begin(), ranges.end(), touch);
-  if (found == ranges.end()) return std::nullopt;
-  return std::pair(*found->tensor, *std::next(found)->tensor);
+  for (auto first = ranges.begin(); first != ranges.end(); ++first) {
+    for (auto next = std::next(first); next != ranges.end(); ++next) {
+      if (next->storage != first->storage || next->begin >= first->end) break;
+      const at::Tensor &left = *first->tensor, &right = *next->tensor;
+      const bool are_dense =
+          left.is_non_overlapping_and_dense() && right.is_non_overlapping_and_dense();
+      if (are_dense || share_bytes(left, right, first->begin, std::max(first->end, next->end))) {
+        return std::pair(left, right);
+      }
+    }
+  }
+  return std::nullopt;
 }
 
 /// Splits tensors into lists of one dtype each, as ATen's foreach kernels require. Keeps the order

@@ -96,10 +96,18 @@ class AdamW8bit
   }
   /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
   void load(torch::serialize::InputArchive& archive) override {
+    check_load(archive);
     c10::IValue seed;
-    archive.read("seed", seed);  // first: a file of another optimizer has none
+    archive.read("seed", seed);
     OrdinaryOptimizer::load(archive);
     seed_ = static_cast<std::uint64_t>(seed.toInt());
+  }
+  /// Throws what `load` would throw, and changes nothing.
+  void check_load(torch::serialize::InputArchive& archive) const override {
+    OrdinaryOptimizer::check_load(archive);
+    c10::IValue seed;
+    TORCH_CHECK(archive.try_read("seed", seed) && seed.isInt(),
+                "AdamW8bit: the archive lacks its seed; it is damaged: load an earlier file");
   }
 
  private:
@@ -115,7 +123,15 @@ class AdamW8bit
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");
   }
+  static void check_fits(bool fits, const at::Tensor& parameter,
+                         const detail::OptimizerWords& words) {
+    TORCH_CHECK(fits, "AdamW8bit: the state of ", words.parameter(parameter),
+                " is not that of a parameter of this shape, layout and device; load the "
+                "optimizer's own file, for a model that is where it was");
+  }
   inline void check_gradient(const at::Tensor& parameter);
+  inline static void check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
+                                 const detail::OptimizerWords& words);
   inline AdamW8bitParamState& made_state(const at::Tensor& parameter);
   inline void update();
 
@@ -138,7 +154,7 @@ inline AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>
   }
 }
 
-/// Checks a parameter that has a gradient, and its state, which a file may have brought.
+/// Checks a parameter that has a gradient, and where its state is.
 inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
@@ -156,22 +172,31 @@ inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   if (found == state_.end()) return;
   const auto* const state = dynamic_cast<const AdamW8bitParamState*>(found->second.get());
+  const auto fits = [&](const at::Tensor& kept) {
+    return !kept.defined() || kept.device() == parameter.device();
+  };
+  const bool is_here =
+      state == nullptr || (fits(state->exp_avg()) && fits(state->exp_avg_sq()) &&
+                           fits(state->exp_avg_scales()) && fits(state->exp_avg_sq_scales()));
+  check_fits(is_here, parameter, words());
+}
+
+/// Checks a state, which a file may have brought.
+inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitParamState& state,
+                                   const detail::OptimizerWords& words) {
   const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
-    if (!moment.defined() || moment.device() != parameter.device() ||
-        moment.sizes() != parameter.sizes() || !detail::same_layout(parameter, moment)) {
+    if (!moment.defined() || moment.sizes() != parameter.sizes() ||
+        moment.layout() != at::kStrided || !detail::same_layout(parameter, moment)) {
       return false;
     }
     if (!scales.defined()) return moment.scalar_type() == at::kFloat;
     return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
-           scales.device() == parameter.device() && scales.is_contiguous() &&
-           scales.numel() == detail::blocks8_of(parameter.numel());
+           scales.is_contiguous() && scales.numel() == detail::blocks8_of(parameter.numel());
   };
-  TORCH_CHECK(state != nullptr && fits(state->exp_avg(), state->exp_avg_scales()) &&
-                  fits(state->exp_avg_sq(), state->exp_avg_sq_scales()) &&
-                  state->exp_avg_scales().defined() == state->exp_avg_sq_scales().defined(),
-              "AdamW8bit: the state of ", words().parameter(parameter),
-              " is not that of a parameter of this shape, layout and device; load the optimizer's "
-              "own file, for a model that is where it was");
+  check_fits(fits(state.exp_avg(), state.exp_avg_scales()) &&
+                 fits(state.exp_avg_sq(), state.exp_avg_sq_scales()) &&
+                 state.exp_avg_scales().defined() == state.exp_avg_sq_scales().defined(),
+             parameter, words);
 }
 
 inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {

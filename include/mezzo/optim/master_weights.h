@@ -4,21 +4,18 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
+#include <torch/serialize/archive.h>
 
 #include <cstddef>
 #include <unordered_map>
 #include <vector>
-
-namespace torch::serialize {
-class InputArchive;
-class OutputArchive;
-}  // namespace torch::serialize
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
@@ -37,7 +34,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///
 /// Memory: 4 bytes an element of 16 bits for the master, and 4 for the float gradient during a
 /// step. Use it from one thread at a time, and make one MasterWeights for an optimizer.
-class MasterWeights : public optim::FusedOptimizer {
+class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker {
  public:
   /// Keeps a reference to `optimizer`.
   /// \throws c10::Error for torch::optim::LBFGS, for an optimizer of mezzo's, which keeps masters
@@ -72,6 +69,8 @@ class MasterWeights : public optim::FusedOptimizer {
   /// \throws c10::Error, and changes nothing, for any other file (also the inner optimizer's own),
   ///   and for groups or masters of other sizes
   MEZZO_INLINE void load(torch::serialize::InputArchive& archive) override;
+  /// Throws what `load` would throw, and changes nothing.
+  MEZZO_INLINE void check_load(torch::serialize::InputArchive& archive) const override;
 
  private:
   /// A parameter of 16 bits and its master. Holding the parameter keeps its address its own.
@@ -82,6 +81,14 @@ class MasterWeights : public optim::FusedOptimizer {
 
   static constexpr const char* kName = "MasterWeights";
   detail::OptimizerWords words() const { return {kName, inner_->param_groups()}; }
+
+  /// What an archive holds beside the inner optimizer, checked.
+  struct ArchiveContents {
+    std::unordered_map<const c10::TensorImpl*, Kept> masters{};
+    Progress progress{};
+    torch::serialize::InputArchive inner{};
+  };
+  ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
 
   void meet_parameters();
   detail::KeptWeights& settled(const at::Tensor& parameter);

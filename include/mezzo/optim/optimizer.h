@@ -340,11 +340,14 @@ class FusedOptimizer {
     Progress progress;
     c10::IValue value;
     if (archive.try_read("applied_steps", value)) {
+      TORCH_CHECK(value.isInt(),
+                  "The archive of an optimizer has a number of applied steps that is no integer; "
+                  "it is damaged: load an earlier one");
       progress.applied_steps = value.toInt();
       detail::check_steps(*progress.applied_steps);
     }
     if (archive.try_read("base_lrs", value)) {
-      progress.base_lrs = value.toDoubleVector();
+      if (value.isDoubleList()) progress.base_lrs = value.toDoubleVector();
       TORCH_CHECK(progress.base_lrs.size() == groups, "The archive of an optimizer has ",
                   progress.base_lrs.size(), " base rates for ", groups,
                   " param groups; it is damaged: load an earlier one");
@@ -356,7 +359,8 @@ class FusedOptimizer {
   /// counts, until a device is to.
   void load_progress(const Progress& progress) {
     applied_count().set(progress.applied_steps.value_or(0));
-    scheduled_.set(progress.base_lrs, optimizer().param_groups());
+    scheduled_ = {};  // options of your own may have no rate
+    if (!progress.base_lrs.empty()) scheduled_.set(progress.base_lrs, optimizer().param_groups());
     show_lrs(applied_steps());
   }
 

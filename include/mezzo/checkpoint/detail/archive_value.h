@@ -3,6 +3,7 @@
 #include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/zip_directory.h>
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
@@ -94,8 +95,11 @@ inline c10::IValue dict_of(const torch::jit::Module& archive) {
   return dict;
 }
 
-/// Writes what `dict_of` returned.
-inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict) {
+/// Writes what `dict_of` returned. An archive looks through all keys for each that is added.
+inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
+                         std::size_t most_keys = 10000) {
+  check_format(dict.toGenericDict().size() <= most_keys, "an object of it has more than ",
+               most_keys, " entries");
   for (const auto& entry : dict.toGenericDict()) {
     TORCH_CHECK(entry.key().isString(), "it has a key that is ", value_words(entry.key()));
     const std::string& key = entry.key().toStringRef();
@@ -104,7 +108,7 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
     } else if (value.isGenericDict() && item(value, kEmptyList).isNone()) {
       torch::serialize::OutputArchive nested(archive.compilation_unit());
-      fill_archive(nested, value);
+      fill_archive(nested, value, most_keys);
       archive.write(key, nested);
     } else if (!value.isNone()) {
       archive.write(key, with_types(value));
@@ -113,9 +117,10 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
 }
 
 /// Returns the archive of `dict`, which shares its tensors.
-inline torch::serialize::InputArchive archive_of(const c10::IValue& dict) {
+inline torch::serialize::InputArchive archive_of(const c10::IValue& dict,
+                                                 std::size_t most_keys = 10000) {
   torch::serialize::OutputArchive filled;
-  fill_archive(filled, dict);
+  fill_archive(filled, dict, most_keys);
   torch::serialize::InputArchive archive;
   module_in(archive) = module_in(filled);
   return archive;
@@ -180,6 +185,19 @@ inline c10::IValue python_form(const c10::IValue& dict) {
   return form;
 }
 
+/// Returns an option of Python's as C++ has it: Python takes `lr=1`, `momentum=0` and `betas=(0,
+/// 1)` as they are, and a tensor for the rate.
+inline c10::IValue real_number(const c10::IValue& value) {
+  if (value.isInt()) return static_cast<double>(value.toInt());
+  if (value.isTensor()) return value.toTensor().item<double>();
+  if (!value.isTuple()) return value;
+  std::vector<c10::IValue> elements;
+  for (const c10::IValue& one : value.toTupleRef().elements()) {
+    elements.push_back(real_number(one));
+  }
+  return c10::ivalue::Tuple::create(std::move(elements));
+}
+
 /// The inverse of `python_form`.
 inline c10::IValue archive_form(const c10::IValue& form) {
   if (!form.isGenericDict()) return form;
@@ -194,6 +212,7 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   const auto size = [](std::size_t count) {
     return at::scalar_tensor(static_cast<std::int64_t>(count), at::kLong);
   };
+  std::map<std::int64_t, std::int64_t> numbers;  // in their order, whatever the file says
   PythonDict groups = python_dict();
   groups.insert("param_groups/size", size(saved_groups.size()));
   for (const c10::IValue& saved : saved_groups) {
@@ -201,17 +220,17 @@ inline c10::IValue archive_form(const c10::IValue& form) {
     PythonDict group = python_dict(), options = python_dict();
     group.insert("params/size", size(params.size()));
     for (const c10::IValue& number : params) {
+      const auto order = static_cast<std::int64_t>(numbers.size());
+      const bool is_new = numbers.emplace(number.toInt(), order).second;
+      check_format(is_new, "it has a parameter twice");
       group.insert(numbered("params", static_cast<std::int64_t>(group.size()) - 1),
-                   std::to_string(number.toInt()));
+                   std::to_string(order));
     }
     for (const auto& option : saved.toGenericDict()) {
       const c10::IValue& value = option.value();
-      if (option.key().toStringRef() == "params" || value.isNone()) continue;
-      // Python takes `lr=1` and `momentum=0` as they are, and a tensor for the rate.
-      const bool is_number = !is_of_mezzo && (value.isInt() || value.isTensor());
-      options.insert(option.key(), !is_number      ? c10::IValue(value)
-                                   : value.isInt() ? static_cast<double>(value.toInt())
-                                                   : value.toTensor().item<double>());
+      const bool is_option = !value.isNone() && !value.isGenericDict() && !value.isList();
+      if (option.key().toStringRef() == "params" || !is_option) continue;
+      options.insert(option.key(), is_of_mezzo ? c10::IValue(value) : real_number(value));
     }
     group.insert("options", options);
     groups.insert(numbered("param_groups", static_cast<std::int64_t>(groups.size()) - 1), group);
@@ -219,13 +238,15 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   dict.insert_or_assign("param_groups", groups);
   PythonDict states = python_dict();
   for (const auto& entry : item(form, "state").toGenericDict()) {
+    const auto number = numbers.find(entry.key().toInt());
+    if (number == numbers.end()) continue;  // of no parameter
     PythonDict state = python_dict();
     for (const auto& one : entry.value().toGenericDict()) {
       const bool is_step = one.key().toStringRef() == "step" && one.value().isTensor();
       state.insert(one.key(), is_step ? one.value().toTensor().item<std::int64_t>()
                                       : c10::IValue(one.value()));
     }
-    states.insert(std::to_string(entry.key().toInt()), state);
+    states.insert(std::to_string(number->second), state);
   }
   dict.insert_or_assign("state", states);
   return dict;

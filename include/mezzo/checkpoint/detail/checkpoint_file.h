@@ -1,33 +1,29 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
-#include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/version.h>
-#include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
 #include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/pickle_reader.h>
+#include <mezzo/checkpoint/detail/zip_directory.h>
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/Storage.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
 #include <torch/csrc/jit/serialization/export.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
-#include <torch/csrc/jit/serialization/unpickler.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <exception>
 #include <filesystem>
 #include <map>
 #include <memory>
-#include <set>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -77,7 +73,8 @@ class UnusableCheckpoint : public std::runtime_error {
 }
 [[noreturn]] inline void throw_foreign(const std::string& why) {
   throw UnusableCheckpoint("is not a checkpoint (" + why + ")",
-                           "read a model's file by torch::save with torch::load(model, path)");
+                           "read a file by torch::save in C++ with torch::load(model, path), and "
+                           "let Python save a state_dict()");
 }
 
 // --- Writing -----------------------------------------------------------------------------------
@@ -132,7 +129,7 @@ inline void write_zip(AtomicFile& file, const c10::IValue& document) {
 
 /// A file in memory: its pages are read when they are needed, and again if there is no room for
 /// them. A file that is renamed or removed stays as it is.
-class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
+class MappedFile {
  public:
   /// Checks the CRC of a file that has one.
   explicit MappedFile(const std::filesystem::path& path) : file_(path, FileUse::read) {
@@ -147,24 +144,18 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
     memory_ = map_privately(file_, size_);
     if (memory_ == nullptr) throw_unopened(reason(errno));
   }
-  ~MappedFile() override {
+  ~MappedFile() {
     if (memory_ != nullptr) unmap(memory_, size_);
   }
   MappedFile(const MappedFile&) = delete;
   MappedFile& operator=(const MappedFile&) = delete;
 
-  std::size_t size() const override { return size_; }
-  char* memory() const noexcept { return memory_; }
+  std::size_t size() const noexcept { return size_; }
+  std::string_view bytes() const noexcept { return {memory_, size_}; }
   /// Returns the format in the comment; empty for a file of Python's.
   const std::string& format() const noexcept { return format_; }
-
-  std::size_t read(std::uint64_t offset, void* to, std::size_t count,
-                   const char* /*what*/) const override {
-    if (offset >= size_) return 0;
-    count = std::min(count, size_ - static_cast<std::size_t>(offset));
-    std::memcpy(to, memory_ + offset, count);
-    return count;
-  }
+  /// Returns the size of the comment at the end; 0 for a file of Python's.
+  std::size_t comment_size() const noexcept { return comment_size_; }
 
  private:
   void read_all(std::uint64_t offset, void* to, std::size_t count) const {
@@ -202,6 +193,7 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
     const std::size_t digits = comment + kCommentBegin.size(), end = tail.rfind(kCommentEnd);
     if (end == std::string::npos || end < digits) throw_damaged("its comment is cut off");
     format_ = tail.substr(digits, end - digits);
+    comment_size_ = tail.size() - comment;
   }
 
   void check_crc() const {
@@ -224,202 +216,71 @@ class MappedFile final : public caffe2::serialize::ReadAdapterInterface {
   }
 
   OpenFile file_;
-  std::size_t size_ = 0;
+  std::size_t size_ = 0, comment_size_ = 0;
   std::string format_;
   char* memory_ = nullptr;
 };
-
-/// Returns a pickle of Python's, rewritten for libtorch's Unpickler, which knows no OrderedDict
-/// with items and no attributes:
-///
-///   OrderedDict()      ->  {}
-///   value, attributes  ->  (value, attributes)    where Python would set them
-///   integers of any length  ->  of 8 bytes
-inline std::string for_libtorch(std::string_view pickle) {
-  std::string rewritten;
-  bool is_ordered = false;          // the class OrderedDict is on the stack
-  std::set<std::uint64_t> ordered;  // where it is remembered
-  const auto take = [&pickle](std::size_t count) {
-    if (count > pickle.size()) throw_damaged("its pickle is cut off");
-    const std::string_view taken = pickle.substr(0, count);
-    pickle.remove_prefix(count);
-    return taken;
-  };
-  const auto number = [](std::string_view bytes) {
-    std::uint64_t value = 0;
-    for (std::size_t i = 0; i < bytes.size(); ++i) {
-      value |= std::uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
-    }
-    return value;
-  };
-  while (!pickle.empty()) {
-    std::string_view instruction = pickle;
-    const auto instruction_of = [&](std::size_t arguments) {
-      return instruction = instruction.substr(0, take(arguments).size() + 1);
-    };
-    switch (take(1)[0]) {
-      case 'c': {  // GLOBAL: two lines
-        for (int line = 0; line < 2; ++line) take(std::min(pickle.find('\n'), pickle.size()) + 1);
-        instruction.remove_suffix(pickle.size());
-        is_ordered = instruction == "ccollections\nOrderedDict\n";
-        if (is_ordered) continue;
-        break;
-      }
-      case 'q':  // BINPUT
-      case 'r': {
-        const std::uint64_t place = number(instruction_of(instruction[0] == 'q' ? 1 : 4).substr(1));
-        if (is_ordered) {
-          ordered.insert(place);
-          continue;
-        }
-        ordered.erase(place);
-        break;
-      }
-      case 'h':  // BINGET
-      case 'j':
-        is_ordered =
-            ordered.count(number(instruction_of(instruction[0] == 'h' ? 1 : 4).substr(1))) != 0;
-        if (is_ordered) continue;
-        break;
-      case ')':  // EMPTY_TUPLE
-        instruction = is_ordered ? "}" : ")";
-        break;
-      case 'R':  // REDUCE
-        if (std::exchange(is_ordered, false)) continue;
-        instruction = "R";
-        break;
-      case 'b':                // BUILD
-        instruction = "\x86";  // TUPLE2
-        break;
-      case '\x8a': {  // LONG1
-        const std::string_view bytes = take(number(take(1)));
-        TORCH_CHECK(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
-        const bool is_negative = !bytes.empty() && (bytes.back() & '\x80') != 0;
-        rewritten += "\x8a\x08";
-        rewritten += bytes;
-        rewritten.append(8 - bytes.size(), is_negative ? '\xff' : '\0');
-        continue;
-      }
-      case 'X':  // BINUNICODE
-        instruction_of(4 + number(pickle.substr(0, 4)));
-        break;
-      default: {
-        const char code = instruction[0];
-        instruction_of(code == 'G'                     ? 8  // BINFLOAT
-                       : code == 'J'                   ? 4  // BININT
-                       : code == 'M'                   ? 2  // BININT2
-                       : code == 'K' || code == '\x80' ? 1  // BININT1, PROTO
-                                                       : 0);
-      }
-    }
-    rewritten += instruction;
-  }
-  return rewritten;
-}
 
 /// What a file holds. Tensors are views of the file.
 struct ReadCheckpoint {
   std::int64_t step = 0;
   PythonDict values = python_dict();  ///< by name
   c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
+  bool is_training = false;           ///< a TrainingState's; otherwise Python's, or a state_dict
 };
-
-/// Checks that a tensor lies within its memory, of which `sizes` has the bytes by address.
-inline void check_size(const at::Tensor& tensor, const std::map<const void*, std::size_t>& sizes) {
-  if (!tensor.has_storage()) return;
-  const c10::Storage& storage = tensor.storage();
-  const auto size = sizes.find(storage.data());
-  const auto is_negative = [](int64_t number) { return number < 0; };
-  const bool has_shape = tensor.layout() == at::kStrided && tensor.storage_offset() >= 0 &&
-                         std::ranges::none_of(tensor.sizes(), is_negative) &&
-                         std::ranges::none_of(tensor.strides(), is_negative);
-  TORCH_CHECK(has_shape && (size == sizes.end() || storage.nbytes() <= size->second) &&
-                  at::detail::computeStorageNbytes(
-                      tensor.sizes(), tensor.strides(), tensor.itemsize(),
-                      static_cast<std::size_t>(tensor.storage_offset())) <= storage.nbytes(),
-              "a tensor is longer than its bytes");
-}
 
 /// Reads the values of a file; tensors refer to its memory, on the CPU.
 inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
-  caffe2::serialize::PyTorchStreamReader zip(file);
-  if (zip.hasRecord("constants.pkl")) {
+  const ZipDirectory zip(file->bytes(), file->comment_size());
+  if (zip.has("constants.pkl")) {
     throw_foreign("torch::save wrote it, and torch::load reads it");
   }
-  const auto [bytes, length] = zip.getRecord("data.pkl");
-  const std::string pickle = for_libtorch({static_cast<const char*>(bytes.get()), length});
-  std::string_view rest = pickle;
-  const auto next = [&rest](char* to, std::size_t count) {
-    count = std::min(count, rest.size());
-    std::memcpy(to, rest.data(), count);
-    rest.remove_prefix(count);
-    return count;
-  };
-  std::map<const void*, std::size_t> sizes;
+  TORCH_CHECK(!zip.has("byteorder") || zip.at("byteorder") == "little",
+              "its numbers begin with their highest byte; save it on a little-endian machine");
+  std::map<std::string, c10::Storage> storages;  // one a key, so that views of one share it
   const auto record = [&](const std::string& key) {
-    constexpr std::size_t kMethod = 8;  // in a zip's header of a file
-    const std::string name = "data/" + key;
-    const std::size_t header = zip.getRecordHeaderOffset(name);
-    const std::size_t begin = zip.getRecordOffset(name), size = zip.getRecordSize(name);
-    TORCH_CHECK(begin <= file->size() && size <= file->size() - begin, name, " is cut off");
-    TORCH_CHECK(file->memory()[header + kMethod] == 0, name, " is compressed; save it anew");
-    char* const memory = file->memory() + begin;
-    sizes[memory] = size;
-    const auto keep_file = [file](void*) {};
-    return c10::InefficientStdFunctionContext::makeDataPtr(memory, keep_file, at::kCPU);
+    const auto [storage, is_new] = storages.try_emplace(key);
+    if (!is_new) return storage->second;
+    const std::string_view bytes = zip.at("data/" + key);
+    constexpr std::uintptr_t kAlignment = 16;  // torch.save writes every record at 64
+    c10::DataPtr memory;
+    if (reinterpret_cast<std::uintptr_t>(bytes.data()) % kAlignment == 0) {
+      // A reader writes nothing to the private pages of the file.
+      memory = c10::InefficientStdFunctionContext::makeDataPtr(
+          const_cast<char*>(bytes.data()), [file](void*) {}, at::kCPU);
+    } else {
+      memory = c10::GetCPUAllocator()->allocate(bytes.size());
+      std::copy(bytes.begin(), bytes.end(), static_cast<char*>(memory.get()));
+    }
+    return storage->second = c10::Storage(c10::Storage::use_byte_size_t(), bytes.size(),
+                                          std::move(memory), nullptr, /*resizable=*/false);
   };
-  torch::jit::Unpickler unpickler(next, nullptr, nullptr, record, c10::Device(at::kCPU));
-  c10::IValue value = unpickler.parse_ivalue();
-  for_each_tensor(value, [&sizes](const at::Tensor& tensor) { check_size(tensor, sizes); });
-  return value;
-}
-
-/// Sorts the values of a file of format 1: {"step": 3400, "state": {"model": {"0": {"weight":
-/// ...}}, "position": 3, "position, rank 1": 5}}.
-inline ReadCheckpoint from_format_1(const c10::IValue& document) {
-  ReadCheckpoint read{.step = item(document, "step").toInt()};
-  PythonDict ranks = python_dict();
-  for (const auto& entry : item(document, "state").toGenericDict()) {
-    const std::string& name = entry.key().toStringRef();
-    const std::size_t rank = name.rfind(", rank ");
-    if (rank == std::string::npos) {
-      read.values.insert(name, python_form(entry.value()));
-      continue;
-    }
-    const std::string common = name.substr(0, rank);  // rank 0's comes before
-    if (!ranks.contains(common)) {
-      auto list = python_list();
-      list.push_back(read.values.at(common));
-      ranks.insert(common, list);
-    }
-    ranks.at(common).toList().push_back(python_form(entry.value()));
-  }
-  if (!ranks.empty()) read.ranks = ranks;
-  return read;
+  constexpr std::uint64_t kMostMemory = 64, kSmall = 16 << 20;  // times the file's size, and bytes
+  return PickleReader(zip.at("data.pkl"), record, kMostMemory * file->size() + kSmall).read();
 }
 
 /// \throws UnusableCheckpoint, or c10::Error for a file of a newer format
 inline ReadCheckpoint read_checkpoint(const std::filesystem::path& path) {
   const auto file = std::make_shared<MappedFile>(path);
   const std::string& format = file->format();
-  TORCH_CHECK(format.empty() || format == "1" || format == kCheckpointFormat, path.string(),
+  TORCH_CHECK(format.empty() || format == kCheckpointFormat, path.string(),
               " is a checkpoint of format ", format, ", and this version of mezzo reads format ",
               kCheckpointFormat, ": update mezzo, or move the file elsewhere");
   try {
     const c10::IValue document = read_values(file);
     TORCH_CHECK(document.isGenericDict(), "it holds ", value_words(document),
                 ", and should hold a dict of objects by name");
-    if (format == "1") return from_format_1(document);
     ReadCheckpoint read;
     for (const auto& entry : document.toGenericDict()) {
       TORCH_CHECK(entry.key().isString(), "it has a name that is ", value_words(entry.key()));
-      if (format.empty() || entry.key().toStringRef() != kMezzoKey) {
-        read.values.insert(entry.key(), entry.value());
-      }
+      read.values.insert(entry.key(), entry.value());
     }
-    if (format.empty()) return read;
-    read.step = item(item(document, kMezzoKey), "step").toInt();
-    read.ranks = item(item(document, kMezzoKey), "ranks");
+    const c10::IValue own = item(document, kMezzoKey);
+    read.is_training = !format.empty() && own.isGenericDict();
+    if (!read.is_training) return read;
+    (void)read.values.erase(kMezzoKey);
+    read.step = item(own, "step").toInt();
+    read.ranks = item(own, "ranks");
     return read;
   } catch (const UnusableCheckpoint&) {
     throw;

@@ -161,18 +161,32 @@ MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::files() const
 
 // --- One file ------------------------------------------------------------------------------------
 
+namespace detail {
+
+/// Replaces one file of the user's choice.
+inline SavedCheckpoint write_one_file(const std::filesystem::path& file,
+                                      const c10::IValue& document) {
+  const std::filesystem::path target = replaceable_file(file);
+  const int folder_error = make_folder(target.parent_path());
+  remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
+    return name == target.filename();
+  });
+  return {file, write_file(target, document, folder_error,
+                           [](const std::string& text) { TORCH_WARN(text); })};
+}
+
+MEZZO_INLINE SavedCheckpoint write_state_dict(const std::filesystem::path& file,
+                                              const TrainingState& state) {
+  return write_one_file(file, values_of(state.parts()).at("model"));
+}
+
+}  // namespace detail
+
 MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
                                              const TrainingState& state, std::int64_t step) {
   const auto& parts = state.parts();
   detail::check_can_be_saved("save_checkpoint", parts, step);
-  const std::filesystem::path target = detail::replaceable_file(file);
-  const int folder_error = detail::make_folder(target.parent_path());
-  detail::remove_stale_temporaries(target.parent_path(), [&target](const std::string& name) {
-    return name == target.filename();
-  });
-  return {file,
-          detail::write_file(target, detail::document_of(detail::values_of(parts), step),
-                             folder_error, [](const std::string& text) { TORCH_WARN(text); })};
+  return detail::write_one_file(file, detail::document_of(detail::values_of(parts), step));
 }
 
 MEZZO_INLINE LoadedCheckpoint load_checkpoint(const std::filesystem::path& file,

@@ -8,6 +8,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/step_engine.h>
 #include <mezzo/optim/optimizer.h>
 
@@ -27,10 +28,10 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <string_view>
 #include <typeinfo>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -56,51 +57,35 @@ inline NamedTensors state_dict_of(const torch::nn::Module& module) {
   return tensors;
 }
 
-/// Collects the tensors of a state_dict, or of nested dicts and lists (format 1), under their whole
-/// names.
-inline void collect_tensors(const c10::IValue& value, const std::string& name,
-                            std::unordered_map<std::string, c10::IValue>& found) {
-  const bool has_attributes = value.isTuple() && !value.toTupleRef().elements().empty();
-  const c10::IValue inner = has_attributes ? value.toTupleRef().elements()[0] : value;
-  const auto collect = [&](const std::string& key, const c10::IValue& one) {
-    collect_tensors(one, name.empty() ? key : name + "." + key, found);
-  };
-  if (inner.isGenericDict()) {
-    for (const auto& entry : inner.toGenericDict())
-      collect(entry.key().toStringRef(), entry.value());
-  } else if (inner.isList()) {
-    const auto& list = inner.toListRef();
-    for (std::size_t i = 0; i < list.size(); ++i) collect(std::to_string(i), list[i]);
-  } else {
-    found.emplace(name, inner);
-  }
-}
-
 inline std::string shape_words(const at::Tensor& tensor) {
   return c10::str(dtype_name(tensor.scalar_type()), " ", tensor.sizes());
 }
 
 /// Checks that the file has the names, dtypes and shapes of `own`. Returns the file's values.
 inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const NamedTensors& own) {
-  std::unordered_map<std::string, c10::IValue> found;
-  collect_tensors(value, "", found);
+  check_value(value.isGenericDict(), value, "a module's state_dict");
+  const auto found = value.toGenericDict();
   std::vector<at::Tensor> values;
   for (const auto& [name, tensor] : own) {
-    const auto saved = found.find(name);
-    TORCH_CHECK(saved != found.end(), "the file lacks \"", name, "\"");
-    TORCH_CHECK(saved->second.isTensor(), "\"", name, "\" is ", value_words(saved->second),
-                " in the file");
-    const at::Tensor read = saved->second.toTensor();
+    TORCH_CHECK(found.contains(name), "the file lacks \"", name, "\"");
+    const c10::IValue saved = found.at(name);
+    TORCH_CHECK(saved.isTensor(), "\"", name, "\" is ", value_words(saved), " in the file");
+    const at::Tensor read = saved.toTensor();
     TORCH_CHECK(read.scalar_type() == tensor.scalar_type() && read.sizes() == tensor.sizes(), "\"",
                 name, "\" is ", shape_words(read), " in the file, and ", shape_words(tensor),
                 " here");
+    TORCH_CHECK(read.layout() == tensor.layout(), "\"", name, "\" is ", read.layout(),
+                " in the file, and ", tensor.layout(), " here");
     values.push_back(read);
-    found.erase(saved);
   }
-  if (!found.empty()) {
-    const auto least = std::min_element(
-        found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-    TORCH_CHECK(false, "the file has \"", least->first, "\", which is not here");
+  if (found.size() <= own.size()) return values;
+  std::set<std::string> extra;
+  for (const auto& entry : found) {
+    extra.insert(entry.key().isString() ? entry.key().toStringRef() : "a number");
+  }
+  for (const auto& [name, tensor] : own) extra.erase(name);
+  for (const std::string& name : extra) {
+    TORCH_CHECK(false, "the file has \"", name, "\", which is not here");
   }
   return values;
 }
@@ -136,6 +121,7 @@ module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
   module();
   CheckpointPart part = named_tensors_part([module] { return state_dict_of(*module()); });
   part.parameters = [module] { return module()->named_parameters().pairs(); };
+  part.state_dict = [module] { return state_dict_of(*module()); };
   return part;
 }
 
@@ -153,23 +139,10 @@ MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
 
 // --- Optimizers --------------------------------------------------------------------------------
 
-/// Returns the class name without namespaces: "AdamW" for `torch::optim::AdamW`,
-/// `mezzo::optim::AdamW` and a ShardedOptimizer of it, which read each other's archives.
-inline std::string class_in_files(const std::string& demangled) {
-  const auto unqualified = [](const std::string& name) {
-    const std::size_t colon = name.rfind("::", name.find('<'));
-    return colon == std::string::npos ? name : name.substr(colon + 2);
-  };
-  constexpr std::string_view kSharded = "ShardedOptimizer<";
-  std::string name = unqualified(demangled);
-  if (!name.starts_with(kSharded) || !name.ends_with('>')) return name;
-  return unqualified(name.substr(kSharded.size(), name.size() - kSharded.size() - 1));
-}
-
 /// Returns a name such as "AdamW" or "MasterWeights of SGD".
 inline std::string class_in_files(const AnyOptimizer& optimizer) {
   const torch::optim::Optimizer& stepped = optimizer.optimizer();
-  std::string name = class_in_files(c10::demangle(typeid(stepped).name()));
+  std::string name = class_in_files(stepped);
   const optim::FusedOptimizer* const mezzos = optimizer.mezzos();
   if (mezzos == nullptr || dynamic_cast<const torch::optim::Optimizer*>(mezzos) != nullptr) {
     return name;
@@ -220,51 +193,88 @@ inline void check_python_options(const c10::IValue& group, const std::string& na
               " in C++ does not maximize; negate the loss in Python");
 }
 
+/// The key of an archive in a form of its class's own, which a file holds as it is.
+inline constexpr const char* kOwnArchive = "archive";
+
+/// Returns the archive that an optimizer's `load` takes, from a file's value.
+inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved,
+                                                        const AnyOptimizer& optimizer) {
+  const c10::IValue own = item(saved, kOwnArchive);
+  std::size_t most_keys = own.isNone() ? 1000 : 10000;  // and one for each parameter
+  for (const auto& group : optimizer.optimizer().param_groups()) most_keys += group.params().size();
+  return archive_of(archive_form(own.isNone() ? saved : own), most_keys);
+}
+
+/// Returns what the file says of the parameters of an optimizer, group by group: in mezzo's files
+/// their parameter_words, in Python's the shape of a moment, or nothing.
+inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue& saved,
+                                                              const c10::IValue& inner) {
+  std::vector<std::vector<std::string>> groups;
+  const c10::IValue words = item(saved, "parameters");
+  if (words.isList()) {
+    for (const c10::IValue& group : words.toListRef()) {
+      std::vector<std::string>& all = groups.emplace_back();
+      for (const c10::IValue& one : group.toListRef()) all.push_back(one.toStringRef());
+    }
+    return groups;
+  }
+  for (const c10::IValue& group : item(inner, "param_groups").toListRef()) {
+    std::vector<std::string>& all = groups.emplace_back();
+    for (const c10::IValue& number : item(group, "params").toListRef()) {
+      std::string& one = all.emplace_back();
+      const c10::IValue state = item(item(inner, "state"), number);
+      for (const char* key : {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}) {
+        const c10::IValue moment = item(state, key);
+        if (moment.isTensor()) one = parameter_words(moment.toTensor(), {});
+      }
+    }
+  }
+  return groups;
+}
+
 /// Checks a file's state of an optimizer, of mezzo's or Python's, against the optimizer.
 inline void check_optimizer(const c10::IValue& saved, const AnyOptimizer& any,
                             const ParameterNames& names) {
+  const bool has_own_archive = item(saved, kOwnArchive).isGenericDict();
   const c10::IValue inner = is_optimizer_state(saved) ? saved : item(saved, "optimizer");
-  check_value(is_optimizer_state(inner), saved, "an optimizer's state");
+  check_value(has_own_archive || is_optimizer_state(inner), saved, "an optimizer's state");
   const c10::IValue class_of_saved = item(saved, "class");  // Python's has none
   const std::string name = class_in_files(any);
   TORCH_CHECK(class_of_saved.isNone() || class_of_saved.toStringRef() == name,
               "it is of the class ", class_of_saved.toStringRef(), " in the file, and ", name,
               " here. In C++: make the optimizer as it was saved, or leave it out of the state, "
               "load with {.subset = true}, and begin its moments anew");
-  const auto& groups = item(inner, "param_groups").toListRef();
+  const auto groups = saved_parameters(saved, inner);
   const auto& own = any.optimizer().param_groups();
   TORCH_CHECK(groups.size() == own.size(), "it has ", groups.size(), " groups in the file, and ",
               own.size(), " here");
   for (std::size_t group = 0; group < own.size(); ++group) {
-    const auto& params = item(groups[group], "params").toListRef();
-    TORCH_CHECK(params.size() == own[group].params().size(), "group ", group, " has ",
-                params.size(), " parameters in the file, and ", own[group].params().size(),
-                " here");
-    if (class_of_saved.isNone()) check_python_options(groups[group], name);
+    const std::vector<at::Tensor>& params = own[group].params();
+    TORCH_CHECK(groups[group].size() == params.size(), "group ", group, " has ",
+                groups[group].size(), " parameters in the file, and ", params.size(), " here");
+    if (class_of_saved.isNone()) {
+      check_python_options(item(inner, "param_groups").toListRef()[group], name);
+    }
     for (std::size_t i = 0; i < params.size(); ++i) {
-      const at::Tensor& parameter = own[group].params()[i];
-      std::string there;
-      if (!class_of_saved.isNone()) {
-        there = item(saved, "parameters").toListRef().at(group).toListRef().at(i).toStringRef();
-      } else {  // the shape of a moment
-        const c10::IValue state = item(item(inner, "state"), params[i]);
-        for (const char* key : {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}) {
-          const c10::IValue moment = item(state, key);
-          if (moment.isTensor()) there = parameter_words(moment.toTensor(), {});
-        }
-      }
-      const std::string here = parameter_words(parameter, names);
+      const std::string &there = groups[group][i], here = parameter_words(params[i], names);
       TORCH_CHECK(there.empty() || may_be_same(there, here), "parameter ", i, " of group ", group,
                   " is ", there, " in the file, and ", here,
                   " here (parameters need the order and the groups that they were saved with)");
     }
   }
-  if (class_of_saved.isNone()) return;
-  const std::string& storage = item(saved, "weight_storage").toStringRef();
-  const std::string own_storage = storage_in_files(any.optimizer());
-  TORCH_CHECK(
-      storage == own_storage || storage.empty() || own_storage.empty() || storage == "plain",
-      "the weight storage is ", storage, " in the file, and ", own_storage, " here");
+  if (!class_of_saved.isNone()) {
+    const std::string& storage = item(saved, "weight_storage").toStringRef();
+    const std::string own_storage = storage_in_files(any.optimizer());
+    TORCH_CHECK(
+        storage == own_storage || storage.empty() || own_storage.empty() || storage == "plain",
+        "the weight storage is ", storage, " in the file, and ", own_storage, " here");
+  }
+  auto archive = optimizer_archive(saved, any);
+  if (const auto* const own_check = dynamic_cast<const optim::ArchiveChecker*>(any.mezzos())) {
+    own_check->check_load(archive);  // of a MasterWeights, which is no torch::optim::Optimizer
+  } else {
+    check_load(archive, any.optimizer());
+  }
 }
 
 /// Returns a copy of a value: the states of optimizers on the devices of their parameters, and
@@ -317,15 +327,33 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
           }};
 }
 
-/// The part of any optimizer: Python's `state_dict`, and what tells optimizers apart.
+/// The part of the optimizer that `find` returns when a checkpoint is saved or loaded: Python's
+/// `state_dict`, and what tells optimizers apart.
 ///
 ///     {"state": ..., "param_groups": ..., "class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}
-MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
-  CheckpointPart part =
-      archive_part([optimizer](auto& archive) { optimizer.save(archive); }, nullptr, nullptr);
-  part.save = [optimizer, save = part.save](const ParameterNames& names) {
-    PythonDict value = save(names).toGenericDict();
+MEZZO_INLINE CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& find) {
+  (void)find();  // throws for a null pointer
+  CheckpointPart part;
+  part.save = [find](const ParameterNames& names) {
+    const c10::NoGradGuard no_grad;
+    const AnyOptimizer optimizer = find();
+    torch::serialize::OutputArchive archive;
+    optimizer.save(archive);
+    PythonDict value = python_form(dict_of(module_in(archive))).toGenericDict();
+    const std::string name = class_in_files(optimizer);
+    // A ShardedOptimizer writes on rank 0 alone.
+    const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
+    TORCH_CHECK(!value.empty() || is_sharded, name,
+                "::save wrote nothing, so that its state would be lost; give the class save and "
+                "load functions as torch::optim's optimizers have them, or add its state by two "
+                "callables (add(name, save, load))");
+    if (!is_sharded && !is_optimizer_state(value) &&
+        !is_optimizer_state(item(value, "optimizer"))) {
+      PythonDict own = python_dict();
+      own.insert(kOwnArchive, value);
+      value = own;
+    }
     auto groups = python_list();
     for (const auto& group : optimizer.optimizer().param_groups()) {
       auto parameters = python_list();
@@ -334,15 +362,15 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
       }
       groups.push_back(parameters);
     }
-    value.insert("class", class_in_files(optimizer));
-    value.insert("weight_storage", storage_in_files(optimizer.optimizer()));
-    value.insert("parameters", groups);
+    value.insert_or_assign("class", name);
+    value.insert_or_assign("weight_storage", storage_in_files(optimizer.optimizer()));
+    value.insert_or_assign("parameters", groups);
     return c10::IValue(value);
   };
-  part.load = [optimizer](const c10::IValue& saved,
-                          const ParameterNames& names) -> CheckpointPart::Apply {
-    check_optimizer(saved, optimizer, names);
-    return [optimizer, saved] {
+  part.load = [find](const c10::IValue& saved,
+                     const ParameterNames& names) -> CheckpointPart::Apply {
+    check_optimizer(saved, find(), names);
+    return [optimizer = find(), saved] {
       std::vector<c10::Device> devices;  // none where the optimizer places what it keeps
       const bool is_sharded = dynamic_cast<optim::ShardedState*>(&optimizer.optimizer());
       for (const auto& group : optimizer.optimizer().param_groups()) {
@@ -350,9 +378,12 @@ MEZZO_INLINE CheckpointPart optimizer_part(AnyOptimizer optimizer) {
           if (!is_sharded) devices.push_back(one.device());
         }
       }
-      optimizer.optimizer().state().clear();  // otherwise load keeps what the file lacks
-      auto archive = archive_of(archive_form(copied(saved, devices)));
-      optimizer.load(archive);
+      auto archive = optimizer_archive(copied(saved, devices), optimizer);
+      if (optimizer.mezzos() != nullptr) {
+        optimizer.load(archive);
+      } else {
+        load_whole(archive, optimizer.optimizer());
+      }
     };
   };
   return part;

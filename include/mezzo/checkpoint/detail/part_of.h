@@ -12,6 +12,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
@@ -24,6 +25,7 @@
 #include <functional>
 #include <limits>
 #include <locale>
+#include <map>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -84,6 +86,8 @@ struct CheckpointPart {
   std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
   /// Returns the parameters of a module with their names; null for other objects.
   std::function<NamedTensors()> parameters = nullptr;
+  /// Returns the tensors of a module under the names of its state_dict; null for other objects.
+  std::function<NamedTensors()> state_dict = nullptr;
 };
 
 struct NamedPart {
@@ -120,7 +124,7 @@ inline c10::IValue item(const c10::IValue& dict, const c10::IValue& key) {
 
 // Defined in object_parts.h.
 CheckpointPart module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find);
-CheckpointPart optimizer_part(AnyOptimizer optimizer);
+CheckpointPart optimizer_part(const std::function<AnyOptimizer()>& find);
 CheckpointPart archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
                             const std::function<void(torch::serialize::InputArchive&)>& take,
                             const std::function<void(torch::serialize::InputArchive&)>& check);
@@ -131,6 +135,12 @@ CheckpointPart random_states_part();
 
 template <class T>
 concept IsOptimizer = std::convertible_to<T&, AnyOptimizer>;
+/// A pointer to an optimizer, of any kind.
+template <class T>
+concept PointsToAnyOptimizer = requires(const T& pointer) {
+  AnyOptimizer(*pointer);
+  pointer != nullptr;
+};
 
 template <class T>
 concept GoesThroughArchives = requires(torch::serialize::OutputArchive& output,
@@ -148,10 +158,16 @@ concept IsEngine = std::uniform_random_bit_generator<T> &&
 };
 
 template <class T>
-struct IsVectorOfIntegers : std::false_type {};
-template <std::integral T>
-requires(!std::same_as<T, bool>) struct IsVectorOfIntegers<std::vector<T>> : std::true_type {
+struct IsVectorOfNumbers : std::false_type {};
+template <class T>
+requires(std::floating_point<T> ||
+         (std::integral<T> && !std::same_as<T, bool>)) struct IsVectorOfNumbers<std::vector<T>>
+    : std::true_type {
 };
+
+/// Named numbers, such as a GradScaler::StateDict.
+template <class T>
+concept IsMapOfNumbers = std::same_as<T, std::map<std::string, double>>;
 
 inline void check_value(bool is_right, const c10::IValue& value, const char* wanted) {
   TORCH_CHECK(is_right, "it is ", value_words(value), " in the file, and ", wanted, " here");
@@ -160,7 +176,11 @@ inline void check_value(bool is_right, const c10::IValue& value, const char* wan
 /// Numbers and the like, which a file holds as they are.
 template <class T>
 concept IsValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
-    IsEngine<T> || IsVectorOfIntegers<T>::value;
+    IsEngine<T> || IsVectorOfNumbers<T>::value || IsMapOfNumbers<T>;
+
+/// What a file has of an integer or a real number.
+template <class T>
+using WideNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
 
 template <IsEngine T>
 std::string engine_text(const T& engine) {
@@ -189,10 +209,15 @@ c10::IValue value_of(const T& object) {
     return static_cast<double>(object);
   } else if constexpr (IsEngine<T>) {
     return engine_text(object);
+  } else if constexpr (IsMapOfNumbers<T>) {
+    PythonDict numbers = python_dict();
+    for (const auto& [name, number] : object) numbers.insert(name, number);
+    return numbers;
   } else {  // as a tensor, for it may be as long as a data set
-    std::vector<std::int64_t> all;
-    for (const auto value : object) all.push_back(value_of(value).toInt());
-    return at::tensor(all, at::kLong);
+    using Wide = WideNumber<typename T::value_type>;
+    std::vector<Wide> all;
+    for (const auto value : object) all.push_back(value_of(value).template to<Wide>());
+    return at::tensor(all, c10::CppTypeToScalarType<Wide>::value);
   }
 }
 
@@ -227,11 +252,23 @@ T value_read(const c10::IValue& value) {
     TORCH_CHECK(stream && engine_text(engine) == value.toStringRef(),
                 "the file has the state of another engine; add one of the type that was saved");
     return engine;
+  } else if constexpr (IsMapOfNumbers<T>) {
+    check_value(value.isGenericDict(), value, "a dict of numbers");
+    T numbers;
+    for (const auto& entry : value.toGenericDict()) {
+      check_value(entry.key().isString(), entry.key(), "a name");
+      numbers[entry.key().toStringRef()] = value_read<double>(entry.value());
+    }
+    return numbers;
   } else {
-    check_value(value.isTensor() && value.toTensor().scalar_type() == at::kLong, value,
-                "a vector of integers");
+    using Wide = WideNumber<typename T::value_type>;
+    const bool fits = value.isTensor() && value.toTensor().layout() == at::kStrided &&
+                      value.toTensor().scalar_type() == c10::CppTypeToScalarType<Wide>::value;
+    check_value(fits, value,
+                std::integral<typename T::value_type> ? "a vector of integers"
+                                                      : "a vector of real numbers");
     const at::Tensor read = value.toTensor().contiguous();
-    const auto* const begin = read.const_data_ptr<std::int64_t>();
+    const auto* const begin = read.const_data_ptr<Wide>();
     T all;
     for (std::int64_t i = 0; i < read.numel(); ++i) {
       all.push_back(value_read<typename T::value_type>(begin[i]));
@@ -248,7 +285,14 @@ CheckpointPart part_of(T& object) {
   if constexpr (ModelHandle<T> || ModuleVariable<T>) {
     return module_part([&object] { return module_pointer(object); });
   } else if constexpr (IsOptimizer<T>) {
-    return optimizer_part(object);
+    return optimizer_part([&object] { return AnyOptimizer(object); });
+  } else if constexpr (PointsToAnyOptimizer<T>) {
+    return optimizer_part([&object] {
+      TORCH_CHECK(object != nullptr,
+                  "TrainingState::add: the pointer to an optimizer is null; construct the "
+                  "optimizer before it is added");
+      return AnyOptimizer(*object);
+    });
   } else if constexpr (std::derived_from<T, at::Tensor>) {
     return tensor_part(object);
   } else if constexpr (std::same_as<T, std::vector<at::Tensor>>) {
@@ -267,7 +311,7 @@ CheckpointPart part_of(T& object) {
     static_assert(
         GoesThroughArchives<T>,
         "mezzo::TrainingState::add: torch::save and torch::load cannot take this type; add "
-        "modules, optimizers, tensors, numbers, vectors of integers, strings and generators, give "
+        "modules, optimizers, tensors, numbers, vectors of numbers, strings and generators, give "
         "two callables that save and load one of these (add(name, save, load)), or give the type "
         "operator<< and operator>> for torch::serialize archives, and include its header and "
         "<torch/serialize/archive.h>");
@@ -288,7 +332,7 @@ CheckpointPart part_of_callables(Save save, Load load) {
   using Value = std::decay_t<std::invoke_result_t<Save&>>;
   static_assert(std::invocable<Load&, Value>,
                 "mezzo::TrainingState::add: load does not take what save returns; let save() "
-                "return a number, string, tensor or vector of integers, and load take it");
+                "return a number, string, tensor or vector of numbers, and load take it");
   const auto value = std::make_shared<Value>();
   const CheckpointPart part = part_of(*value);
   return {.save =

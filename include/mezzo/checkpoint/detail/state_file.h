@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
@@ -11,6 +12,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
+#include <c10/util/StringUtil.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -126,6 +128,45 @@ inline void check_names(const std::string& file, const ReadCheckpoint& read,
               " nothing was loaded");
 }
 
+/// Puts a bare state_dict, as Python's `torch.save(model.state_dict(), path)` writes it, under the
+/// name of the module, which is the only object.
+inline void name_state_dict(ReadCheckpoint& read, const std::vector<NamedPart>& parts) {
+  if (read.is_training || parts.size() != 1 || !parts[0].part.state_dict) return;
+  for (const auto& entry : read.values) {
+    if (!entry.value().isTensor()) return;
+  }
+  PythonDict named = python_dict();
+  named.insert(parts[0].name, read.values);
+  read.values = named;
+}
+
+/// Returns a state_dict with the dtypes of `own`, as Python's load_state_dict does, and notes what
+/// was cast.
+inline c10::IValue cast_state_dict(const c10::IValue& value, const std::string& name,
+                                   const NamedTensors& own, std::vector<std::string>& notes) {
+  if (!value.isGenericDict()) return value;
+  PythonDict cast = value.toGenericDict().copy();
+  std::string first;
+  std::size_t count = 0;
+  for (const auto& [key, tensor] : own) {
+    const c10::IValue saved = item(value, key);
+    if (!saved.isTensor() || !tensor.is_floating_point()) continue;
+    const at::Tensor read = saved.toTensor();
+    const bool is_cast = read.is_floating_point() && read.scalar_type() != tensor.scalar_type() &&
+                         read.layout() == at::kStrided && read.sizes() == tensor.sizes();
+    if (!is_cast) continue;
+    cast.insert_or_assign(key, read.to(tensor.scalar_type()));
+    if (count++ > 0) continue;
+    first = c10::str(", \"", key, "\" from ", dtype_name(read.scalar_type()), " to ",
+                     dtype_name(tensor.scalar_type()));
+  }
+  if (count > 0) {
+    notes.push_back(
+        c10::str('"', name, "\" is cast to the dtypes of the model: ", count, " tensors", first));
+  }
+  return cast;
+}
+
 /// Checks one object. Returns the function that changes it; null to leave it as it is.
 inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoint& read,
                                         const ParameterNames& names, RankOf who,
@@ -142,7 +183,10 @@ inline CheckpointPart::Apply check_part(const NamedPart& one, const ReadCheckpoi
     return one.part.load(of_ranks.toListRef()[static_cast<std::size_t>(who.rank)], names);
   }
   if (ranks > 1) notes.push_back(name + " is rank 0's: the file has what " + had);
-  return one.part.load(read.values.at(one.name), names);
+  const c10::IValue value = read.values.at(one.name);
+  const bool may_cast = !read.is_training && one.part.state_dict;
+  return one.part.load(
+      may_cast ? cast_state_dict(value, one.name, one.part.state_dict(), notes) : value, names);
 }
 
 /// \throws UnusableCheckpoint, or c10::Error for a file that is whole but does not fit
@@ -150,7 +194,8 @@ inline CheckedLoad check_file(const std::filesystem::path& path,
                               const std::vector<NamedPart>& parts, bool subset, RankOf who = {}) {
   check_not_averaged();
   const std::string file = path.string();
-  const ReadCheckpoint read = read_checkpoint(path);
+  ReadCheckpoint read = read_checkpoint(path);
+  name_state_dict(read, parts);
   CheckedLoad checked{.file = path, .step = read.step};
   check_names(file, read, parts, subset);
   const ParameterNames names = parameter_names(parts);

@@ -2,6 +2,7 @@
 /// What mezzo asks of a c10d backend, and how ranks find out that they differ.
 #pragma once
 
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -23,10 +24,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
-#include <map>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -73,14 +72,21 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
       for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
     }
   };
-  std::map<std::pair<std::string, at::ScalarType>, std::vector<at::Tensor>> alike;
+  // In the order in which devices and dtypes come up, which is the ranks' own, and not that of the
+  // devices' names: a rank's first device may be another's second.
+  std::vector<std::vector<at::Tensor>> alike;
   for (const at::Tensor& tensor : tensors) {
-    alike[{tensor.device().str(), tensor.scalar_type()}].push_back(tensor.detach());
+    auto all = std::find_if(alike.begin(), alike.end(), [&tensor](const auto& known) {
+      return known[0].device() == tensor.device() && known[0].scalar_type() == tensor.scalar_type();
+    });
+    if (all == alike.end()) all = alike.emplace(all);
+    all->push_back(tensor.detach());
   }
-  for (const auto& [of, all] : alike) {
+  for (const std::vector<at::Tensor>& all : alike) {
     for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
       send(pack.tensors);
   }
+  if (group->getRank() != root) drop_weight_casts();
 }
 
 /// Returns a device whose tensors the group takes, for messages of mezzo's own.

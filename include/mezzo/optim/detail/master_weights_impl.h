@@ -4,11 +4,14 @@
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/master_weights.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full_like.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/adagrad.h>
@@ -51,16 +54,21 @@ bool widen_adam_state(torch::optim::OptimizerParamState& state) {
 }
 
 /// Makes the state of an optimizer of libtorch's float, where it is of 16 bits. Adagrad makes its
-/// sum in the constructor, and rounds the value that it begins with: a sum that is new begins anew.
+/// sum in the constructor, of the value in its defaults: where the sum still is that value,
+/// rounded, it becomes the value itself.
 inline void widen_state(torch::optim::OptimizerParamState& state,
-                        const torch::optim::OptimizerOptions& options) {
+                        const torch::optim::OptimizerOptions& defaults) {
   if (auto* const sgd = dynamic_cast<torch::optim::SGDParamState*>(&state)) {
     widen({&sgd->momentum_buffer()});
   } else if (auto* const adagrad = dynamic_cast<torch::optim::AdagradParamState*>(&state)) {
-    const bool is_new = adagrad->step() == 0 && is_low_precision(adagrad->sum());
-    widen({&adagrad->sum()});
-    const auto* const own = dynamic_cast<const torch::optim::AdagradOptions*>(&options);
-    if (is_new && own != nullptr) adagrad->sum().fill_(own->initial_accumulator_value());
+    at::Tensor& sum = adagrad->sum();
+    const auto* const own = dynamic_cast<const torch::optim::AdagradOptions*>(&defaults);
+    const bool is_new =
+        own != nullptr && adagrad->step() == 0 && sum.defined() && is_low_precision(sum);
+    const at::Tensor is_first =
+        is_new ? sum.eq(at::full_like(sum, own->initial_accumulator_value())) : at::Tensor();
+    widen({&sum});
+    if (is_new) sum.masked_fill_(is_first, own->initial_accumulator_value());
   } else if (auto* const rmsprop = dynamic_cast<torch::optim::RMSpropParamState*>(&state)) {
     widen({&rmsprop->square_avg(), &rmsprop->momentum_buffer(), &rmsprop->grad_avg()});
   } else if (!widen_adam_state<torch::optim::AdamParamState>(state)) {
@@ -90,23 +98,6 @@ inline constexpr int64_t kMasterWeightsFormat = 1;
 
 inline std::string master_key(std::size_t number) { return "masters/" + std::to_string(number); }
 
-/// Loads all of an optimizer's state, or leaves it as it was.
-inline void load_whole(torch::serialize::InputArchive& archive,
-                       torch::optim::Optimizer& optimizer) {
-  const std::vector<torch::optim::OptimizerParamGroup> groups = optimizer.param_groups();
-  std::remove_reference_t<decltype(optimizer.state())> state;
-  state.swap(optimizer.state());  // what the file has none of had none when it was saved
-  try {
-    optimizer.load(archive);
-  } catch (...) {
-    optimizer.state().swap(state);
-    auto& own = optimizer.param_groups();
-    own.clear();
-    for (const auto& group : groups) own.push_back(group);
-    throw;
-  }
-}
-
 }  // namespace detail
 
 MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : inner_(&optimizer) {
@@ -122,6 +113,7 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
 
 MEZZO_INLINE at::Tensor MasterWeights::master_param(const at::Tensor& parameter) {
   if (!detail::is_low_precision(parameter)) return parameter;
+  detail::refuse_average(parameter, words());
   detail::KeptWeights& weights = settled(parameter);
   weights.show(parameter);
   return weights.master;
@@ -140,7 +132,8 @@ MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& param
   return weights;
 }
 
-/// Looks at the parameters when there are more or fewer than before.
+/// Looks at the parameters when there are more or fewer than before. A parameter that is in no
+/// group keeps its master, as it keeps its state, until nothing else holds it.
 MEZZO_INLINE void MasterWeights::meet_parameters() {
   std::vector<at::Tensor> all = words().parameters();
   const std::size_t parameters = all.size();
@@ -148,19 +141,27 @@ MEZZO_INLINE void MasterWeights::meet_parameters() {
   std::erase_if(all, [](const at::Tensor& one) { return !detail::is_low_precision(one); });
   detail::refuse_duplicates(all, words());
   parameters_ = parameters;
-  decltype(masters_) kept;
-  for (const at::Tensor& one : all) kept.insert(masters_.extract(one.unsafeGetTensorImpl()));
-  for (const auto& [address, gone] : masters_) {  // another parameter may get its address
-    if (gone.parameter.use_count() == 1)
-      inner_->state().erase(gone.parameter.unsafeGetTensorImpl());
+  all.clear();  // each holds its parameter
+  for (auto kept = masters_.begin(); kept != masters_.end();) {
+    if (kept->second.parameter.use_count() > 1) {
+      ++kept;
+      continue;
+    }
+    inner_->state().erase(kept->second.parameter.unsafeGetTensorImpl());
+    kept = masters_.erase(kept);
   }
-  masters_ = std::move(kept);
 }
 
 MEZZO_INLINE StepPlan MasterWeights::plan() {
   const c10::NoGradGuard no_grad;
   meet_parameters();
-  return detail::plain_plan(*inner_, /*keeps_masters=*/true);
+  StepPlan plan = detail::plain_plan(*inner_, /*keeps_masters=*/true);
+  for (const StepPlan::Row& row : plan.rows) {  // whose value would become the master
+    if (row.storage == optim::WeightStorage::master) {
+      detail::refuse_average(*row.parameter, words());
+    }
+  }
+  return plan;
 }
 
 MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
@@ -206,15 +207,17 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
         own.memory = parameter.variable_data();
         const auto state = inner_->state().find(parameter.unsafeGetTensorImpl());
         if (state != inner_->state().end()) {
-          detail::widen_state(*state->second, inner_->param_groups()[row.group].options());
+          detail::widen_state(*state->second, inner_->defaults());
         }
       }
       lent.push_back(std::move(own));
       if (lent.back().master.defined()) detail::exchange(parameter, lent.back().master);
       // In float before the product, so that nothing underflows on the way; the gradient itself
-      // is never written.
+      // is never written. Entries of one place are added first, as the inner optimizer would.
       const bool is_low = detail::is_low_precision(row.gradient);
       at::Tensor wide = is_low ? row.gradient.to(at::kFloat) : row.gradient;
+      const bool scales = multipliers.first != 1.0 || multipliers.second != 1.0;
+      if (wide.is_sparse() && scales) wide = wide.coalesce();
       if (multipliers.first != 1.0) wide = wide.mul(multipliers.first);
       if (multipliers.second != 1.0) wide = wide.mul(multipliers.second);
       parameter.mutable_grad() = wide;
@@ -242,6 +245,7 @@ MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
 MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) const {
   const c10::NoGradGuard no_grad;
   archive.write(detail::kMasterWeightsKey, c10::IValue(detail::kMasterWeightsFormat));
+  archive.write(detail::kClassKey, c10::IValue(detail::class_in_files(*inner_)));
   save_progress(archive);
   std::size_t number = 0;
   detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
@@ -255,9 +259,10 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
   archive.write("optimizer", inner);
 }
 
-MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
+MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
+    torch::serialize::InputArchive& archive) const {
   const detail::NoGraphGuard no_graph;
-  c10::IValue format;
+  c10::IValue format, name;
   TORCH_CHECK(
       archive.try_read(detail::kMasterWeightsKey, format),
       "MasterWeights: the archive holds no masters; load what "
@@ -266,29 +271,47 @@ MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
   TORCH_CHECK(format.isInt() && format.toInt() == detail::kMasterWeightsFormat,
               "MasterWeights: the archive has a format that this version of mezzo does not know; "
               "read it with the version that wrote it, or, if it is damaged, load an earlier one");
-  decltype(masters_) masters;
+  const std::string own = detail::class_in_files(*inner_);
+  TORCH_CHECK(
+      archive.try_read(detail::kClassKey, name) && name.isString() && name.toStringRef() == own,
+      "MasterWeights: the archive is that of the masters of ",
+      name.isString() ? name.toStringRef() : "no optimizer", ", and this one steps ", own,
+      "; load the file of an optimizer of this class");
+  ArchiveContents read;
   std::size_t number = 0;
   detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
-    at::Tensor master;
-    const std::string key = detail::master_key(number++);
-    if (!archive.try_read(key, master, /*is_buffer=*/true)) return;
-    TORCH_CHECK(detail::is_low_precision(parameter) && master.sizes() == parameter.sizes() &&
+    c10::IValue value;
+    if (!archive.try_read(detail::master_key(number++), value)) return;
+    at::Tensor master = value.isTensor() ? value.toTensor() : at::Tensor();
+    TORCH_CHECK(master.defined() && detail::is_low_precision(parameter) &&
+                    master.sizes() == parameter.sizes() && master.layout() == at::kStrided &&
                     master.scalar_type() == at::kFloat,
                 "MasterWeights: the archive has the master ", detail::tensor_words(master), " for ",
                 words().parameter(parameter),
                 "; it is another model's, or this one was cast: load the file of this model, cast "
                 "as it was then");
     if (master.is_inference()) master = master.clone();
-    masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
+    read.masters[parameter.unsafeGetTensorImpl()] = {parameter, {.master = std::move(master)}};
   });
-  const Progress progress = read_progress(archive, inner_->param_groups().size());
-  torch::serialize::InputArchive inner;
+  read.progress = read_progress(archive, inner_->param_groups().size());
+  if (!read.progress.base_lrs.empty()) (void)detail::lrs_of(inner_->param_groups());
   TORCH_CHECK(
-      archive.try_read("optimizer", inner),
+      archive.try_read("optimizer", read.inner),
       "MasterWeights: the archive lacks the inner optimizer; it is damaged: load an earlier one");
-  detail::load_whole(inner, *inner_);
-  masters_ = std::move(masters);  // the next step compares them with the parameters
-  load_progress(progress);
+  return read;
+}
+
+MEZZO_INLINE void MasterWeights::check_load(torch::serialize::InputArchive& archive) const {
+  ArchiveContents all = read_archive(archive);
+  detail::check_load(all.inner, *inner_);
+}
+
+MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
+  const detail::NoGraphGuard no_graph;
+  ArchiveContents all = read_archive(archive);
+  detail::load_whole(all.inner, *inner_);
+  masters_ = std::move(all.masters);  // the next step compares them with the parameters
+  load_progress(all.progress);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

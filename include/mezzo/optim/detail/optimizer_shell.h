@@ -2,13 +2,13 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/step_engine.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/serialize.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
@@ -41,7 +41,7 @@ struct OptimizerTraits {
 /// The parts of an optimizer that libtorch's users see, constructors, options and files, and its
 /// rule as StepEngine calls it.
 template <class Traits>
-class OptimizerShell : public StepEngine {
+class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
  public:
   using Options = typename Traits::Options;
   using State = typename Traits::State;
@@ -82,6 +82,10 @@ class OptimizerShell : public StepEngine {
   /// Reads all of a file or nothing. States that the file lacks are dropped.
   /// \throws c10::Error for any other file
   void load(torch::serialize::InputArchive& archive) override;
+  /// Throws what `load` would throw, and changes nothing.
+  void check_load(torch::serialize::InputArchive& archive) const override {
+    (void)read_archive(archive);
+  }
 
  protected:
   GroupNumbers group_numbers(std::size_t group) const override {
@@ -120,6 +124,14 @@ class OptimizerShell : public StepEngine {
     }
   }
 
+  /// What an archive holds, checked.
+  struct ArchiveContents {
+    FiledOptimizer filed;
+    Progress progress;
+    optim::WeightOptions weights;
+  };
+  ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
+
   static GroupNumbers numbers_of(const Options& options) {
     GroupNumbers numbers;
     Traits::read(options, numbers);
@@ -132,54 +144,38 @@ class OptimizerShell : public StepEngine {
 };
 
 template <class Traits>
-void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
-  c10::IValue version;
-  TORCH_CHECK(archive.try_read("pytorch_version", version), Traits::kName,
-              ": the archive holds no optimizer's state, or that of a libtorch before 1.5; load "
-              "what torch::save(optimizer, path) wrote");
+typename OptimizerShell<Traits>::ArchiveContents OptimizerShell<Traits>::read_archive(
+    torch::serialize::InputArchive& archive) const {
   const NoGraphGuard no_graph;
-  const auto options_of = [](torch::optim::Optimizer& of, std::size_t group) -> Options& {
-    return static_cast<Options&>(of.param_groups()[group].options());
-  };
-  FiledOptimizer read;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     (void)group_numbers(group);  // of this class, or it throws
-    read.param_groups().push_back(param_groups_[group]);
   }
-  try {
-    torch::optim::serialize<State, Options>(archive, read);
-  } catch (const c10::Error& error) {
-    TORCH_CHECK(false, Traits::kName,
-                ": the archive is that of an optimizer of another class or with other groups, or "
-                "it is damaged; load the file of an optimizer that was made as this one (",
-                error.what_without_backtrace(), ")");
+  ArchiveContents read{read_optimizer_archive<State, Options>(archive, words()),
+                       read_progress(archive, param_groups_.size()), filed_weights(archive)};
+  for (const auto& group : read.filed.param_groups()) {
+    (void)numbers_of(static_cast<const Options&>(group.options()));
   }
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    (void)numbers_of(options_of(read, group));
-    for (const at::Tensor& parameter : read.param_groups()[group].params()) {
-      const auto found = read.state().find(parameter.unsafeGetTensorImpl());
-      if (found == read.state().end()) continue;
-      auto& state = static_cast<State&>(*found->second);
-      check_shape_of(state.master(), "a master", parameter, words());
-      for (const int k : {0, 1, 2}) check_shape_of(state.moment(k), "a moment", parameter, words());
-    }
-  }
-  Progress progress = read_progress(archive, param_groups_.size());
-  if (Traits::kLibtorchCounts && !progress.applied_steps) {
-    progress.applied_steps = 0;  // the highest count of any parameter
-    for (const auto& [parameter, state] : read.state()) {
+  if (Traits::kLibtorchCounts && !read.progress.applied_steps) {
+    read.progress.applied_steps = 0;  // the highest count of any parameter
+    for (const auto& [parameter, state] : read.filed.state()) {
       const int64_t own = static_cast<State&>(*state).step();
-      progress.applied_steps = std::max(*progress.applied_steps, own);
+      read.progress.applied_steps = std::max(*read.progress.applied_steps, own);
     }
   }
-  weights_ = filed_weights(archive);
-  state_ = std::move(read.state());
-  for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-    options_of(*this, group) = options_of(read, group);  // where they are: users hold references
-    for (const at::Tensor& parameter : param_groups_[group].params()) (void)find_slot(parameter);
+  return read;
+}
+
+template <class Traits>
+void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
+  const NoGraphGuard no_graph;
+  ArchiveContents all = read_archive(archive);
+  weights_ = all.weights;
+  take_archive<Options>(std::move(all.filed), *this);
+  for (const auto& group : param_groups_) {
+    for (const at::Tensor& parameter : group.params()) (void)find_slot(parameter);
   }
-  load_progress(progress);
-  if (!progress.applied_steps) {
+  load_progress(all.progress);
+  if (!all.progress.applied_steps) {
     TORCH_WARN(Traits::kName, ": the file of torch::optim::", Traits::kName,
                " holds no number of steps; load the schedule's own file, or call "
                "set_applied_steps(n)");

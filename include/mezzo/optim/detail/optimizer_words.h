@@ -4,6 +4,7 @@
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/optim/detail/averaged_parameters.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -195,20 +196,26 @@ inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWor
       "a view of, or make it contiguous() before the optimizer is made");
 }
 
+/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
+/// what a file has of it, would be made from the average
+inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
+  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
+              " holds an average, for an EmaScope is alive; let that scope end first");
+}
+
 /// \throws c10::Error where a parameter is given twice or two share memory: two threads would step
 ///   the same memory at once, or two masters would be rounded into it
 inline void refuse_duplicates(const std::vector<at::Tensor>& all, const OptimizerWords& optimizer) {
   std::unordered_set<const c10::TensorImpl*> known;
-  std::vector<at::Tensor> dense;
+  std::vector<at::Tensor> strided;
   for (const at::Tensor& parameter : all) {
     TORCH_CHECK(known.insert(parameter.unsafeGetTensorImpl()).second, optimizer, ": ",
                 optimizer.parameter(parameter),
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");
-    const bool is_dense = parameter.layout() == at::kStrided;
-    if (is_dense && parameter.is_non_overlapping_and_dense()) dense.push_back(parameter);
+    if (parameter.layout() == at::kStrided) strided.push_back(parameter);
   }
-  const auto shared = overlap_in(dense);
+  const auto shared = overlap_in(strided);
   TORCH_CHECK(!shared, optimizer, ": ", optimizer.parameter(shared->first), " and ",
               optimizer.parameter(shared->second),
               " share memory, which a step would change twice; give the tensor once that both are "

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 
 #include <ATen/core/Tensor.h>
@@ -25,9 +28,9 @@ namespace detail {
 ///     static void check_options(const Options&);
 ///     void update();
 ///
-/// It may hide check_parameter and check_gradient.
+/// It may hide check_parameter, check_gradient and check_state.
 template <class Own, class Options, class State>
-class OrdinaryOptimizer : public torch::optim::Optimizer {
+class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveChecker {
  public:
   /// Takes param groups, and options for those that have none.
   explicit OrdinaryOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
@@ -65,20 +68,34 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
       check_group(group);
       for (const at::Tensor& parameter : param_groups_[group].params()) {
-        if (parameter.grad().defined()) own().check_gradient(parameter);
+        if (!parameter.grad().defined()) continue;
+        own().check_gradient(parameter);
+        const auto found = state_.find(parameter.unsafeGetTensorImpl());
+        if (found == state_.end()) continue;
+        const auto* const state = dynamic_cast<const State*>(found->second.get());
+        TORCH_CHECK(state != nullptr, Own::kName, ": the state of ", words().parameter(parameter),
+                    " is another optimizer's; copy states between optimizers of one class");
+        Own::check_state(parameter, *state, words());
       }
     }
     own().update();
+    drop_weight_casts();
     return loss;
   }
 
-  /// Writes the options and the state.
+  /// Writes the class, the options and the state.
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
+    archive.write(kClassKey, c10::IValue(std::string(Own::kName)));
   }
-  /// Reads what `save` wrote.
+  /// Reads all of what `save` wrote. States that the archive lacks are dropped.
+  /// \throws c10::Error, and changes nothing, for any other archive
   void load(torch::serialize::InputArchive& archive) override {
-    torch::optim::serialize<State, Options>(archive, *this);
+    take_archive<Options>(read_archive(archive), *this);
+  }
+  /// Throws what `load` would throw, and changes nothing.
+  void check_load(torch::serialize::InputArchive& archive) const override {
+    (void)read_archive(archive);
   }
 
  protected:
@@ -93,6 +110,16 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
 
   /// Refuses nothing of a new group.
   static void check_parameter(const at::Tensor& /*parameter*/, const OptimizerWords& /*words*/) {}
+  /// Refuses a state of other shapes, before a step writes anything.
+  static void check_state(const at::Tensor& parameter, const State& state,
+                          const OptimizerWords& words) {
+    if constexpr (requires { state.exp_avg_sq(); }) {
+      check_shape_of(state.exp_avg(), "a moment", parameter, words);
+      check_shape_of(state.exp_avg_sq(), "a moment", parameter, words);
+    } else {
+      check_shape_of(state.momentum_buffer(), "a moment", parameter, words);
+    }
+  }
   /// Refuses a sparse gradient, before a step writes anything.
   void check_gradient(const at::Tensor& parameter) const {
     if (is_low_precision(parameter)) {
@@ -104,6 +131,21 @@ class OrdinaryOptimizer : public torch::optim::Optimizer {
   }
 
  private:
+  /// Returns the groups and states of an archive, checked.
+  FiledOptimizer read_archive(torch::serialize::InputArchive& archive) const {
+    const NoGraphGuard no_graph;
+    FiledOptimizer read = read_optimizer_archive<State, Options>(archive, words());
+    for (std::size_t group = 0; group < read.param_groups().size(); ++group) {
+      Own::check_options(static_cast<const Options&>(read.param_groups()[group].options()));
+      for (const at::Tensor& parameter : read.param_groups()[group].params()) {
+        const auto found = read.state().find(parameter.unsafeGetTensorImpl());
+        if (found == read.state().end()) continue;
+        Own::check_state(parameter, static_cast<const State&>(*found->second), words());
+      }
+    }
+    return read;
+  }
+
   Own& own() { return static_cast<Own&>(*this); }
 
   void check_group(std::size_t group) const {

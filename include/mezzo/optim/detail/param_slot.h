@@ -2,6 +2,7 @@
 
 #include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
@@ -132,6 +133,7 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
     kept.master = parameter.detach().to(at::kFloat);
   } else if (kept.shown_version && *kept.shown_version != before._version()) {
     parameter.detach().copy_(before);
+    drop_weight_casts();
     kept.shown_version = before._version();
   }
   kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
@@ -158,6 +160,7 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
     const at::Tensor is_current = is_rounded_from(master, parameter);
     const at::Tensor own = parameter.detach().view(at::kShort);
     own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
+    drop_weight_casts();
     kept.lower_half = lower_half_of(master).masked_fill(is_current.logical_not(), 0);
     kept.master = at::Tensor();
   } else if (!kept.lower_half.defined() || kept.lower_half.sizes() != parameter.sizes()) {

@@ -4,6 +4,7 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/step_use.h>
+#include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/optimizer.h>
@@ -21,13 +22,6 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-/// The groups and states of a file, while it is read or written.
-class FiledOptimizer final : public torch::optim::Optimizer {
- public:
-  FiledOptimizer() : Optimizer(std::vector<torch::optim::OptimizerParamGroup>{}, nullptr) {}
-  at::Tensor step(LossClosure /*closure*/) override { return {}; }
-};
 
 /// Parameters of one group, device and dtype, as ATen's fused optimizers take them; entry i of each
 /// list belongs to parameter i.

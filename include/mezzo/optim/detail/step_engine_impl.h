@@ -31,13 +31,6 @@ namespace detail {
 
 // --- Parameters and options --------------------------------------------------------------------
 
-/// \throws c10::Error if an EmaScope has put an average in the place of `parameter`: its master, or
-/// what a file has of it, would be made from the average
-inline void refuse_average(const at::Tensor& parameter, const OptimizerWords& optimizer) {
-  TORCH_CHECK(!holds_average(parameter), optimizer, ": ", optimizer.parameter(parameter),
-              " holds an average, for an EmaScope is alive; let that scope end first");
-}
-
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                                     const optim::WeightOptions& weights, const char* name,
@@ -546,6 +539,7 @@ MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archiv
                                          const FiledOptimizer& filed) const {
   torch::optim::serialize<torch::optim::OptimizerParamState, torch::optim::OptimizerOptions>(
       archive, filed);
+  archive.write(kClassKey, c10::IValue(std::string(name_)));
   save_progress(archive);
   if (weights_ == optim::WeightOptions()) return;
   archive.write("storage", c10::IValue(static_cast<int64_t>(weights_.weight_storage)));

@@ -1,0 +1,490 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/checkpoint/detail/part_of.h>
+#include <mezzo/checkpoint/detail/zip_directory.h>
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <ATen/ops/_empty_affine_quantized.h>
+#include <ATen/ops/_empty_per_channel_affine_quantized.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sparse_coo_tensor.h>
+#include <c10/core/QScheme.h>
+#include <c10/core/ScalarType.h>
+#include <c10/core/Storage.h>
+#include <c10/util/Exception.h>
+#include <c10/util/safe_numerics.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// Reads a pickle as torch.save and libtorch's Pickler write it: numbers, strings, tensors, and
+/// lists, tuples and dicts of them. Any bytes are either read or refused:
+///
+///   - A GLOBAL is one of torch's classes that `read_global` knows; nothing is called by its name.
+///   - A tensor lies within its storage, and a storage within its record.
+///   - A container cannot change once it is in another or was taken from the memo, so that none
+///     holds itself, and containers are nested to a limited depth.
+///   - Every value is charged for the memory that it takes, and a value from the memo again for all
+///     that it holds, so that walks over the result are short too.
+///
+/// An OrderedDict becomes a dict, without the attributes that Python gives it.
+class PickleReader {
+ public:
+  /// Returns the memory of a tensor's bytes in the file, by their key.
+  using Record = std::function<c10::Storage(const std::string& key)>;
+
+  /// \param budget  the bytes that all values may take together
+  PickleReader(std::string_view pickle, Record record, std::uint64_t budget)
+      : rest_(pickle), record_(std::move(record)), budget_(budget) {}
+
+  /// Returns the value. \throws c10::Error for bytes that are refused
+  c10::IValue read() {
+    for (;;) {
+      const char code = take(1)[0];
+      if (code == '.') return value_of(*pop());  // STOP
+      read_instruction(code);
+    }
+  }
+
+ private:
+  enum class Kind : std::uint8_t {
+    value,         ///< `value`: a number, string, tensor, list or dict
+    tuple,         ///< `elements`
+    mark,          ///< begins the elements of a tuple, or the items of a list or dict
+    ordered_dict,  ///< the class
+    rebuild,       ///< one of torch's functions, whose name is `value`
+    dtype,         ///< a class of storages: `number` is the ScalarType of the elements
+    qscheme,       ///< `number` is the QScheme
+    storage,       ///< `storage`, with elements of the dtype `number`
+  };
+
+  /// What lies on the stack and in the memo.
+  struct Item {
+    Kind kind = Kind::value;
+    c10::IValue value{};
+    std::vector<std::shared_ptr<Item>> elements{};
+    c10::Storage storage{};
+    int number = 0;
+    std::uint64_t bytes = 0;  ///< with all that it holds
+    int depth = 0;
+    bool is_closed = false;  ///< in another container, or taken from the memo
+  };
+  using ItemPtr = std::shared_ptr<Item>;
+
+  static constexpr int kMostDepth = 64;  // of nested containers
+  static constexpr std::uint64_t kScalarBytes = 64, kContainerBytes = 256, kTensorBytes = 512;
+
+  void charge(std::uint64_t bytes) {
+    TORCH_CHECK(bytes <= budget_,
+                "its values take more memory than a file of its size may ask for");
+    budget_ -= bytes;
+  }
+
+  std::string_view take(std::uint64_t count) {
+    check_format(count <= rest_.size(), "its pickle is cut off");
+    const std::string_view taken = rest_.substr(0, count);
+    rest_.remove_prefix(count);
+    return taken;
+  }
+  std::uint64_t take_number(std::size_t size) { return number_at(take(size), 0, size); }
+  std::string_view take_line() {
+    const std::string_view line = take(std::min(rest_.find('\n'), rest_.size()));
+    take(1);
+    return line;
+  }
+
+  ItemPtr pop() {
+    check_format(!stack_.empty(), "its pickle takes a value where there is none");
+    ItemPtr item = std::move(stack_.back());
+    stack_.pop_back();
+    return item;
+  }
+  Item& push(Item item) {
+    charge(item.bytes);
+    stack_.push_back(std::make_shared<Item>(std::move(item)));
+    return *stack_.back();
+  }
+  void push(c10::IValue value, std::uint64_t bytes = kScalarBytes) {
+    push(Item{.value = std::move(value), .bytes = bytes});
+  }
+  /// Returns the items above the last mark, and removes both.
+  std::vector<ItemPtr> pop_to_mark() {
+    const auto mark = std::find_if(stack_.rbegin(), stack_.rend(),
+                                   [](const ItemPtr& item) { return item->kind == Kind::mark; });
+    check_format(mark != stack_.rend(), "its pickle lacks a mark");
+    std::vector<ItemPtr> items(std::make_move_iterator(mark.base()),
+                               std::make_move_iterator(stack_.end()));
+    stack_.erase(std::prev(mark.base()), stack_.end());
+    return items;
+  }
+
+  /// Returns what an item is in a list, tuple or dict.
+  static c10::IValue value_of(const Item& item) {
+    if (item.kind == Kind::value) return item.value;
+    check_format(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
+    std::vector<c10::IValue> values;
+    for (const ItemPtr& element : item.elements) values.push_back(value_of(*element));
+    return c10::ivalue::Tuple::create(std::move(values));
+  }
+
+  /// Puts `item` into `container`, as far as bytes and depth go. Returns its value.
+  static void enclose(Item& container, Item& item) {
+    check_format(!container.is_closed && &container != &item,
+                 "it changes a container that is in another already, or in itself");
+    item.is_closed = true;
+    container.bytes += item.bytes;
+    container.depth = std::max(container.depth, item.depth + 1);
+    check_format(container.depth <= kMostDepth, "it has containers in one another, more than ",
+                 kMostDepth, " deep");
+  }
+
+  void append(Item& list, const std::vector<ItemPtr>& items) {
+    check_format(list.kind == Kind::value && list.value.isList(), "it appends to what is no list");
+    for (const ItemPtr& item : items) {
+      enclose(list, *item);
+      list.value.toList().push_back(value_of(*item));
+    }
+  }
+
+  void set_items(Item& dict, const std::vector<ItemPtr>& items) {
+    check_format(dict.kind == Kind::value && dict.value.isGenericDict() && items.size() % 2 == 0,
+                 "it sets items of what is no dict");
+    auto values = dict.value.toGenericDict();
+    for (std::size_t i = 0; i < items.size(); i += 2) {
+      const c10::IValue key = value_of(*items[i]);
+      check_format(key.isString() || key.isInt(), "it has a name that is ", value_words(key));
+      enclose(dict, *items[i]);
+      enclose(dict, *items[i + 1]);
+      values.insert_or_assign(key, value_of(*items[i + 1]));
+    }
+  }
+
+  void make_tuple(std::vector<ItemPtr> items) {
+    charge(kContainerBytes);
+    auto tuple = std::make_shared<Item>(Item{.kind = Kind::tuple, .bytes = kContainerBytes});
+    for (const ItemPtr& item : items) enclose(*tuple, *item);
+    tuple->elements = std::move(items);
+    stack_.push_back(std::move(tuple));
+  }
+  void make_tuple(std::size_t size) {
+    std::vector<ItemPtr> items(size);
+    for (std::size_t i = size; i > 0; --i) items[i - 1] = pop();
+    make_tuple(std::move(items));
+  }
+
+  void remember(std::uint64_t index) {
+    check_format(!stack_.empty(), "its pickle remembers a value where there is none");
+    charge(kScalarBytes);
+    memo_[index] = stack_.back();
+  }
+  void recall(std::uint64_t index) {
+    const auto found = memo_.find(index);
+    check_format(found != memo_.end(), "its pickle recalls what it has not remembered");
+    charge(found->second->bytes);
+    found->second->is_closed = true;
+    stack_.push_back(found->second);
+  }
+
+  void read_instruction(char code) {
+    switch (code) {
+      case '\x80':  // PROTO
+        take(1);
+        return;
+      case '}':  // EMPTY_DICT
+        return push(python_dict(), kContainerBytes);
+      case ']':  // EMPTY_LIST
+        return push(python_list(), kContainerBytes);
+      case ')':  // EMPTY_TUPLE
+        return make_tuple(0);
+      case '\x85':  // TUPLE1 to TUPLE3
+      case '\x86':
+      case '\x87':
+        return make_tuple(static_cast<std::size_t>(code - '\x84'));
+      case '(':  // MARK
+        push(Item{.kind = Kind::mark, .bytes = kScalarBytes});
+        return;
+      case 't':  // TUPLE
+        return make_tuple(pop_to_mark());
+      case 'a': {  // APPEND
+        const ItemPtr item = pop();
+        return append(top(), {item});
+      }
+      case 'e': {  // APPENDS
+        const std::vector<ItemPtr> items = pop_to_mark();
+        return append(top(), items);
+      }
+      case 's': {  // SETITEM
+        const ItemPtr value = pop(), key = pop();
+        return set_items(top(), {key, value});
+      }
+      case 'u': {  // SETITEMS
+        const std::vector<ItemPtr> items = pop_to_mark();
+        return set_items(top(), items);
+      }
+      case 'N':  // NONE
+        return push(c10::IValue());
+      case '\x88':  // NEWTRUE, NEWFALSE
+      case '\x89':
+        return push(code == '\x88');
+      case 'K':  // BININT1, BININT2, BININT
+        return push(static_cast<std::int64_t>(take_number(1)));
+      case 'M':
+        return push(static_cast<std::int64_t>(take_number(2)));
+      case 'J':
+        return push(std::int64_t{static_cast<std::int32_t>(take_number(4))});
+      case '\x8a': {  // LONG1
+        const std::string_view bytes = take(take_number(1));
+        check_format(bytes.size() <= 8, "it has an integer of ", bytes.size(), " bytes");
+        std::uint64_t number = number_at(bytes, 0, bytes.size());
+        if (!bytes.empty() && bytes.size() < 8 && (bytes.back() & '\x80') != 0) {
+          number |= ~std::uint64_t{0} << (8 * bytes.size());
+        }
+        return push(static_cast<std::int64_t>(number));
+      }
+      case 'G': {  // BINFLOAT, whose first byte is the highest
+        std::string bytes(take(8));
+        std::reverse(bytes.begin(), bytes.end());
+        return push(std::bit_cast<double>(number_at(bytes, 0, 8)));
+      }
+      case 'X': {  // BINUNICODE
+        const std::string_view text = take(take_number(4));
+        return push(std::string(text), kScalarBytes + text.size());
+      }
+      case 'q':  // BINPUT, LONG_BINPUT
+      case 'r':
+        return remember(take_number(code == 'q' ? 1 : 4));
+      case 'h':  // BINGET, LONG_BINGET
+      case 'j':
+        return recall(take_number(code == 'h' ? 1 : 4));
+      case 'c': {  // GLOBAL
+        const std::string_view module = take_line(), name = take_line();
+        push(read_global(module, name));
+        return;
+      }
+      case 'Q':  // BINPERSID
+        return read_storage();
+      case 'R':  // REDUCE
+        return reduce();
+      case 'b': {  // BUILD
+        const ItemPtr attributes = pop();
+        check_format(top().kind == Kind::value && top().value.isGenericDict(),
+                     "it gives attributes to what is no OrderedDict");
+        return;
+      }
+      default:
+        TORCH_CHECK(false, "its pickle has the instruction ", int{static_cast<unsigned char>(code)},
+                    ", which torch.save does not write; save it anew with pickle_protocol=2");
+    }
+  }
+
+  Item& top() {
+    check_format(!stack_.empty(), "its pickle changes a value where there is none");
+    return *stack_.back();
+  }
+
+  static Item read_global(std::string_view module, std::string_view name) {
+    if (module == "collections" && name == "OrderedDict") {
+      return {.kind = Kind::ordered_dict, .bytes = kScalarBytes};
+    }
+    constexpr std::array<std::string_view, 4> kRebuilds{
+        "_rebuild_tensor_v2", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_parameter"};
+    const bool is_rebuild = module == "torch._utils" &&
+                            std::find(kRebuilds.begin(), kRebuilds.end(), name) != kRebuilds.end();
+    // libtorch's pickle_save calls functions of this module for the types of lists and dicts.
+    if (is_rebuild || module == "torch.jit._pickle") {
+      return {.kind = Kind::rebuild,
+              .value = std::string(is_rebuild ? name : module),
+              .bytes = kScalarBytes + name.size()};
+    }
+    if (module == "torch") {
+      for (int i = 0; i < static_cast<int>(at::ScalarType::NumOptions); ++i) {
+        const auto dtype = static_cast<at::ScalarType>(i);
+        if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4)
+          continue;  // elements of part of a byte
+        if (name != std::string(c10::toString(dtype)) + "Storage") continue;
+        return {.kind = Kind::dtype, .number = i, .bytes = kScalarBytes};
+      }
+      for (const at::QScheme scheme : {at::kPerTensorAffine, at::kPerChannelAffine}) {
+        if (name != c10::toString(scheme)) continue;
+        return {.kind = Kind::qscheme, .number = static_cast<int>(scheme), .bytes = kScalarBytes};
+      }
+    }
+    TORCH_CHECK(false, "it names ", module.substr(0, 100), ".", name.substr(0, 100),
+                ", which is not read; save numbers, strings, tensors, and lists, tuples and dicts "
+                "of them, such as state_dict()");
+  }
+
+  /// Makes ("storage", class, key, device, number of elements) a storage.
+  void read_storage() {
+    const ItemPtr id = pop();
+    const auto& parts = id->elements;
+    check_format(id->kind == Kind::tuple && parts.size() == 5 && is_text(*parts[0], "storage") &&
+                     parts[1]->kind == Kind::dtype && parts[2]->value.isString(),
+                 "it has a storage of another form than torch.save's");
+    const c10::Storage storage = record_(parts[2]->value.toStringRef());
+    const auto dtype = static_cast<at::ScalarType>(parts[1]->number);
+    std::uint64_t bytes = 0;
+    const bool overflows =
+        c10::mul_overflows(static_cast<std::uint64_t>(to_count(*parts[4])),
+                           static_cast<std::uint64_t>(c10::elementSize(dtype)), &bytes);
+    check_format(!overflows && bytes <= storage.nbytes(), kTooLong);
+    push(Item{.kind = Kind::storage,
+              .storage = storage,
+              .number = parts[1]->number,
+              .bytes = kContainerBytes});
+  }
+
+  static bool is_text(const Item& item, std::string_view text) {
+    return item.kind == Kind::value && item.value.isString() && item.value.toStringRef() == text;
+  }
+  /// Returns a count, an offset or a size.
+  static std::int64_t to_count(const Item& item) {
+    check_format(item.kind == Kind::value && item.value.isInt() && item.value.toInt() >= 0,
+                 "it has a tensor with a size, stride or offset that is no number from 0 on");
+    return item.value.toInt();
+  }
+  static std::vector<std::int64_t> to_counts(const Item& item) {
+    check_format(item.kind == Kind::tuple && item.elements.size() <= 64,
+                 "it has a tensor whose shape is no tuple of at most 64 numbers");
+    std::vector<std::int64_t> counts;
+    for (const ItemPtr& element : item.elements) counts.push_back(to_count(*element));
+    return counts;
+  }
+  static at::Tensor to_tensor(const Item& item) {
+    check_format(item.kind == Kind::value && item.value.isTensor(),
+                 "it lacks a tensor of a tensor");
+    return item.value.toTensor();
+  }
+
+  /// Calls a class or a function of torch's.
+  void reduce() {
+    const ItemPtr tuple = pop(), callee = pop();
+    const auto& arguments = tuple->elements;
+    const bool is_call = tuple->kind == Kind::tuple &&
+                         (callee->kind == Kind::ordered_dict || callee->kind == Kind::rebuild);
+    check_format(is_call, "it calls what is no function of torch's");
+    if (callee->kind == Kind::ordered_dict) {
+      check_format(arguments.empty(), "it has an OrderedDict of another form than torch.save's");
+      return push(python_dict(), kContainerBytes);
+    }
+    const std::string& name = callee->value.toStringRef();
+    const auto check_count = [&](std::size_t least) {
+      check_format(arguments.size() >= least, name, " lacks arguments");
+    };
+    if (name == "_rebuild_parameter" || name == "torch.jit._pickle") {  // (value, ...)
+      check_count(1);
+      arguments[0]->is_closed = true;
+      stack_.push_back(arguments[0]);
+    } else if (name ==
+               "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
+      check_count(5);
+      const auto sizes = to_counts(*arguments[1]);
+      check_format(to_count(*arguments[0]) == static_cast<std::int64_t>(at::kSparse),
+                   "it has a sparse tensor that is not in COO layout");
+      push(at::sparse_coo_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]), sizes),
+           kTensorBytes + tuple->bytes);
+    } else {
+      check_count(6);
+      rebuild_tensor(arguments, name == "_rebuild_qtensor");
+    }
+  }
+
+  /// Makes (storage, offset, sizes, strides, [quantizer,] requires_grad, hooks, [metadata]) a
+  /// tensor.
+  void rebuild_tensor(const std::vector<ItemPtr>& arguments, bool is_quantized) {
+    check_format(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
+    const c10::Storage& storage = arguments[0]->storage;
+    const auto dtype = static_cast<at::ScalarType>(arguments[0]->number);
+    const std::int64_t offset = to_count(*arguments[1]);
+    const std::vector<std::int64_t> sizes = to_counts(*arguments[2]),
+                                    strides = to_counts(*arguments[3]);
+    check_format(sizes.size() == strides.size(), "it has a tensor with more sizes than strides");
+    std::uint64_t bytes = c10::elementSize(dtype);  // also of a copy of an expanded tensor
+    bool overflows = false;
+    for (const std::int64_t size : sizes) {
+      const auto factor = static_cast<std::uint64_t>(std::max<std::int64_t>(size, 1));
+      overflows = overflows || c10::mul_overflows(bytes, factor, &bytes);
+    }
+    check_format(!overflows && at::detail::computeStorageNbytes(
+                                   sizes, strides, c10::elementSize(dtype),
+                                   static_cast<std::size_t>(offset)) <= storage.nbytes(),
+                 kTooLong);
+    const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    const auto options = at::TensorOptions(dtype).device(at::kCPU);
+    check_format(c10::isQIntType(dtype) == is_quantized,
+                 "it has a tensor whose dtype does not fit its quantizer");
+    const at::Tensor tensor =
+        is_quantized ? empty_quantized(*arguments[4], sizes, options) : at::empty({0}, options);
+    tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(storage);
+    tensor.unsafeGetTensorImpl()->set_storage_offset(offset);
+    tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    if (!is_quantized && arguments.size() > 6) set_metadata(tensor, value_of(*arguments[6]));
+    push(tensor, kTensorBytes + (is_empty ? 0 : bytes));
+  }
+
+  /// Returns a tensor without elements, with the quantizer (scheme, scale, zero point) or (scheme,
+  /// scales, zero points, axis).
+  static at::Tensor empty_quantized(const Item& quantizer, const std::vector<std::int64_t>& sizes,
+                                    const at::TensorOptions& options) {
+    const auto& parts = quantizer.elements;
+    check_format(
+        quantizer.kind == Kind::tuple && parts.size() >= 3 && parts[0]->kind == Kind::qscheme,
+        "it has a quantized tensor without its quantizer");
+    if (parts[0]->number == static_cast<int>(at::kPerTensorAffine)) {
+      check_format(parts[1]->value.isDouble() && parts[2]->value.isInt(),
+                   "it has a quantized tensor whose scale is no number");
+      return at::_empty_affine_quantized({0}, options, parts[1]->value.toDouble(),
+                                         parts[2]->value.toInt());
+    }
+    check_format(parts.size() >= 4, "it has a quantized tensor without its axis");
+    const at::Tensor scales = to_tensor(*parts[1]), zero_points = to_tensor(*parts[2]);
+    const auto axis = static_cast<std::size_t>(to_count(*parts[3]));
+    check_format(axis < sizes.size() && scales.dim() == 1 && scales.size(0) == sizes[axis] &&
+                     scales.is_floating_point() && zero_points.scalar_type() == at::kLong &&
+                     zero_points.sizes() == scales.sizes(),
+                 "it has a quantized tensor whose scales do not fit its shape");
+    auto empty = std::vector<std::int64_t>(sizes.size(), 0);
+    return at::_empty_per_channel_affine_quantized(empty, scales.clone(), zero_points.clone(),
+                                                   static_cast<std::int64_t>(axis), options);
+  }
+
+  static void set_metadata(const at::Tensor& tensor, const c10::IValue& metadata) {
+    if (metadata.isNone()) return;
+    check_format(metadata.isGenericDict(), "it has a tensor with metadata that is no dict");
+    for (const auto& entry : metadata.toGenericDict()) {
+      const std::string key = entry.key().isString() ? entry.key().toStringRef() : "";
+      check_format((key == "conj" || key == "neg") && entry.value().isBool(),
+                   "it has a tensor with metadata other than conj and neg");
+      key == "conj" ? tensor._set_conj(entry.value().toBool())
+                    : tensor._set_neg(entry.value().toBool());
+    }
+  }
+
+  static constexpr const char* kTooLong = "a tensor is longer than its bytes";
+
+  std::string_view rest_;
+  Record record_;
+  std::uint64_t budget_;
+  std::vector<ItemPtr> stack_;
+  std::unordered_map<std::uint64_t, ItemPtr> memo_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,157 @@
+// Small files that are made to harm their reader: each is read, or refused with c10::Error, in a
+// second and in little memory.
+
+#include <mezzo/checkpoint/checkpoint.h>
+
+#include <ATen/core/Tensor.h>
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "../support/error_of.h"
+#include "../support/pickle_bytes.h"
+#include "../support/scratch.h"
+
+namespace hostile_files {
+namespace {
+
+using test_support::error_of;
+using testing::AllOf;
+using testing::HasSubstr;
+namespace bytes = test_support::pickle_bytes;
+
+/// What loading a pickle of {"x": `value`} throws.
+std::string load_error(const std::string& value, const bytes::Records& records = {{"0", "1234"}}) {
+  const test_support::Scratch scratch;
+  const auto file = scratch.write("x.pt", bytes::zip(bytes::dict({{"x", value}}), records));
+  at::Tensor x;
+  return error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
+}
+
+struct HostileFile {
+  const char* name;
+  std::string value;
+  const char* error;
+};
+
+std::vector<HostileFile> hostile_files() {
+  using namespace bytes;
+  const std::string four = storage("FloatStorage", "0", 1);
+  const std::string ones = tensor(four, 0, {1}, {1});
+  std::string sharing = "]q" + byte(0);
+  for (int i = 1; i < 41; ++i) {
+    sharing += "]q" + byte(i) + "h" + byte(i - 1) + "ah" + byte(i - 1) + "a";
+  }
+  return {
+      {"ListInItself", "]q" + byte(0) + "h" + byte(0) + "a", "in itself"},
+      {"ListInItselfThroughATuple",
+       "]q" + byte(0) + "h" + byte(0) +
+           "\x85"
+           "a",
+       "in itself"},
+      {"DictInItself", "}q" + byte(0) + text("a") + "h" + byte(0) + "s", "in itself"},
+      {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
+       "in another"},
+      {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
+      {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
+      {"DoubledLists", sharing, ""},
+      {"DoubledTuples",
+       "(" +
+           [] {
+             std::string all = ")q" + byte(0);
+             for (int i = 1; i < 60; ++i)
+               all += "h" + byte(i - 1) + "h" + byte(i - 1) + "\x86q" + byte(i);
+             return all;
+           }() +
+           "t",
+       "more memory"},
+      {"ManyDicts",
+       "]"
+       "(" +
+           std::string(2000000, '}') + "e",
+       "more memory"},
+      {"LongStringShared",
+       "](X" + number(900000, 4) + std::string(900000, 'k') + "q" + byte(0) +
+           [] {
+             std::string all;
+             for (int i = 0; i < 20000; ++i) all += "h" + byte(0);
+             return all;
+           }() +
+           "e",
+       "more memory"},
+      {"ExpandedTensor", tensor(four, 0, {1 << 30}, {0}), "more memory"},
+      {"LongTensor", tensor(storage("FloatStorage", "0", 1), 0, {1000000000}, {1}), "longer than"},
+      {"LongStorage", tensor(storage("FloatStorage", "0", 1000000000), 0, {1}, {1}), "longer than"},
+      {"StrideOutside", tensor(four, 0, {2}, {1000000000}), "longer than"},
+      {"OffsetOutside", tensor(four, 1000000000, {1}, {1}), "longer than"},
+      {"NegativeStride", tensor(four, 0, {1}, {-1}), "size, stride or offset"},
+      {"NegativeSize", tensor(four, 0, {-1}, {1}), "size, stride or offset"},
+      {"MoreSizesThanStrides", tensor(four, 0, {1, 1}, {1}), "more sizes than strides"},
+      {"OverflowingShape", tensor(four, 0, {int64_t{1} << 62, 4, 0}, {1, 1, 1}), "longer than"},
+      {"NoTensorButAStorage", four, "a class or a storage"},
+      {"QuantizerLongerThanItsBytes",
+       quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
+                 tensor(four, 0, {1000000000}, {1}) + ones + integer(0)),
+       "longer than"},
+      {"QuantizerOfAnotherSize",
+       quantized(storage("QInt8Storage", "0", 4), {4}, {1}, "per_channel_affine",
+                 ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(0)),
+       "scales do not fit"},
+      {"QuantizerOfAnotherAxis",
+       quantized(storage("QInt8Storage", "0", 1), {1}, {1}, "per_channel_affine",
+                 ones + tensor(storage("LongStorage", "1", 1), 0, {1}, {1}) + integer(7)),
+       "scales do not fit"},
+      {"QuantizedFloats",
+       quantized(four, {1}, {1}, "per_tensor_affine", "G" + std::string(8, '\0') + integer(0)),
+       "does not fit its quantizer"},
+      {"CallOfTheSystem", global("os", "system") + "(" + text("true") + "tR", "it names os.system"},
+      {"CallOfANumber", integer(1) + ")R", "no function"},
+      {"AttributesOfAList", "]}b", "attributes"},
+      {"ObjectAsAName", "}])s", "a name that is a list"},
+      {"LongInteger", "\x8a\x09" + std::string(9, '\1'), "integer of 9 bytes"},
+      {"UnknownInstruction", "I1\n", "instruction 73"},
+      {"NothingToAppendTo", "a", "no list"},
+      {"MemoWithoutValue", "h" + byte(9), "recalls"},
+      {"MarkThatIsMissing", "t", "lacks a mark"},
+      {"TextThatIsCutOff", "X" + number(0xFFFFFFFF, 4) + "a", "cut off"},
+      {"RecordThatIsMissing", tensor(storage("FloatStorage", "none", 1), 0, {1}, {1}), "data/none"},
+  };
+}
+
+TEST(CheckpointHostileFile, IsRefused) {
+  for (const HostileFile& file : hostile_files()) {
+    const std::string error = load_error(file.value, {{"0", "1234"}, {"1", std::string(8, '\0')}});
+    EXPECT_THAT(error, testing::ContainsRegex(file.error)) << file.name;
+    EXPECT_THAT(error, HasSubstr("x.pt")) << file.name;
+  }
+}
+
+TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
+  const test_support::Scratch scratch;
+  at::Tensor x;
+  const std::string whole = bytes::zip(
+      bytes::dict({{"x", bytes::tensor(bytes::storage("FloatStorage", "0", 1), 0, {1}, {1})}}),
+      {{"0", "1234"}});
+  const auto error = [&](const std::string& zip) {
+    const auto file = scratch.write("x.pt", zip);
+    return error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
+  };
+  EXPECT_EQ(error(whole), "no error");
+  EXPECT_EQ(x.numel(), 1);
+  for (std::size_t at = 0; at < whole.size(); ++at) {  // sizes, offsets and counts among them
+    for (const char byte : {'\0', '\x7f', '\xff'}) {
+      std::string changed = whole;
+      changed[at] = byte;
+      (void)error(changed);
+    }
+  }
+  std::string compressed = whole;
+  compressed[compressed.rfind("archive/data/0") - 46 + 10] = 8;  // in the directory
+  EXPECT_THAT(error(compressed), AllOf(HasSubstr("is compressed"), HasSubstr("data/0")));
+}
+
+}  // namespace
+}  // namespace hostile_files
