@@ -83,6 +83,45 @@ struct SameRun {
   TrainingState state;
 };
 
+// The file of an optimizer holds rates too, which replaced those of its schedule.
+TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
+  const test_support::Scratch scratch;
+  const auto weight = [] { return torch::ones({2}).requires_grad_(); };
+  std::vector<double> lrs;
+  for (const bool is_saved : {true, false}) {
+    torch::optim::SGD optimizer({weight()}, /*lr=*/0.5);
+    mezzo::LinearSchedule schedule(optimizer, {.warmup_steps = 0, .total_steps = 10});
+    TrainingState state;
+    state.add("schedule", schedule).add("optimizer", optimizer);
+    if (is_saved) {
+      schedule.set_applied_steps(5);
+      mezzo::save_checkpoint(scratch / "file", state, 5);
+    } else {
+      mezzo::load_checkpoint(scratch / "file", state);
+    }
+    lrs.push_back(optimizer.param_groups()[0].options().get_lr());
+    EXPECT_EQ(schedule.base_lrs(), std::vector<double>{0.5});
+  }
+  EXPECT_EQ(lrs[1], lrs[0]);
+}
+
+TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
+  const test_support::Scratch scratch;
+  torch::nn::Sequential model(torch::nn::BatchNorm1d(2));
+  TrainingState state;
+  state.add("model", model);
+  std::vector<std::string> warnings;
+  mezzo::CheckpointManager manager(scratch / "folder", {.on_warning = [&](const std::string& text) {
+                                     warnings.push_back(text);
+                                   }});
+  manager.save(state, 1);
+  EXPECT_THAT(warnings, testing::IsEmpty());
+  model->buffers()[0].fill_(std::numeric_limits<float>::quiet_NaN());
+  for (int step = 2; step <= 3; ++step) manager.save(state, step);
+  EXPECT_THAT(warnings, testing::ElementsAre(testing::HasSubstr(
+                            "the buffer \"model.0.running_mean\" holds inf or NaN")));
+}
+
 TEST(Checkpoint, TheSameStateOfOptimizersIsTheSameFile) {
   const Scratch first, second;
   const SameRun one(1), other(100000);

@@ -39,7 +39,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   state.add("schedule", schedule).add("epoch", epoch).with_random_state();
 /// \endcode
 ///
-/// Objects are loaded in the order in which they were added: add an optimizer before its schedule.
+/// Objects are loaded in the order in which they were added, those that go through torch's archives
+/// (a schedule, a scaler, an Ema) after all others.
 class TrainingState {
  public:
   /// Adds `object` under `name`. `object` may be
@@ -202,6 +203,7 @@ class CheckpointManager {
   std::filesystem::path folder_;
   CheckpointManagerOptions options_;
   detail::FolderLock lock_;
+  bool told_nonfinite_ = false;
   bool told_no_locks_ = false;
   bool told_not_durable_ = false;
   std::set<std::filesystem::path> damaged_;

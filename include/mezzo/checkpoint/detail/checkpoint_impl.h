@@ -65,6 +65,11 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::save(const TrainingState& state,
                                                      std::int64_t step) {
   const auto& parts = state.parts();
   detail::check_can_be_saved("CheckpointManager::save", parts, step);
+  if (!told_nonfinite_) {
+    const std::string bad = detail::nonfinite_buffer(parts);
+    told_nonfinite_ = !bad.empty();
+    if (told_nonfinite_) warn("a checkpoint is saved, and " + bad);
+  }
   return write(detail::document_of(detail::values_of(parts), step), step);
 }
 
@@ -186,6 +191,9 @@ MEZZO_INLINE SavedCheckpoint save_checkpoint(const std::filesystem::path& file,
                                              const TrainingState& state, std::int64_t step) {
   const auto& parts = state.parts();
   detail::check_can_be_saved("save_checkpoint", parts, step);
+  if (const std::string bad = detail::nonfinite_buffer(parts); !bad.empty()) {
+    TORCH_WARN_ONCE("a checkpoint is saved, and ", bad);
+  }
   return detail::write_one_file(file, detail::document_of(detail::values_of(parts), step));
 }
 

@@ -324,7 +324,8 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
               auto copy = archive_of(archive_form(copied(value)));
               take(copy);
             };
-          }};
+          },
+          .is_archive = true};
 }
 
 /// The part of the optimizer that `find` returns when a checkpoint is saved or loaded: Python's

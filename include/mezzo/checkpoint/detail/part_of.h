@@ -88,6 +88,9 @@ struct CheckpointPart {
   std::function<NamedTensors()> parameters = nullptr;
   /// Returns the tensors of a module under the names of its state_dict; null for other objects.
   std::function<NamedTensors()> state_dict = nullptr;
+  /// Whether the object goes through torch's archives, as a schedule does. It is loaded after
+  /// others: an optimizer's file would replace the learning rates of its schedule.
+  bool is_archive = false;
 };
 
 struct NamedPart {

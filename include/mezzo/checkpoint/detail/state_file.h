@@ -44,6 +44,24 @@ inline void check_not_averaged() {
               "the averages, torch::save the model)");
 }
 
+/// Returns a sentence on the first buffer of a module that holds inf or NaN; empty if there is
+/// none. Waits for the devices of the buffers.
+inline std::string nonfinite_buffer(const std::vector<NamedPart>& parts) {
+  const ParameterNames parameters = parameter_names(parts);
+  for (const NamedPart& one : parts) {
+    if (!one.part.state_dict) continue;
+    for (const auto& [name, tensor] : one.part.state_dict()) {
+      const bool is_read = tensor.is_floating_point() && tensor.layout() == at::kStrided &&
+                           !tensor.is_meta() && tensor.element_size() > 1 && tensor.numel() > 0 &&
+                           parameters.count(tensor.unsafeGetTensorImpl()) == 0;
+      if (!is_read || tensor.detach().isfinite().all().item<bool>()) continue;
+      return "the buffer \"" + one.name + "." + name +
+             "\" holds inf or NaN, which no step repairs: load an earlier checkpoint, or reset it";
+    }
+  }
+  return {};
+}
+
 /// Returns the values of a state's objects by name, with their own tensors.
 inline PythonDict values_of(const std::vector<NamedPart>& parts) {
   check_not_averaged();
@@ -199,13 +217,16 @@ inline CheckedLoad check_file(const std::filesystem::path& path,
   CheckedLoad checked{.file = path, .step = read.step};
   check_names(file, read, parts, subset);
   const ParameterNames names = parameter_names(parts);
-  for (const NamedPart& one : parts) {
-    try {
-      auto apply = check_part(one, read, names, who, checked.notes);
-      if (apply) checked.pending.emplace_back(one.name, std::move(apply));
-    } catch (...) {
-      TORCH_CHECK(false, file, ": \"", one.name,
-                  "\" does not fit: ", message_of_current_exception(), "; nothing was loaded");
+  for (const bool is_archive : {false, true}) {
+    for (const NamedPart& one : parts) {
+      if (one.part.is_archive != is_archive) continue;
+      try {
+        auto apply = check_part(one, read, names, who, checked.notes);
+        if (apply) checked.pending.emplace_back(one.name, std::move(apply));
+      } catch (...) {
+        TORCH_CHECK(false, file, ": \"", one.name,
+                    "\" does not fit: ", message_of_current_exception(), "; nothing was loaded");
+      }
     }
   }
   return checked;
