@@ -1,24 +1,25 @@
-// What mezzo's kernels cost on a GPU, beside a copy of as many bytes and beside ATen's kernels as
-// torch.amp calls them, in one process.
+// Measures mezzo's kernels on a GPU, compared with a copy of as many bytes and with ATen's kernels
+// as torch.amp calls them, in one process.
 //
-//   copy       the ceiling: one float tensor to another
-//   check      has a gradient inf or NaN, and how large are all: one read
-//              beside _amp_foreach_non_finite_check_and_unscale_ and _foreach_norm
+//   copy       the upper bound: one float32 tensor to another
+//   check      found_inf and norm of all gradients in one read; compared with
+//              _amp_foreach_non_finite_check_and_unscale_ and _foreach_norm
 //   unscale    the same, and gradients multiplied in place
-//   update     one parameter's step of each rule and way to keep weights, beside _fused_adamw_
-//   step       unscale, check, clip at norm 1, AdamW, next scale, clear the gradients; and replayed
-//              from a CUDA graph; beside the chain that torch.amp documents: foreach unscale,
-//              foreach norm, foreach mul, _fused_adamw_, _amp_update_scale_
-//   training   forward under autocast to half, backward, and that step, of a BERT-shaped encoder: at
-//              a batch where launches decide, and at one where kernels do
+//   update     one parameter's step for each optimizer and weight storage; compared with
+//              _fused_adamw_
+//   step       unscale, check, clip at norm 1, AdamW, next scale, zero gradients; eager, and
+//              replayed from a CUDA graph; compared with the calls that torch.amp documents:
+//              foreach unscale, foreach norm, foreach mul, _fused_adamw_, _amp_update_scale_
+//   training   forward under float16 autocast, backward, and the step, for a BERT-shaped encoder:
+//              at a small batch, bound by launches, and at a large one, bound by kernels
 //
-// Peers take turns; times are medians. `gpu_ms` is measured behind a busy stream, so that the host
-// is ahead: the time of the kernels alone. `ms` begins on an idle GPU and ends with the last
-// kernel, and `host_us` is the time of the calls. `of_copy` is the bandwidth as a part of a copy's,
-// of the bytes that each needs to move at the least, so that a way that moves more shows a smaller
-// number. Launches are counted in a captured graph, where a way can be captured.
+// Variants of a row alternate; times are medians. `gpu_ms`, the time of the kernels alone, is
+// measured after a busy stream, so that the host is ahead. `ms` begins on an idle GPU and ends with
+// the last kernel. `host_us` is the time of the calls. `of_copy` is the bandwidth as a fraction of
+// the copy's, computed from the fewest bytes that the operation has to move. Launches are counted
+// in a captured graph, if a variant can be captured.
 //
-//   cuda_bench [--rounds N] [--small]     a line of JSON for each way, as it comes
+//   cuda_bench [--rounds N] [--small]     prints a line of JSON for each variant when it is done
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/kernels/gradient_passes.h>
@@ -60,7 +61,7 @@ constexpr double kDecay = 0.01;
 
 struct Options {
   int rounds = 11;
-  bool is_small = false;  ///< a rehearsal, whose times mean nothing
+  bool is_small = false;  ///< small shapes, whose times mean nothing
 };
 
 Tensors parameters_of(const optim_bench::Model& model) {
@@ -148,14 +149,14 @@ class Aten : public Stepper {
   Tensor growth_tracker_ = torch::zeros({}, torch::TensorOptions(kGpu).dtype(torch::kInt));
 };
 
-/// One way to do what a row names.
+/// One variant of a row.
 struct Way {
   std::string peer;
-  double bytes;  ///< that it has to move at the least; 0: not known
+  double bytes;  ///< fewest bytes that it has to move; 0: not known
   std::function<void()> run;
-  std::function<void()> before = [] {};  ///< each run, outside of its time
+  std::function<void()> before = [] {};  ///< called before each run, not timed
   bool counts_launches = true;
-  std::string error = {};  ///< which it threw: it is not run again
+  std::string error = {};  ///< the error that it threw; then it is not run again
   std::vector<double> gpu_ms = {}, ms = {}, host_us = {};
 };
 
@@ -168,7 +169,7 @@ class Bench {
  public:
   explicit Bench(const Options& options) : options_(options) {}
 
-  /// Times ways of the same `what`, and prints a row for each.
+  /// Times the variants of one `what`, and prints a row for each.
   void compare(const std::string& what, std::vector<Way> ways) {
     for (int round = -3; round < options_.rounds; ++round) {
       for (Way& way : ways) {
@@ -183,7 +184,7 @@ class Bench {
     for (const Way& way : ways) print(what, way);
   }
 
-  /// Runs what makes ways and compares them; of what it throws the others hear nothing.
+  /// Calls `work`, which compares variants. An exception does not end the other benchmarks.
   void run(const char* name, const std::function<void()>& work) {
     try {
       work();
@@ -257,8 +258,7 @@ class Bench {
   bool has_failed_ = false;
 };
 
-// --- One tensor
-// -----------------------------------------------------------------------------------
+// --- One tensor --------------------------------------------------------------------------------
 
 void copies(Bench& bench, int64_t count) {
   const Tensor from = torch::randn({count}, kGpu);
@@ -336,10 +336,9 @@ void updates(Bench& bench, int64_t count) {
   bench.compare("update AdamW8bit float", {update<AdamW8bit>(torch::kFloat, count, 16.0, adamw)});
 }
 
-// --- Whole steps
-// ----------------------------------------------------------------------------------
+// --- Whole steps -------------------------------------------------------------------------------
 
-/// The step, captured after it has run once.
+/// The step as a CUDA graph, captured after one eager run.
 Way replayed(const std::shared_ptr<Stepper>& stepper, double bytes, std::function<void()> before) {
   const c10::Stream stream = cuda_test::new_stream();
   const c10::StreamGuard guard(stream);
@@ -369,7 +368,7 @@ void steps(Bench& bench, const optim_bench::Model& model) {
             (void)at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, 2)), 2);
           }}});
   }
-  // A step clears the gradients: without new ones the next would be a step of zeros.
+  // A step zeroes the gradients: each needs new ones.
   const auto refilled = [&](const Tensors& parameters) {
     return [to = gradients_of(parameters), from = copies_of(gradients_of(parameters))] {
       at::_foreach_copy_(to, from);
@@ -386,8 +385,7 @@ void steps(Bench& bench, const optim_bench::Model& model) {
   bench.compare("step " + model.name, std::move(ways));
 }
 
-// --- Training
-// -------------------------------------------------------------------------------------
+// --- Training ----------------------------------------------------------------------------------
 
 /// Forward, backward and step of an encoder.
 template <class OwnStepper>
@@ -425,7 +423,7 @@ void trainings(Bench& bench, bool is_small) {
   }
 }
 
-/// Returns whether all ways were timed.
+/// Returns whether all variants were timed.
 bool run_all(const Options& options) {
   using optim_bench::bert;
   using optim_bench::tiny_tensors;

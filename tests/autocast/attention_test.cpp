@@ -1,4 +1,5 @@
-// libtorch's attention with a mask of keys in 16 bits: what fails, and what docs/errors.md says works.
+// torch::nn::MultiheadAttention with a key_padding_mask in 16 bits: the failure, and the
+// workarounds of docs/errors.md.
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
@@ -21,10 +22,10 @@ using torch::Tensor;
 
 constexpr int64_t kHeads = 2, kBatch = 3, kLength = 4, kWidth = 8;
 
-/// Whether each key of each sequence is padding.
+/// The key_padding_mask: true for keys that are padding.
 Tensor padding() { return torch::arange(kLength).expand({kBatch, kLength}).ge(3); }
 
-/// The same as numbers that are added to the scores: libtorch takes one matrix for all sequences.
+/// The additive attn_mask of the same padding: one matrix for all sequences.
 Tensor additive_mask() {
   return torch::zeros({kLength, kLength}).masked_fill(padding()[0].expand({kLength, kLength}), -1e4);
 }
@@ -71,7 +72,7 @@ TEST(MultiheadAttention, KeyPaddingMaskTrainsWithBmmDenied) {
   output.sum().backward();
 }
 
-// Of a model that is cast, as at O2.
+// All weights are bfloat16, as in a model that is cast at O2.
 TEST(MultiheadAttention, AdditiveMaskTrainsWith16BitWeights) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
@@ -86,7 +87,7 @@ TEST(MultiheadAttention, AdditiveMaskTrainsWith16BitWeights) {
 TEST(MultiheadAttention, KeyPaddingMaskTrainsAsFloatModuleIn16BitModel) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
-  const Tensor x = input().to(torch::kBFloat16);  // from the layer before
+  const Tensor x = input().to(torch::kBFloat16);  // as from a 16-bit layer
   const Tensor output = with_padding(model, x.to(torch::kFloat)).to(x.scalar_type());
   EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.05, 0.05));
   output.sum().backward();

@@ -1,5 +1,4 @@
-// Small files that are made to harm their reader: each is read, or refused with c10::Error, in a
-// second and in little memory.
+// Small malicious files: each loads or throws c10::Error, without excessive time or memory.
 
 #include <mezzo/checkpoint/checkpoint.h>
 

@@ -1,5 +1,5 @@
-// What an optimizer takes from an archive, of torch::save or of Python: its own class's state, all
-// of it or none.
+// An optimizer loads an archive, by torch::save or Python, only if the whole archive fits its class
+// and parameters. Otherwise it throws and changes nothing.
 
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
@@ -67,7 +67,7 @@ struct Training {
       optimizer->load(archive);
     });
   }
-  /// The bits of all that a refused archive must not change.
+  /// Bytes of weights, state and options, which a rejected archive must not change.
   std::string bits() const {
     std::string all;
     for (const torch::Tensor& weight : weights) {
@@ -116,7 +116,8 @@ std::vector<Class> classes() {
   };
 }
 
-/// Whether libtorch's archives, which name no class, can be told apart.
+/// Returns whether archives of the two classes are indistinguishable: libtorch's name no class, and
+/// those of Adam and AdamW have the same keys.
 bool look_alike(const Class& saved, const Class& loaded) {
   const std::string a = saved.name, b = loaded.name;
   return !saved.is_mezzos && (a == "Adam" || a == "AdamW") && (b == "Adam" || b == "AdamW");
@@ -190,7 +191,7 @@ TEST(OptimizerArchive, NegativeCountIsRefused) {
     source.step(), run.step();
     torch::serialize::OutputArchive archive;
     source.optimizer->save(archive);
-    // The last group's count, so that what comes first would be loaded already.
+    // The count in the last group: an eager loader would have loaded the first by then.
     auto& module = mezzo::detail::module_in(archive);
     const std::string id =
         std::to_string(reinterpret_cast<std::uintptr_t>(source.weights[1].unsafeGetTensorImpl()));

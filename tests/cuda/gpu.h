@@ -43,7 +43,7 @@ inline constexpr at::DeviceType kGpu = at::kCUDA;
 inline constexpr bool kIsSimulated = false;
 using Graph = at::cuda::CUDAGraph;
 inline bool has_gpu() { return c10::cuda::device_count() > 0; }
-/// Whether so much of the GPU's memory is free.
+/// Returns whether the GPU has this much free memory.
 inline bool has_memory(double gigabytes) {
   std::size_t available = 0, total = 0;
   C10_CUDA_CHECK(cudaMemGetInfo(&available, &total));
@@ -51,14 +51,14 @@ inline bool has_memory(double gigabytes) {
 }
 #endif
 
-/// Whether this program steps with mezzo's kernels, and not with ATen's.
+/// Returns whether this program steps with mezzo's kernels; otherwise with ATen's.
 inline bool has_mezzo_kernels() { return mezzo::detail::has_cuda_kernels({kGpu, 0}); }
 
 inline c10::impl::VirtualGuardImpl gpu_guard() { return c10::impl::VirtualGuardImpl(kGpu); }
 inline c10::Stream current_stream() { return gpu_guard().getStream({kGpu, 0}); }
 inline void synchronize() { gpu_guard().synchronizeDevice(0); }
 
-/// A stream that is not the default one, which CUDA does not capture.
+/// Returns a stream other than the default one, which CUDA cannot capture.
 inline c10::Stream new_stream() {
 #ifdef MEZZO_DEVICE_ON_HOST
   return host_gpu::new_stream();
@@ -67,8 +67,8 @@ inline c10::Stream new_stream() {
 #endif
 }
 
-/// Keeps the current stream busy: for so many cycles on a GPU, by default a sixth of a second, and
-/// until `end` on the simulated one.
+/// Keeps the current stream busy: on a GPU for `cycles`, by default a sixth of a second; on the
+/// simulated GPU until `end`.
 class BusyStream {
  public:
 #ifdef MEZZO_DEVICE_ON_HOST
@@ -83,8 +83,8 @@ class BusyStream {
 #endif
 };
 
-/// Returns how many kernels `work` launches: those of a graph that it is captured into, and that
-/// does not run. Copies are no launches, and on the simulated GPU ATen's ops are none.
+/// Returns the number of kernels in a CUDA graph that `work` is captured into; the graph does not
+/// run. Copies do not count, nor do ATen's ops on the simulated GPU.
 template <class Work>
 int64_t count_launches(const Work& work) {
   const c10::StreamGuard guard(new_stream());

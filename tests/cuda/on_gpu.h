@@ -31,7 +31,7 @@ class OnGpu : public testing::Test {
 #endif
 };
 
-/// Tests that only mezzo's kernels pass, skipped in a program that steps with ATen's.
+/// Tests of mezzo's kernels, skipped in a program that steps with ATen's.
 class KernelsCuda : public OnGpu {
  protected:
   void SetUp() override {
@@ -40,8 +40,8 @@ class KernelsCuda : public OnGpu {
   }
 };
 
-/// Elements of a tensor of many blocks, and tensors for more than one launch; each time the
-/// simulated GPU takes a thousand times as long as a GPU.
+/// Elements of a tensor of many blocks, and tensors for more than one launch. Fewer on the
+/// simulated GPU, which is a thousand times slower.
 inline constexpr int64_t kManyElements = kIsSimulated ? 9001 : 70001;
 inline constexpr int kManyTensors = kIsSimulated ? 310 : 1000;
 
@@ -61,8 +61,8 @@ inline std::vector<torch::Tensor> mixed_gradients() {
   return all;
 }
 
-/// While it lives, a call that waits for the device throws on a GPU; on the simulated one the test
-/// fails at the end.
+/// A guard under which a call that waits for the device throws on a GPU; on the simulated GPU the
+/// test fails at the guard's end.
 class ForbidSync {
  public:
   ForbidSync(const ForbidSync&) = delete;

@@ -95,8 +95,8 @@ std::vector<StorageCase> storage_cases() {
           {"stochastic, float gradients", kBFloat16, kFloat, stochastic, false}};
 }
 
-/// Whether this program has kernels for both. The simulated GPU's ATen is the CPU's, whose SGD
-/// steps 16-bit parameters wrongly (libtorch 2.11).
+/// Returns whether this program has kernels for the rule and the storage. ATen's ops on the
+/// simulated GPU are the CPU's, whose SGD steps 16-bit parameters wrongly (libtorch 2.11).
 bool has_kernels(const RuleCase& rule, const StorageCase& storage) {
   if (cuda_test::has_mezzo_kernels()) return true;
   const bool is_wrong = cuda_test::kIsSimulated && storage.storage == WeightStorage::plain &&
@@ -160,9 +160,10 @@ struct ParameterPairs {
   }
 };
 
-/// The CPU's bits on the simulated GPU, whose kernels the CPU's compiler compiles, unless they are
-/// clipped, for a norm's last bits depend on the order of its sum. On a GPU `pow` and contracted
-/// products may differ in the last bit: then one in a hundred 16-bit elements may, by two units.
+/// Expects results bitwise identical to the CPU's on the simulated GPU, whose kernels the same
+/// compiler compiles, unless gradients are clipped: the last bits of a norm depend on the order of
+/// its sum. On a GPU `pow` and contracted products may differ in the last bit, so one in a hundred
+/// 16-bit elements may differ by two units.
 void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
   if (cuda_test::kIsSimulated && cuda_test::has_mezzo_kernels() && !is_clipped) {
     EXPECT_TRUE(test_support::same_bits(gpu.cpu(), cpu))
@@ -195,7 +196,7 @@ void expect_same(const Tensors& gpu, const Tensors& cpu, bool is_clipped) {
   }
 }
 
-/// An optimizer on the CPU and its twin on the GPU, whose steps never wait.
+/// An optimizer on the CPU and the same on the GPU, whose steps do not synchronize with the host.
 class Twins {
  public:
   Twins(const ParameterPairs& parameters, std::unique_ptr<StepEngine> cpu,
@@ -206,7 +207,7 @@ class Twins {
     for (GradScaler* const own : {&cpu_scaler_, &gpu_scaler_}) own->on_skip(nullptr);
   }
 
-  /// Five steps, of which the first and the fourth meet an inf.
+  /// Takes five steps; gradients of the first and the fourth have an inf.
   void train(torch::ScalarType gradient_dtype, double max_norm) {
     std::vector<mezzo::StepResult> of_cpu, of_gpu;
     for (int i = 0; i < 5; ++i) {
@@ -349,7 +350,7 @@ TEST_F(OptimCuda, EightBitMomentsMatchCpu) {
       continue;
     }
     for (std::size_t i = 0; i < parameters.cpu.size(); ++i) {
-      // A last bit decides between two codes of a moment, in few elements.
+      // The last bit of a moment may select the next 8-bit code, in few elements.
       const Tensor difference =
           (parameters.gpu[i].cpu().to(torch::kDouble) - parameters.cpu[i].to(torch::kDouble)).abs();
       EXPECT_LE(difference.gt(dtype == torch::kFloat ? 1e-6 : 0).sum().item<int64_t>(),
@@ -381,7 +382,7 @@ TEST_F(OptimCuda, LambMatchesCpuWithoutSync) {
   }
 }
 
-// Its products are of bfloat16, and summed in another order than the CPU's.
+// Muon multiplies in bfloat16, and the GPU adds products in another order than the CPU.
 TEST_F(OptimCuda, MuonMatchesCpu) {
   Tensors cpu, gpu;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{16, 16}, {40, 30}, {8, 64}}) {
@@ -403,8 +404,9 @@ TEST_F(OptimCuda, MuonMatchesCpu) {
   }
 }
 
-// A gradient summary and its end, the update, the counts, the numbers for the host, and the scale.
-// A table of the summary or the update holds 300 tensors, one of the counts 480.
+// Launches of a step: the gradient summary, its reduction, the update, the step counts, the numbers
+// for the host, and the next scale. A table of the summary or the update holds 300 tensors, and a
+// table of step counts 480.
 TEST_F(KernelsCuda, LaunchesFollowTheSizesOfTables) {
   for (const int count : {1, 10, 400, 2000}) {
     Tensors parameters;

@@ -1,4 +1,4 @@
-// What stands around a step on a GPU: streams, threads and results in flight, averages, master
+// Training on a GPU apart from the step itself: streams, threads, pending results, averages, master
 // weights, telemetry, reports, checkpoints and buckets.
 
 #include <mezzo/checkpoint/checkpoint.h>
@@ -151,10 +151,9 @@ TEST_F(TrainingCuda, FourThreadsTrainOnStreamsOfTheirOwn) {
   for (const std::string& error : errors) EXPECT_EQ(error, "");
 }
 
-// --- Averages, master weights, buckets
-// ------------------------------------------------------------
+// --- Averages, master weights, buckets ---------------------------------------------------------
 
-/// Trains `twin` on both devices: `make(device)` returns what `step(value, twin)` uses.
+/// Trains on both devices: `make(device)` returns the object that is passed to `step(value, ...)`.
 template <class Make, class Step, class Compare>
 void expect_same_on_gpu(const Make& make, const Step& step, const Compare& compare) {
   auto cpu = make(torch::Device(torch::kCPU));
@@ -254,8 +253,7 @@ TEST_F(TrainingCuda, GradBucketsTrainWholeSteps) {
                      });
 }
 
-// --- Reports and checkpoints
-// ----------------------------------------------------------------------
+// --- Reports and checkpoints -------------------------------------------------------------------
 
 TEST_F(TrainingCuda, TelemetryRecordsWithoutSync) {
   test_support::Training training(kGpu);
@@ -295,7 +293,7 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
   EXPECT_EQ(overflow.parameters[0].first, (std::vector<int64_t>{2, 1}));
 }
 
-// The counts that captured steps advance on the device are part of the file.
+// A checkpoint holds the step counts that captured steps have advanced on the device.
 TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
   const test_support::Scratch folder;
   const c10::Stream stream = cuda_test::new_stream();
@@ -335,8 +333,7 @@ TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
   EXPECT_TRUE(torch::equal(resumed.weights(), training.weights()));
 }
 
-// --- Sizes beyond 32 bits
-// -------------------------------------------------------------------------
+// --- Sizes beyond 32 bits ----------------------------------------------------------------------
 
 /// Beyond 2^31 elements; the simulated GPU takes a few blocks.
 constexpr int64_t kHuge = cuda_test::kIsSimulated ? 20005 : (int64_t{1} << 31) + 5;
@@ -379,7 +376,7 @@ TEST_F(KernelsCuda, StepsReachEveryElement) {
   expect_step_of_every_element<AdamW8bit>(2.0, AdamWOptions(1.0).weight_decay(0));
 }
 
-// The random bits of elements 2^32 apart differ, though the lower halves of their numbers do not.
+// Elements whose indices are 2^32 apart have different random bits.
 // The simulated GPU runs one block of such a parameter (tests/cuda_on_host/steps_test.cpp).
 TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
   using Rule = mezzo::detail::SgdRule<false>;

@@ -53,7 +53,7 @@ struct Training : test_support::Training {
   }
 };
 
-// As docs/cuda.md has it.
+// The code of docs/cuda.md.
 TEST_P(Captures, NeedAStreamOfTheirOwn) {
   Training training(host_gpu::device());
   (void)training.iterate();
@@ -70,7 +70,7 @@ TEST_P(Captures, NeedAStreamOfTheirOwn) {
   EXPECT_TRUE(result.ran());
 }
 
-// The driver ends a capture of another thread when a thread asks for an event in its usual mode.
+// In the default capture mode, an event query invalidates a capture of another thread.
 TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
   Training training(host_gpu::device());
   const mezzo::StepResult asked = training.iterate(), awaited = training.iterate();

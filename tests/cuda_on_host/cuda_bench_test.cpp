@@ -1,5 +1,5 @@
-// benchmarks/cuda/cuda_bench.cpp runs on the simulated GPU, on small shapes: what it measures there
-// means nothing, and that it gets to its end is what a GPU's time should not be spent to learn.
+// Runs benchmarks/cuda/cuda_bench.cpp to its end on the simulated GPU, on small shapes, so that no
+// GPU time is lost to a crash. The measured times mean nothing.
 
 #include "../../benchmarks/cuda/cuda_bench.cpp"
 

@@ -59,7 +59,7 @@ void for_each_tensor(c10::IValue& value, const Change& change) {
   }
 }
 
-/// A call as the CPU takes it; numbers and indices of the host are taken as they are now.
+/// A call with CPU arguments. Numbers and indices on the host are copied when the call is made.
 Stack on_cpu(const c10::OperatorHandle& op, Stack arguments, std::optional<c10::Device>& device) {
   for (c10::IValue& argument : arguments) {
     for_each_tensor(argument, [&](const at::Tensor& tensor) {
@@ -96,7 +96,7 @@ at::Tensor like_on(const at::Tensor& shape, c10::Device device) {
   return at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(device));
 }
 
-/// Gives empty tensors that `op` writes, as ATen's `out=` calls pass them, the size of the result.
+/// Resizes empty tensors that `op` writes, such as `out=` arguments, to the shape of the result.
 void resize_outputs(const c10::OperatorHandle& op, const Stack& arguments, const Stack& call,
                     c10::Device device) {
   std::vector<at::Tensor> empty;
@@ -148,7 +148,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   Stack fresh;
   std::vector<at::Tensor> results;
   if (!is_in_place && !schema.returns().empty()) {
-    if (op.hasTag(at::Tag::dynamic_output_shape)) {  // for which CUDA waits too
+    if (op.hasTag(at::Tag::dynamic_output_shape)) {  // CUDA synchronizes for these ops too
       wait_for(stream);
       fresh = call;
       run_on_cpu(op, fresh);

@@ -385,7 +385,7 @@ TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
 // A kernel that its header has and no test here launches itself.
 [[maybe_unused]] const auto kCountSteps = &mezzo::detail::cuda::count_steps_kernel;
 
-/// The last block of a parameter of which no other is there. Its elements' numbers exceed 32 bits.
+/// The last block of a parameter, without the blocks before it. Its element indices exceed 32 bits.
 TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
   using Rule = mezzo::detail::SgdRule<false>;
   using mezzo::detail::StochasticWeights;

@@ -186,7 +186,7 @@ const std::vector<Class>& classes() {
   return all;
 }
 
-/// Writes a pickle whose every part the fuzzer's bytes may replace: with no bytes left it is valid.
+/// Writes a valid pickle, any part of which the fuzzer's bytes may replace.
 class Writer {
  public:
   explicit Writer(std::string_view& decisions) : decisions_(decisions) {}
@@ -459,9 +459,9 @@ double cpu_seconds() {
 
 }  // namespace
 
-/// A file of a training run with one class of optimizer, written from a grammar, into a run with
-/// the same class or another. It loads, and the run goes on; or it is refused, and not one bit has
-/// changed.
+/// Loads a file of a training run with one class of optimizer, written from a grammar, into a run
+/// with the same class or another. Either the file loads and the run continues, or loading throws
+/// and changes nothing.
 void pickle(std::string_view decisions) {
   static const test_support::Scratch scratch;
   static std::vector<std::unique_ptr<Training>> runs(classes().size());
@@ -476,7 +476,7 @@ void pickle(std::string_view decisions) {
   const double begin = cpu_seconds();
   bool is_loaded = false;
   try {
-    if (second % 8 == 7) {  // the optimizer's own load, behind none of a checkpoint's checks
+    if (second % 8 == 7) {  // the optimizer's own load, without the checks of a checkpoint
       const auto read = mezzo::detail::read_checkpoint(path);
       auto archive =
           mezzo::detail::archive_of(mezzo::detail::archive_form(read.values.at("optimizer")));

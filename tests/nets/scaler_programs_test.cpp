@@ -469,7 +469,7 @@ class ScalerProgram : public Program {
     side.weights[j].gradient = std::move(hidden);
   }
 
-  /// Averages take the place of the weights, at which no master may be looked at.
+  /// Averages replace the weights; reading a master then throws.
   void enter_ema_scope(std::size_t i) {
     PlainSide& side = plain_[i];
     report_.line("an EmaScope of optimizer ", i);
@@ -560,7 +560,8 @@ class ScalerProgram : public Program {
     });
   }
 
-  /// The archive of another class is refused, and changes nothing. libtorch's own load takes any.
+  /// Loading the archive of another class throws and changes nothing. libtorch's own load accepts
+  /// any archive.
   void load_other_class(std::size_t i) {
     const Recipe& own = plain_[i].recipe;
     if (!own.of_mezzo && !own.in_master_weights && own.kind != Kind::lamb) return;

@@ -1,4 +1,4 @@
-// Options that a param group leaves at their constructor's value.
+// Options that a param group leaves at their defaults.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -37,7 +37,8 @@ std::vector<double> options_of_groups() {
   return all;
 }
 
-// Since libtorch 2.12 such a group takes the optimizer's rate, before it kept the constructor's.
+// From libtorch 2.12 on such a group takes the optimizer's learning rate; before, it keeps the
+// default.
 TEST(GroupOptions, InheritAsLibtorchsDo) {
   using torch::optim::AdamWOptions;
   const auto expected = options_of_groups<torch::optim::AdamW, AdamWOptions>();

@@ -1,6 +1,6 @@
-// States that reach an optimizer in another form than its own steps leave them: of another layout,
-// dtype or owner, from a file, or of a parameter that was cast. Each is a twin program: two runs
-// whose states have the same values take the same steps, bit for bit.
+// Optimizer states in a form that the optimizer's own steps do not produce: another layout, dtype
+// or owner, from a file, or of a parameter that was cast. Each test compares two runs: states with
+// the same values must take bitwise identical steps.
 
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>

@@ -10,9 +10,9 @@
 ///   optimizer.load_state_dict(checkpoint["optimizer"])      # of Adam, AdamW or SGD
 ///   checkpoint["mezzo"]["step"], checkpoint["epoch"]
 /// \endcode
-/// A file by Python's `torch.save({"model": model.state_dict(), "optimizer":
-/// optimizer.state_dict()}, path)` loads here, and one by `torch.save(model.state_dict(), path)` by
-/// load_state_dict.
+/// A file that Python wrote by `torch.save({"model": model.state_dict(), "optimizer":
+/// optimizer.state_dict()}, path)` loads too. load_state_dict loads a file by
+/// `torch.save(model.state_dict(), path)`.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -39,8 +39,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   state.add("schedule", schedule).add("epoch", epoch).with_random_state();
 /// \endcode
 ///
-/// Objects are loaded in the order in which they were added, those that go through torch's archives
-/// (a schedule, a scaler, an Ema) after all others.
+/// Objects are loaded in the order in which they were added, but objects that go through torch's
+/// archives (a schedule, a scaler, an Ema) after all others.
 class TrainingState {
  public:
   /// Adds `object` under `name`. `object` may be
@@ -49,7 +49,7 @@ class TrainingState {
   ///   module later. The file must have the same names, dtypes and shapes;
   /// - any torch::optim::Optimizer, or a pointer to one; mezzo's with masters, averages and step
   ///   counts. The file must be of the same class, over parameters of the same shapes and names in
-  ///   the same order. A class of yours is saved and loaded by its own `save` and `load`;
+  ///   the same order. An optimizer class of your own goes through its `save` and `load`;
   /// - MasterWeights;
   /// - any other type that torch::save and torch::load accept: GradScaler, LrSchedule, Ema;
   /// - an integer, a bool, a float or double, a std::string, a tensor, a std::vector of integers or
@@ -223,14 +223,15 @@ LoadedCheckpoint load_checkpoint(const std::filesystem::path& file, const Traini
 
 namespace detail {
 
-/// Writes the state_dict of the only module of `state`; see save_state_dict.
+/// Writes the state_dict of the module that `state` holds under "model"; see save_state_dict.
 SavedCheckpoint write_state_dict(const std::filesystem::path& file, const TrainingState& state);
 
 }  // namespace detail
 
-/// Saves a module alone, as Python's `torch.save(model.state_dict(), file)` does:
-/// `model.load_state_dict(torch.load(file))` and load_state_dict read it. Replaces the file
-/// atomically. `model` is a module, a holder or a std::shared_ptr to one.
+/// Saves only a module, as Python's `torch.save(model.state_dict(), file)` does. Python's
+/// `model.load_state_dict(torch.load(file))` and mezzo's load_state_dict read the file. Replaces
+/// the file atomically.
+/// \param model  a module, a holder or a std::shared_ptr to one
 /// \throws c10::Error as save_checkpoint does
 template <class M>
 SavedCheckpoint save_state_dict(const std::filesystem::path& file, M& model) {
@@ -240,10 +241,10 @@ SavedCheckpoint save_state_dict(const std::filesystem::path& file, M& model) {
   return detail::write_state_dict(file, TrainingState().add("model", model));
 }
 
-/// Loads a module from the file of Python's `torch.save(model.state_dict(), file)`, of
-/// save_state_dict, or from a checkpoint that has it under the name "model". Floating tensors of
-/// another dtype are cast, with a warning, except from a checkpoint of mezzo's.
-/// \throws c10::Error, and changes nothing, as load_checkpoint does
+/// Loads a module from a file that save_state_dict or Python's `torch.save(model.state_dict(),
+/// file)` wrote, or from a checkpoint that has the module under the name "model". Floating tensors
+/// of another dtype are cast to the module's, with a warning, except from a mezzo checkpoint.
+/// \throws c10::Error as load_checkpoint does, and then changes nothing
 template <class M>
 void load_state_dict(const std::filesystem::path& file, M& model) {
   static_assert(detail::ModelHandle<M> || detail::ModuleVariable<M>,

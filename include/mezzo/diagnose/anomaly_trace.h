@@ -337,15 +337,15 @@ inline bool computed(const ObservedOp& op, const std::vector<at::Tensor>& output
   });
 }
 
-/// Returns what is wrong with the numbers that an op of one argument, or a division, read; empty
-/// where that is not known.
+/// Returns why the inputs of a division or of a unary op are outside its domain; empty if they are
+/// not, and for ops that it does not know.
 inline std::string domain_error(std::string_view op, const std::vector<TensorSummary>& inputs) {
   if (inputs.empty() || !op.starts_with("aten::")) return {};
   op.remove_prefix(6);
   if (op.ends_with("_")) op.remove_suffix(1);
   const auto is_one_of = [op](const auto&... names) { return ((op == names) || ...); };
   const bool divides = is_one_of("div", "divide", "true_divide");
-  if (divides && inputs.size() < 2) return {};  // by a number
+  if (divides && inputs.size() < 2) return {};  // the divisor is a number
   const TensorSummary& input = divides ? inputs[1] : inputs[0];
   const bool has_zero = input.smallest == 0, has_negative = input.minimum < 0;
   const bool is_log = is_one_of("log", "log2", "log10"), is_root = is_one_of("sqrt", "rsqrt");
@@ -526,8 +526,8 @@ class AnomalyTrace final : private detail::OpObserver {
     }
   }
 
-  /// Notes the same of what the op's inner ops returned, which a backward pass may read. It counts
-  /// as read: the op's own result carries the anomaly.
+  /// Marks non-finite results of the op's inner ops with the same origins: a backward pass may read
+  /// them. They count as read, since the op's own result carries the anomaly.
   void note_inner(const Origins& origins) {
     for (const auto& weak : inner_) {
       const at::Tensor inner(weak.lock());
@@ -573,7 +573,7 @@ class AnomalyTrace final : private detail::OpObserver {
     const detail::Unobserved unobserved;
     const std::vector<at::Tensor> outputs = detail::tensors_in(returned);
     if (!detail::computed(op, outputs)) return;
-    if (op.depth > 0) {  // autograd may keep it for the backward pass
+    if (op.depth > 0) {  // autograd may save the result for the backward pass
       for (const at::Tensor& output : outputs) {
         if (output.defined()) inner_.emplace_back(output.getIntrusivePtr());
       }
@@ -710,7 +710,7 @@ class AnomalyTrace final : private detail::OpObserver {
   std::vector<Anomaly> found_;
   std::deque<AnomalyFrame> frames_;
   std::unordered_map<const c10::StorageImpl*, Fact> facts_;
-  /// What the ops inside the present op returned.
+  /// Results of the inner ops of the current op.
   std::vector<c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>> inner_;
   bool ran_in_16_bits_ = false;
 };
@@ -778,7 +778,7 @@ class AnomalyWatch {
     if (options_.callback) options_.callback(*done);
   }
 
-  /// Returns whether a trace is under way, or will be if the next steps are skipped too.
+  /// Returns whether a trace is in progress, or will begin if the next steps are skipped too.
   bool is_pending() const {
     return trace_ != nullptr ||
            (skips_ > 0 && skips_ < options_.skips_in_a_row && last_step_ >= quiet_until_);

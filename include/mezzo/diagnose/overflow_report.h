@@ -155,9 +155,10 @@ struct OverflowReportOptions {
 ///     scaler.on_skip(mezzo::OverflowReport(*model));
 ///     scaler.on_skip(mezzo::OverflowReport({{"generator", *g}, {"discriminator", *d}}));
 ///
-/// It writes as often as the scaler does by itself: of each of the first ten skips in a row, of the
-/// eleventh with what to look for, and then of every 1000th. A buffer of a model that holds inf or
-/// NaN, such as the running mean of a batch norm, is named first: no step repairs it.
+/// Prints as often as the scaler alone does: for each of the first ten skips in a row, for the
+/// eleventh with advice, and then for every 1000th; at min_scale for the first and every 1000th.
+/// If a buffer of a model holds inf or NaN, such as the running mean of a batch norm, the report
+/// names that buffer instead of gradients: no step repairs it.
 ///
 /// A report sees what `.grad` holds when the scaler tells of the skip, at `update`: zero with
 /// StepOptions::zero_grad, and a later step's on a device. docs/diagnosis.md ("Why was that step
@@ -372,8 +373,8 @@ inline std::ostream& operator<<(std::ostream& stream, const UnderflowReport& rep
 /// What happens after a diagnosis.
 enum class DivergencePolicy : std::uint8_t {
   keep_going,
-  stop,  ///< c10::Error with the diagnosis, from `Telemetry::record` or `flush`; if an AnomalyWatch
-         ///< of the same Telemetry is about to trace a step, once it has
+  stop,  ///< `Telemetry::record` or `flush` throws c10::Error with the diagnosis, after a pending
+         ///< trace of an AnomalyWatch in the same Telemetry
 };
 
 /// What a DivergenceWatch takes for a sign, and what follows.

@@ -132,7 +132,7 @@ struct NamedModel {
 
 namespace detail {
 
-/// Returns the floating tensors that `list` returns of each model, each once, behind its name.
+/// Returns the floating tensors of `list(model)` for all models, each once, as "model.tensor".
 template <class List>
 NamedTensors name_tensors(const std::vector<NamedModel>& models, const List& list) {
   NamedTensors all;

@@ -60,8 +60,9 @@ struct TelemetryRecord {
   std::optional<double> tokens_per_second = std::nullopt;  ///< since the record before
   double seconds = 0;                                  ///< since the record before; 0: not known
   std::optional<double> learning_rate = std::nullopt;  ///< as given to `record`
-  /// For a loss on a CUDA device the peak of the bytes in use in libtorch's allocator there; for
-  /// any other loss the resident memory of the process now (Linux); unset without a loss.
+  /// With a loss on a CUDA device, the peak number of bytes that libtorch's allocator had in use
+  /// there; with any other loss, the current resident memory of the process (Linux); unset without
+  /// a loss.
   std::optional<double> memory_bytes = std::nullopt;
 
   /// Returns the columns of files, with their names; `skipped` is 0 or 1.
@@ -335,10 +336,13 @@ class Telemetry {
   Telemetry(const Telemetry&) = delete;
   Telemetry& operator=(const Telemetry&) = delete;
 
-  /// `writer` gets all records that are not handed over yet. A CsvFile, a TensorBoardFile, a
-  /// DivergenceWatch, a `std::ref` to a RunReport, or any callable. A writer may add another, which
-  /// begins with the next record. While a writer's `is_pending()` is true, what another throws is
-  /// kept, and thrown after it: so a DivergenceWatch that stops the run lets an AnomalyWatch trace.
+  /// Adds a writer, which gets all records that are not handed over yet.
+  ///
+  /// A writer may add another, which begins with the next record. While `is_pending()` of a writer
+  /// is true, an exception of any writer is stored and thrown later, so that an AnomalyWatch ends
+  /// its trace before a DivergenceWatch stops the run.
+  /// \param writer  a CsvFile, a TensorBoardFile, a DivergenceWatch, an AnomalyWatch, a `std::ref`
+  ///   to a RunReport, or any callable
   template <class W>
   void write_to(W writer) {
     using Own = std::unwrap_reference_t<W>;
@@ -421,8 +425,8 @@ class Telemetry {
     Writer write;
     std::function<bool()> is_pending;
   };
-  std::deque<Listed> writers_;  // which does not move them when one is added
-  std::exception_ptr error_;    // the first that a writer threw, until it is thrown
+  std::deque<Listed> writers_;  // adding a writer does not move the others
+  std::exception_ptr error_;    // the first of a writer, until it is rethrown
 };
 
 /// How a CsvFile is written.

@@ -155,7 +155,7 @@ class DistributedCheckpointManager {
   std::vector<std::filesystem::path> files() const { return files_.files(); }
 
  private:
-  /// Calls `f`, which calls what the user gave, on rank 0; all throw what it throws.
+  /// Calls `f`, which calls a callback of the user, on rank 0. If it throws, all ranks throw.
   template <class F>
   void on_rank_0(const char* caller, const F& f) const {
     (void)detail::from_rank_0(group_, caller, [&f] {

@@ -77,8 +77,7 @@ class MicroBatchIterator {
     now_ = 0;
     std::vector<Batch> batches;
     while (std::ssize(batches) < micro_batches_) {
-      if (std::exchange(is_read_, false))
-        ++next_;  // which draws a batch, no sooner than it is read
+      if (std::exchange(is_read_, false)) ++next_;  // draws a batch, so only when one is needed
       if (next_ == end_) break;
       batches.push_back(*next_);
       is_read_ = true;
@@ -106,8 +105,8 @@ class MicroBatchIterator {
 /// A group is read at once: it takes the memory of its batches, where the loader made them. Save
 /// the position in the data (a checkpoint) after a step, when all batches that were read have been
 /// trained on. All micro-batches have the same weight, so the samples of a smaller one weigh more.
-/// A loader that writes each batch into the tensors of the one before has to copy them: a group
-/// would hold its last batch several times.
+/// Copy the batches of a loader that reuses the tensors of the previous batch: otherwise a group
+/// holds its last batch several times.
 ///
 /// \param loader  a torch::data loader, or a range of batches; it must outlive the loop
 /// \return a range that can be walked through once, for a range-based for loop

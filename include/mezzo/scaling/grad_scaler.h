@@ -76,16 +76,16 @@ class DeviceScale {
 
   bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
 
-  /// Counts losses that are multiplied by the scale. Thread-safe.
+  /// Counts a loss that is multiplied by the scale. Thread-safe.
   void count_loss() noexcept { losses_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t losses() const noexcept { return losses_.load(std::memory_order_relaxed); }
 
-  /// Counts reads of the value, by which a caller may multiply.
+  /// Counts a read of the scale: the caller may multiply a loss by it.
   void count_read() noexcept { ++reads_; }
-  /// Returns how many losses and reads there were.
+  /// Returns the number of losses and reads.
   uint64_t uses() const noexcept { return losses() + reads_; }
 
-  /// Notes that a captured graph multiplies losses, whose replays nobody counts. Thread-safe.
+  /// Notes that a captured graph scales losses: its replays are not counted. Thread-safe.
   void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
   bool is_captured() const noexcept { return is_captured_.load(std::memory_order_relaxed); }
 
@@ -258,8 +258,8 @@ class GradScaler {
   /// A weight with a float master (WeightStorage::master, MasterWeights) gets a new `.grad` of
   /// float, in which nothing underflows; the step takes that tensor, and libtorch's clipping and
   /// zero_grad find it there. A disabled scaler makes it float too, and divides nothing.
-  /// \return found_inf: a float of one element on the scale's device, not 0 where a quotient is inf
-  ///   or NaN; undefined if there is no gradient, and from a disabled scaler
+  /// \return found_inf: a float32 tensor of one element on the scale's device, not 0 if a quotient
+  ///   is inf or NaN; undefined if no parameter has a gradient, and from a disabled scaler
   /// \throws c10::Error when called twice or after `step` in an iteration, before any `scale`, for
   ///   fp16 gradients of parameters without a master (see `allow_fp16_gradients`), or for gradients
   ///   that were unscaled for another optimizer
@@ -278,11 +278,11 @@ class GradScaler {
   /// made an inf or NaN, and not unscaled again. A disabled scaler clips, sets to zero and steps
   /// whatever the gradients are.
   ///
-  /// Warns once (TORCH_WARN) when nothing was scaled since the last `update`, as in a loop that
-  /// calls `update` between the steps of two optimizers, since the dynamic scale may have moved.
+  /// Warns once (TORCH_WARN) if no loss was scaled since the last `update`, as in a loop that calls
+  /// `update` between the steps of two optimizers: a dynamic scale may have changed.
   /// \throws c10::Error when called twice in an iteration, before any `scale`, when no parameter has
-  ///   a gradient, for fp16 gradients as `unscale_` does, for gradients that came from a scaled
-  ///   backward pass after `unscale_`, or that were unscaled for another optimizer, or unless
+  ///   a gradient, for fp16 gradients as `unscale_` does, for gradients that a scaled backward
+  ///   pass has replaced after `unscale_`, or that were unscaled for another optimizer, or unless
   ///   max_norm is positive
   StepResult step(AnyOptimizer optimizer, const StepOptions& options = {});
 
@@ -418,9 +418,9 @@ class GradScaler {
   // Made at the first `scale`, on the loss's device.
   std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
   std::unordered_map<const torch::optim::Optimizer*, Record> records_;
-  at::Tensor found_inf_;         // of this iteration's optimizers that are done
+  at::Tensor found_inf_;         // of this iteration; see add_found_inf
   uint64_t uses_at_update_ = 0;  // DeviceScale::uses at the last update
-  bool has_warned_ = false;      // of a step without `scale`
+  bool has_warned_ = false;      // about a step without `scale`
 
   detail::LetterPool letter_pool_;
   Results results_;                 // of this iteration

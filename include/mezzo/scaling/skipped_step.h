@@ -56,9 +56,9 @@ inline std::string SkippedStep::message() const {
 
 namespace detail {
 
-/// Returns what to print of a skip: a line for each of the first ten in a row, for the eleventh one
-/// with what to look for, and then one for every 1000th; for a scale at its floor one, and then one
-/// for every 1000th. Otherwise nothing.
+/// Returns the line to print for a skip; empty for most skips of a long series. Each of the first
+/// ten consecutive skips has a line, the eleventh one with advice, and then every 1000th. At
+/// min_scale the first skip and every 1000th have a line.
 inline std::string limited_skip_message(const SkippedStep& skipped) {
   constexpr int64_t kRarely = 1000;
   constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes about so many

@@ -95,7 +95,8 @@ inline c10::IValue dict_of(const torch::jit::Module& archive) {
   return dict;
 }
 
-/// Writes what `dict_of` returned. An archive looks through all keys for each that is added.
+/// Writes what `dict_of` returned. Adding an entry to an archive takes time linear in its size.
+/// \throws c10::Error for a dict of more than `most_keys` entries
 inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
                          std::size_t most_keys = 10000) {
   check_format(dict.toGenericDict().size() <= most_keys, "an object of it has more than ",
@@ -185,8 +186,8 @@ inline c10::IValue python_form(const c10::IValue& dict) {
   return form;
 }
 
-/// Returns an option of Python's as C++ has it: Python takes `lr=1`, `momentum=0` and `betas=(0,
-/// 1)` as they are, and a tensor for the rate.
+/// Returns an option that Python saved, with integers and tensors converted to double: Python saves
+/// `lr=1`, `momentum=0` and `betas=(0, 1)` as integers, and accepts a tensor as learning rate.
 inline c10::IValue real_number(const c10::IValue& value) {
   if (value.isInt()) return static_cast<double>(value.toInt());
   if (value.isTensor()) return value.toTensor().item<double>();
@@ -212,7 +213,7 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   const auto size = [](std::size_t count) {
     return at::scalar_tensor(static_cast<std::int64_t>(count), at::kLong);
   };
-  std::map<std::int64_t, std::int64_t> numbers;  // in their order, whatever the file says
+  std::map<std::int64_t, std::int64_t> numbers;  // from a parameter's id in the file to its index
   PythonDict groups = python_dict();
   groups.insert("param_groups/size", size(saved_groups.size()));
   for (const c10::IValue& saved : saved_groups) {
@@ -239,7 +240,7 @@ inline c10::IValue archive_form(const c10::IValue& form) {
   PythonDict states = python_dict();
   for (const auto& entry : item(form, "state").toGenericDict()) {
     const auto number = numbers.find(entry.key().toInt());
-    if (number == numbers.end()) continue;  // of no parameter
+    if (number == numbers.end()) continue;  // a state without a parameter
     PythonDict state = python_dict();
     for (const auto& one : entry.value().toGenericDict()) {
       const bool is_step = one.key().toStringRef() == "step" && one.value().isTensor();

@@ -226,7 +226,7 @@ struct ReadCheckpoint {
   std::int64_t step = 0;
   PythonDict values = python_dict();  ///< by name
   c10::IValue ranks{};                ///< by name, a list of values by rank; None for one process
-  bool is_training = false;           ///< a TrainingState's; otherwise Python's, or a state_dict
+  bool is_training = false;           ///< false for Python's files and for bare state_dicts
 };
 
 /// Reads the values of a file; tensors refer to its memory, on the CPU.
@@ -237,15 +237,15 @@ inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
   }
   TORCH_CHECK(!zip.has("byteorder") || zip.at("byteorder") == "little",
               "its numbers begin with their highest byte; save it on a little-endian machine");
-  std::map<std::string, c10::Storage> storages;  // one a key, so that views of one share it
+  std::map<std::string, c10::Storage> storages;  // by key, so that views share a storage
   const auto record = [&](const std::string& key) {
     const auto [storage, is_new] = storages.try_emplace(key);
     if (!is_new) return storage->second;
     const std::string_view bytes = zip.at("data/" + key);
-    constexpr std::uintptr_t kAlignment = 16;  // torch.save writes every record at 64
+    constexpr std::uintptr_t kAlignment = 16;  // in bytes; torch.save aligns records to 64
     c10::DataPtr memory;
     if (reinterpret_cast<std::uintptr_t>(bytes.data()) % kAlignment == 0) {
-      // A reader writes nothing to the private pages of the file.
+      // Loading only reads these tensors, and the pages of the file are mapped privately.
       memory = c10::InefficientStdFunctionContext::makeDataPtr(
           const_cast<char*>(bytes.data()), [file](void*) {}, at::kCPU);
     } else {

@@ -168,7 +168,7 @@ MEZZO_INLINE std::vector<std::filesystem::path> CheckpointManager::files() const
 
 namespace detail {
 
-/// Replaces one file of the user's choice.
+/// Writes `document` to `file`, which it replaces atomically.
 inline SavedCheckpoint write_one_file(const std::filesystem::path& file,
                                       const c10::IValue& document) {
   const std::filesystem::path target = replaceable_file(file);

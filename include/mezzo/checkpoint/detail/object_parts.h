@@ -193,7 +193,7 @@ inline void check_python_options(const c10::IValue& group, const std::string& na
               " in C++ does not maximize; negate the loss in Python");
 }
 
-/// The key of an archive in a form of its class's own, which a file holds as it is.
+/// The key of an archive that does not have the layout of torch::optim's; stored unchanged.
 inline constexpr const char* kOwnArchive = "archive";
 
 /// Returns the archive that an optimizer's `load` takes, from a file's value.
@@ -205,8 +205,8 @@ inline torch::serialize::InputArchive optimizer_archive(const c10::IValue& saved
   return archive_of(archive_form(own.isNone() ? saved : own), most_keys);
 }
 
-/// Returns what the file says of the parameters of an optimizer, group by group: in mezzo's files
-/// their parameter_words, in Python's the shape of a moment, or nothing.
+/// Returns a description of each parameter of an optimizer in the file, by group: parameter_words
+/// in mezzo's files; in Python's the shape of a moment, or an empty string.
 inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue& saved,
                                                               const c10::IValue& inner) {
   std::vector<std::vector<std::string>> groups;
@@ -328,8 +328,8 @@ archive_part(const std::function<void(torch::serialize::OutputArchive&)>& put,
           .is_archive = true};
 }
 
-/// The part of the optimizer that `find` returns when a checkpoint is saved or loaded: Python's
-/// `state_dict`, and what tells optimizers apart.
+/// Returns the part that saves and loads the optimizer that `find` then returns: Python's
+/// `state_dict`, with keys that identify the optimizer.
 ///
 ///     {"state": ..., "param_groups": ..., "class": "AdamW", "weight_storage": "split_master",
 ///      "parameters": [["[3, 2] model.0.weight", "[3] model.0.bias"]]}

@@ -88,8 +88,8 @@ struct CheckpointPart {
   std::function<NamedTensors()> parameters = nullptr;
   /// Returns the tensors of a module under the names of its state_dict; null for other objects.
   std::function<NamedTensors()> state_dict = nullptr;
-  /// Whether the object goes through torch's archives, as a schedule does. It is loaded after
-  /// others: an optimizer's file would replace the learning rates of its schedule.
+  /// Whether the object goes through torch's archives, as a schedule does. Such an object is loaded
+  /// after others: loading an optimizer replaces the learning rates that its schedule has set.
   bool is_archive = false;
 };
 
@@ -181,7 +181,7 @@ template <class T>
 concept IsValue = std::integral<T> || std::floating_point<T> || std::same_as<T, std::string> ||
     IsEngine<T> || IsVectorOfNumbers<T>::value || IsMapOfNumbers<T>;
 
-/// What a file has of an integer or a real number.
+/// The type in which a file stores an integer or a real number.
 template <class T>
 using WideNumber = std::conditional_t<std::integral<T>, std::int64_t, double>;
 

@@ -35,14 +35,14 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Reads a pickle as torch.save and libtorch's Pickler write it: numbers, strings, tensors, and
-/// lists, tuples and dicts of them. Any bytes are either read or refused:
+/// lists, tuples and dicts of them. Throws c10::Error for any other bytes:
 ///
-///   - A GLOBAL is one of torch's classes that `read_global` knows; nothing is called by its name.
+///   - A GLOBAL must name a class or function that `read_global` lists; no other is called.
 ///   - A tensor lies within its storage, and a storage within its record.
 ///   - A container cannot change once it is in another or was taken from the memo, so that none
-///     holds itself, and containers are nested to a limited depth.
-///   - Every value is charged for the memory that it takes, and a value from the memo again for all
-///     that it holds, so that walks over the result are short too.
+///     contains itself. The nesting depth of containers is limited.
+///   - Every value is charged to `budget` for its memory, and a value from the memo again for all
+///     its elements, so that the time to traverse the result is limited too.
 ///
 /// An OrderedDict becomes a dict, without the attributes that Python gives it.
 class PickleReader {
@@ -75,14 +75,14 @@ class PickleReader {
     storage,       ///< `storage`, with elements of the dtype `number`
   };
 
-  /// What lies on the stack and in the memo.
+  /// An entry of the stack or of the memo.
   struct Item {
     Kind kind = Kind::value;
     c10::IValue value{};
     std::vector<std::shared_ptr<Item>> elements{};
     c10::Storage storage{};
     int number = 0;
-    std::uint64_t bytes = 0;  ///< with all that it holds
+    std::uint64_t bytes = 0;  ///< including its elements
     int depth = 0;
     bool is_closed = false;  ///< in another container, or taken from the memo
   };
@@ -135,7 +135,7 @@ class PickleReader {
     return items;
   }
 
-  /// Returns what an item is in a list, tuple or dict.
+  /// Returns the IValue of an item.
   static c10::IValue value_of(const Item& item) {
     if (item.kind == Kind::value) return item.value;
     check_format(item.kind == Kind::tuple, "it has a class or a storage in the place of a value");
@@ -144,7 +144,7 @@ class PickleReader {
     return c10::ivalue::Tuple::create(std::move(values));
   }
 
-  /// Puts `item` into `container`, as far as bytes and depth go. Returns its value.
+  /// Adds the bytes and depth of `item` to `container`, and closes `item`.
   static void enclose(Item& container, Item& item) {
     check_format(!container.is_closed && &container != &item,
                  "it changes a container that is in another already, or in itself");
@@ -317,7 +317,7 @@ class PickleReader {
       for (int i = 0; i < static_cast<int>(at::ScalarType::NumOptions); ++i) {
         const auto dtype = static_cast<at::ScalarType>(i);
         if (dtype == at::kQUInt4x2 || dtype == at::kQUInt2x4)
-          continue;  // elements of part of a byte
+          continue;  // elements smaller than a byte
         if (name != std::string(c10::toString(dtype)) + "Storage") continue;
         return {.kind = Kind::dtype, .number = i, .bytes = kScalarBytes};
       }
@@ -331,7 +331,7 @@ class PickleReader {
                 "of them, such as state_dict()");
   }
 
-  /// Makes ("storage", class, key, device, number of elements) a storage.
+  /// Replaces ("storage", class, key, device, numel) on the stack by the storage.
   void read_storage() {
     const ItemPtr id = pop();
     const auto& parts = id->elements;
@@ -373,7 +373,7 @@ class PickleReader {
     return item.value.toTensor();
   }
 
-  /// Calls a class or a function of torch's.
+  /// Makes an OrderedDict, or calls one of torch's rebuild functions.
   void reduce() {
     const ItemPtr tuple = pop(), callee = pop();
     const auto& arguments = tuple->elements;
@@ -406,8 +406,8 @@ class PickleReader {
     }
   }
 
-  /// Makes (storage, offset, sizes, strides, [quantizer,] requires_grad, hooks, [metadata]) a
-  /// tensor.
+  /// Pushes the tensor of (storage, offset, sizes, strides, [quantizer,] requires_grad, hooks,
+  /// [metadata]).
   void rebuild_tensor(const std::vector<ItemPtr>& arguments, bool is_quantized) {
     check_format(arguments[0]->kind == Kind::storage, "it has a tensor without a storage");
     const c10::Storage& storage = arguments[0]->storage;

@@ -146,8 +146,8 @@ inline void check_names(const std::string& file, const ReadCheckpoint& read,
               " nothing was loaded");
 }
 
-/// Puts a bare state_dict, as Python's `torch.save(model.state_dict(), path)` writes it, under the
-/// name of the module, which is the only object.
+/// Moves the tensors of a bare state_dict, as Python's `torch.save(model.state_dict(), path)`
+/// writes it, under the name of the module, if the module is the only object.
 inline void name_state_dict(ReadCheckpoint& read, const std::vector<NamedPart>& parts) {
   if (read.is_training || parts.size() != 1 || !parts[0].part.state_dict) return;
   for (const auto& entry : read.values) {
@@ -158,8 +158,8 @@ inline void name_state_dict(ReadCheckpoint& read, const std::vector<NamedPart>& 
   read.values = named;
 }
 
-/// Returns a state_dict with the dtypes of `own`, as Python's load_state_dict does, and notes what
-/// was cast.
+/// Returns a state_dict with its floating tensors cast to the dtypes of `own`, as Python's
+/// load_state_dict does. Adds a note with the number of tensors that were cast.
 inline c10::IValue cast_state_dict(const c10::IValue& value, const std::string& name,
                                    const NamedTensors& own, std::vector<std::string>& notes) {
   if (!value.isGenericDict()) return value;

@@ -12,12 +12,12 @@
 #include <string_view>
 
 // Reads the zips that torch.save writes, whose files are not compressed. Every offset and size is
-// checked against the bytes that there are, and nothing is copied or inflated: a small zip cannot
-// ask for more memory than it has. libtorch's own reader inflates some files when it opens a zip.
+// checked against the size of the zip, and nothing is copied or decompressed, so that a small zip
+// cannot allocate much memory. libtorch's own reader decompresses some files when it opens a zip.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// \throws c10::Error unless `holds`, which `words` say that it does not
+/// \throws c10::Error with `words` unless `holds`
 template <class... Words>
 void check_format(bool holds, const Words&... words) {
   if (holds) return;

@@ -72,8 +72,8 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
       for (std::size_t i = 0; i < pack.size(); ++i) pack[i].copy_(parts[i]);
     }
   };
-  // In the order in which devices and dtypes come up, which is the ranks' own, and not that of the
-  // devices' names: a rank's first device may be another's second.
+  // All ranks must broadcast in the same order: that in which devices and dtypes first occur, not
+  // that of device names, since the first device of one rank may be the second of another.
   std::vector<std::vector<at::Tensor>> alike;
   for (const at::Tensor& tensor : tensors) {
     auto all = std::find_if(alike.begin(), alike.end(), [&tensor](const auto& known) {

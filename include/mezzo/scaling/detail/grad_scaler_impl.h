@@ -109,7 +109,7 @@ inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) 
   }
 }
 
-/// Writes the line about a skip, if there is one, to std::cerr.
+/// Prints the message of a skip, if limited_skip_message returns one, to std::cerr.
 inline void print_skip_message(const SkippedStep& skipped) {
   const std::string line = limited_skip_message(skipped);
   if (!line.empty()) std::cerr << line + "\n";
@@ -124,8 +124,8 @@ MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-/// Returns the record of an optimizer: a new one if the record at its address is of parameters that
-/// this optimizer does not have, and so of an optimizer that is gone.
+/// Returns the record of `optimizer`. A record of unscaled gradients of other parameters belongs to
+/// a destroyed optimizer that had the same address, and is replaced by a new one.
 MEZZO_INLINE GradScaler::Record& GradScaler::record_of(const torch::optim::Optimizer& optimizer) {
   Record& record = records_[&optimizer];
   bool is_known = record.unscaled.empty();
@@ -162,7 +162,8 @@ MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimi
   }
 }
 
-/// Throws if a backward pass of a scaled loss has written gradients of `plan` after `unscale_`.
+/// Throws if a gradient of `plan` is not the tensor that `unscale_` has unscaled, and `scale` was
+/// called since. A backward pass that adds to the unscaled tensor is not detected.
 MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record, AnyOptimizer optimizer,
                                                    const StepPlan& plan) const {
   if (record.losses_at_unscale == scale_->losses()) return;
@@ -179,8 +180,8 @@ MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record, AnyOpti
   }
 }
 
-/// Warns once if gradients cannot carry the present scale: nothing was scaled, and nobody has read
-/// the scale, since the last `update`.
+/// Warns once if gradients cannot carry the current scale: since the last `update`, no loss was
+/// scaled and no caller has read the scale.
 MEZZO_INLINE void GradScaler::warn_unless_scaled(const char* call) {
   if (has_warned_ || rule_.kind != LossScaleKind::dynamic || scale_->is_captured() ||
       scale_->uses() != uses_at_update_) {
@@ -405,8 +406,8 @@ MEZZO_INLINE void GradScaler::update() {
   finish_iteration();
 }
 
-/// Adds what the checks of an optimizer found to what this iteration's update is to know, and,
-/// where no step has a result of it, to what `on_skip` is to know.
+/// Adds the found_inf of an optimizer to that of the iteration. For an optimizer that was unscaled
+/// but not stepped, also adds a result, which `on_skip` reports.
 MEZZO_INLINE void GradScaler::add_found_inf(const Record& record) {
   const at::Tensor& found = record.found_inf;
   if (!found.defined()) return;
