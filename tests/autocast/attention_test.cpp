@@ -27,7 +27,8 @@ Tensor padding() { return torch::arange(kLength).expand({kBatch, kLength}).ge(3)
 
 /// The additive attn_mask of the same padding: one matrix for all sequences.
 Tensor additive_mask() {
-  return torch::zeros({kLength, kLength}).masked_fill(padding()[0].expand({kLength, kLength}), -1e4);
+  return torch::zeros({kLength, kLength})
+      .masked_fill(padding()[0].expand({kLength, kLength}), -1e4);
 }
 
 torch::nn::MultiheadAttention attention() {
@@ -35,7 +36,9 @@ torch::nn::MultiheadAttention attention() {
   return torch::nn::MultiheadAttention(torch::nn::MultiheadAttentionOptions(kWidth, kHeads));
 }
 
-Tensor input() { return torch::linspace(-1, 1, kLength * kBatch * kWidth).view({kLength, kBatch, kWidth}); }
+Tensor input() {
+  return torch::linspace(-1, 1, kLength * kBatch * kWidth).view({kLength, kBatch, kWidth});
+}
 
 Tensor with_padding(torch::nn::MultiheadAttention& model, const Tensor& x) {
   return std::get<0>(model->forward(x, x, x, padding()));

@@ -306,7 +306,7 @@ TEST(Checkpoint, AnObjectThatRefusesItsValueIsNamedAndSoIsWhatWasLoaded) {
               AllOf(HasSubstr("\"numbered\" refuses its value: the number is another"),
                     HasSubstr("the objects before it are loaded, and those behind it are not")));
   EXPECT_EQ(epoch, 1);
-  EXPECT_EQ(last, 9);
+  EXPECT_EQ(last, 2) << "what goes through archives comes last";
 }
 
 TEST(Checkpoint, WhatMezzosObjectsRefuseTheyRefuseBeforeAnythingIsLoaded) {

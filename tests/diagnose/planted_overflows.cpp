@@ -89,25 +89,24 @@ std::vector<PlantedFault> overflows() {
        "an inf in the gradient of head.weight",
        report_of_sgd,
        {"reducing loss scale to 32768", "head.weight, in 1 of 3 layers",
-        "has 1 inf and 0 NaN in 64 gradients, the first, inf, at [1, 2], found after the "
+        "has 1 inf in 64 gradients, the first, inf, at index [1, 2], found after the "
         "backward"}},
       {"InfThatUnscaleSaw",
        "an inf under torch::optim::SGD, unscaled and clipped by hand",
        report_of_unscaled,
-       {"norm.weight", "at [4]"}},
+       {"norm.weight", "at index [4]"}},
       {"NanInBfloat16Weights",
        "a NaN in the gradient of bfloat16 weights with split masters",
        report_of_split_masters,
-       {"head.weight, in 1 of 3 layers", "the first, nan, at [1, 2]"}},
+       {"head.weight, in 1 of 3 layers", "the first, nan, at index [1, 2]"}},
       {"InfInASparseRow",
        "an inf in one row of a sparse embedding's gradient",
        report_of_sparse_rows,
-       {"table.weight, in 1 of 1 layers",
-        "2 inf and 0 NaN in 4 gradients, the first, inf, at [7, 0]"}},
+       {"table.weight, in 1 of 1 layers", "2 inf in 4 gradients, the first, inf, at index [7, 0]"}},
       {"InfMadeByUnscaling",
        "a gradient of 2e38 under a loss scale of 1/8",
        report_of_small_scale,
-       {"head.bias", "at [1], made by dividing by a loss scale below 1"}},
+       {"head.bias", "at index [1], made by dividing by a loss scale below 1"}},
   };
 }
 

@@ -192,8 +192,8 @@ std::optional<uint64_t> state_in_use() {
   return low | uint64_t{high} << 32;
 }
 
-// What a kernel leaves there slows an Intel processor's SSE code, which is the caller's, forty times.
-// This unit is compiled as its user's may be: at -O0, where g++ clears nothing by itself.
+// What a kernel leaves there slows an Intel processor's SSE code, which is the caller's, forty
+// times. This unit is compiled as its user's may be: at -O0, where g++ clears nothing by itself.
 TEST_P(LaneMath, ClearsUpperHalvesOfVectorRegisters) {
   std::vector<float> values(64, 4.0F);
   const auto root = mezzo::detail::cpu_kernel<SqrtKernel, float>(GetParam());

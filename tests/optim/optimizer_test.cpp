@@ -14,8 +14,8 @@
 #include <limits>
 #include <memory>
 #include <sstream>
-#include <utility>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "../support/state_of.h"

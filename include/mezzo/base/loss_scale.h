@@ -22,8 +22,8 @@ inline constexpr double kDefaultMinScale = std::numeric_limits<float>::min();
 /// No ceiling other than kMaxGrownScale.
 inline constexpr double kNoMaxScale = std::numeric_limits<double>::infinity();
 
-/// The largest scale to which a loss scale grows, 2^126: the largest whose reciprocal is a normal
-/// float. A subnormal one loses bits, and is 0 where subnormals are flushed.
+/// The largest scale that growth reaches, 2^126: its reciprocal is the smallest normal float. A
+/// subnormal reciprocal loses bits, and is 0 if subnormals are flushed.
 inline constexpr float kMaxGrownScale = 1 / std::numeric_limits<float>::min();
 
 /// The ceiling of Apex's dynamic loss scale, 2^24.
@@ -234,7 +234,9 @@ C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor);
   if (!detail::nonfinite_bits(grown)) {
-    state.scale = clamp(std::min(grown, std::max(state.scale, kMaxGrownScale)));
+    constexpr float kMost = kMaxGrownScale;  // which device code knows only as a local constant
+    const float highest = state.scale > kMost ? state.scale : kMost;
+    state.scale = clamp(grown < highest ? grown : highest);
   }
   return state;
 }

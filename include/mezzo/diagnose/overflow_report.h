@@ -477,8 +477,9 @@ class DivergenceWatch {
                           "its loss is "
                           "finite in float32, use bfloat16. An AnomalyTrace around it names the op"
                         : "why is not known. An AnomalyWatch traces a step, and names the op") +
-        ". If the loss or the weights grew before, divide the learning rate by 10, or lengthen the "
-        "warm-up";
+        ". If the loss or the weights grew before, divide the learning rate by 10 until the loss "
+        "falls, lengthen the warm-up, or take a momentum below 1, less weight decay, or inputs of "
+        "about 1";
     return finding;
   }
 

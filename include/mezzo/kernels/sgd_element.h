@@ -14,7 +14,7 @@ namespace detail {
 struct SgdCoefficients {
   double lr;
   double momentum;    ///< 0 in a first step with dampening, which sets the buffer to the gradient
-  double share;       ///< factor of the gradient in the buffer: 1 - dampening, 1 in the first step
+  double share;       ///< factor of the gradient: 1 - dampening; 1 in a first step with dampening
   double look_ahead;  ///< Nesterov: factor of the buffer in the update; otherwise 0
   double weight_decay;
 };

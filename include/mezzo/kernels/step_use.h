@@ -52,14 +52,14 @@ struct StepSpan {
   int64_t first = 0;
 };
 
-/// What a step multiplies gradients with: by both, one after the other.
+/// The two factors of gradients in a step, applied one after the other.
 struct GradMultipliers {
   double first = 1.0;
   double second = 1.0;
 };
 
-/// Returns 1 / scale times the clip coefficient, or both apart where their product is subnormal as
-/// a float, and would lose bits.
+/// Returns {inv_scale * clip, 1}, or {inv_scale, clip} if the product is a subnormal float, which
+/// would lose bits.
 C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double clip) {
   const double product = inv_scale * clip;
   constexpr double kLeastNormal = 0x1p-126;

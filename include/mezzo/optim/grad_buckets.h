@@ -170,8 +170,8 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
   }
 }
 
-/// Copies gradients that lie at another parameter's place, as after two `.grad`s were exchanged:
-/// bringing the other one there would overwrite them.
+/// Clones gradients that are views of another parameter's slice, as after two `.grad`s were
+/// swapped: reattaching the other parameter would overwrite them.
 inline void GradBuckets::copy_exchanged_gradients() {
   const c10::NoGradGuard no_grad;
   std::unordered_set<const c10::StorageImpl*> buffers;

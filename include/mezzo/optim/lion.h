@@ -63,7 +63,6 @@ template <class OptionsT, class State>
 struct LionTraits : OptimizerTraits<OptionsT, State, LionRule> {
   static constexpr const char* kName = "Lion";
   static constexpr const char* kOptions = "mezzo::optim::LionOptions";
-  static constexpr bool kIsLibtorchs = false;
 
   static void read(const OptionsT& options, GroupNumbers& numbers) {
     check_numbers(kName, {{"lr", options.lr()}, {"weight_decay", options.weight_decay()}},

@@ -105,8 +105,9 @@ inline int exchange_capture_mode(int mode) {
 #endif
 }
 
-/// Lets this thread ask and wait for events of `device` while another thread captures a graph: by
-/// default the driver ends that capture.
+/// Sets the relaxed capture mode in this thread, so that it may query and wait for events of
+/// `device` while another thread captures a graph. In the default mode that invalidates the
+/// capture.
 class RelaxedCaptureModeGuard {
  public:
   explicit RelaxedCaptureModeGuard(at::Device device) : is_active_(!device.is_cpu()) {

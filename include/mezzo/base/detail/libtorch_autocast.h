@@ -40,8 +40,8 @@ struct AutocastOff {
 };
 
 /// Drops libtorch's 16-bit casts of weights, which autocast otherwise uses until this process's
-/// outermost region ends. All that writes weights calls it afterwards (steps of every optimizer,
-/// averages, files, broadcasts): the next use casts them again, in all threads.
+/// outermost region ends. mezzo calls it after it has written weights (steps, averages, loads,
+/// broadcasts): the next use casts them again, in all threads.
 inline void drop_weight_casts() { at::autocast::clear_cache(); }
 
 }  // namespace detail

@@ -25,7 +25,7 @@ namespace detail {
 ///   kName, kOptions;
 ///   read(options, numbers), which checks options and takes the rule's numbers of a group;
 ///   aten_step(numbers, lists, verdict), unless read sets numbers.missing_in_aten.
-/// Options are of libtorch's class where it has one; `kIsLibtorchs` says so.
+/// Options are of libtorch's class where it has one.
 template <class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
 struct OptimizerTraits {
   using Options = OptionsT;
@@ -33,7 +33,6 @@ struct OptimizerTraits {
   using Rule = RuleT;
   using VariantRule = VariantRuleT;
 
-  static constexpr bool kIsLibtorchs = true;
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
 };
@@ -55,7 +54,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
     (void)numbers_of(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
-      keep_given_options(param_groups_[group], groups[group]);
+      keep_given_options<Options>(param_groups_[group], groups[group], *defaults_);
       (void)group_numbers(group);
     }
     meet_parameters();
@@ -70,7 +69,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   ///   another optimizer
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
-    keep_given_options(param_groups_.back(), group);
+    keep_given_options<Options>(param_groups_.back(), group, *defaults_);
     try {
       (void)group_numbers(param_groups_.size() - 1);
     } catch (const c10::Error&) {
@@ -108,22 +107,6 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   }
 
  private:
-  /// Gives `group`, just added from `given`, back the options that libtorch has replaced: from 2.12
-  /// on it replaces options of a class that it does not know, or that is another optimizer's, by
-  /// the defaults.
-  void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                          const torch::optim::OptimizerParamGroup& given) const {
-    if (!given.has_options()) return;
-    const bool is_own = dynamic_cast<const Options*>(&given.options()) != nullptr;
-    if (is_own && Traits::kIsLibtorchs) return;
-    group.set_options(given.options().clone());
-    if constexpr (!Traits::kIsLibtorchs && kGroupsInheritOptions) {
-      if (!is_own) return;
-      inherit_options(static_cast<Options&>(group.options()),
-                      static_cast<const Options&>(*defaults_));
-    }
-  }
-
   /// What an archive holds, checked.
   struct ArchiveContents {
     FiledOptimizer filed;

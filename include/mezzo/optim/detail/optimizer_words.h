@@ -115,6 +115,23 @@ void inherit_options(Own& group, const Own& defaults) {
   (std::make_index_sequence<std::tuple_size_v<decltype(constructed)>>());
 }
 
+/// Restores the options of a group that was just added: from 2.12 on libtorch replaces options of
+/// classes that it does not know, or that are another optimizer's, by the defaults.
+template <class Options>
+void keep_given_options(torch::optim::OptimizerParamGroup& group,
+                        const torch::optim::OptimizerParamGroup& given,
+                        const torch::optim::OptimizerOptions& defaults) {
+  constexpr bool kIsMezzos = requires { Options::kKeys; };
+  if (!given.has_options()) return;
+  const bool is_own = dynamic_cast<const Options*>(&given.options()) != nullptr;
+  if (is_own && !kIsMezzos) return;
+  group.set_options(given.options().clone());
+  if constexpr (kIsMezzos && kGroupsInheritOptions) {
+    if (!is_own) return;
+    inherit_options(static_cast<Options&>(group.options()), static_cast<const Options&>(defaults));
+  }
+}
+
 /// Returns the loss that `closure` computes with autograd on; undefined without a closure.
 inline at::Tensor loss_of(const torch::optim::Optimizer::LossClosure& closure) {
   const c10::AutoGradMode with_grad(true);

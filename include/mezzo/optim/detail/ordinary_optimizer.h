@@ -48,7 +48,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     Optimizer::add_param_group(group);
     try {
-      keep_given_options(param_groups_.back(), group);
+      keep_given_options<Options>(param_groups_.back(), group, *defaults_);
       check_parameters();
     } catch (...) {
       param_groups_.pop_back();
@@ -159,22 +159,6 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
     for (const at::Tensor& parameter : all) Own::check_parameter(parameter, words());
     refuse_duplicates(all, words());
     parameters_ = all.size();
-  }
-
-  /// Gives a group that was just added back the options that libtorch has replaced: from 2.12 on it
-  /// replaces options of classes that it does not know by the defaults.
-  void keep_given_options(torch::optim::OptimizerParamGroup& group,
-                          const torch::optim::OptimizerParamGroup& given) const {
-    if (!given.has_options()) return;
-    const auto* const options = dynamic_cast<const Options*>(&given.options());
-    if constexpr (requires { Options::kKeys; }) {
-      group.set_options(given.options().clone());
-      if (options == nullptr || !kGroupsInheritOptions) return;
-      inherit_options(static_cast<Options&>(group.options()),
-                      static_cast<const Options&>(*defaults_));
-    } else if (options == nullptr) {
-      group.set_options(given.options().clone());
-    }
   }
 
   std::size_t parameters_ = 0;  // that were checked
