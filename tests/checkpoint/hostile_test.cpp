@@ -36,6 +36,26 @@ struct HostileFile {
   const char* error;
 };
 
+/// A dict of 60 keys that libtorch's hash table puts into one place: it doubled with each second.
+std::string colliding_keys() {
+  constexpr std::uint64_t kFactor = 11400714819323198485ULL;  // of the table's hash
+  std::uint64_t inverse = kFactor;
+  for (int i = 0; i < 6; ++i) inverse *= 2 - kFactor * inverse;
+  std::string items = "}";
+  for (std::uint64_t i = 1; i <= 60; ++i) {
+    items += integer(static_cast<std::int64_t>(inverse * i)) + "K" + byte(1) + "s";
+  }
+  return items;
+}
+
+/// Indices of the memo that are multiples of a bucket count of std::unordered_map.
+std::string colliding_memo() {
+  std::string all = "]";
+  for (std::uint64_t i = 0; i < 20000; ++i) all += "r" + number(i * 172933 % 0xFFFFFFFF, 4);
+  for (int i = 0; i < 20000; ++i) all += "j" + number(0, 4) + "0";
+  return all;
+}
+
 std::vector<HostileFile> hostile_files() {
   using namespace bytes;
   const std::string four = storage("FloatStorage", "0", 1);
@@ -54,6 +74,8 @@ std::vector<HostileFile> hostile_files() {
       {"DictInItself", "}q" + byte(0) + text("a") + "h" + byte(0) + "s", "in itself"},
       {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
        "in another"},
+      {"KeysThatCollide", colliding_keys(), "chosen to fill memory"},
+      {"MemoIndicesThatCollide", colliding_memo(), ""},
       {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
       {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
       {"DoubledLists", sharing, ""},
@@ -126,6 +148,19 @@ TEST(CheckpointHostileFile, IsRefused) {
     EXPECT_THAT(error, testing::ContainsRegex(file.error)) << file.name;
     EXPECT_THAT(error, HasSubstr("x.pt")) << file.name;
   }
+}
+
+// It indexed an empty list of groups, and ended the process.
+TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
+  const test_support::Scratch scratch;
+  const std::string state = bytes::dict(
+      {{"state", "}"}, {"param_groups", "]"}, {"parameters", "]]" + bytes::text("") + "aa"}});
+  const auto file = scratch.write("x.pt", bytes::zip(bytes::dict({{"optimizer", state}})));
+  torch::optim::AdamW optimizer({torch::ones({2})});
+  EXPECT_THAT(test_support::error_of([&] {
+                mezzo::load_checkpoint(file, mezzo::TrainingState().add("optimizer", optimizer));
+              }),
+              testing::HasSubstr("it has 0 groups in the file, and 1 here"));
 }
 
 TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {

@@ -83,6 +83,76 @@ struct SameRun {
   TrainingState state;
 };
 
+/// An object that writes numbers of other kinds.
+struct ComplexAndDevice {
+  c10::complex<double> number{};
+  c10::Device device = torch::kCPU;
+};
+torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                            const ComplexAndDevice& object) {
+  archive.write("number", c10::IValue(object.number));
+  archive.write("device", c10::IValue(object.device));
+  return archive;
+}
+torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                           ComplexAndDevice& object) {
+  c10::IValue number, device;
+  archive.read("number", number);
+  archive.read("device", device);
+  object = {number.toComplexDouble(), device.toDevice()};
+  return archive;
+}
+
+TEST(Checkpoint, RoundTripsCsrTensorsComplexNumbersAndDevices) {
+  const test_support::Scratch scratch;
+  torch::Tensor csr = torch::eye(3).to_sparse_csr();
+  ComplexAndDevice object{{1, 2}, c10::Device(torch::kCUDA, 1)};
+  mezzo::save_checkpoint(scratch.path() / "file",
+                         TrainingState().add("csr", csr).add("object", object), 1);
+  csr = torch::Tensor();
+  object = {};
+  mezzo::load_checkpoint(scratch.path() / "file",
+                         TrainingState().add("csr", csr).add("object", object));
+  EXPECT_TRUE(csr.to_dense().equal(torch::eye(3)));
+  EXPECT_EQ(object.number, (c10::complex<double>{1, 2}));
+  EXPECT_EQ(object.device, c10::Device(torch::kCUDA, 1));
+}
+
+TEST(Checkpoint, RoundTripsSparseMomentum) {
+  const test_support::Scratch scratch;
+  for (const bool is_saved : {true, false}) {
+    torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
+    torch::optim::SGD optimizer(table->parameters(), torch::optim::SGDOptions(1).momentum(0.9));
+    table->forward(torch::zeros({1}, torch::kLong)).sum().backward();
+    optimizer.step();
+    TrainingState state;
+    state.add("optimizer", optimizer);
+    if (is_saved) {
+      mezzo::save_checkpoint(scratch.path() / "file", state, 1);
+    } else {
+      mezzo::load_checkpoint(scratch.path() / "file", state);
+    }
+    optimizer.step();
+  }
+}
+
+TEST(Checkpoint, BadGeneratorStateIsRefusedBeforeAnythingIsLoaded) {
+  const test_support::Scratch scratch;
+  std::int64_t epoch = 1;
+  torch::Tensor bytes = torch::zeros({7}, torch::kByte);
+  mezzo::save_checkpoint(scratch.path() / "file",
+                         TrainingState().add("epoch", epoch).add("generator", bytes), 1);
+  epoch = 9;
+  at::Generator generator = at::detail::createCPUGenerator(1);
+  EXPECT_THAT(error_of([&] {
+                mezzo::load_checkpoint(
+                    scratch.path() / "file",
+                    TrainingState().add("epoch", epoch).add("generator", generator));
+              }),
+              HasSubstr("nothing was loaded"));
+  EXPECT_EQ(epoch, 9);
+}
+
 // The file of an optimizer holds rates too, which replaced those of its schedule.
 TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
   const test_support::Scratch scratch;
@@ -95,9 +165,9 @@ TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
     state.add("schedule", schedule).add("optimizer", optimizer);
     if (is_saved) {
       schedule.set_applied_steps(5);
-      mezzo::save_checkpoint(scratch / "file", state, 5);
+      mezzo::save_checkpoint(scratch.path() / "file", state, 5);
     } else {
-      mezzo::load_checkpoint(scratch / "file", state);
+      mezzo::load_checkpoint(scratch.path() / "file", state);
     }
     lrs.push_back(optimizer.param_groups()[0].options().get_lr());
     EXPECT_EQ(schedule.base_lrs(), std::vector<double>{0.5});
@@ -111,9 +181,9 @@ TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
   TrainingState state;
   state.add("model", model);
   std::vector<std::string> warnings;
-  mezzo::CheckpointManager manager(scratch / "folder", {.on_warning = [&](const std::string& text) {
-                                     warnings.push_back(text);
-                                   }});
+  mezzo::CheckpointManager manager(
+      scratch.path() / "folder",
+      {.on_warning = [&](const std::string& text) { warnings.push_back(text); }});
   manager.save(state, 1);
   EXPECT_THAT(warnings, testing::IsEmpty());
   model->buffers()[0].fill_(std::numeric_limits<float>::quiet_NaN());

@@ -38,14 +38,13 @@ struct PlainScaler {
     Stage stage = Stage::ready;
     std::optional<bool> found{};
     bool is_known = false;
-    std::set<const void*> unscaled{};  ///< gradients, as tensors of the library
-    int64_t losses_at_unscale = 0;
+    std::set<std::size_t> unscaled{};  ///< parameters whose gradients were unscaled
+    std::set<std::size_t> cleared{};   ///< those that had none when a loss was scaled since
   };
 
   bool is_enabled = true;
   bool allows_half = true;
   bool has_scaled = false;
-  int64_t losses = 0;
   double scale = 1;
   double max_scale = 4096;
   int64_t interval = 2;
@@ -247,7 +246,7 @@ class ScalerProgram : public Program {
       }
     }
     scaler_.has_scaled = true;
-    ++scaler_.losses;
+    mark_cleared_gradients();
     expect(false, [&] {
       const Tensor scaled = library_->scale(loss);
       if (scaled.requires_grad()) scaled.backward();
@@ -290,24 +289,27 @@ class ScalerProgram : public Program {
     const bool throws = plain_unscale(i);
     expect(throws, [&] { library_->unscale_(any(i)); });
     if (throws || !scaler_.is_enabled) return;
-    known(i).losses_at_unscale = scaler_.losses;
-    for (const Tensor& parameter : sides_[i].parameters) {
-      if (parameter.grad().defined())
-        known(i).unscaled.insert(parameter.grad().unsafeGetTensorImpl());
+    for (std::size_t j = 0; j < sides_[i].parameters.size(); ++j) {
+      if (sides_[i].parameters[j].grad().defined()) known(i).unscaled.insert(j);
     }
   }
 
-  /// Whether a gradient of an unscaled optimizer is another tensor than unscale_ saw, which a
-  /// scaled backward pass may have made.
+  /// Notes which parameters that were unscaled have no gradient, before a loss is scaled.
+  void mark_cleared_gradients() {
+    if (!scaler_.is_enabled) return;
+    for (std::size_t i = 0; i < plain_.size(); ++i) {
+      PlainScaler::Record& record = scaler_.records[i];
+      if (record.stage != Stage::unscaled) continue;
+      for (const std::size_t j : record.unscaled) {
+        if (!sides_[i].parameters[j].grad().defined()) record.cleared.insert(j);
+      }
+    }
+  }
+  /// Whether a gradient of an unscaled optimizer came from a scaled backward pass after unscale_.
   bool has_scaled_gradient(std::size_t i) {
-    const PlainScaler::Record& record = known(i);
-    if (record.losses_at_unscale == scaler_.losses) return false;
-    return std::any_of(sides_[i].parameters.begin(), sides_[i].parameters.end(),
-                       [&record](const Tensor& parameter) {
-                         const Tensor& gradient = parameter.grad();
-                         return gradient.defined() &&
-                                !record.unscaled.contains(gradient.unsafeGetTensorImpl());
-                       });
+    const auto& cleared = known(i).cleared;
+    return std::any_of(cleared.begin(), cleared.end(),
+                       [&](std::size_t j) { return sides_[i].parameters[j].grad().defined(); });
   }
 
   void zero_grad(std::size_t i) {
@@ -366,7 +368,7 @@ class ScalerProgram : public Program {
     if (record.stage == Stage::stepped) return {.throws = true};
     bool is_true = record.stage == Stage::unscaled;
     const bool was_unscaled = is_true;
-    if (was_unscaled && record.found && has_scaled_gradient(i)) return {.throws = true};
+    if (was_unscaled && has_scaled_gradient(i)) return {.throws = true};
     if (side.counts()) {
       if (!is_true && (refuses_half(side) || !side.has_gradient())) return {.throws = true};
     } else if (!is_true) {

@@ -139,9 +139,10 @@ TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
   this->scaler.unscale_(optimizer);
   optimizer.zero_grad();
   this->backward(this->x);
-  EXPECT_THAT(error_of([&] { this->scaler.step(optimizer); }),
-              AllOf(HasSubstr("the gradient of parameter 0 of group 0"),
-                    HasSubstr("scale() was called since"), HasSubstr("forget_iteration()")));
+  EXPECT_THAT(
+      error_of([&] { this->scaler.step(optimizer); }),
+      AllOf(HasSubstr("the gradient of parameter 0 of group 0"),
+            HasSubstr("from a backward pass of a scaled loss"), HasSubstr("forget_iteration()")));
   EXPECT_EQ(this->x.template item<float>(), 0);
   this->scaler.forget_iteration();
   optimizer.zero_grad();
@@ -149,6 +150,63 @@ TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
   this->scaler.step(optimizer);
   this->scaler.update();
   EXPECT_EQ(this->x.template item<float>(), -1);
+}
+
+TYPED_TEST(GradScalerScaledGradients, GradientClippedOutOfPlaceSteps) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->y});
+  this->backward(this->x);
+  this->scaler.unscale_(first);
+  this->x.mutable_grad() = this->x.grad() * 0.5;
+  this->backward(this->y);
+  this->x.mutable_grad() = this->x.grad() * 0.5;
+  this->scaler.step(first);
+  this->scaler.step(second);
+  this->scaler.update();
+  EXPECT_EQ(this->x.template item<float>(), -0.25);
+}
+
+// Both losses are scaled before the first is stepped with.
+TYPED_TEST(GradScalerScaledGradients, SharedGradientZeroedInPlaceSteps) {
+  auto first = this->sgd({this->x}), second = this->sgd({this->x});
+  const Tensor one = this->scaler.scale(this->x.sum()), other = this->scaler.scale(this->x.sum());
+  one.backward();
+  this->scaler.unscale_(first);
+  this->scaler.step(first);
+  this->x.mutable_grad().zero_();
+  other.backward();
+  this->scaler.step(second);
+  this->scaler.update();
+  EXPECT_EQ(this->x.template item<float>(), -2);
+}
+
+TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
+  alignas(TypeParam) unsigned char memory[sizeof(TypeParam)];
+  for (const bool finds_gradients : {true, false}) {
+    for (const Tensor& weight : {parameter({0}), parameter({0})}) {
+      auto* optimizer = new (memory) TypeParam(this->sgd({weight}));
+      if (!finds_gradients) this->scaler.unscale_(*optimizer);
+      this->backward(weight);
+      if (finds_gradients) {
+        EXPECT_TRUE(this->scaler.step(*optimizer).ran());
+      }
+      std::destroy_at(optimizer);
+    }
+    this->scaler.forget_iteration();
+  }
+}
+
+TYPED_TEST(GradScalerScaledGradients, ScaleOfTheCallersOwnDoesNotWarn) {
+  auto optimizer = this->sgd({this->x});
+  (void)this->scaler.scale(torch::ones({}));
+  for (int i = 0; i < 3; ++i) {
+    this->x.mutable_grad() = Tensor();
+    (this->x * 16.0).sum().backward();
+    if (i == 0) this->scaler.update(16.0);
+    this->scaler.step(optimizer);
+    this->scaler.update(16.0);
+  }
+  EXPECT_EQ(this->x.template item<float>(), -3);
+  EXPECT_THAT(this->warnings.texts, IsEmpty());
 }
 
 TYPED_TEST(GradScalerScaledGradients, AnotherOptimizersPassAfterUnscaleSteps) {

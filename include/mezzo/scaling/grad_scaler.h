@@ -75,15 +75,17 @@ class DeviceScale {
   }
 
   bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
+  /// Guards what several calls of `scale` write at once.
+  std::mutex& mutex() noexcept { return making_; }
 
   /// Counts a loss that is multiplied by the scale. Thread-safe.
   void count_loss() noexcept { losses_.fetch_add(1, std::memory_order_relaxed); }
   uint64_t losses() const noexcept { return losses_.load(std::memory_order_relaxed); }
 
   /// Counts a read of the scale: the caller may multiply a loss by it.
-  void count_read() noexcept { ++reads_; }
+  void count_read() noexcept { reads_.fetch_add(1, std::memory_order_relaxed); }
   /// Returns the number of losses and reads.
-  uint64_t uses() const noexcept { return losses() + reads_; }
+  uint64_t uses() const noexcept { return losses() + reads_.load(std::memory_order_relaxed); }
 
   /// Notes that a captured graph scales losses: its replays are not counted. Thread-safe.
   void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
@@ -142,7 +144,7 @@ class DeviceScale {
   std::atomic<bool> is_made_ = false;
   std::atomic<bool> is_captured_ = false;
   std::atomic<uint64_t> losses_ = 0;
-  uint64_t reads_ = 0;
+  std::atomic<uint64_t> reads_ = 0;
 };
 
 /// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
@@ -337,7 +339,6 @@ class GradScaler {
     records_.clear();
     results_.clear();
     found_inf_ = at::Tensor();
-    uses_at_update_ = scale_->uses();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
@@ -373,12 +374,17 @@ class GradScaler {
   struct UnscaledGrad {
     WeakTensor param;
     WeakTensor grad;
+    uint32_t version = 0;  ///< of the gradient when it was unscaled
+    bool is_cleared =
+        false;  ///< whether the parameter had no gradient when `scale` was called since
   };
   /// What this iteration knows about one optimizer.
   struct Record {
     Stage stage = Stage::ready;
     std::vector<UnscaledGrad> unscaled{};
-    uint64_t losses_at_unscale = 0;  ///< DeviceScale::losses when they were unscaled
+    /// The first parameter of each group, by which the optimizer is told from a later one at its
+    /// address.
+    std::vector<WeakTensor> params{};
     /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
     /// counts for the next scale. Undefined before any check.
     at::Tensor found_inf{};
@@ -388,8 +394,8 @@ class GradScaler {
   Record& record_of(const torch::optim::Optimizer& optimizer);
   Record& record_to_step(const torch::optim::Optimizer& optimizer);
   void check_not_unscaled(const Record& record, AnyOptimizer optimizer, const StepPlan& plan) const;
-  void check_still_unscaled(const Record& record, AnyOptimizer optimizer,
-                            const StepPlan& plan) const;
+  void check_still_unscaled(const Record& record, AnyOptimizer optimizer) const;
+  void mark_cleared_grads();
   void warn_unless_scaled(const char* call);
   void add_found_inf(const Record& record);
   at::Tensor unscale_into(AnyOptimizer optimizer);
@@ -475,6 +481,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
     scale_->count_loss();
+    mark_cleared_grads();
     if (detail::capture_on(output.device()) != 0) scale_->set_captured();
     return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
   });

@@ -118,7 +118,10 @@ class RelaxedCaptureModeGuard {
     if (is_active_) before_ = exchange_capture_mode(kRelaxed);
   }
   ~RelaxedCaptureModeGuard() {
-    if (is_active_) exchange_capture_mode(before_);
+    try {
+      if (is_active_) exchange_capture_mode(before_);
+    } catch (...) {  // of a device that has failed, which the next call reports
+    }
   }
   RelaxedCaptureModeGuard(const RelaxedCaptureModeGuard&) = delete;
   RelaxedCaptureModeGuard& operator=(const RelaxedCaptureModeGuard&) = delete;

@@ -96,11 +96,14 @@ inline c10::IValue dict_of(const torch::jit::Module& archive) {
 }
 
 /// Writes what `dict_of` returned. Adding an entry to an archive takes time linear in its size.
-/// \throws c10::Error for a dict of more than `most_keys` entries
+/// \param budget  the time for this dict and nested ones: the sum of the squares of their sizes
+/// \throws c10::Error for more
 inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IValue& dict,
-                         std::size_t most_keys = 10000) {
-  check_format(dict.toGenericDict().size() <= most_keys, "an object of it has more than ",
-               most_keys, " entries");
+                         std::size_t& budget) {
+  const std::size_t size = dict.toGenericDict().size();
+  check_format(size < (std::size_t{1} << 20) && size * size <= budget,
+               "an object of it has too many entries");
+  budget -= size * size;
   for (const auto& entry : dict.toGenericDict()) {
     TORCH_CHECK(entry.key().isString(), "it has a key that is ", value_words(entry.key()));
     const std::string& key = entry.key().toStringRef();
@@ -109,7 +112,7 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
       archive.write(key, value.toTensor(), /*is_buffer=*/true);
     } else if (value.isGenericDict() && item(value, kEmptyList).isNone()) {
       torch::serialize::OutputArchive nested(archive.compilation_unit());
-      fill_archive(nested, value, most_keys);
+      fill_archive(nested, value, budget);
       archive.write(key, nested);
     } else if (!value.isNone()) {
       archive.write(key, with_types(value));
@@ -121,7 +124,8 @@ inline void fill_archive(torch::serialize::OutputArchive& archive, const c10::IV
 inline torch::serialize::InputArchive archive_of(const c10::IValue& dict,
                                                  std::size_t most_keys = 10000) {
   torch::serialize::OutputArchive filled;
-  fill_archive(filled, dict, most_keys);
+  std::size_t budget = most_keys * most_keys;
+  fill_archive(filled, dict, budget);
   torch::serialize::InputArchive archive;
   module_in(archive) = module_in(filled);
   return archive;

@@ -238,6 +238,7 @@ inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
   TORCH_CHECK(!zip.has("byteorder") || zip.at("byteorder") == "little",
               "its numbers begin with their highest byte; save it on a little-endian machine");
   std::map<std::string, c10::Storage> storages;  // by key, so that views share a storage
+  std::size_t copied = 0;
   const auto record = [&](const std::string& key) {
     const auto [storage, is_new] = storages.try_emplace(key);
     if (!is_new) return storage->second;
@@ -249,6 +250,8 @@ inline c10::IValue read_values(const std::shared_ptr<MappedFile>& file) {
       memory = c10::InefficientStdFunctionContext::makeDataPtr(
           const_cast<char*>(bytes.data()), [file](void*) {}, at::kCPU);
     } else {
+      copied += bytes.size();
+      check_format(copied <= file->size(), "its zip has records that overlap");
       memory = c10::GetCPUAllocator()->allocate(bytes.size());
       std::copy(bytes.begin(), bytes.end(), static_cast<char*>(memory.get()));
     }

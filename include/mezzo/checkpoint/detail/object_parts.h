@@ -211,7 +211,7 @@ inline std::vector<std::vector<std::string>> saved_parameters(const c10::IValue&
                                                               const c10::IValue& inner) {
   std::vector<std::vector<std::string>> groups;
   const c10::IValue words = item(saved, "parameters");
-  if (words.isList()) {
+  if (words.isList() && item(saved, "class").isString()) {
     for (const c10::IValue& group : words.toListRef()) {
       std::vector<std::string>& all = groups.emplace_back();
       for (const c10::IValue& one : group.toListRef()) all.push_back(one.toStringRef());
@@ -438,7 +438,11 @@ inline CheckpointPart generators_part(const std::function<std::vector<at::Genera
                           "a generator's state");
               states.push_back(state.toTensor().clone());
             }
-            return [states = std::move(states), own = generators()] {
+            const std::vector<at::Generator> present = generators();
+            for (std::size_t i = 0; i < std::min(states.size(), present.size()); ++i) {
+              set_state(present[i].clone(), states[i]);  // throws before anything is loaded
+            }
+            return [states = std::move(states), own = present] {
               if (states.size() != own.size()) {
                 TORCH_WARN("The checkpoint has random states of ", states.size(),
                            " generators, of the CPU and of CUDA devices, and here are ", own.size(),

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mezzo/base/detail/private_member.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/part_of.h>
 #include <mezzo/checkpoint/detail/zip_directory.h>
@@ -11,6 +12,7 @@
 #include <ATen/ops/_empty_per_channel_affine_quantized.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sparse_coo_tensor.h>
+#include <ATen/ops/sparse_csr_tensor.h>
 #include <c10/core/QScheme.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Storage.h>
@@ -23,16 +25,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
 #include <string_view>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+struct DictTable {
+  friend constexpr auto private_member(DictTable);
+};
+template struct PrivateMember<DictTable, &c10::impl::GenericDict::impl_>;
 
 /// Reads a pickle as torch.save and libtorch's Pickler write it: numbers, strings, tensors, and
 /// lists, tuples and dicts of them. Throws c10::Error for any other bytes:
@@ -173,6 +180,10 @@ class PickleReader {
       enclose(dict, *items[i]);
       enclose(dict, *items[i + 1]);
       values.insert_or_assign(key, value_of(*items[i + 1]));
+      // Keys whose hashes were made equal let the table grow without end.
+      const auto& table = (values.*private_member(DictTable()))->dict;
+      check_format(table.bucket_count() <= 64 * (table.size() + 4),
+                   "it has a dict whose keys were chosen to fill memory");
     }
   }
 
@@ -307,10 +318,12 @@ class PickleReader {
         "_rebuild_tensor_v2", "_rebuild_qtensor", "_rebuild_sparse_tensor", "_rebuild_parameter"};
     const bool is_rebuild = module == "torch._utils" &&
                             std::find(kRebuilds.begin(), kRebuilds.end(), name) != kRebuilds.end();
+    const bool is_value =
+        (module == "builtins" && name == "complex") || (module == "torch" && name == "device");
     // libtorch's pickle_save calls functions of this module for the types of lists and dicts.
-    if (is_rebuild || module == "torch.jit._pickle") {
+    if (is_rebuild || is_value || module == "torch.jit._pickle") {
       return {.kind = Kind::rebuild,
-              .value = std::string(is_rebuild ? name : module),
+              .value = std::string(is_rebuild || is_value ? name : module),
               .bytes = kScalarBytes + name.size()};
     }
     if (module == "torch") {
@@ -396,10 +409,28 @@ class PickleReader {
                "_rebuild_sparse_tensor") {  // (layout, size, requires_grad, indices, values)
       check_count(5);
       const auto sizes = to_counts(*arguments[1]);
-      check_format(to_count(*arguments[0]) == static_cast<std::int64_t>(at::kSparse),
-                   "it has a sparse tensor that is not in COO layout");
-      push(at::sparse_coo_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]), sizes),
-           kTensorBytes + tuple->bytes);
+      const auto layout = static_cast<at::Layout>(to_count(*arguments[0]));
+      const auto bytes = kTensorBytes + tuple->bytes;
+      if (layout == at::kSparseCsr) {  // ..., row starts, columns, values)
+        check_count(6);
+        const at::Tensor values = to_tensor(*arguments[5]);
+        return push(at::sparse_csr_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]),
+                                          values, sizes, values.options().layout(at::kSparseCsr)),
+                    bytes);
+      }
+      check_format(layout == at::kSparse, "it has a sparse tensor that is in neither COO nor CSR");
+      push(at::sparse_coo_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]), sizes), bytes);
+    } else if (name == "complex") {
+      check_count(2);
+      const c10::IValue real = value_of(*arguments[0]), imaginary = value_of(*arguments[1]);
+      check_format(real.isDouble() && imaginary.isDouble(),
+                   "it has a complex number of no numbers");
+      push(c10::complex<double>(real.toDouble(), imaginary.toDouble()));
+    } else if (name == "device") {
+      check_count(1);
+      const c10::IValue text = value_of(*arguments[0]);
+      check_format(text.isString(), "it has a device without a name");
+      push(c10::Device(text.toStringRef()));
     } else {
       check_count(6);
       rebuild_tensor(arguments, name == "_rebuild_qtensor");
@@ -436,7 +467,8 @@ class PickleReader {
     tensor.unsafeGetTensorImpl()->set_storage_offset(offset);
     tensor.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
     if (!is_quantized && arguments.size() > 6) set_metadata(tensor, value_of(*arguments[6]));
-    push(tensor, kTensorBytes + (is_empty ? 0 : bytes));
+    charge(kTensorBytes);
+    push(tensor, is_empty ? 0 : bytes);
   }
 
   /// Returns a tensor without elements, with the quantizer (scheme, scale, zero point) or (scheme,
@@ -483,7 +515,7 @@ class PickleReader {
   Record record_;
   std::uint64_t budget_;
   std::vector<ItemPtr> stack_;
-  std::unordered_map<std::uint64_t, ItemPtr> memo_;
+  std::map<std::uint64_t, ItemPtr> memo_;  // whatever the indices are, a lookup is short
 };
 
 }  // namespace detail

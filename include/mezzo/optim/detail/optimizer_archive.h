@@ -141,8 +141,10 @@ inline int64_t count_in(torch::serialize::InputArchive& archive, const std::stri
 }
 
 /// Checks the state of one parameter. \throws c10::Error as check_optimizer_archive
+/// \param may_be_sparse  whether moments may be, as those of torch's SGD with sparse gradients are
 inline void check_state_archive(torch::serialize::InputArchive& state, const ArchiveFormat& format,
-                                const at::Tensor& parameter, const OptimizerWords& optimizer) {
+                                const at::Tensor& parameter, const OptimizerWords& optimizer,
+                                bool may_be_sparse) {
   const auto has = [](const auto& keys, const std::string& key) {
     return std::find(keys.begin(), keys.end(), key) != keys.end();
   };
@@ -174,10 +176,12 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
     check_shape_of(tensor, is_master ? "a master" : "a moment", parameter, optimizer);
     const bool is_number =
         at::isFloatingType(tensor.scalar_type()) || (parameter.is_complex() && tensor.is_complex());
-    TORCH_CHECK(tensor.layout() == at::kStrided && is_number, optimizer, ": \"", key, "\" of ",
-                optimizer.parameter(parameter), " is ", tensor_words(tensor),
-                " in the archive; it should be dense and of a floating dtype: load the file of an "
-                "optimizer that was made as this one");
+    TORCH_CHECK(
+        (tensor.layout() == at::kStrided || (may_be_sparse && tensor.is_sparse())) && is_number,
+        optimizer, ": \"", key, "\" of ", optimizer.parameter(parameter), " is ",
+        tensor_words(tensor),
+        " in the archive; it should be dense and of a floating dtype: load the file of an "
+        "optimizer that was made as this one");
   }
   for (const std::string_view moment : format.moments) {
     const bool is_needed = !moment.empty() && (steps > 0 || !has_master);
@@ -193,7 +197,7 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
 /// many parameters, with states of their shapes.
 /// \throws c10::Error, naming what the archive has and what it should have
 inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
-                                    const OptimizerWords& optimizer) {
+                                    const OptimizerWords& optimizer, bool may_be_sparse = false) {
   c10::IValue version, name;
   TORCH_CHECK(archive.try_read("pytorch_version", version) && version.isString() &&
                   version.toStringRef() == "1.5.0",
@@ -224,6 +228,12 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
         "the archive has a different number of parameter groups, ", count,
         ", than this optimizer, ", optimizer.groups.size());
   std::set<std::string> ids;
+  // libtorch converts the id to an address, under which it looks up the state: "07" would be 7.
+  const auto is_canonical = [](const std::string& id) {
+    return !id.empty() && id.size() < 20 &&
+           id.find_first_not_of("0123456789") == std::string::npos &&
+           (id[0] != '0' || id.size() == 1);
+  };
   for (std::size_t i = 0; i < optimizer.groups.size(); ++i) {
     const std::vector<at::Tensor>& params = optimizer.groups[i].params();
     check(groups.try_read("param_groups/" + std::to_string(i), group) &&
@@ -245,16 +255,15 @@ inline void check_optimizer_archive(torch::serialize::InputArchive& archive,
       c10::IValue id;
       const bool has_id = group.try_read("params/" + std::to_string(k), id) && id.isString();
       const std::string text = has_id ? id.toStringRef() : "";
-      // libtorch makes it an address, under which it finds the state.
-      const bool is_number = !text.empty() && text.size() < 20 &&
-                             text.find_first_not_of("0123456789") == std::string::npos &&
-                             (text[0] != '0' || text.size() == 1);
-      check(is_number && ids.insert(text).second, "parameter ", k, " of group ", i,
-            " has no number of its own in the archive");
+      check(has_id && is_canonical(text) && ids.insert(text).second, "parameter ", k, " of group ",
+            i, " has no number of its own in the archive");
       if (format != nullptr && states.try_read(text, state)) {
-        check_state_archive(state, *format, params[k], optimizer);
+        check_state_archive(state, *format, params[k], optimizer, may_be_sparse);
       }
     }
+  }
+  for (const std::string& key : states.keys()) {
+    check(is_canonical(key), "the archive has a state under \"", key, "\"");
   }
 }
 
@@ -296,7 +305,7 @@ inline void check_load(torch::serialize::InputArchive& archive,
   const bool is_torchs = c10::demangle(typeid(optimizer).name()).starts_with("torch::optim::");
   if (!is_torchs && dynamic_cast<const optim::ShardedState*>(&optimizer) == nullptr) return;
   const std::string name = class_in_files(optimizer);
-  check_optimizer_archive(archive, {name.c_str(), optimizer.param_groups()});
+  check_optimizer_archive(archive, {name.c_str(), optimizer.param_groups()}, is_torchs);
   if (!is_torchs) return;
   std::vector<torch::optim::OptimizerParamGroup> groups;
   for (const auto& group : optimizer.param_groups()) groups.push_back(group);

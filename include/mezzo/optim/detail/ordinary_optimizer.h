@@ -134,6 +134,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
   /// Returns the groups and states of an archive, checked.
   FiledOptimizer read_archive(torch::serialize::InputArchive& archive) const {
     const NoGraphGuard no_graph;
+    for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
     FiledOptimizer read = read_optimizer_archive<State, Options>(archive, words());
     for (std::size_t group = 0; group < read.param_groups().size(); ++group) {
       Own::check_options(static_cast<const Options&>(read.param_groups()[group].options()));

@@ -22,14 +22,20 @@
 #include <cstdint>
 #include <iostream>
 #include <limits>
+#include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Returns a tensor's version; 0 of an inference tensor, which has none.
+inline uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+}
 
 inline bool has_master(const StepPlan::Row& row) {
   return row.storage == optim::WeightStorage::master;
@@ -124,59 +130,79 @@ MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-/// Returns the record of `optimizer`. A record of unscaled gradients of other parameters belongs to
-/// a destroyed optimizer that had the same address, and is replaced by a new one.
+/// Returns the record of `optimizer`. A record of other parameters belongs to a destroyed optimizer
+/// that had the same address, and is replaced by a new one.
 MEZZO_INLINE GradScaler::Record& GradScaler::record_of(const torch::optim::Optimizer& optimizer) {
   Record& record = records_[&optimizer];
-  bool is_known = record.unscaled.empty();
-  detail::for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
-    is_known = is_known || std::any_of(record.unscaled.begin(), record.unscaled.end(),
-                                       [&parameter](const UnscaledGrad& one) {
-                                         return one.param._unsafe_get_target() ==
-                                                parameter.unsafeGetTensorImpl();
-                                       });
-  });
-  if (is_known) return record;
-  add_found_inf(record);
-  return record = {};
+  std::vector<WeakTensor> params;
+  for (const auto& group : optimizer.param_groups()) {
+    if (!group.params().empty()) params.emplace_back(group.params().front().getIntrusivePtr());
+  }
+  const bool is_same =
+      record.params.empty() ||
+      std::any_of(params.begin(), params.end(), [&record](const WeakTensor& param) {
+        return std::find(record.params.begin(), record.params.end(), param) != record.params.end();
+      });
+  if (!is_same) {
+    add_found_inf(record);
+    record = {};
+  }
+  if (record.params.empty()) record.params = std::move(params);
+  return record;
 }
 
 /// Throws if a gradient of `plan`, which is about to be unscaled, was unscaled for another
-/// optimizer since the last call of `scale`.
+/// optimizer, and not written since.
 MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimizer optimizer,
                                                  const StepPlan& plan) const {
-  std::unordered_set<const c10::TensorImpl*> unscaled;
+  std::unordered_map<const c10::TensorImpl*, uint32_t> versions;
   for (const auto& [other, its] : records_) {
-    if (&its == &record || its.losses_at_unscale != scale_->losses()) continue;
-    for (const UnscaledGrad& one : its.unscaled) unscaled.insert(one.grad._unsafe_get_target());
+    if (&its == &record) continue;
+    for (const UnscaledGrad& one : its.unscaled) {
+      versions[one.grad._unsafe_get_target()] = one.version;
+    }
   }
-  if (unscaled.empty()) return;
+  if (versions.empty() || rule_.kind == LossScaleKind::none) return;
   for (const StepPlan::Row& row : plan.rows) {
+    const at::Tensor& gradient = row.parameter->grad();
+    const auto found = versions.find(gradient.unsafeGetTensorImpl());
     TORCH_CHECK(
-        !unscaled.contains(row.parameter->grad().unsafeGetTensorImpl()), "GradScaler: ",
+        found == versions.end() || found->second != detail::version_of(gradient), "GradScaler: ",
         detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
         " belongs to two optimizers, and its gradient was unscaled for the other one already; "
-        "train "
-        "it with one of them, or let optimizers of mezzo's step without unscale_, which leaves "
-        "gradients as they are");
+        "train it with one of them, or let optimizers of mezzo's step without unscale_, which "
+        "leaves gradients as they are");
   }
 }
 
-/// Throws if a gradient of `plan` is not the tensor that `unscale_` has unscaled, and `scale` was
-/// called since. A backward pass that adds to the unscaled tensor is not detected.
-MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record, AnyOptimizer optimizer,
-                                                   const StepPlan& plan) const {
-  if (record.losses_at_unscale == scale_->losses()) return;
-  std::unordered_set<const c10::TensorImpl*> unscaled;
-  for (const UnscaledGrad& one : record.unscaled) unscaled.insert(one.grad._unsafe_get_target());
-  for (const StepPlan::Row& row : plan.rows) {
+/// Throws if a parameter had no gradient any more when `scale` was called after `unscale_`, and has
+/// one now: a backward pass of a scaled loss has made it. A pass that adds to an unscaled gradient
+/// is not detected.
+MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record,
+                                                   AnyOptimizer optimizer) const {
+  for (const UnscaledGrad& one : record.unscaled) {
+    if (!one.is_cleared) continue;
+    const at::Tensor param(one.param.lock());
     TORCH_CHECK(
-        unscaled.contains(row.parameter->grad().unsafeGetTensorImpl()),
-        "GradScaler: the gradient of ",
-        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
-        " is another one than unscale_ has unscaled, and scale() was called since: it carries the "
-        "loss scale, and step() would take it as unscaled; call unscale_ after the last backward "
-        "pass or, between two passes of one iteration, as SAM needs them, forget_iteration()");
+        !param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
+        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(param),
+        " came after unscale_, from a backward pass of a scaled loss: it carries the loss scale, "
+        "and "
+        "step() would take it as unscaled; call unscale_ after the last backward pass or, between "
+        "two passes of one iteration, as SAM needs them, forget_iteration()");
+  }
+}
+
+/// Notes which unscaled gradients were cleared before a loss is scaled. Threads may call it at
+/// once.
+MEZZO_INLINE void GradScaler::mark_cleared_grads() {
+  for (auto& [optimizer, record] : records_) {
+    if (record.stage != Stage::unscaled || rule_.kind == LossScaleKind::none) continue;
+    const std::lock_guard lock(scale_->mutex());
+    for (UnscaledGrad& one : record.unscaled) {
+      const at::Tensor param(one.param.lock());
+      if (param.defined() && !param.grad().defined()) one.is_cleared = true;
+    }
   }
 }
 
@@ -250,11 +276,12 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_into(AnyOptimizer optimizer) {
   }
   detail::show_at_masters(fused, plan);
   record.stage = Stage::unscaled;
-  record.losses_at_unscale = scale_->losses();
   record.unscaled.clear();
   for (const StepPlan::Row& row : plan.rows) {
+    const at::Tensor& gradient = row.parameter->grad();
     record.unscaled.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
-                               WeakTensor(row.parameter->grad().getIntrusivePtr())});
+                               WeakTensor(gradient.getIntrusivePtr()),
+                               detail::version_of(gradient)});
   }
   return record.found_inf;
 }
@@ -318,8 +345,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   if (!was_unscaled && !rule_.allow_fp16_gradients && plan.has_bare_half) {
     detail::refuse_half_gradients(fused, plan);
   }
-  was_unscaled ? check_still_unscaled(record, fused, plan)
-               : check_not_unscaled(record, fused, plan);
+  was_unscaled ? check_still_unscaled(record, fused) : check_not_unscaled(record, fused, plan);
   Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale) : scale_->inverse());
   if (!was_unscaled) record.found_inf = at::Tensor();  // of a step that threw
   detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
@@ -346,7 +372,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
   StepPlan plan;
   if (was_unscaled || detail::clips(options)) {
     plan = detail::plan_of(optimizer);
-    if (was_unscaled) check_still_unscaled(record, optimizer, plan);
+    if (was_unscaled) check_still_unscaled(record, optimizer);
     verdict = detail::read_gradients(plan, at::ones_like(scale));
     check_verdict(record, verdict);
   }
@@ -426,6 +452,7 @@ MEZZO_INLINE void GradScaler::update(double new_scale) {
   for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
+  scale_->count_read();  // the caller knows it, and may multiply by it
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
@@ -441,6 +468,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
   finish_iteration();
+  scale_->count_read();
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
@@ -450,6 +478,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 MEZZO_INLINE void GradScaler::finish_iteration() {
   Results results = std::exchange(results_, {});
   forget_iteration();
+  uses_at_update_ = scale_->uses();
   if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
   if (!results.empty()) {
     iterations_.push_back(std::move(results));
