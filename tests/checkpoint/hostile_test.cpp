@@ -43,17 +43,9 @@ std::string colliding_keys() {
   for (int i = 0; i < 6; ++i) inverse *= 2 - kFactor * inverse;
   std::string items = "}";
   for (std::uint64_t i = 1; i <= 60; ++i) {
-    items += integer(static_cast<std::int64_t>(inverse * i)) + "K" + byte(1) + "s";
+    items += bytes::integer(static_cast<std::int64_t>(inverse * i)) + "K" + bytes::byte(1) + "s";
   }
   return items;
-}
-
-/// Indices of the memo that are multiples of a bucket count of std::unordered_map.
-std::string colliding_memo() {
-  std::string all = "]";
-  for (std::uint64_t i = 0; i < 20000; ++i) all += "r" + number(i * 172933 % 0xFFFFFFFF, 4);
-  for (int i = 0; i < 20000; ++i) all += "j" + number(0, 4) + "0";
-  return all;
 }
 
 std::vector<HostileFile> hostile_files() {
@@ -75,7 +67,6 @@ std::vector<HostileFile> hostile_files() {
       {"ListChangedInAnother", "]]q" + byte(0) + "ah" + byte(0) + "K" + byte(1) + "a",
        "in another"},
       {"KeysThatCollide", colliding_keys(), "chosen to fill memory"},
-      {"MemoIndicesThatCollide", colliding_memo(), ""},
       {"DeepLists", std::string(1000, ']') + std::string(999, 'a'), "more than 64 deep"},
       {"DeepTuples", ")" + std::string(1000, '\x85'), "more than 64 deep"},
       {"DoubledLists", sharing, ""},
