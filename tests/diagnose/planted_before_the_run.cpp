@@ -118,7 +118,7 @@ std::vector<PlantedFault> before_the_run() {
                   return x.to(torch::kFloat) /
                          (in_half(x) * 0).norm().to(torch::kFloat).clamp_min(1e-12) * 1e-12;
                 }),
-       {"after norm: clamp_min with 1e-12", "not known"},
+       {"after norm: clamp_min with 1e-12", "it divided by 0"},
        "x.to(torch::kFloat) / (norm.to(torch::kFloat) + eps)"},
       {"DoctorLargeConstant",
        "a product with 1e6 in half",

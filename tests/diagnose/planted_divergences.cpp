@@ -334,7 +334,7 @@ std::vector<PlantedFault> divergences() {
        "inf in what rank 0 gets from another rank, whose own loss is fine",
        watch_beside_a_bad_rank,
        {"rank 0", "10 skipped in a row", "has 1 inf"},
-       "an AnomalyWatch"},
+       "An AnomalyWatch"},
       {"NanBatchAmongHarderBatches",
        "a NaN batch after ever harder ones, while small weights grew",
        nan_batch({.small = 1e-3, .size = [](int i) { return i < 5 ? 1.0 : std::pow(1.5, i - 5); }}),
