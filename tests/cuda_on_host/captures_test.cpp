@@ -340,6 +340,13 @@ TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
   EXPECT_FALSE(gpu.iterate().ran());
 }
 
+TEST_P(Captures, TheAddressOfALetterIsAskedForOnce) {
+  Training gpu(host_gpu::device());
+  const int before = host_device::address_lookups;
+  for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().ran());
+  EXPECT_LE(host_device::address_lookups - before, 3) << "no more than there are letters";
+}
+
 TEST_P(Captures, AResultThatIsKeptIsThatOfItsStep) {
   Training gpu(host_gpu::device());
   gpu.scaler().on_skip(nullptr);

@@ -16,6 +16,7 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Stream.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -73,6 +74,8 @@ uint64_t capture_on(c10::Device device);
 /// How many things allow this thread what a capture forbids.
 inline thread_local int allowances_in_captures = 0;
 inline thread_local int capture_mode = 0;
+/// How often the device's address of pinned memory was asked for.
+inline std::atomic<int> address_lookups = 0;
 /// As cudaThreadExchangeStreamCaptureMode: 2 is relaxed.
 inline int exchange_capture_mode(int mode) {
   allowances_in_captures += (mode == 2) - (capture_mode == 2);
@@ -203,7 +206,10 @@ struct InCaptureToo {
   InCaptureToo& operator=(const InCaptureToo&) = delete;
 };
 
-inline void* address_on_device(void* pinned) { return pinned; }
+inline void* address_on_device(void* pinned) {
+  ++host_device::address_lookups;
+  return pinned;
+}
 
 template <auto kKernel, class... Args>
 void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {

@@ -152,7 +152,8 @@ TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
   const at::Tensor number = on_gpu(1);
   {
     const at::Tensor letter = mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device());
-    mezzo::detail::cuda::write_letter_(number, number, {}, {}, letter);
+    void* address = nullptr;
+    mezzo::detail::cuda::write_letter_(number, number, {}, {}, letter, address);
   }
   EXPECT_NO_THROW(host_gpu::run_all());
 }

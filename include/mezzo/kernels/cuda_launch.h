@@ -68,10 +68,11 @@ MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device, const AdamW8bitStep&
 
 /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one launch.
 /// `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is written.
-/// The host may read `letter` once an event that is recorded after this call has come.
+/// The host may read `letter` once an event that is recorded after this call has come. `address` is
+/// null in a letter's first call and keeps its address on the device for the next.
 MEZZO_CUDA_LAUNCHER void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
                                        const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
-                                       const at::Tensor& letter);
+                                       const at::Tensor& letter, void*& address);
 
 /// Adds 1 to each counter, unless `found_inf` points to a value other than 0 (null means 0). One
 /// launch for each 480 counters.

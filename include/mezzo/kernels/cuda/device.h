@@ -49,11 +49,17 @@ inline c10::Device current_device() { return {c10::kCUDA, c10::cuda::current_dev
 /// Returns the current stream of the current device.
 inline Stream current_stream() { return c10::cuda::getCurrentCUDAStream(); }
 
-/// Returns the number of the graph capture that this stream is part of; 0 for none.
+/// Returns the number of the graph capture that this stream is part of; 0 for none, and in a thread
+/// without a context, which captures nothing.
 inline uint64_t capture_id() {
   cudaStreamCaptureStatus status{};
   unsigned long long id = 0;
-  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(current_stream(), &status, &id));
+  const cudaError_t error = cudaStreamGetCaptureInfo(current_stream(), &status, &id);
+  if (error == cudaErrorDeviceUninitialized) {
+    static_cast<void>(cudaGetLastError());
+    return 0;
+  }
+  C10_CUDA_CHECK(error);
   return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 

@@ -111,14 +111,16 @@ __attribute__((weak)) void summarize_(const std::vector<Stretch>& gradients,
 
 /// Returns the device's address of pinned memory, for a kernel that writes it and is launched next
 /// on the current stream. Tells the memory's allocator of the stream: memory that is freed before
-/// the kernel is done is given to nobody until then.
-static double* pinned_place(const at::Tensor& pinned) {
+/// the kernel is done is given to nobody until then. `address` keeps what CUDA
+/// said to the first call, before which it is null.
+static double* pinned_place(const at::Tensor& pinned, void*& address) {
   const c10::Device device = current_device();
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   auto* const place = pinned.mutable_data_ptr<double>();
   at::getHostAllocator(device.type())
       ->record_event(place, pinned.storage().data_ptr().get_context(), stream);
-  return static_cast<double*>(address_on_device(place));
+  if (address == nullptr) address = address_on_device(place);
+  return static_cast<double*>(address);
 }
 
 __attribute__((weak)) at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
@@ -160,14 +162,15 @@ static __global__ void write_letter_kernel(const float* scale, const float* foun
 
 __attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
                                          const at::Tensor& sum_of_squares,
-                                         const at::Tensor& max_abs, const at::Tensor& letter) {
+                                         const at::Tensor& max_abs, const at::Tensor& letter,
+                                         void*& address) {
   const DeviceGuard guard(scale.device());
   const auto number_of = [](const at::Tensor& number) {
     return number.defined() ? number.const_data_ptr<double>() : nullptr;
   };
   launch<write_letter_kernel>(1, 1, current_stream(), scale.const_data_ptr<float>(),
                               found_inf.const_data_ptr<float>(), number_of(sum_of_squares),
-                              number_of(max_abs), pinned_place(letter));
+                              number_of(max_abs), pinned_place(letter, address));
 }
 
 /// Launches a step over the rows with one variant and one way of keeping weights, as many at a time

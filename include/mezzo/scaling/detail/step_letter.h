@@ -130,7 +130,7 @@ class StepLetter final : public StepSlot {
 #ifdef MEZZO_WITH_CUDA
     if (has_cuda_kernels(device_)) {
       cuda::write_letter_(scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs,
-                          numbers_);
+                          numbers_, address_);
       return;
     }
 #endif
@@ -155,6 +155,7 @@ class StepLetter final : public StepSlot {
   bool is_read_ = false;
   mutable c10::Event event_;
   at::Tensor numbers_;
+  void* address_ = nullptr;  // of numbers_ on the device
   at::Tensor found_inf_;
   StepOutcome outcome_;
 };
