@@ -181,9 +181,9 @@ struct ShardedState {
 class FusedOptimizer {
  public:
   FusedOptimizer() = default;
-  /// Copies the counts and the table of factors.
+  /// Copies the host's count and the factors; the copy shares what is on the device.
   FusedOptimizer(const FusedOptimizer&) = default;
-  /// Copies the counts and the table of factors.
+  /// Copies as the constructor does.
   FusedOptimizer& operator=(const FusedOptimizer&) = default;
   virtual ~FusedOptimizer() = default;
 
