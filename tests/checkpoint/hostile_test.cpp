@@ -154,6 +154,23 @@ TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
               testing::HasSubstr("it has 0 groups in the file, and 1 here"));
 }
 
+// Operations on them would read outside of their memory.
+TEST(CheckpointHostileFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
+  using namespace bytes;
+  const std::string index = tensor(storage("LongStorage", "1", 1), 0, {1}, {1});
+  const std::string value = tensor(storage("FloatStorage", "2", 1), 0, {1}, {1});
+  const auto error = [](int layout, const std::vector<std::int64_t>& sizes,
+                        const std::string& parts) {
+    return load_error(global("torch._utils", "_rebuild_sparse_tensor") + "(" + integer(layout) +
+                          tuple(sizes) + "\x89" + parts + "tR",
+                      {{"0", number(0, 8) + number(1, 8)}, {"1", number(127, 8)}, {"2", "1234"}});
+  };
+  const std::string starts = tensor(storage("LongStorage", "0", 2), 0, {2}, {1});
+  EXPECT_THAT(error(2, {1, 1}, starts + index + value), HasSubstr("col_indices"));
+  const std::string coo = tensor(storage("LongStorage", "1", 1), 0, {1, 1}, {1, 1});
+  EXPECT_THAT(error(1, {1}, coo + value), HasSubstr("127"));
+}
+
 TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
   const test_support::Scratch scratch;
   at::Tensor x;

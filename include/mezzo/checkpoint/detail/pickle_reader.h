@@ -10,6 +10,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/_empty_affine_quantized.h>
 #include <ATen/ops/_empty_per_channel_affine_quantized.h>
+#include <ATen/ops/_validate_sparse_coo_tensor_args.h>
+#include <ATen/ops/_validate_sparse_csr_tensor_args.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sparse_coo_tensor.h>
 #include <ATen/ops/sparse_csr_tensor.h>
@@ -413,13 +415,17 @@ class PickleReader {
       const auto bytes = kTensorBytes + tuple->bytes;
       if (layout == at::kSparseCsr) {  // ..., row starts, columns, values)
         check_count(6);
+        const at::Tensor starts = to_tensor(*arguments[3]), columns = to_tensor(*arguments[4]);
         const at::Tensor values = to_tensor(*arguments[5]);
-        return push(at::sparse_csr_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]),
-                                          values, sizes, values.options().layout(at::kSparseCsr)),
+        at::_validate_sparse_csr_tensor_args(starts, columns, values, sizes);
+        return push(at::sparse_csr_tensor(starts, columns, values, sizes,
+                                          values.options().layout(at::kSparseCsr)),
                     bytes);
       }
       check_format(layout == at::kSparse, "it has a sparse tensor that is in neither COO nor CSR");
-      push(at::sparse_coo_tensor(to_tensor(*arguments[3]), to_tensor(*arguments[4]), sizes), bytes);
+      const at::Tensor indices = to_tensor(*arguments[3]), values = to_tensor(*arguments[4]);
+      at::_validate_sparse_coo_tensor_args(indices, values, sizes);
+      push(at::sparse_coo_tensor(indices, values, sizes), bytes);
     } else if (name == "complex") {
       check_count(2);
       const c10::IValue real = value_of(*arguments[0]), imaginary = value_of(*arguments[1]);
