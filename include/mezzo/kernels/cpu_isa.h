@@ -8,7 +8,6 @@
 #include <c10/util/Exception.h>
 
 #include <cstdint>
-#include <type_traits>
 
 // Kernels have one body, which is compiled for each instruction set and chosen at run time.
 //
@@ -34,32 +33,26 @@ enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 template <class Kernel, class Function = decltype(&Kernel::run)>
 struct KernelEntry;
 
-/// The functions, one for each target, into which a kernel's body is inlined. They clear the upper
-/// halves of the vector registers, which slow the caller's own code down on Intel's CPUs: g++ does
-/// so by itself from -O2 on alone.
+#if defined(__GNUC__) && defined(__x86_64__)
+/// Clears the upper halves of the vector registers when it is destroyed. Left as they are they slow
+/// the caller's own code down on Intel's CPUs; g++ clears them by itself from -O2 on alone.
+struct ClearUpperHalves {
+  __attribute__((target("avx"), always_inline)) ~ClearUpperHalves() { __builtin_ia32_vzeroupper(); }
+};
+#endif
+
+/// The functions, one for each target, into which a kernel's body is inlined.
 template <class Kernel, class Result, class... Args>
 struct KernelEntry<Kernel, Result (*)(Args...)> {
   static Result plain(Args... args) { return Kernel::run(args...); }
 #if defined(__GNUC__) && defined(__x86_64__)
   __attribute__((target("avx2,fma"))) static Result avx2(Args... args) {
-    if constexpr (std::is_void_v<Result>) {
-      Kernel::run(args...);
-      __builtin_ia32_vzeroupper();
-    } else {
-      Result result = Kernel::run(args...);
-      __builtin_ia32_vzeroupper();
-      return result;
-    }
+    const ClearUpperHalves at_the_end;
+    return Kernel::run(args...);
   }
   __attribute__((target("avx512f"))) static Result avx512(Args... args) {
-    if constexpr (std::is_void_v<Result>) {
-      Kernel::run(args...);
-      __builtin_ia32_vzeroupper();
-    } else {
-      Result result = Kernel::run(args...);
-      __builtin_ia32_vzeroupper();
-      return result;
-    }
+    const ClearUpperHalves at_the_end;
+    return Kernel::run(args...);
   }
 #endif
 };

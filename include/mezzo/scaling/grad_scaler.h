@@ -78,14 +78,10 @@ class DeviceScale {
   /// Guards what several calls of `scale` write at once.
   std::mutex& mutex() noexcept { return making_; }
 
-  /// Counts a loss that is multiplied by the scale. Thread-safe.
-  void count_loss() noexcept { losses_.fetch_add(1, std::memory_order_relaxed); }
-  uint64_t losses() const noexcept { return losses_.load(std::memory_order_relaxed); }
-
-  /// Counts a read of the scale: the caller may multiply a loss by it.
-  void count_read() noexcept { reads_.fetch_add(1, std::memory_order_relaxed); }
-  /// Returns the number of losses and reads.
-  uint64_t uses() const noexcept { return losses() + reads_.load(std::memory_order_relaxed); }
+  /// Counts a use of the scale: a loss that is multiplied by it, or a read, whose caller may
+  /// multiply a loss by it. Thread-safe.
+  void count_use() noexcept { uses_.fetch_add(1, std::memory_order_relaxed); }
+  uint64_t uses() const noexcept { return uses_.load(std::memory_order_relaxed); }
 
   /// Notes that a captured graph scales losses: its replays are not counted. Thread-safe.
   void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
@@ -143,8 +139,7 @@ class DeviceScale {
   std::mutex making_;
   std::atomic<bool> is_made_ = false;
   std::atomic<bool> is_captured_ = false;
-  std::atomic<uint64_t> losses_ = 0;
-  std::atomic<uint64_t> reads_ = 0;
+  std::atomic<uint64_t> uses_ = 0;
 };
 
 /// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
@@ -480,7 +475,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   if (!rule_.enabled) return outputs;
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
-    scale_->count_loss();
+    scale_->count_use();
     mark_cleared_grads();
     if (detail::capture_on(output.device()) != 0) scale_->set_captured();
     return rule_.kind == LossScaleKind::none ? output : output.mul(scale);

@@ -1,6 +1,7 @@
 /// \file
 /// Reads private data members of libtorch that have no public accessor: RecordFunction's inputs
-/// (op_arguments.h), and the module in an InputArchive and in an OutputArchive (archive_value.h).
+/// (op_arguments.h), the module in an InputArchive and in an OutputArchive (archive_value.h), and
+/// the hash table of a GenericDict (pickle_reader.h).
 #pragma once
 
 #include <mezzo/base/version.h>

@@ -452,7 +452,7 @@ MEZZO_INLINE void GradScaler::update(double new_scale) {
   for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(static_cast<float>(new_scale));
   finish_iteration();
-  scale_->count_read();  // the caller knows it, and may multiply by it
+  scale_->count_use();  // the caller knows it, and may multiply by it
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
@@ -468,7 +468,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
   for (const auto& [optimizer, record] : records_) add_found_inf(record);
   scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
   finish_iteration();
-  scale_->count_read();
+  scale_->count_use();
 }
 
 /// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
@@ -541,7 +541,7 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 
 MEZZO_INLINE double GradScaler::get_scale() const {
   if (!rule_.enabled) return 1.0;
-  scale_->count_read();  // the caller may multiply by it
+  scale_->count_use();  // the caller may multiply by it
   return read_state().scale;
 }
 
@@ -573,7 +573,7 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!rule_.enabled) return {};
-  scale_->count_read();
+  scale_->count_use();
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
           {"growth_factor", rule_.growth_factor},
