@@ -1,5 +1,6 @@
 # mezzo::cuda: mezzo::mezzo and its CUDA kernels, a static library that nvcc compiles once in a build tree, for any number
-# of targets that link it. Not built unless one does. Needs the language CUDA.
+# of targets that link it. Not built unless one does. Needs the language CUDA. The library's one object registers the kernels
+# when a program starts; nothing refers to it, so it is linked as a whole.
 
 # CMake 3.25 does not know that nvcc 13 speaks C++20, and libtorch's package makes that an error.
 if(CMAKE_CUDA_COMPILER_ID STREQUAL "NVIDIA" AND NOT CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
@@ -12,11 +13,13 @@ endif()
 set(MEZZO_CUDA_ARITHMETIC -prec-div=true -prec-sqrt=true -ftz=false -fmad=true)
 
 function(mezzo_add_cuda include_folder)
-  add_library(mezzo_cuda STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
-  target_compile_definitions(mezzo_cuda PUBLIC MEZZO_WITH_CUDA)
-  target_compile_options(mezzo_cuda PUBLIC "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
-  target_compile_options(mezzo_cuda PRIVATE "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:${MEZZO_CUDA_ARITHMETIC}>")
-  target_link_libraries(mezzo_cuda PUBLIC mezzo::mezzo)
-  set_target_properties(mezzo_cuda PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
+  add_library(mezzo_cuda_kernels STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/kernels/cuda/mezzo_cuda.cu")
+  target_compile_options(mezzo_cuda_kernels PRIVATE
+    "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20;${MEZZO_CUDA_ARITHMETIC}>")
+  target_link_libraries(mezzo_cuda_kernels PUBLIC mezzo::mezzo)
+  set_target_properties(mezzo_cuda_kernels PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
+  add_library(mezzo_cuda INTERFACE)
+  target_compile_options(mezzo_cuda INTERFACE "$<$<COMPILE_LANG_AND_ID:CUDA,NVIDIA>:-std=c++20>")
+  target_link_libraries(mezzo_cuda INTERFACE mezzo::mezzo "$<LINK_LIBRARY:WHOLE_ARCHIVE,mezzo_cuda_kernels>")
   add_library(mezzo::cuda ALIAS mezzo_cuda)
 endfunction()

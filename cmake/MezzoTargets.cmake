@@ -29,7 +29,7 @@ endif()
 
 if(TARGET mezzo::libtorch)
   include(MezzoCompiled)
-  mezzo_add_compiled_targets("${PROJECT_SOURCE_DIR}/include")
+  mezzo_add_compiled("${PROJECT_SOURCE_DIR}/include")
 endif()
 
 include(MezzoGloo)

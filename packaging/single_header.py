@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 INCLUDE = ROOT / "include"
-UNDEFINED = {"MEZZO_WITH_CUDA", "MEZZO_COMPILED", "MEZZO_LEFT_TO_LIBRARY"}  # whoever defines one needs the package
+UNDEFINED = {"MEZZO_COMPILED"}  # whoever defines it needs the package
 
 HEAD = """\
 // mezzo {version}, mixed precision for libtorch in C++20, as one header: #include "mezzo.h" and link libtorch.
@@ -16,8 +16,8 @@ HEAD = """\
 {licence}
 #pragma once
 
-#if defined(MEZZO_WITH_CUDA) || defined(MEZZO_COMPILED)
-#error "mezzo as one header has no CUDA kernels and no compiled library: use the CMake package for mezzo::cuda and mezzo::compiled"
+#ifdef MEZZO_COMPILED
+#error "mezzo as one header has no compiled library: use the CMake package for mezzo::compiled"
 #endif
 """
 

@@ -374,7 +374,7 @@ def compiled(architecture, libtorch, folder):
     """(sass, usage) of the kernels as nvcc compiles them."""
     torch = libtorch / "include"
     cubin = folder / f"sm_{architecture}.cubin"
-    subprocess.run([tool("nvcc"), "-std=c++20", "-O3", "-DNDEBUG", "-DMEZZO_WITH_CUDA", f"-I{ROOT / 'include'}",
+    subprocess.run([tool("nvcc"), "-std=c++20", "-O3", "-DNDEBUG", f"-I{ROOT / 'include'}",
                     f"-isystem={torch}", f"-isystem={torch / 'torch/csrc/api/include'}", f"-arch=sm_{architecture}",
                     "-cubin", ROOT / "include/mezzo/kernels/cuda/mezzo_cuda.cu", "-o", cubin], check=True)
     ask = lambda option: subprocess.run([tool("cuobjdump"), option, cubin], capture_output=True, text=True,

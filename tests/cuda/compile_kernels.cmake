@@ -9,7 +9,7 @@ function(run what)
 endfunction()
 
 file(MAKE_DIRECTORY "${OUT}")
-run("nvcc does not compile the kernels" "${NVCC}" -ccbin "${COMPILER}" -std=c++20 -arch=sm_80 -DMEZZO_WITH_CUDA
+run("nvcc does not compile the kernels" "${NVCC}" -ccbin "${COMPILER}" -std=c++20 -arch=sm_80
     ${HEADERS} -c "${KERNELS}" -o "${OUT}/first.o")
 file(COPY_FILE "${OUT}/first.o" "${OUT}/second.o")
 run("two objects with the kernels do not link" "${COMPILER}" -r -nostdlib "${OUT}/first.o" "${OUT}/second.o"
@@ -21,7 +21,7 @@ if(NOT symbols MATCHES "cuda::step_[(]" OR strong)
 endif()
 
 run("nvcc does not compile the kernels with --use_fast_math" "${NVCC}" -ccbin "${COMPILER}" -std=c++20 -arch=sm_80
-    -DMEZZO_WITH_CUDA ${HEADERS} --use_fast_math ${ARITHMETIC} --ptx "${KERNELS}" -o "${OUT}/fast.ptx")
+    ${HEADERS} --use_fast_math ${ARITHMETIC} --ptx "${KERNELS}" -o "${OUT}/fast.ptx")
 file(STRINGS "${OUT}/fast.ptx" approximate REGEX "(div|sqrt)[.](approx|full)|(add|sub|mul|fma[.]rn|div[.]rn)[.]ftz")
 if(approximate)
   list(LENGTH approximate count)

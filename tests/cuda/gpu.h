@@ -5,7 +5,7 @@
 /// Streams, their guards and events are c10's, which serve both.
 #pragma once
 
-#include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 
 #include <ATen/Context.h>
 #include <c10/core/Event.h>
@@ -52,7 +52,9 @@ inline bool has_memory(double gigabytes) {
 #endif
 
 /// Returns whether this program steps with mezzo's kernels; otherwise with ATen's.
-inline bool has_mezzo_kernels() { return mezzo::detail::has_cuda_kernels({kGpu, 0}); }
+inline bool has_mezzo_kernels() {
+  return mezzo::detail::kernel_backend({kGpu, 0}) == mezzo::detail::KernelBackend::cuda;
+}
 
 inline c10::impl::VirtualGuardImpl gpu_guard() { return c10::impl::VirtualGuardImpl(kGpu); }
 inline c10::Stream current_stream() { return gpu_guard().getStream({kGpu, 0}); }

@@ -1,5 +1,5 @@
 // Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
-// MEZZO_WITH_CUDA is defined, through mezzo's: what the CPU says of the same gradients.
+// mezzo::cuda is linked, through mezzo's: what the CPU says of the same gradients.
 
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/grad_buckets.h>

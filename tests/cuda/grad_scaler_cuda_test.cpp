@@ -1,4 +1,4 @@
-// GradScaler on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined, through
+// GradScaler on a GPU, through ATen's kernels and, where mezzo::cuda is linked, through
 // mezzo's.
 
 #include <mezzo/kernels/gradient_passes.h>

@@ -1,4 +1,4 @@
-// The fused optimizers on a GPU, through ATen's kernels and, where MEZZO_WITH_CUDA is defined,
+// The fused optimizers on a GPU, through ATen's kernels and, where mezzo::cuda is linked,
 // through mezzo's, against the CPU's answers: a table of rules by ways to keep weights.
 
 #include <mezzo/optim/adamw.h>

@@ -1,8 +1,8 @@
 // Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
 // alone and between others, with the same training on the CPU beside them.
 
-#include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/sgd.h>
 
@@ -215,7 +215,7 @@ TEST_P(Captures, OfManyCountersCountEachOnce) {
   std::vector<float*> counters;
   for (int i = 0; i < 4001; ++i) counters.push_back(counts.mutable_data_ptr<float>() + i);
   const auto count = [&] {
-    mezzo::detail::cuda::count_steps_(host_gpu::device(), counters, nullptr);
+    mezzo::detail::cuda_kernels()->count_steps_(host_gpu::device(), counters, nullptr);
   };
   host_gpu::Graph graph;
   host_gpu::capture(graph, count);

@@ -42,7 +42,7 @@ void set_seed(uint64_t seed);
 /// Whether tensors of the CPU are the device's. False at first.
 void set_is_on(bool is_on);
 
-/// Whether mezzo's kernels run on `device` (mezzo/kernels/devices.h asks): the CPU where it
+/// Whether mezzo's kernels run on `device` (mezzo/kernels/kernel_dispatch.h asks): the CPU where it
 /// is the device, and the GPUs that host_gpu.h has unless MEZZO_TEST_KERNELS=aten in the
 /// environment leaves those to ATen's kernels.
 bool serves(c10::Device device);
@@ -168,6 +168,9 @@ Word __shfl_xor_sync(unsigned mask, Word word, int lanes,
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
+
+inline bool serves(c10::Device device) { return host_device::serves(device); }
+inline bool has_captures(c10::Device device) { return !device.is_cpu(); }
 
 class DeviceGuard {
  public:

@@ -4,7 +4,7 @@
 
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
-#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
@@ -270,7 +270,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
                       storage.gradient});
     }
   }
-  mezzo::detail::cuda::step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
+  mezzo::detail::cuda_kernels()->step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
 }
 
 class StepsOnHost : public testing::Test {
@@ -376,7 +376,7 @@ TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
       std::vector<float> counts(size, 7.0F);
       std::vector<float*> counters;
       for (float& count : counts) counters.push_back(&count);
-      mezzo::detail::cuda::count_steps_(at::kCPU, counters, found < 0 ? nullptr : &found);
+      mezzo::detail::cuda_kernels()->count_steps_(at::kCPU, counters, found < 0 ? nullptr : &found);
       EXPECT_EQ(counts, std::vector<float>(size, found > 0 ? 7.0F : 8.0F));
     }
   }

@@ -2,8 +2,8 @@
 // and what of mezzo's is between streams: copied tables, partial results of
 // buckets.
 
-#include <mezzo/base/detail/capture.h>
-#include <mezzo/kernels/cuda_launch.h>
+#include <mezzo/kernels/graph_capture.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/Event.h>
@@ -153,7 +153,7 @@ TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
   {
     const at::Tensor letter = mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device());
     void* address = nullptr;
-    mezzo::detail::cuda::write_letter_(number, number, {}, {}, letter, address);
+    mezzo::detail::cuda_kernels()->write_letter_(number, number, {}, {}, letter, address);
   }
   EXPECT_NO_THROW(host_gpu::run_all());
 }

@@ -1,56 +1,38 @@
-// Built with and without MEZZO_WITH_CUDA, with hidden and with default visibility: shared libraries
+// Built with and without CUDA kernels, with hidden and with default visibility: shared libraries
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
-#include <mezzo/base/loss_scale.h>
 #include <mezzo/kernels/gradient_passes.h>
-#include <mezzo/kernels/update_scale.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/grad_buckets.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/ones.h>
 #include <c10/macros/Export.h>
 
-#include <cstdint>
-#include <stdexcept>
-#include <typeinfo>
-#include <vector>
+using mezzo::detail::KernelBackend;
 
-#ifdef MEZZO_WITH_CUDA
-
+#ifdef REGISTERS_KERNELS
 // In place of mezzo_cuda.cu, which takes nvcc: nothing here runs on a GPU.
-namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail::cuda {
-
-[[noreturn]] static void no_gpu() { throw std::logic_error("a kernel was asked for on the CPU"); }
-
-void unscale_and_check_(const std::vector<Stretch>&, const at::Tensor&, const at::Tensor&) {
-  no_gpu();
-}
-void update_scale_(const LossScale&, const ScaleTensors&, const at::Tensor&) { no_gpu(); }
-void summarize_(const std::vector<Stretch>&, const Verdict&) { no_gpu(); }
-
-}  // namespace detail::cuda
-}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
+static constexpr mezzo::detail::CudaKernels kKernels{
+    .serves = [](at::Device device) { return device.is_cuda(); },
+    .capture_on = [](at::Device) -> uint64_t { return 0; },
+    .exchange_capture_mode = [](at::Device, int mode) { return mode; }};
+static const bool kIsRegistered = mezzo::detail::register_cuda_kernels(kKernels);
 #endif
 
 extern "C" {
 
-C10_EXPORT bool was_built_with_cuda() {
-#ifdef MEZZO_WITH_CUDA
-  return true;
+C10_EXPORT bool links_cuda_kernels() {
+#ifdef REGISTERS_KERNELS
+  return kIsRegistered;
 #else
   return false;
 #endif
 }
 
-// An inline function whose body depends on the macro: which body does this library call?
 C10_EXPORT bool has_cuda_kernels() {
-  bool (*const volatile ask)(at::Device) = &mezzo::detail::has_own_kernels;
-  return ask(at::Device(at::kCUDA, 0));
+  return mezzo::detail::kernel_backend({at::kCUDA, 0}) == KernelBackend::cuda;
 }
-
-C10_EXPORT const char* type_name() { return typeid(mezzo::GradBuckets).name(); }
 
 // Gradients of 2 in buckets of this library's, which takes them from those of the other libraries.
 C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {

@@ -3,12 +3,12 @@
 /// writes: files, and RunReport, a run as one HTML page.
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/summarize.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>

@@ -6,6 +6,7 @@
 #include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/gradient_element.h>
 #include <mezzo/kernels/gradient_loops.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <ATen/core/Tensor.h>
@@ -87,7 +88,8 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
 inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
                                    const at::Tensor& inv_scale) {
   const at::Device device = inv_scale.device();
-  if (!has_own_kernels(device)) return summarize_with_aten(gradients, inv_scale);
+  const KernelBackend backend = kernel_backend(device);
+  if (backend == KernelBackend::aten) return summarize_with_aten(gradients, inv_scale);
   Stretches memory;
   std::vector<at::Tensor> copies;  // of those that no loop can walk
   for (const at::Tensor& gradient : gradients) {
@@ -100,13 +102,11 @@ inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
   const auto wide = options.dtype(at::kDouble);
   Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
                   at::empty({}, wide)};
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(device)) {
-    cuda::summarize_(memory.all(), verdict);
-    return verdict;
+  if (backend == KernelBackend::cuda) {
+    cuda_kernels()->summarize_(memory.all(), verdict);
+  } else {
+    summarize_on_cpu(memory.all(), verdict);
   }
-#endif
-  summarize_on_cpu(memory.all(), verdict);
   return verdict;
 }
 
@@ -155,10 +155,16 @@ inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
   return tensors;
 }
 
+/// Returns whether the host knows that `inv_scale` changes nothing.
+inline bool is_one_on_cpu(const at::Tensor& inv_scale) {
+  return kernel_backend(inv_scale.device()) == KernelBackend::cpu &&
+         *inv_scale.const_data_ptr<float>() == 1.0F;
+}
+
 /// Returns whether `unscale_and_check_` accepts a gradient: no two of its elements share memory. A
 /// factor of 1 writes nothing on the CPU.
 inline bool can_unscale(const at::Tensor& gradient, const at::Tensor& inv_scale) {
-  if (has_cpu_loops(inv_scale.device()) && *inv_scale.const_data_ptr<float>() == 1.0F) return true;
+  if (is_one_on_cpu(inv_scale)) return true;
   return at::has_internal_overlap(gradient) != at::MemOverlap::Yes;
 }
 
@@ -172,7 +178,7 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
     TORCH_CHECK(can_unscale(gradient, inv_scale), "a gradient of the shape ", gradient.sizes(),
                 " has elements that share memory, and cannot be multiplied in place; clone() it");
   }
-  const at::Device device = found_inf.device();
+  const KernelBackend backend = kernel_backend(found_inf.device());
   const bool may_overlap = !have_distinct_storages(all);
   const std::vector<at::Tensor> gradients = may_overlap ? each_once(all) : all;
   if (may_overlap && gradients.size() > 1 && overlap_in(gradients)) {
@@ -181,13 +187,11 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
     }
     return;
   }
-  if (!has_own_kernels(device)) {
+  if (backend == KernelBackend::aten) {
     unscale_with_aten_(gradients, found_inf, inv_scale);
     return check_(gradients, found_inf);  // of the products
   }
-  if (has_cpu_loops(device) && *inv_scale.const_data_ptr<float>() == 1.0F) {
-    return check_(gradients, found_inf);
-  }
+  if (is_one_on_cpu(inv_scale)) return check_(gradients, found_inf);
   Stretches memory;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (gradient that no loop can walk, its)
   for (const at::Tensor& gradient : gradients) {
@@ -196,10 +200,9 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
     const at::Tensor& dense = is_dense ? gradient : copies.back().second;
     memory.add(dense, dense.mutable_data_ptr());
   }
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(device)) cuda::unscale_and_check_(memory.all(), found_inf, inv_scale);
-#endif
-  if (has_cpu_loops(device) && unscale_on_cpu_(memory.all(), *inv_scale.const_data_ptr<float>())) {
+  if (backend == KernelBackend::cuda) {
+    cuda_kernels()->unscale_and_check_(memory.all(), found_inf, inv_scale);
+  } else if (unscale_on_cpu_(memory.all(), *inv_scale.const_data_ptr<float>())) {
     found_inf.fill_(1.0);
   }
   for (const at::Tensor& gradient : gradients) bump_version(gradient);  // of copies again, below

@@ -3,6 +3,7 @@
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
@@ -34,10 +35,10 @@ C10_HOST_DEVICE inline float inverse_scale(float scale) {
 
 /// Throws if `rule` needs an option that ATen's kernel lacks, on a device without mezzo's kernels.
 inline void require_update_kernel(const LossScale& rule, at::Device device) {
-  TORCH_CHECK(
-      rule.hysteresis == 1 || rule.kind != LossScaleKind::dynamic || has_own_kernels(device),
-      "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
-      " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
+  TORCH_CHECK(rule.hysteresis == 1 || rule.kind != LossScaleKind::dynamic ||
+                  kernel_backend(device) != KernelBackend::aten,
+              "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
+              " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
 }
 
 inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& tensors,
@@ -72,12 +73,14 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
 inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   if (rule.kind != LossScaleKind::dynamic) return;
-  const at::Device device = tensors.scale.device();
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(device)) return cuda::update_scale_(rule, tensors, found_inf);
-#endif
-  if (has_cpu_loops(device)) return update_scale_on_host_(rule, tensors, found_inf);
-  update_scale_with_aten_(rule, tensors, found_inf);
+  switch (kernel_backend(tensors.scale.device())) {
+    case KernelBackend::cuda:
+      return cuda_kernels()->update_scale_(rule, tensors, found_inf);
+    case KernelBackend::cpu:
+      return update_scale_on_host_(rule, tensors, found_inf);
+    case KernelBackend::aten:
+      return update_scale_with_aten_(rule, tensors, found_inf);
+  }
 }
 
 }  // namespace detail

@@ -6,6 +6,7 @@
 #include <mezzo/kernels/adamw8bit_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 
 #include <ATen/core/Tensor.h>
@@ -158,7 +159,7 @@ inline AdamW8bit::AdamW8bit(const std::vector<torch::optim::OptimizerParamGroup>
 inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
   const at::Tensor& gradient = parameter.grad();
   const at::ScalarType dtype = parameter.scalar_type();
-  TORCH_CHECK(detail::has_own_kernels(parameter.device()),
+  TORCH_CHECK(detail::kernel_backend(parameter.device()) != detail::KernelBackend::aten,
               "AdamW8bit: ", words().parameter(parameter),
               " is on a device without mezzo's kernels; keep the "
               "model on the CPU, or on CUDA and link the CMake target mezzo::cuda");
@@ -252,12 +253,10 @@ inline void AdamW8bit::update() {
           {.seed = seed_,
            .step = static_cast<std::uint64_t>(state.step()),
            .parameter = own_number}};
-      if (detail::has_cpu_loops(parameter.device())) {
+      if (detail::kernel_backend(parameter.device()) == detail::KernelBackend::cpu) {
         on_cpu.push_back(step);
-#ifdef MEZZO_WITH_CUDA
       } else {
-        detail::cuda::step_adamw8bit_(parameter.device(), step);
-#endif
+        detail::cuda_kernels()->step_adamw8bit_(parameter.device(), step);
       }
       detail::bump_version(parameter);
     }

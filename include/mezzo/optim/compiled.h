@@ -6,9 +6,8 @@
 ///     find_package(mezzo 0.3 CONFIG REQUIRED COMPONENTS compiled)   # or add_subdirectory(mezzo)
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
-/// With CUDA kernels, whose units have another ABI namespace, link `mezzo::compiled_cuda` in place
-/// of `mezzo::cuda`. Results are the same bits. The library also holds GradScaler, MasterWeights,
-/// op policies and checkpoints (`mezzo/compiled.cpp`).
+/// For CUDA kernels link `mezzo::cuda` beside it. Results are the same bits. The library also holds
+/// GradScaler, MasterWeights, op policies and checkpoints (`mezzo/compiled.cpp`).
 ///
 /// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
 /// library. It is a choice for the whole program: define it nowhere else. Units without it hold the
@@ -42,7 +41,7 @@ namespace detail {
   EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 /// \endcond
 
-#ifdef MEZZO_LEFT_TO_LIBRARY
+#ifdef MEZZO_COMPILED
 MEZZO_COMPILED_RULES(extern)
 #endif
 

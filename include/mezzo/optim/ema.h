@@ -3,13 +3,13 @@
 /// with them.
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/step_result.h>
 

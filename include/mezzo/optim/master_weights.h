@@ -115,6 +115,6 @@ std::vector<at::Tensor> master_params(AnyOptimizer optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_LEFT_TO_LIBRARY
+#ifndef MEZZO_COMPILED
 #include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export
 #endif

@@ -4,13 +4,13 @@
 /// a reference to any optimizer.
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/param_slot.h>
 

@@ -2,11 +2,11 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
@@ -523,6 +523,6 @@ inline void check_archive(torch::serialize::InputArchive& archive, const GradSca
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_LEFT_TO_LIBRARY
+#ifndef MEZZO_COMPILED
 #include <mezzo/scaling/detail/grad_scaler_impl.h>  // IWYU pragma: export
 #endif

@@ -41,6 +41,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
+/// Returns whether mezzo's kernels serve tensors of `device`.
+inline bool serves(c10::Device device) { return device.is_cuda(); }
+/// Returns whether work on `device` can be captured into a graph.
+inline bool has_captures(c10::Device device) { return device.is_cuda(); }
+
 using Stream = cudaStream_t;
 using DeviceGuard = c10::cuda::CUDAGuard;
 

@@ -1,8 +1,7 @@
 // The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
-// them. Two objects with all of this link into one program: what is not weak is static. (nvcc 13
-// makes the functions of an unnamed namespace global.)
+// them, which a static object registers. Two objects with all of this link into one program: what
+// is not weak is static. (nvcc 13 makes the functions of an unnamed namespace global.)
 
-#include <mezzo/base/detail/capture.h>  // which declares capture_on
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
@@ -11,9 +10,9 @@
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/gradients.cuh>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
-#include <mezzo/kernels/cuda_launch.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/lion_element.h>
 #include <mezzo/kernels/sgd_element.h>
@@ -77,9 +76,8 @@ struct GradientRows {
   }
 };
 
-__attribute__((weak)) void unscale_and_check_(const std::vector<Stretch>& gradients,
-                                              const at::Tensor& found_inf,
-                                              const at::Tensor& inv_scale) {
+static void unscale_and_check_(const std::vector<Stretch>& gradients, const at::Tensor& found_inf,
+                               const at::Tensor& inv_scale) {
   const DeviceGuard guard(found_inf.device());
   const Stream stream = current_stream();
   const auto* const factor = inv_scale.const_data_ptr<float>();
@@ -89,8 +87,7 @@ __attribute__((weak)) void unscale_and_check_(const std::vector<Stretch>& gradie
   });
 }
 
-__attribute__((weak)) void summarize_(const std::vector<Stretch>& gradients,
-                                      const Verdict& verdict) {
+static void summarize_(const std::vector<Stretch>& gradients, const Verdict& verdict) {
   const at::Tensor& inv_scale = verdict.inv_scale;
   const DeviceGuard guard(inv_scale.device());
   const Stream stream = current_stream();
@@ -123,7 +120,7 @@ static double* pinned_place(const at::Tensor& pinned, void*& address) {
   return static_cast<double*>(address);
 }
 
-__attribute__((weak)) at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
+static at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
   const InCaptureToo allowed;
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(true));
 }
@@ -139,8 +136,8 @@ static __global__ void update_scale_kernel(const LossScale rule, float* scale, f
   *hysteresis_left = next.hysteresis_left;
 }
 
-__attribute__((weak)) void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
-                                         const at::Tensor& found_inf) {
+static void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
+                          const at::Tensor& found_inf) {
   const DeviceGuard guard(tensors.scale.device());
   const Stream stream = current_stream();
   launch<update_scale_kernel>(
@@ -160,10 +157,9 @@ static __global__ void write_letter_kernel(const float* scale, const float* foun
   letter[3] = max_abs == nullptr ? 0.0 : *max_abs;
 }
 
-__attribute__((weak)) void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
-                                         const at::Tensor& sum_of_squares,
-                                         const at::Tensor& max_abs, const at::Tensor& letter,
-                                         void*& address) {
+static void write_letter_(const at::Tensor& scale, const at::Tensor& found_inf,
+                          const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
+                          const at::Tensor& letter, void*& address) {
   const DeviceGuard guard(scale.device());
   const auto number_of = [](const at::Tensor& number) {
     return number.defined() ? number.const_data_ptr<double>() : nullptr;
@@ -196,7 +192,7 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
   launch_table();
 }
 
-__attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
+static void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
   if (step.span.count == 0) return;
   const DeviceGuard guard(device);
   const auto launch_kernel = [&]<class Parameter>() {
@@ -210,15 +206,18 @@ __attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitSte
   }
 }
 
-__attribute__((weak)) uint64_t capture_on(at::Device device) {
+static uint64_t capture_on(at::Device device) {
+  if (!has_captures(device)) return 0;
   const DeviceGuard guard(device);
   return capture_id();
 }
 
-__attribute__((weak)) int exchange_capture_mode(int mode) { return set_capture_mode(mode); }
+static int exchange_capture_mode(at::Device device, int mode) {
+  return has_captures(device) ? set_capture_mode(mode) : mode;
+}
 
-__attribute__((weak)) void count_steps_(at::Device device, const std::vector<float*>& counters,
-                                        const float* found_inf) {
+static void count_steps_(at::Device device, const std::vector<float*>& counters,
+                         const float* found_inf) {
   const DeviceGuard guard(device);
   for (std::size_t begin = 0; begin < counters.size(); begin += CounterTable::kCapacity) {
     CounterTable table;
@@ -229,8 +228,8 @@ __attribute__((weak)) void count_steps_(at::Device device, const std::vector<flo
   }
 }
 
-__attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
-                                 const std::vector<StepGroup>& groups, const StepInputs& inputs) {
+static void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
+                  const std::vector<StepGroup>& groups, const StepInputs& inputs) {
   const DeviceGuard guard(device);
   const auto step = [&]<class Rule>(bool variant) {
     for_each_weights(
@@ -247,6 +246,19 @@ __attribute__((weak)) void step_(at::Device device, CudaRule rule, const std::ve
       return step.template operator()<LionRule>(false);
   }
 }
+
+static constexpr CudaKernels kKernels{.serves = &serves,
+                                      .capture_on = &capture_on,
+                                      .exchange_capture_mode = &exchange_capture_mode,
+                                      .empty_pinned = &empty_pinned,
+                                      .unscale_and_check_ = &unscale_and_check_,
+                                      .summarize_ = &summarize_,
+                                      .update_scale_ = &update_scale_,
+                                      .step_ = &step_,
+                                      .step_adamw8bit_ = &step_adamw8bit_,
+                                      .write_letter_ = &write_letter_,
+                                      .count_steps_ = &count_steps_};
+[[maybe_unused]] static const bool kAreRegistered = register_cuda_kernels(kKernels);
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

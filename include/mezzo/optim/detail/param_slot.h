@@ -1,12 +1,12 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/dense_memory.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 

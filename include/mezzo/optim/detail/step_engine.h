@@ -152,10 +152,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
   MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
 
-#ifdef MEZZO_WITH_CUDA
   MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
                                  const StepOptions& options, bool counts_applied);
-#endif
   MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
                                    const StepOptions& options);
 
@@ -166,6 +164,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_LEFT_TO_LIBRARY
+#ifndef MEZZO_COMPILED
 #include <mezzo/optim/detail/step_engine_impl.h>
 #endif

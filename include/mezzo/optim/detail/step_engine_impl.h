@@ -1,11 +1,13 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/graph_capture.h>
+#include <mezzo/kernels/kernel_dispatch.h>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -20,11 +22,6 @@
 #include <limits>
 #include <optional>
 #include <string>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#include <mezzo/kernels/launch_table.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -206,7 +203,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
   set_lrs(plan);
   for (const Row& row : plan.rows) {  // before any device has stepped
     const at::Device device = row.parameter->device();
-    if (!with_aten && (has_cpu_loops(device) || has_cuda_kernels(device))) continue;
+    if (!with_aten && kernel_backend(device) != KernelBackend::aten) continue;
     check_for_aten(row, plan.groups[row.group]);
   }
   for (auto begin = plan.rows.begin(); begin != plan.rows.end();) {
@@ -215,15 +212,16 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
     const Verdict own = verdict.on(device);
-    if (!with_aten && has_cpu_loops(device)) {
-      step_cpu(rows, plan.groups, own, options);
-#ifdef MEZZO_WITH_CUDA
-    } else if (!with_aten && has_cuda_kernels(device)) {
-      is_counted = !plan.has_devices;
-      step_on_cuda(rows, plan.groups, own, options, is_counted);
-#endif
-    } else {
-      step_with_aten(rows, plan.groups, own, options);
+    switch (with_aten ? KernelBackend::aten : kernel_backend(device)) {
+      case KernelBackend::cpu:
+        step_cpu(rows, plan.groups, own, options);
+        break;
+      case KernelBackend::cuda:
+        is_counted = !plan.has_devices;
+        step_on_cuda(rows, plan.groups, own, options, is_counted);
+        break;
+      case KernelBackend::aten:
+        step_with_aten(rows, plan.groups, own, options);
     }
     begin = end;
   }
@@ -235,8 +233,9 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 /// the rates of the step.
 MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.rows.empty()) return;
-  const bool on_device = !plan.has_devices && !is_lr_written() &&
-                         !has_cpu_loops(plan.rows.front().parameter->device());
+  const bool on_device =
+      !plan.has_devices && !is_lr_written() &&
+      kernel_backend(plan.rows.front().parameter->device()) != KernelBackend::cpu;
   const std::vector<double> rates = on_device ? base_lrs() : lrs();
   for (std::size_t group = 0; group < plan.groups.size(); ++group) {
     plan.groups[group].lr = rates[group];
@@ -382,8 +381,6 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
 
-#ifdef MEZZO_WITH_CUDA
-
 inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options) {
   StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
   if (!verdict.defined()) return inputs;
@@ -433,15 +430,13 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
-  cuda::step_(device, rule_, step_rows, step_groups, inputs);
+  cuda_kernels()->step_(device, rule_, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
-    cuda::count_steps_(device, counters, inputs.found_inf);
+    cuda_kernels()->count_steps_(device, counters, inputs.found_inf);
   }
   finish(rows, options.zero_grad, inputs.clear, prepared);
 }
-
-#endif
 
 inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
   if (!verdict.defined()) return {};

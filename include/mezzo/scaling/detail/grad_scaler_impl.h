@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>

@@ -1,8 +1,9 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/graph_capture.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/step_result.h>
 
 #include <ATen/core/Tensor.h>
@@ -19,10 +20,6 @@
 #include <memory>
 #include <mutex>
 #include <vector>
-
-#ifdef MEZZO_WITH_CUDA
-#include <mezzo/kernels/cuda_launch.h>
-#endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -127,13 +124,10 @@ class StepLetter final : public StepSlot {
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
   void write(const at::Tensor& scale, const Verdict& verdict) {
-#ifdef MEZZO_WITH_CUDA
-    if (has_cuda_kernels(device_)) {
-      cuda::write_letter_(scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs,
-                          numbers_, address_);
-      return;
+    if (kernel_backend(device_) == KernelBackend::cuda) {
+      return cuda_kernels()->write_letter_(scale, verdict.found_inf, verdict.sum_of_squares,
+                                           verdict.max_abs, numbers_, address_);
     }
-#endif
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> all;
     for (const at::Tensor& number :

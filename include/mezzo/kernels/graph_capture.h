@@ -2,6 +2,7 @@
 
 #include <mezzo/base/detail/system.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/kernel_dispatch.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -12,28 +13,10 @@
 
 #include <cstdint>
 
-#ifdef MEZZO_DEVICE_ON_HOST
-namespace host_device {
-uint64_t capture_on(c10::Device device);
-int exchange_capture_mode(int mode);
-}  // namespace host_device
-#endif
-
 // Captures of work into CUDA graphs. Work on a stream that is being captured is recorded, not run;
 // it runs at each replay of the graph. Host code runs only once, during the capture.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
-
-#ifdef MEZZO_WITH_CUDA
-
-// Defined in mezzo/kernels/cuda/mezzo_cuda.cu, like the functions of mezzo/kernels/cuda_launch.h.
-namespace cuda {
-MEZZO_HIDDEN uint64_t capture_on(at::Device device);
-MEZZO_HIDDEN int exchange_capture_mode(int mode);
-MEZZO_HIDDEN at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype);
-}  // namespace cuda
-
-#else
 
 /// Returns the id of the capture that `stream` is part of, or 0. Asks the driver, since nothing of
 /// CUDA is linked without mezzo::cuda; libtorch has loaded the driver if a CUDA tensor exists.
@@ -71,29 +54,21 @@ void* native_handle(const Stream& stream) {
   }
 }
 
-#endif
-
 /// Returns the id of the capture that the device's current stream is part of, or 0.
 inline uint64_t capture_on(at::Device device) {
-#if defined(MEZZO_DEVICE_ON_HOST)
-  return host_device::capture_on(device);
-#elif defined(MEZZO_WITH_CUDA)
-  return device.is_cuda() ? cuda::capture_on(device) : 0;
-#else
+  if (const CudaKernels* const cuda = cuda_kernels()) return cuda->capture_on(device);
   if (!device.is_cuda()) return 0;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
   return capture_by_driver(native_handle(stream));
-#endif
 }
 
 /// Sets the mode in which the driver treats this thread's calls during captures, and returns the
-/// mode before.
-inline int exchange_capture_mode(int mode) {
-#if defined(MEZZO_DEVICE_ON_HOST)
-  return host_device::exchange_capture_mode(mode);
-#elif defined(MEZZO_WITH_CUDA)
-  return cuda::exchange_capture_mode(mode);
-#else
+/// mode before. Does nothing for a device without captures.
+inline int exchange_capture_mode(at::Device device, int mode) {
+  if (const CudaKernels* const cuda = cuda_kernels()) {
+    return cuda->exchange_capture_mode(device, mode);
+  }
+  if (!device.is_cuda()) return mode;
   static auto* const exchange =
       function_in<int(int* mode)>(kCudaDriver, "cuThreadExchangeStreamCaptureMode");
   TORCH_CHECK(
@@ -102,7 +77,6 @@ inline int exchange_capture_mode(int mode) {
       " has no cuThreadExchangeStreamCaptureMode, or an earlier CUDA call failed; update the "
       "driver, or run with CUDA_LAUNCH_BLOCKING=1, and the call that failed throws");
   return mode;
-#endif
 }
 
 /// Sets the relaxed capture mode in this thread, so that it may query and wait for events of
@@ -110,16 +84,11 @@ inline int exchange_capture_mode(int mode) {
 /// capture.
 class RelaxedCaptureModeGuard {
  public:
-  explicit RelaxedCaptureModeGuard(at::Device device) : is_active_(!device.is_cpu()) {
-#ifndef MEZZO_DEVICE_ON_HOST
-    is_active_ = device.is_cuda();
-#endif
-    constexpr int kRelaxed = 2;
-    if (is_active_) before_ = exchange_capture_mode(kRelaxed);
-  }
+  explicit RelaxedCaptureModeGuard(at::Device device)
+      : device_(device), before_(exchange_capture_mode(device, kRelaxed)) {}
   ~RelaxedCaptureModeGuard() {
     try {
-      if (is_active_) exchange_capture_mode(before_);
+      exchange_capture_mode(device_, before_);
     } catch (...) {  // of a device that has failed, which the next call reports
     }
   }
@@ -127,8 +96,10 @@ class RelaxedCaptureModeGuard {
   RelaxedCaptureModeGuard& operator=(const RelaxedCaptureModeGuard&) = delete;
 
  private:
-  bool is_active_;
-  int before_ = 0;
+  static constexpr int kRelaxed = 2;
+
+  at::Device device_;
+  int before_;
 };
 
 /// Returns an uninitialised tensor on the host, pinned if `device` is not the CPU: `device` then
@@ -136,9 +107,8 @@ class RelaxedCaptureModeGuard {
 /// allocations there, and libtorch 2.10 does not ask it for an exception, as mezzo::cuda does and
 /// libtorch 2.11 too.
 inline at::Tensor empty_on_host(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
-#ifdef MEZZO_WITH_CUDA
-  if (!device.is_cpu()) return cuda::empty_pinned(sizes, dtype);
-#endif
+  const CudaKernels* const cuda = cuda_kernels();
+  if (cuda != nullptr && !device.is_cpu()) return cuda->empty_pinned(sizes, dtype);
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(!device.is_cpu()));
 }
 
