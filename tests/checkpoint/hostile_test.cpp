@@ -141,6 +141,30 @@ TEST(CheckpointHostileFile, IsRefused) {
   }
 }
 
+/// An object of a user's own, in an archive.
+struct Archived {
+  friend auto& operator<<(torch::serialize::OutputArchive& archive, const Archived& /*object*/) {
+    archive.write("x", at::zeros({1}));
+    return archive;
+  }
+  friend auto& operator>>(torch::serialize::InputArchive& archive, Archived& /*object*/) {
+    return archive;
+  }
+};
+
+// Each name that is added to an archive is compared with all that it has.
+TEST(CheckpointHostileFile, ObjectOfTooManyEntriesIsRefused) {
+  std::vector<std::pair<std::string, std::string>> entries;
+  for (int i = 0; i < 20000; ++i) entries.emplace_back(std::to_string(i), "}");
+  const test_support::Scratch scratch;
+  const auto file =
+      scratch.write("x.pt", bytes::zip(bytes::dict({{"object", bytes::dict(entries)}})));
+  Archived object;
+  EXPECT_THAT(
+      error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("object", object)); }),
+      HasSubstr("too many entries"));
+}
+
 // It indexed an empty list of groups, and ended the process.
 TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
   const test_support::Scratch scratch;
@@ -169,6 +193,30 @@ TEST(CheckpointHostileFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
   EXPECT_THAT(error(2, {1, 1}, starts + index + value), HasSubstr("col_indices"));
   const std::string coo = tensor(storage("LongStorage", "1", 1), 0, {1, 1}, {1, 1});
   EXPECT_THAT(error(1, {1}, coo + value), HasSubstr("127"));
+}
+
+TEST(CheckpointHostileFile, RecordsThatOverlapAreRefused) {
+  const test_support::Scratch scratch;
+  bytes::Records records{{"0", std::string(4000, 'x')}};
+  std::string tensors = "](";
+  for (int i = 0; i < 9; ++i) {
+    records.emplace(std::to_string(i), "1234");
+    tensors +=
+        bytes::tensor(bytes::storage("FloatStorage", std::to_string(i), 1000), 0, {1000}, {1});
+  }
+  std::string zip = bytes::zip(bytes::dict({{"x", tensors + "e"}}), records);
+  const auto entry = [&zip](int key) {  // of the directory
+    return zip.rfind("archive/data/" + std::to_string(key)) - 46;
+  };
+  for (int i = 1; i < 9; ++i) {  // all have the first one's sizes and offset
+    zip.replace(entry(i) + 20, 8, zip, entry(0) + 20, 8);
+    zip.replace(entry(i) + 42, 4, zip, entry(0) + 42, 4);
+  }
+  --zip[zip.find("archive/data/0") - 2];  // its content begins at an odd address, and is copied
+  const auto file = scratch.write("x.pt", zip);
+  at::Tensor x;
+  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); }),
+              HasSubstr("records that overlap"));
 }
 
 TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {

@@ -204,6 +204,23 @@ TEST(OptimizerArchive, NegativeCountIsRefused) {
   }
 }
 
+// libtorch reads a number from the name of a state: "07" would be found under 7.
+TEST(OptimizerArchive, StateUnderAnotherSpellingIsRefused) {
+  Training source(classes().front().make), run(classes().front().make);
+  source.step(), run.step();
+  torch::serialize::OutputArchive archive;
+  source.optimizer->save(archive);
+  auto states = mezzo::detail::module_in(archive).attr("state").toModule();
+  const std::string id =
+      std::to_string(reinterpret_cast<std::uintptr_t>(source.weights[1].unsafeGetTensorImpl()));
+  states.register_module("0" + id, states.attr(id).toModule());
+  std::ostringstream bytes;
+  archive.save_to(bytes);
+  const std::string before = run.bits();
+  EXPECT_THAT(run.load_error(bytes.str()), HasSubstr("has a state under \"0" + id));
+  EXPECT_EQ(run.bits(), before);
+}
+
 TEST(OptimizerArchive, StateOfAnotherClassIsRefusedByTheStep) {
   Training lamb(classes()[4].make), muon(classes()[5].make), bits8(classes()[6].make);
   lamb.step(), muon.step(), bits8.step();
