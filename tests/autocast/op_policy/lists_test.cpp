@@ -172,8 +172,7 @@ TEST(OpLists, OpIsProbedWhenAskedFor) {
     ++calls;
     return at::autocast::cached_cast(torch::kBFloat16, x, torch::kCPU) * 2;
   });
-  const auto policy =
-      mezzo::install_op_overrides(mezzo::OpPolicy().deny("mezzo_lazy_test::twice"));
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mezzo_lazy_test::twice"));
   EXPECT_EQ(calls, 0);
   const mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // not the probe's
   const auto cpu = mezzo::autocast_op_lists(torch::kCPU);
