@@ -3,7 +3,7 @@
 
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/grad_buckets.h>
-#include <mezzo/scaling/accumulate_if_finite.h>
+#include <mezzo/scaling/finite_grad_accumulator.h>
 
 #include <torch/torch.h>
 
@@ -82,12 +82,12 @@ TEST_F(GradBucketsCuda, ABadMicroBatchIsDroppedWithoutWaiting) {
     if (in_buckets) buckets.emplace(std::vector<Tensor>{a, b});
     a.mutable_grad().reset();
     b.mutable_grad().reset();
-    std::vector<bool> dropped;
+    mezzo::FiniteGradAccumulator accumulator({a, b});
+    std::vector<bool> added;
     for (const float weight : {kNan, 1.0F, 2.0F, kNan, 4.0F}) {
-      dropped.push_back(
-          mezzo::accumulate_if_finite({a, b}, [&] { ((a.sum() + b.sum()) * weight).backward(); }));
+      added.push_back(accumulator.add([&] { ((a.sum() + b.sum()) * weight).backward(); }));
     }
-    EXPECT_EQ(dropped, (std::vector<bool>{true, false, false, true, false}));
+    EXPECT_EQ(added, (std::vector<bool>{false, true, true, false, true}));
     EXPECT_TRUE(torch::equal(a.grad(), torch::full_like(a, 7)));
     EXPECT_TRUE(torch::equal(b.grad(), torch::full_like(b, 7)));
   }
@@ -104,8 +104,9 @@ TEST_F(GradBucketsCuda, HoldParametersOfTwoDevices) {
     const double each = bucket.device.is_cpu() ? 3 : 8;
     EXPECT_EQ(bucket.flat.sum().item<double>(), each);
   }
-  EXPECT_TRUE(mezzo::accumulate_if_finite(
-      {on_host, on_gpu}, [&] { (on_host.sum() + on_gpu.sum().cpu() * kNan).backward(); }));
+  EXPECT_FALSE(mezzo::FiniteGradAccumulator({on_host, on_gpu}).add([&] {
+    (on_host.sum() + on_gpu.sum().cpu() * kNan).backward();
+  }));
   EXPECT_TRUE(torch::equal(on_host.grad(), torch::ones({3})));
 }
 

@@ -82,7 +82,7 @@ HOST_CHANGES = [
      "has_arrived_ = event_.query();", "has_arrived_ = true;"),
     ("the host's own step before its letter has come", "scaling/detail/step_letter.h",
      "event_.synchronize();", ""),
-    ("a line before the next scale has come", "scaling/detail/grad_scaler_impl.h",
+    ("a line before the next scale has come", "scaling/detail/skip_reporter.h",
      "if (skipped_scale && !next_scale) return;", "if (!next_scale) next_scale = skipped_scale;"),
     ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
      "inputs.clear = inputs.clear && !share_gradients(rows);", ""),

@@ -6,7 +6,7 @@
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
-#include <mezzo/scaling/accumulate_if_finite.h>
+#include <mezzo/scaling/finite_grad_accumulator.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -158,16 +158,16 @@ TEST(ThrowingCallbacks, OfAMicroBatchLeaveWhatWasAccumulated) {
   CallbackRun run(true);
   run.model->zero_grad();
   const Tensor batch = torch::ones({2, 4});
-  mezzo::accumulate_if_finite(run.model->parameters(), [&] { run.model(batch).sum().backward(); });
+  mezzo::FiniteGradAccumulator accumulator(run.model->parameters());
+  accumulator.add([&] { run.model(batch).sum().backward(); });
   const Tensor before = run.model->weight.grad().clone();
-  EXPECT_THROW(mezzo::accumulate_if_finite(run.model->parameters(),
-                                           [&] {
-                                             run.model(batch).square().sum().backward();
-                                             run.in_callback();
-                                           }),
+  EXPECT_THROW(accumulator.add([&] {
+    run.model(batch).square().sum().backward();
+    run.in_callback();
+  }),
                std::runtime_error);
   EXPECT_TRUE(torch::equal(run.model->weight.grad(), before));
-  mezzo::accumulate_if_finite(run.model->parameters(), [&] { run.model(batch).sum().backward(); });
+  accumulator.add([&] { run.model(batch).sum().backward(); });
   EXPECT_TRUE(torch::equal(run.model->weight.grad(), before * 2));
 }
 

@@ -1,8 +1,8 @@
 // Micro-batches of a loader that know their place in a step.
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/accumulate.h>
-#include <mezzo/scaling/accumulate_if_finite.h>
 #include <mezzo/scaling/detail/set_aside.h>
+#include <mezzo/scaling/finite_grad_accumulator.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <torch/torch.h>
@@ -25,7 +25,6 @@
 
 namespace {
 
-using mezzo::accumulate_if_finite;
 using mezzo::detail::SetAside;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -140,200 +139,181 @@ TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
 
 // --- One bad micro-batch does not spoil the others.
 
-class AccumulateIfFinite : public testing::Test {
+class FiniteGradAccumulator : public testing::Test {
  protected:
-  /// One micro-batch whose gradients are `a` and `b`; whether it was dropped.
-  bool run(float a, float b) {
-    return accumulate_if_finite({a_, b_}, [&] { (a_ * a + b_ * b).sum().backward(); });
+  /// Adds a micro-batch whose gradients are `a` and `b`; returns whether it was added.
+  bool add(float a, float b) {
+    return accumulator_.add([&] { (a_ * a + b_ * b).sum().backward(); });
   }
   static void expect_all(const Tensor& gradient, float value) {
     EXPECT_TRUE(torch::equal(gradient, torch::full_like(gradient, value))) << gradient;
   }
-  bool found_inf() const { return !torch::isfinite(a_.grad() + b_.grad()).all().item<bool>(); }
+  /// Begins the next step.
   void zero_grad() {
     a_.mutable_grad().reset();
     b_.mutable_grad().reset();
+    accumulator_ = mezzo::FiniteGradAccumulator({a_, b_});
   }
 
   Tensor a_ = torch::ones({3}).requires_grad_();
   Tensor b_ = torch::ones({3}).requires_grad_();
+  mezzo::FiniteGradAccumulator accumulator_{{a_, b_}};
 };
 
-TEST_F(AccumulateIfFinite, ABadMicroBatchIsDroppedAndTheRestSurvives) {
-  EXPECT_FALSE(run(1, 2));
-  EXPECT_TRUE(run(kNan, 4));
-  EXPECT_TRUE(run(8, kInfinity));
-  EXPECT_FALSE(run(16, 32));
+TEST_F(FiniteGradAccumulator, BadMicroBatchIsDropped) {
+  EXPECT_TRUE(add(1, 2));
+  EXPECT_FALSE(add(kNan, 4));
+  EXPECT_FALSE(add(8, kInfinity));
+  EXPECT_TRUE(add(16, 32));
   expect_all(a_.grad(), 17);
   expect_all(b_.grad(), 34);
 }
 
-TEST_F(AccumulateIfFinite, ABadFirstOneIsReplacedByTheNext) {
-  EXPECT_TRUE(run(kNan, 1));
-  EXPECT_FALSE(run(2, 3));
+TEST_F(FiniteGradAccumulator, BadFirstMicroBatchIsReplaced) {
+  EXPECT_FALSE(add(kNan, 1));
+  EXPECT_TRUE(add(2, 3));
   expect_all(a_.grad(), 2);
   expect_all(b_.grad(), 3);
-  EXPECT_FALSE(run(2, 3));
+  EXPECT_TRUE(add(2, 3));
   expect_all(a_.grad(), 4);
 }
 
-TEST_F(AccumulateIfFinite, IfAllAreBadTheStepsCheckFindsTheLast) {
-  EXPECT_TRUE(run(kNan, 1));
-  EXPECT_TRUE(run(1, kNan));
-  EXPECT_TRUE(found_inf());
+TEST_F(FiniteGradAccumulator, LastOfBadMicroBatchesStays) {
+  EXPECT_FALSE(add(kNan, 1));
+  EXPECT_FALSE(add(1, kNan));
   expect_all(a_.grad(), 1);
+  EXPECT_TRUE(b_.grad().isnan().all().item<bool>());
   zero_grad();
-  EXPECT_FALSE(run(1, 1));
-  EXPECT_FALSE(run(1, 1));
+  EXPECT_TRUE(add(1, 1));
+  EXPECT_TRUE(add(1, 1));
   expect_all(a_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, ASumThatOverflowsStaysInf) {
+TEST_F(FiniteGradAccumulator, OverflowedSumStaysInf) {
   a_ = torch::ones({3}, torch::kHalf).requires_grad_();
-  for (const float gradient : {40000.0F, 40000.0F, 1.0F}) EXPECT_FALSE(run(gradient, 1));
-  expect_all(a_.grad(), kInfinity);
-  expect_all(b_.grad(), 3);
-}
-
-TEST_F(AccumulateIfFinite, ABadFirstOneIsReplacedBesideAnotherModelAndInANewTensor) {
-  for (const float gradient : {kInfinity, 1.0F}) {
-    accumulate_if_finite({a_}, [&] { (a_ * gradient).sum().backward(); });
-    accumulate_if_finite({b_}, [&] { (b_ * gradient).sum().backward(); });
-    b_.mutable_grad() = b_.grad().clone();
+  for (const bool begins_bad : {false, true}) {
+    zero_grad();
+    if (begins_bad) {
+      EXPECT_FALSE(add(kNan, 1));
+    }
+    for (const float gradient : {40000.0F, 40000.0F, 1.0F}) EXPECT_TRUE(add(gradient, 1));
+    expect_all(a_.grad(), kInfinity);
+    expect_all(b_.grad(), 3);
   }
-  expect_all(a_.grad(), 1);
-  expect_all(b_.grad(), 1);
 }
 
-TEST_F(AccumulateIfFinite, NothingIsRememberedOfGradientsThatWereCleared) {
-  EXPECT_TRUE(run(kNan, 1));
-  zero_grad();
-  EXPECT_FALSE(run(1, 2));
-  EXPECT_FALSE(run(1, 2));
+TEST_F(FiniteGradAccumulator, BadGradientInNewTensorIsReplaced) {
+  EXPECT_FALSE(add(kInfinity, 1));
+  a_.mutable_grad() = a_.grad().clone();
+  EXPECT_TRUE(add(1, 1));
+  expect_all(a_.grad(), 1);
+}
+
+// One object for all steps is one step's as long as zero_grad() ends it.
+TEST_F(FiniteGradAccumulator, ClearedGradientsAreNotReplaced) {
+  EXPECT_FALSE(add(kNan, 1));
+  a_.mutable_grad().reset();
+  b_.mutable_grad().reset();
+  EXPECT_TRUE(add(1, 2));
+  EXPECT_TRUE(add(1, 2));
   expect_all(a_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, GradientsOfZeroCountAsAccumulated) {
-  EXPECT_TRUE(run(kNan, 1));
+TEST_F(FiniteGradAccumulator, ZeroGradientsCountAsAccumulated) {
+  EXPECT_FALSE(add(kNan, 1));
   a_.grad().zero_();
   b_.grad().zero_();
-  EXPECT_TRUE(run(kNan, 1));
+  EXPECT_FALSE(add(kNan, 1));
   expect_all(a_.grad(), 0);
-  EXPECT_FALSE(run(1, 2));
+  EXPECT_TRUE(add(1, 2));
   expect_all(b_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, AddsToGradientsOfAnOrdinaryPass) {
+TEST_F(FiniteGradAccumulator, OrdinaryGradientsAreAddedTo) {
   (a_ * 5).sum().backward();
-  EXPECT_TRUE(run(kNan, 1));
-  EXPECT_FALSE(run(1, 2));
+  EXPECT_FALSE(add(kNan, 1));
+  EXPECT_TRUE(add(1, 2));
   expect_all(a_.grad(), 6);
   expect_all(b_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, KeepsParametersThatItDoesNotUse) {
-  EXPECT_FALSE(run(1, 2));
-  EXPECT_FALSE(accumulate_if_finite({a_, b_}, [&] { a_.sum().backward(); }));
+TEST_F(FiniteGradAccumulator, UnusedParametersKeepGradients) {
+  EXPECT_TRUE(add(1, 2));
+  EXPECT_TRUE(accumulator_.add([&] { a_.sum().backward(); }));
   expect_all(a_.grad(), 2);
   expect_all(b_.grad(), 2);
-  EXPECT_FALSE(accumulate_if_finite({a_, b_}, [] {}));
+  EXPECT_TRUE(accumulator_.add([] {}));
   expect_all(a_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, PutsBackWhatWasAccumulatedIfBackwardThrows) {
-  EXPECT_FALSE(run(1, 2));
+TEST_F(FiniteGradAccumulator, ThrowingBackwardKeepsGradients) {
+  EXPECT_TRUE(add(1, 2));
   const auto throws = [&] {
     (a_ * 7).sum().backward();
     throw std::runtime_error("out of memory");
   };
-  EXPECT_THROW(accumulate_if_finite({a_, b_}, throws), std::runtime_error);
+  EXPECT_THROW(accumulator_.add(throws), std::runtime_error);
   expect_all(a_.grad(), 1);
   expect_all(b_.grad(), 2);
   zero_grad();
-  EXPECT_THROW(accumulate_if_finite({a_, b_}, throws), std::runtime_error);
+  EXPECT_THROW(accumulator_.add(throws), std::runtime_error);
   EXPECT_FALSE(a_.grad().defined());
 }
 
-TEST_F(AccumulateIfFinite, PutsBackWhatWasAccumulatedIfAGradientCannotBeAdded) {
-  EXPECT_FALSE(run(1, 2));
-  EXPECT_THROW(accumulate_if_finite({a_, b_},
-                                    [&] {
-                                      (a_ * 7).sum().backward();
-                                      b_.mutable_grad() = torch::ones({2});
-                                    }),
+TEST_F(FiniteGradAccumulator, GradientOfOtherShapeThrows) {
+  EXPECT_TRUE(add(1, 2));
+  EXPECT_THROW(accumulator_.add([&] {
+    (a_ * 7).sum().backward();
+    b_.mutable_grad() = torch::ones({2});
+  }),
                c10::Error);
   expect_all(a_.grad(), 1);
   expect_all(b_.grad(), 2);
-  EXPECT_FALSE(run(1, 2));
+  EXPECT_TRUE(add(1, 2));
   expect_all(a_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, KeepsWhatWasAccumulatedIfACopyHasNoMemory) {
-  EXPECT_FALSE(run(1, 2));
+TEST_F(FiniteGradAccumulator, CopyWithoutMemoryKeepsGradients) {
+  EXPECT_TRUE(add(1, 2));
   const Tensor base = torch::zeros({1});  // its memory is shared: it is copied
   const Tensor huge = torch::zeros({1}).expand({int64_t{1} << 61}).detach().requires_grad_();
   huge.mutable_grad() = base.expand({int64_t{1} << 61});
-  EXPECT_THROW(accumulate_if_finite({a_, b_, huge}, [] {}), std::exception);
+  EXPECT_THROW(mezzo::FiniteGradAccumulator({a_, b_, huge}).add([] {}), std::exception);
   expect_all(a_.grad(), 1);
   expect_all(b_.grad(), 2);
 }
 
-TEST_F(AccumulateIfFinite, TakesAParameterThatIsGivenTwice) {
-  const std::vector<Tensor> tied{a_, a_};
+TEST_F(FiniteGradAccumulator, ParameterGivenTwiceIsAddedOnce) {
+  mezzo::FiniteGradAccumulator tied({a_, a_});
   for (const float value : {1.0F, kNan, 2.0F}) {
-    accumulate_if_finite(tied, [&] { (a_ * value).sum().backward(); });
+    tied.add([&] { (a_ * value).sum().backward(); });
   }
   expect_all(a_.grad(), 3);
 }
 
-TEST_F(AccumulateIfFinite, TakesSparseGradients) {
+// Entries of one place that add up to inf are inf.
+TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
-  const auto run_sparse = [&](float weight) {
-    return accumulate_if_finite(embedding->parameters(), [&] {
-      (embedding->forward(torch::tensor({1})) * weight).sum().backward();
+  mezzo::FiniteGradAccumulator accumulator(embedding->parameters());
+  const auto add_at = [&](int64_t first, int64_t second, float weight) {
+    return accumulator.add([&] {
+      (embedding->forward(torch::tensor({first, second})) * weight).sum().backward();
     });
   };
-  EXPECT_FALSE(run_sparse(1));
-  EXPECT_TRUE(run_sparse(kNan));
-  EXPECT_FALSE(run_sparse(2));
-  EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 6);
+  EXPECT_TRUE(add_at(1, 2, 1));
+  EXPECT_FALSE(add_at(1, 2, kNan));
+  EXPECT_FALSE(add_at(3, 3, 2e38F)) << "4e38 in one place";
+  EXPECT_TRUE(add_at(0, 3, 2));
+  EXPECT_EQ(embedding->weight.grad().to_dense().sum().item<double>(), 12);
 }
 
-TEST_F(AccumulateIfFinite, SparseEntriesThatAddUpToInfAreDropped) {
-  torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(4, 2).sparse(true));
-  const auto run_twice_at = [&](int64_t first, int64_t second) {
-    return accumulate_if_finite(embedding->parameters(), [&] {
-      (embedding->forward(torch::tensor({first, second})) * 2e38).sum().backward();
-    });
-  };
-  EXPECT_FALSE(run_twice_at(1, 2));
-  EXPECT_TRUE(run_twice_at(3, 3)) << "4e38 in one place";
-  EXPECT_FALSE(run_twice_at(0, 3));
-  EXPECT_TRUE(embedding->weight.grad().to_dense().isfinite().all().item<bool>());
-}
-
-TEST_F(AccumulateIfFinite, ForgetsABadMicroBatchOnceItWasReplaced) {
-  a_ = torch::ones({3}, torch::kHalf).requires_grad_();
-  EXPECT_TRUE(run(kNan, 1));
-  for (const float gradient : {40000.0F, 40000.0F, 1.0F}) EXPECT_FALSE(run(gradient, 1));
-  expect_all(a_.grad(), kInfinity);
-  expect_all(b_.grad(), 3);
-  for (int i = 0; i < 10; ++i) {  // nor does it keep the parameters of models that are gone
-    a_ = torch::ones({3}).requires_grad_();
-    EXPECT_TRUE(run(kNan, 1));
-  }
-  EXPECT_LE(mezzo::detail::holders_of_bad_gradients().size(), 2U);
-}
-
-TEST_F(AccumulateIfFinite, SaysWhatIsWrongWithItsArguments) {
-  EXPECT_NE(test_support::error_of([&] {
-              accumulate_if_finite({a_}, nullptr);
-            }).find("backward is an empty function"),
-            std::string::npos);
-  EXPECT_NE(test_support::error_of([&] {
-              accumulate_if_finite({a_, Tensor()}, [] {});
-            }).find("parameter 1 is undefined"),
-            std::string::npos);
+TEST_F(FiniteGradAccumulator, BadArgumentThrows) {
+  EXPECT_THAT(test_support::error_of([&] { accumulator_.add(nullptr); }),
+              HasSubstr("backward is an empty function"));
+  EXPECT_THAT(test_support::error_of([&] {
+                mezzo::FiniteGradAccumulator({a_, Tensor()});
+              }),
+              HasSubstr("parameter 1 is undefined"));
 }
 
 // --- Gradients that are set aside come back as they were, or join those that came since.

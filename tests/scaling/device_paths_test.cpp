@@ -2,6 +2,7 @@
 
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/adamw.h>
+#include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/record_function.h>
@@ -10,9 +11,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <limits>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "../support/error_of.h"
@@ -25,9 +28,11 @@ using mezzo::LossScale;
 using test_support::error_of;
 using test_support::sgd;
 using testing::Contains;
+using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
 using testing::Not;
+using testing::Pair;
 
 // Without a GPU the path through ATen's kernels can still be walked with CPU tensors.
 TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
@@ -75,43 +80,35 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
   EXPECT_NO_THROW(mezzo::detail::require_update_kernel(LossScale::dynamic(), torch::kXPU));
 }
 
-/// Where a captured graph will look for the inverse, and that it is the scale's.
-class InverseWatch {
- public:
-  explicit InverseWatch(mezzo::detail::DeviceScale& scale)
-      : scale_(scale), place_(scale.inverse().const_data_ptr()) {}
-
-  void expect_inverse_of(float scale) {
-    const auto& inverse = scale_.inverse();
-    EXPECT_EQ(scale_.original().item<float>(), scale);
-    EXPECT_EQ(inverse.item<float>(), 1.0F / scale);
-    EXPECT_EQ(inverse.const_data_ptr(), place_) << "written in place";
-  }
-
- private:
-  mezzo::detail::DeviceScale& scale_;
-  const void* place_;
-};
-
-TEST(DeviceScale, WritesTheInverseWhereverItWritesTheScale) {
-  const auto rule = LossScale::dynamic(
+// A step divides by the inverse, which is written wherever the scale is.
+TEST(GradScaler, InverseFollowsTheScale) {
+  auto x = test_support::parameter({0});
+  mezzo::optim::SGD optimizer({x}, 1.0);
+  GradScaler scaler(
       {.init_scale = 12, .growth_factor = 3, .growth_interval = 1, .max_scale = 1000});
-  mezzo::detail::DeviceScale scale;
-  scale.make(rule.initial_state(), torch::kCPU);
-  InverseWatch watch(scale);
-  watch.expect_inverse_of(12);
-  scale.advance(rule, torch::zeros({}));
-  watch.expect_inverse_of(36);
-  scale.advance(rule, torch::ones({}));
-  watch.expect_inverse_of(18);
-  scale.write_scale(7);
-  watch.expect_inverse_of(7);
-  scale.write_scale(torch::full({1}, 5000.0, torch::kDouble), 1, 1000);
-  watch.expect_inverse_of(1000);
-  scale.advance(rule, torch::zeros({}));
-  watch.expect_inverse_of(1000);
-  scale.write({.scale = 3, .growth_tracker = 0, .hysteresis_left = 1});
-  watch.expect_inverse_of(3);
+  scaler.on_skip(nullptr);
+  const auto expect_scale = [&](float scale, float gradient = 1) {
+    (void)scaler.scale(torch::zeros({}));
+    EXPECT_EQ(scaler.get_scale(), scale);
+    test_support::set_gradient(x, {gradient});
+    x.detach().zero_();
+    scaler.step(optimizer);
+    EXPECT_EQ(x.item<float>(), std::isinf(gradient) ? 0 : -1.0F / scale);
+  };
+  expect_scale(12);
+  scaler.update();
+  expect_scale(36, std::numeric_limits<float>::infinity());
+  scaler.update();
+  expect_scale(18);
+  scaler.update(7.0);
+  expect_scale(7);
+  scaler.update(torch::full({1}, 5000.0, torch::kDouble));
+  expect_scale(1000);
+  scaler.update();
+  expect_scale(1000);
+  scaler.update();
+  scaler.load_state_dict(GradScaler({.init_scale = 3}).state_dict());
+  expect_scale(3);
 }
 
 // From subnormal scales, whose inverse is inf, to those whose inverse is subnormal.
@@ -171,15 +168,12 @@ TEST(Gradients, AreGroupedByDevice) {
     return x;
   };
   const auto optimizer = sgd({on(torch::kCPU), on(torch::kMeta), on(torch::kCPU)});
-  const auto plan = mezzo::detail::plain_plan(optimizer);
-  ASSERT_EQ(plan.rows.size(), 3U);
-  EXPECT_EQ(plan.rows[1].number, 2U) << "those of one device follow each other";
-  const auto groups = mezzo::detail::values_by_device(plan);
-  ASSERT_EQ(groups.size(), 2U);
-  ASSERT_EQ(groups[0].size(), 2U);
-  EXPECT_EQ(groups[0][1].device(), torch::kCPU);
-  ASSERT_EQ(groups[1].size(), 1U);
-  EXPECT_EQ(groups[1][0].device(), torch::kMeta);
+  const auto gradients = mezzo::detail::dense_gradients(mezzo::detail::plain_plan(optimizer));
+  std::vector<std::pair<torch::DeviceType, std::size_t>> groups;
+  mezzo::detail::for_each_device(gradients, [&](const auto& here) {
+    groups.emplace_back(here.back().device().type(), here.size());
+  });
+  EXPECT_THAT(groups, ElementsAre(Pair(torch::kCPU, 2), Pair(torch::kMeta, 1)));
 }
 
 TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {

@@ -334,4 +334,57 @@ TYPED_TEST(GradScalerScaledGradients, GrownScaleTrainsWhereSubnormalsAreFlushed)
   EXPECT_EQ(this->scaler.get_scale(), std::ldexp(1.0, 126));
 }
 
+/// Loops of twenty steps: how each clips, or what its gradients are.
+enum class Loop {
+  clipped_scaled,
+  clipped_before_unscale,
+  plain,
+  clipped,
+  eighth,
+  one_batch,
+  unit_inputs,
+  no_gradient
+};
+
+std::vector<std::string> warnings_of(Loop loop) {
+  const c10::WarningUtils::WarnAlways warn_each_time;
+  Warnings warnings;
+  const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
+  const bool is_clipped = is_eighth || loop == Loop::clipped;
+  const bool is_early = loop == Loop::clipped_before_unscale;
+  GradScaler scaler({.init_scale = is_eighth ? 128.0 : 65536.0});
+  auto x = parameter({0, 0, 0});
+  mezzo::optim::SGD optimizer({x}, 1e-3);
+  for (int i = 0; i < 20; ++i) {
+    optimizer.zero_grad();
+    auto input = torch::tensor({1.0F + static_cast<float>(i), 2.0F, 3.0F});
+    if (loop == Loop::one_batch) input = torch::tensor({0.5F, 0.0F, 0.0F}) / 65536;
+    if (loop == Loop::unit_inputs) input = input / input.norm();
+    if (loop == Loop::no_gradient) input = torch::zeros({3});
+    scaler.scale((x * input).sum()).backward();
+    if (is_early || loop == Loop::clipped_scaled) torch::nn::utils::clip_grad_norm_({x}, 0.5);
+    if (is_early || is_clipped) scaler.unscale_(optimizer);
+    if (is_clipped) torch::nn::utils::clip_grad_norm_({x}, is_eighth ? 0.125 : 0.5);
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  return warnings.texts;
+}
+
+TEST(GradScaler, WarnsOnceOfGradientsThatAreClippedWhileTheyCarryTheScale) {
+  for (const Loop loop : {Loop::clipped_scaled, Loop::clipped_before_unscale}) {
+    EXPECT_THAT(warnings_of(loop),
+                ElementsAre(AllOf(HasSubstr("GradScaler: the norm of the scaled gradients has been "
+                                            "0.5 for 5 steps in a row"),
+                                  HasSubstr("{.max_norm = ...}"))));
+  }
+}
+
+TEST(GradScaler, AccusesNoHealthyLoopOfScaledClipping) {
+  for (const Loop loop : {Loop::plain, Loop::clipped, Loop::eighth, Loop::one_batch,
+                          Loop::unit_inputs, Loop::no_gradient}) {
+    EXPECT_THAT(warnings_of(loop), ElementsAre()) << static_cast<int>(loop);
+  }
+}
+
 }  // namespace

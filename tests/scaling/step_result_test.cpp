@@ -33,6 +33,7 @@ TEST(StepResult, TellsAKnownOutcomeAtOnce) {
   EXPECT_EQ(result.scale(), 8.0F);
   ASSERT_TRUE(result.value().has_value());
   EXPECT_EQ(result.value()->item<float>(), 1.0F);
+  EXPECT_EQ(result.outcome().scale, 8.0F);
 }
 
 TEST(StepResult, AsksALateSlotWithoutWaitingUntilItMust) {

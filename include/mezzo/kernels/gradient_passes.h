@@ -35,13 +35,12 @@ namespace detail {
 /// Summarises by ATen's kernels, on devices without kernels of mezzo (CUDA without the target
 /// mezzo::cuda). Reads the gradients twice: once for the norm, and once for the largest magnitude,
 /// which decides exactly whether a product overflows.
-inline Verdict summarize_with_aten(const std::vector<at::Tensor>& gradients,
-                                   const at::Tensor& inv_scale) {
+inline Verdict summarize_with_aten(at::TensorList gradients, const at::Tensor& inv_scale) {
   const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
   const at::Tensor factor = inv_scale.reshape({});
   const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
   std::vector<at::Tensor> largest{none}, norms{none};  // of products
-  for (std::vector<at::Tensor>& same : by_dtype(gradients)) {
+  for (std::vector<at::Tensor>& same : by_dtype(gradients.vec())) {
     std::erase_if(same, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
     if (same.empty()) continue;
     const auto own = same.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
@@ -85,8 +84,7 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
 /// set. CUDA's kernels add up to 32 squares of floats and halves in float first, with a relative
 /// error of at most 2e-6. A double gradient above 1e154 has a square beyond double: the sum is inf,
 /// and found_inf 0.
-inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
-                                   const at::Tensor& inv_scale) {
+inline Verdict summarize_gradients(at::TensorList gradients, const at::Tensor& inv_scale) {
   const at::Device device = inv_scale.device();
   const KernelBackend backend = kernel_backend(device);
   if (backend == KernelBackend::aten) return summarize_with_aten(gradients, inv_scale);

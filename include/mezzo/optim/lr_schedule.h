@@ -40,13 +40,11 @@ void check_curve(bool is_fine, const char* member, Value value, const char* want
   TORCH_CHECK(is_fine, "LrSchedule: ", member, " is ", value, "; it should be ", wanted);
 }
 
-/// Returns a curve's factor: checks the members, of which `exponent` shapes the fall, rises during
-/// the warm-up, and then calls `fall(done, remaining)` with the shares of the fall that lie before
-/// and after `applied_steps`. They add up to 1, but for a warm-up that takes all steps, at whose
-/// end both are 0.
+/// Returns a curve's factor: checks the members, rises during the warm-up, and then calls
+/// `fall(done, remaining)` with the shares of the fall that lie before and after `applied_steps`.
+/// They add up to 1, but for a warm-up that takes all steps, at whose end both are 0.
 template <class Curve, class Fall>
-double warmed_up(const Curve& curve, int64_t applied_steps, const char* name, double exponent,
-                 const Fall& fall) {
+double warmed_up(const Curve& curve, int64_t applied_steps, const Fall& fall) {
   const int64_t warmup = curve.warmup_steps, total = curve.total_steps;
   check_curve(total >= 1, "total_steps", total, "at least 1");
   TORCH_CHECK(warmup >= 0 && warmup <= total, "LrSchedule: warmup_steps is ", warmup,
@@ -55,8 +53,6 @@ double warmed_up(const Curve& curve, int64_t applied_steps, const char* name, do
   check_curve(is_factor(curve.min_factor), "min_factor", curve.min_factor, "from 0 to 1");
   check_curve(is_factor(curve.initial_factor), "initial_factor", curve.initial_factor,
               "from 0 to 1");
-  check_curve(is_above(exponent, 0) && !nonfinite_bits(exponent), name, exponent,
-              "positive and finite");
   check_curve(applied_steps >= 0, "applied_steps", applied_steps, "at least 0");
   if (applied_steps < warmup) {
     const double risen = static_cast<double>(applied_steps) / static_cast<double>(warmup);
@@ -98,15 +94,17 @@ struct PolynomialCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
+    detail::check_curve(detail::is_above(power, 0) && !detail::nonfinite_bits(power), "power",
+                        power, "positive and finite");
     return detail::warmed_up(
-        *this, applied_steps, "power", power,
+        *this, applied_steps,
         [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
   }
 };
 /// f = q: a PolynomialCurve whose power is left at 1.
 using LinearCurve = PolynomialCurve;
 
-/// f = (1 + cos(2 pi cycles p)) / 2: get_cosine_schedule_with_warmup, and with min_factor
+/// f = (1 + cos(pi p)) / 2: get_cosine_schedule_with_warmup, and with min_factor
 /// get_cosine_with_min_lr_schedule_with_warmup. Hugging Face's curves rise again after T; this
 /// curve stays where it is.
 struct CosineCurve {
@@ -114,14 +112,12 @@ struct CosineCurve {
   int64_t total_steps = 0;    ///< T: steps after which the factor stays
   double min_factor = 0;      ///< the lowest factor
   double initial_factor = 0;  ///< factor of the first step of a warm-up
-  double cycles = 0.5;  ///< waves from w to T: half a wave falls from 1 to 0. Positive, finite.
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    return detail::warmed_up(*this, applied_steps, "cycles", cycles,
-                             [this](double done, double /*remaining*/) {
-                               return 0.5 * (1 + std::cos(std::numbers::pi * cycles * 2 * done));
-                             });
+    return detail::warmed_up(*this, applied_steps, [](double done, double /*remaining*/) {
+      return 0.5 * (1 + std::cos(std::numbers::pi * done));
+    });
   }
 };
 

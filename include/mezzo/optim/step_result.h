@@ -99,9 +99,10 @@ class StepResult {
   /// undefined tensor unless it was given a closure. May wait for the device.
   const std::optional<at::Tensor>& value() const { return outcome().value; }
 
- private:
+  /// Returns all of these values. May wait for the device.
   const StepOutcome& outcome() const { return slot_ == nullptr ? known_ : slot_->outcome(); }
 
+ private:
   std::shared_ptr<StepSlot> slot_;  // null where the outcome is known
   StepOutcome known_;
 };

@@ -2,196 +2,38 @@
 /// GradScaler, dynamic loss scaling for any `torch::optim::Optimizer`: torch.amp's in C++.
 #pragma once
 
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/per_optimizer_state.h>
+#include <mezzo/scaling/detail/skip_reporter.h>
 #include <mezzo/scaling/detail/step_letter.h>
-#include <mezzo/scaling/skipped_step.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/reciprocal.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <c10/core/GradMode.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/TensorImpl.h>
-#include <c10/core/UndefinedTensorImpl.h>
 #include <c10/util/Exception.h>
-#include <c10/util/intrusive_ptr.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <cmath>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <ranges>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-
-namespace detail {
-
-/// A loss scale's state on the device of the losses, with 1 / scale beside it, so that no step has
-/// to compute it. Tensors of one element: scale and inverse are float, the counts int32. They are
-/// written in place, where a captured graph reads them, and are no inference tensors, which could
-/// not be written outside of InferenceMode.
-class DeviceScale {
- public:
-  /// Makes the tensors, unless they are there. Threads may call it at once, and read `original`
-  /// after it, until one of them writes.
-  /// \throws c10::Error while `device` is being captured: the scale has to be made before
-  void make(const LossScaleState& state, at::Device device) {
-    const std::lock_guard lock(making_);
-    if (defined()) return;
-    check_is_warm(device, "the loss scale");
-    const c10::InferenceMode no_inference(false);
-    const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
-    const auto count = number.dtype(at::kInt);
-    scale_ = at::full({}, state.scale, number);
-    inverse_ = at::full({}, inverse_scale(state.scale), number);
-    growth_tracker_ = at::full({}, state.growth_tracker, count);
-    hysteresis_left_ = at::full({}, state.hysteresis_left, count);
-    is_made_.store(true, std::memory_order_release);
-  }
-
-  bool defined() const noexcept { return is_made_.load(std::memory_order_acquire); }
-  /// Guards what several calls of `scale` write at once.
-  std::mutex& mutex() noexcept { return making_; }
-
-  /// Counts a use of the scale: a loss that is multiplied by it, or a read, whose caller may
-  /// multiply a loss by it. Thread-safe.
-  void count_use() noexcept { uses_.fetch_add(1, std::memory_order_relaxed); }
-  uint64_t uses() const noexcept { return uses_.load(std::memory_order_relaxed); }
-
-  /// Notes that a captured graph scales losses: its replays are not counted. Thread-safe.
-  void set_captured() noexcept { is_captured_.store(true, std::memory_order_relaxed); }
-  bool is_captured() const noexcept { return is_captured_.load(std::memory_order_relaxed); }
-
-  const at::Tensor& original() const noexcept { return scale_; }
-
-  /// Returns 1 / scale, on the scale's device.
-  const at::Tensor& inverse() const noexcept { return inverse_; }
-
-  /// Returns the state. Waits for the device.
-  LossScaleState read() const {
-    return {.scale = original().item<float>(),
-            .growth_tracker = growth_tracker_.item<int32_t>(),
-            .hysteresis_left = hysteresis_left_.item<int32_t>()};
-  }
-
-  /// Writes the whole state. No host sync.
-  void write(const LossScaleState& state) {
-    const c10::NoGradGuard no_grad;
-    write_scale(state.scale);
-    growth_tracker_.fill_(state.growth_tracker);
-    hysteresis_left_.fill_(state.hysteresis_left);
-  }
-
-  // The next three move the scale. No host sync on a device.
-
-  /// Writes the scale and its inverse; the counts stay.
-  void write_scale(float scale) {
-    const c10::NoGradGuard no_grad;
-    scale_.fill_(scale);
-    inverse_.fill_(inverse_scale(scale));
-  }
-
-  /// Writes the scale from a tensor of one element on any device, clamped to [lowest, highest].
-  void write_scale(const at::Tensor& scale, double lowest, double highest) {
-    const c10::NoGradGuard no_grad;
-    scale_.copy_(scale.reshape({}));
-    scale_.clamp_(lowest, highest);
-    at::reciprocal_out(inverse_, scale_);
-  }
-
-  /// Moves the scale by `rule` after an iteration.
-  /// \param found_inf  a float of one element on the scale's device, not 0 where an inf was found
-  void advance(const LossScale& rule, const at::Tensor& found_inf) {
-    const c10::NoGradGuard no_grad;
-    update_scale_(rule, {scale_, inverse_, growth_tracker_, hysteresis_left_}, found_inf);
-  }
-
- private:
-  at::Tensor scale_;
-  at::Tensor inverse_;
-  at::Tensor growth_tracker_;
-  at::Tensor hysteresis_left_;
-  std::mutex making_;
-  std::atomic<bool> is_made_ = false;
-  std::atomic<bool> is_captured_ = false;
-  std::atomic<uint64_t> uses_ = 0;
-};
-
-/// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
-/// scale. The norm, with the scale, is then the same round number in step after step, while the
-/// largest gradient moves. Without the scale it is no round number, as a bound on true gradients
-/// is. Steps over one batch, or of a model that does not move, hold the largest gradient too.
-class ScaledClipping {
- public:
-  /// Looks at one step. Steps without a norm, and with an inf or NaN, tell nothing.
-  void see(const StepResult& step) {
-    if (has_told_) return;
-    const double bound = step.grad_norm().value_or(HUGE_VAL);
-    if (nonfinite_bits(bound)) return;
-    const double norm = bound * step.scale();
-    const double largest = *step.grad_max_abs() * step.scale();
-    if (!is_same(norm, norm_)) {
-      steps_ = 0;
-      norm_ = norm;
-      lowest_ = highest_ = largest;
-    }
-    lowest_ = std::min(lowest_, largest);
-    highest_ = std::max(highest_, largest);
-    const bool moves = highest_ - lowest_ > 1e-2 * highest_;
-    if (++steps_ < 5 || !moves || !is_round(norm)) return;
-    if (is_round(bound)) return;
-    has_told_ = true;
-    TORCH_WARN("GradScaler: the norm of the scaled gradients has been ", norm, " for ", steps_,
-               " steps in a row: it looks as if gradients were clipped while they still carry the "
-               "loss scale ",
-               step.scale(), ", which is a bound of ", bound,
-               " on the true ones; call scaler.unscale_(optimizer) before clipping, or leave "
-               "clipping to scaler.step(optimizer, {.max_norm = ...})");
-  }
-
- private:
-  /// To four digits: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to 9e-5.
-  static bool is_same(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
-  /// Whether a number is a bound that people write: of two digits, or of three, as 0.125, if it is
-  /// not tiny.
-  static bool is_round(double value) {
-    if (!(value > 0)) return false;
-    const double digits = value < 1e-3 ? 2 : 3;
-    const double unit = std::pow(10.0, std::floor(std::log10(value)) - (digits - 1));
-    return is_same(value, std::round(value / unit) * unit);
-  }
-
-  double norm_ = 0, lowest_ = 0, highest_ = 0;
-  int steps_ = 0;
-  bool has_told_ = false;
-};
-
-}  // namespace detail
 
 /// Multiplies the loss so that small gradients survive in fp16, divides the gradients again, and
 /// skips the optimizer's step when one of them is inf or NaN. The calls, their order and the words
@@ -216,13 +58,13 @@ class ScaledClipping {
 /// the device in `get_scale` and `state_dict` and, with an optimizer that is not mezzo's, in
 /// `step`; nothing else waits. docs/cuda.md shows how to capture a step into a CUDA graph. Threads
 /// may call `scale` at once; all else is for one thread at a time. Between two calls of `update` no
-/// optimizer may move in memory.
+/// optimizer may move in memory. A scaler can be moved, and not copied.
 class GradScaler {
  public:
   /// The keys and values of torch.amp.GradScaler's state_dict, and keys for what mezzo adds.
   using StateDict = std::map<std::string, double>;
   /// The function that `on_skip` takes; it is called after each skipped step.
-  using SkipCallback = std::function<void(const SkippedStep&)>;
+  using SkipCallback = detail::SkipReporter::Callback;
 
   /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled
   explicit GradScaler(const LossScale& options = {});
@@ -230,13 +72,6 @@ class GradScaler {
   /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
   /// `GradScaler(LossScale::fixed(128))`.
   explicit GradScaler(detail::BareNumber auto) = delete;  // GradScaler({.init_scale = 1024})
-  /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.
-  GradScaler(GradScaler&&) = default;
-  /// Moves the scale and the iteration. The other scaler may then be destroyed or assigned to.
-  GradScaler& operator=(GradScaler&&) = default;
-  GradScaler(const GradScaler&) = delete;  // two scalers would share the tensors of one scale
-  GradScaler& operator=(const GradScaler&) = delete;
-  ~GradScaler() = default;
 
   /// Returns `outputs` times the scale. Differentiable; never mutates its argument. No host sync
   /// for outputs on the scale's device; for outputs on another device the scale is copied there,
@@ -266,14 +101,12 @@ class GradScaler {
   ///
   /// An optimizer of mezzo's reads the gradients once, for an inf and for their norm, and once more
   /// in the step, which multiplies them by inverse scale and clip coefficient on their way. The
-  /// device decides the step: nothing waits, the result is ready some time later, and the line
-  /// about a skip may come some steps late. Any other optimizer's gradients are unscaled and
-  /// clipped in place, as by `unscale_` and torch's clip_grad_norm_, and the host waits once to
-  /// know whether to step. StepOptions says what `.grad` holds afterwards.
-  ///
-  /// After `unscale_` the gradients are checked once more, since clipping or your code may have
-  /// made an inf or NaN, and not unscaled again. A disabled scaler clips, sets to zero and steps
-  /// whatever the gradients are.
+  /// device decides the step: nothing waits, and result and report of a skip come later. Any other
+  /// optimizer's gradients are unscaled and clipped in place, as by `unscale_` and torch's
+  /// clip_grad_norm_, and the host waits once to know whether to step. StepOptions says what
+  /// `.grad` holds afterwards. After `unscale_` the gradients are only checked once more, since
+  /// clipping or your code may have made an inf or NaN. A disabled scaler clips, sets to zero and
+  /// steps whatever the gradients are.
   ///
   /// Warns once (TORCH_WARN) if no loss was scaled since the last `update`, as in a loop that calls
   /// `update` between the steps of two optimizers: a dynamic scale may have changed.
@@ -331,13 +164,13 @@ class GradScaler {
   /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
   /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
   void forget_iteration() noexcept {
-    records_.clear();
-    results_.clear();
+    per_optimizer_states_.clear();
     found_inf_ = at::Tensor();
+    reporter_.discard_iteration();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
-  bool is_in_iteration() const noexcept { return !records_.empty(); }
+  bool is_in_iteration() const noexcept { return !per_optimizer_states_.empty(); }
 
   /// Returns the rule that the scale follows.
   const LossScale& rule() const noexcept { return rule_; }
@@ -347,7 +180,7 @@ class GradScaler {
   /// CUDA graph. It takes the place of the line on std::cerr, which is written for the first eleven
   /// skips in a row, once for a scale at its floor, and in both cases for every 1000th skip after
   /// that. A null callback is silent.
-  void on_skip(SkipCallback callback) { on_skip_ = std::move(callback); }
+  void on_skip(SkipCallback callback) { reporter_.set_callback(std::move(callback)); }
 
   /// Returns the whole state under torch's keys (scale, growth_factor, backoff_factor,
   /// growth_interval, _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's
@@ -362,106 +195,62 @@ class GradScaler {
   void load_state_dict(const StateDict& state);
 
  private:
-  /// What was called last for an optimizer in this iteration.
-  enum class Stage : uint8_t { ready, unscaled, stepped };
-  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  /// A gradient that was unscaled in place. Weak: it may be replaced, and so may its parameter.
-  struct UnscaledGrad {
-    WeakTensor param;
-    WeakTensor grad;
-    uint32_t version = 0;  ///< of the gradient when it was unscaled
-    bool is_cleared =
-        false;  ///< whether the parameter had no gradient when `scale` was called since
-  };
-  /// What this iteration knows about one optimizer.
-  struct Record {
-    Stage stage = Stage::ready;
-    std::vector<UnscaledGrad> unscaled{};
-    /// The first parameter of each group, by which the optimizer is told from a later one at its
-    /// address.
-    std::vector<WeakTensor> params{};
-    /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
-    /// counts for the next scale. Undefined before any check.
-    at::Tensor found_inf{};
-  };
-  using Results = std::vector<StepResult>;
+  using State = detail::PerOptimizerState;
+  using OptState = detail::OptState;
 
-  Record& record_of(const torch::optim::Optimizer& optimizer);
-  Record& record_to_step(const torch::optim::Optimizer& optimizer);
-  void check_not_unscaled(const Record& record, AnyOptimizer optimizer, const StepPlan& plan) const;
-  void check_still_unscaled(const Record& record, AnyOptimizer optimizer) const;
+  State& state_of(const torch::optim::Optimizer& optimizer);
+  State& state_to_step(const torch::optim::Optimizer& optimizer);
+  void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
+  void check_verdict(State& state, Verdict& verdict) const;
   void mark_cleared_grads();
-  void warn_unless_scaled(const char* call);
-  void add_found_inf(const Record& record);
-  at::Tensor unscale_into(AnyOptimizer optimizer);
-  void check_verdict(Record& record, Verdict& verdict);
-  StepResult result_of(const Verdict& verdict, bool was_unscaled);
+  void unscale_grads(AnyOptimizer optimizer, State& state);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
   StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_with_closure(AnyOptimizer optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
+  void add_found_inf(const State& state);
+  bool takes_new_scale() const;
+  void set_scale(const at::Tensor& new_scale);
+  void finish_iteration();
   void require_scale(const char* call) const;
   at::Tensor scale_on(at::Device device);
+  void lazy_init_scale(at::Device device);
   LossScaleState read_state() const;
-  void finish_iteration();
-  void tell_of_skip(float scale, float next_scale);
   template <class Number>
   void change_rule(const char* name, Number LossScale::*option, Number value);
 
   LossScale rule_;
   LossScaleState initial_state_;
-  SkipCallback on_skip_;
-  int64_t times_at_floor_ = 0;
-  int64_t times_in_a_row_ = 0;
-  detail::ScaledClipping clipping_;
-
-  // Made at the first `scale`, on the loss's device.
-  std::unique_ptr<detail::DeviceScale> scale_ = std::make_unique<detail::DeviceScale>();
-  std::unordered_map<const torch::optim::Optimizer*, Record> records_;
-  at::Tensor found_inf_;         // of this iteration; see add_found_inf
-  uint64_t uses_at_update_ = 0;  // DeviceScale::uses at the last update
-  bool has_warned_ = false;      // about a step without `scale`
-
+  detail::ScaleTensors scale_;  // written in place, where a captured graph reads it
+  std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of calls of `scale`
+  std::unordered_map<const torch::optim::Optimizer*, State> per_optimizer_states_;
+  at::Tensor found_inf_;  // of this iteration; see add_found_inf
+  detail::SkipReporter reporter_;
   detail::LetterPool letter_pool_;
-  Results results_;                 // of this iteration
-  std::deque<Results> iterations_;  // of which `on_skip` has yet to know
 };
 
 namespace detail {
 
-/// The tensor that files hold of a state's number: of int64 for counts, since Python's scaler
-/// refuses a growth_interval of 2000.0 at its next update, all else in float64.
-inline at::Tensor tensor_of_scaler_state(std::string_view key, double value) {
-  constexpr std::array<std::string_view, 5> kCounts{
-      "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
-  const bool is_count = std::find(kCounts.begin(), kCounts.end(), key) != kCounts.end();
-  return at::scalar_tensor(value, is_count ? at::kLong : at::kDouble);
-}
-
-template <class T>
-consteval bool is_scalable();
-
-template <class T, std::size_t... I>
-consteval bool elements_are_scalable(std::index_sequence<I...>) {
-  return (is_scalable<std::tuple_element_t<I, T>>() && ...);
-}
+/// The keys of a scaler's state that are counts.
+inline constexpr std::array<std::string_view, 5> kScalerCounts{
+    "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
 
 /// Whether a `T` holds tensors and nothing else, except for the keys of maps.
 template <class T>
 consteval bool is_scalable() {
-  if constexpr (std::same_as<T, at::Tensor>) {
-    return true;
-  } else if constexpr (kIsOptional<T>) {
-    return is_scalable<typename T::value_type>();
-  } else if constexpr (TupleLike<T>) {
-    return elements_are_scalable<T>(std::make_index_sequence<std::tuple_size_v<T>>());
+  if constexpr (TupleLike<T>) {
+    return []<std::size_t... I>(std::index_sequence<I...>) {
+      return (is_scalable<std::tuple_element_t<I, T>>() && ...);
+    }
+    (std::make_index_sequence<std::tuple_size_v<T>>());
   } else if constexpr (requires { typename T::mapped_type; }) {
     return is_scalable<typename T::mapped_type>();
-  } else if constexpr (Collection<T> && requires { typename T::allocator_type; }) {
-    return is_scalable<std::ranges::range_value_t<T>>();
+  } else if constexpr (kIsOptional<T> ||
+                       (Collection<T> && requires { typename T::allocator_type; })) {
+    return is_scalable<typename T::value_type>();
   } else {
-    return false;
+    return std::same_as<T, at::Tensor>;
   }
 }
 
@@ -473,11 +262,9 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
                 "outputs must be a Tensor or an iterable of Tensors. In C++: give "
                 "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
   if (!rule_.enabled) return outputs;
+  mark_cleared_grads();
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
-    scale_->count_use();
-    mark_cleared_grads();
-    if (detail::capture_on(output.device()) != 0) scale_->set_captured();
     return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
   });
 }
@@ -492,7 +279,10 @@ inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchi
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
       "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
-    archive.write(key, detail::tensor_of_scaler_state(key, value), /*is_buffer=*/true);
+    // Python's scaler refuses a growth_interval of 2000.0 at its next update.
+    const auto is_count = std::ranges::count(detail::kScalerCounts, key) != 0;
+    archive.write(key, at::scalar_tensor(value, is_count ? at::kLong : at::kDouble),
+                  /*is_buffer=*/true);
   }
   return archive;
 }
@@ -506,9 +296,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
   GradScaler::StateDict state;
   for (const auto& [key, own] : GradScaler().state_dict()) {
     at::Tensor value;
-    if (archive.try_read(key, value, /*is_buffer=*/true)) {
-      state[key] = value.item<double>();
-    }
+    if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.item<double>();
   }
   scaler.load_state_dict(state);
   scaler.forget_iteration();

@@ -44,6 +44,23 @@ inline std::string python_float(double value) {
   return result;
 }
 
+/// Returns the line to print for a skip; empty for most skips of a long series. Each of the first
+/// ten consecutive skips has a line, the eleventh one with advice, and then every 1000th. At
+/// min_scale the first skip and every 1000th have a line.
+inline std::string limited_skip_message(const SkippedStep& skipped) {
+  const bool is_at_floor = skipped.times_at_floor > 0;
+  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
+  const int64_t advised = is_at_floor ? 1 : 11;  // a scale that starts too high makes about ten
+  if (times < advised) return skipped.message();
+  if (times > advised && times % 1000 != 0) return {};
+  return skipped.message() + (is_at_floor ? ", the lowest allowed" : "") + " (step " +
+         std::to_string(times) + " in a row that was skipped" + (is_at_floor ? " there" : "") +
+         "; from here on one in 1000 is printed): " +
+         (is_at_floor ? "look for an inf or NaN in the data, the loss or the weights"
+                      : "no loss scale cures an inf or NaN in the data, the loss or the weights; "
+                        "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
+}
+
 }  // namespace detail
 
 inline std::string SkippedStep::message() const {
@@ -53,33 +70,5 @@ inline std::string SkippedStep::message() const {
   return "Gradient overflow or NaN.  Skipping step, loss scaler " + std::to_string(loss_id) + verb +
          detail::python_float(next_scale);
 }
-
-namespace detail {
-
-/// Returns the line to print for a skip; empty for most skips of a long series. Each of the first
-/// ten consecutive skips has a line, the eleventh one with advice, and then every 1000th. At
-/// min_scale the first skip and every 1000th have a line.
-inline std::string limited_skip_message(const SkippedStep& skipped) {
-  constexpr int64_t kRarely = 1000;
-  constexpr int64_t kAsAStart = 10;  // a scale that starts too high makes about so many
-  const bool is_at_floor = skipped.times_at_floor > 0;
-  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
-  const int64_t each = is_at_floor ? 1 : kAsAStart + 1;
-  if (times > each && times % kRarely != 0) return {};
-  std::string line = skipped.message();
-  if (is_at_floor) {
-    line += ", the lowest allowed (step " + std::to_string(times) +
-            " in a row that was skipped there; from here on one in " + std::to_string(kRarely) +
-            " is printed): look for an inf or NaN in the data, the loss or the weights";
-  } else if (times > kAsAStart) {
-    line += " (step " + std::to_string(times) + " in a row that was skipped; from here on one in " +
-            std::to_string(kRarely) +
-            " is printed): no loss scale cures an inf or NaN in the data, the loss or the weights; "
-            "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is";
-  }
-  return line;
-}
-
-}  // namespace detail
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

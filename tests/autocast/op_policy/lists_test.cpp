@@ -1,3 +1,4 @@
+#include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/op_policy.h>
 
 #include <ATen/autocast_mode.h>
@@ -157,6 +158,28 @@ TEST(Probe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {
                                 c10::DispatchKey::AutocastCPU, __FILE__, __LINE__);
   kernels.impl("odd", [](const torch::Tensor& x) { return x; });
   EXPECT_EQ(mezzo::OpPolicy().category("mezzo_probe_test::odd", torch::kCPU), OpCategory::unknown);
+}
+
+TEST(OpLists, OpIsProbedWhenAskedFor) {
+  static int calls = 0;
+  auto library =
+      torch::Library(torch::Library::DEF, "mezzo_lazy_test", std::nullopt, __FILE__, __LINE__);
+  library.def("twice(Tensor x) -> Tensor");
+  library.impl("twice", [](const torch::Tensor& x) { return x * 2; });
+  auto kernels = torch::Library(torch::Library::IMPL, "mezzo_lazy_test",
+                                c10::DispatchKey::AutocastCPU, __FILE__, __LINE__);
+  kernels.impl("twice", [](const torch::Tensor& x) {
+    ++calls;
+    return at::autocast::cached_cast(torch::kBFloat16, x, torch::kCPU) * 2;
+  });
+  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mezzo_lazy_test::twice"));
+  EXPECT_EQ(calls, 0);
+  const mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // not the probe's
+  const auto cpu = mezzo::autocast_op_lists(torch::kCPU);
+  EXPECT_EQ(cpu.category("mezzo_lazy_test::twice"), OpCategory::lower_precision);
+  EXPECT_GT(calls, 0);
+  const auto cuda = mezzo::autocast_op_lists(torch::kCUDA);
+  EXPECT_EQ(cuda.category("mezzo_lazy_test::twice"), OpCategory::fallthrough);
 }
 
 }  // namespace

@@ -46,11 +46,11 @@ inline c10::DispatchKey autocast_key(c10::DeviceType device) {
 
 /// An op as the OverrideRegistry knows it, for the life of the process.
 struct OpRecord {
-  std::string name;  ///< with its overload
-  /// The category that libtorch, or whoever registered the op's autocast kernel, gives it, by
-  /// policy_device_index.
-  std::array<OpCategory, kPolicyDevices.size()> registered;
+  std::string name;                        ///< with its overload
   std::atomic<bool> is_installed = false;  ///< install_op_overrides was called for it
+  /// The categories that libtorch, or whoever registered the op's autocast kernels, gives it, by
+  /// policy_device_index, as far as somebody has asked for them.
+  std::array<std::optional<OpCategory>, kPolicyDevices.size()> registered{};
 };
 
 /// The edits of an OpPolicy.

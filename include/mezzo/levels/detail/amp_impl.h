@@ -233,7 +233,8 @@ inline void share_inf(const std::vector<const torch::optim::Optimizer*>& optimiz
   for (const auto* optimizer : optimizers) {
     const StepPlan& plan = plans.emplace_back(plain_plan(*optimizer));
     if (plan.rows.empty()) continue;
-    found.push_back(read_gradients(plan, one_on(plan.rows[0].gradient.device())).found_inf);
+    const std::vector<at::Tensor> gradients = dense_gradients(plan);
+    found.push_back(read_gradients(gradients, one_on(gradients[0].device())).found_inf);
   }
   for (const StepPlan& plan : plans) {
     for (const StepPlan::Row& row : plan.rows) {

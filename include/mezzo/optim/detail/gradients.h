@@ -8,7 +8,10 @@
 #include <mezzo/optim/optimizer.h>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
@@ -16,6 +19,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <unordered_set>
 #include <vector>
 
@@ -104,20 +108,28 @@ inline StepPlan plan_of(AnyOptimizer optimizer) {
   return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
 }
 
-/// Returns the dense values of a row's gradient.
-inline at::Tensor values_of(const StepPlan& plan, const StepPlan::Row& row) {
-  return plan.is_checked ? row.gradient : gradient_values(*row.parameter);
+/// Returns the dense values of a plan's gradients.
+inline std::vector<at::Tensor> dense_gradients(const StepPlan& plan) {
+  std::vector<at::Tensor> gradients;
+  gradients.reserve(plan.rows.size());
+  for (const StepPlan::Row& row : plan.rows) {
+    gradients.push_back(plan.is_checked ? row.gradient : gradient_values(*row.parameter));
+  }
+  return gradients;
 }
 
-/// Returns the dense values of a plan's gradients, device by device.
-inline std::vector<std::vector<at::Tensor>> values_by_device(const StepPlan& plan) {
-  std::vector<std::vector<at::Tensor>> devices;
-  for (const StepPlan::Row& row : plan.rows) {
-    const bool is_new = devices.empty() || devices.back().front().device() != row.gradient.device();
-    if (is_new) devices.emplace_back();
-    devices.back().push_back(values_of(plan, row));
+/// Calls `visit(span)` for each stretch of tensors on one device.
+template <class Visit>
+void for_each_device(std::span<const at::Tensor> tensors, const Visit& visit) {
+  while (!tensors.empty()) {
+    const auto is_elsewhere = [device = tensors.front().device()](const at::Tensor& tensor) {
+      return tensor.device() != device;
+    };
+    const auto end = std::ranges::find_if(tensors, is_elsewhere);
+    const auto count = static_cast<std::size_t>(end - tensors.begin());
+    visit(tensors.first(count));
+    tensors = tensors.subspan(count);
   }
-  return devices;
 }
 
 /// Adds another device's verdict to `total`, on the device of `total`.
@@ -139,27 +151,57 @@ inline std::optional<GradMultipliers> grad_multipliers(const Verdict& verdict, d
       clips ? clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm) : 1.0);
 }
 
-/// Reads the gradients of all rows; see FusedOptimizer::read.
-inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale) {
-  if (plan.rows.empty()) return summarize_gradients({}, inv_scale);
+/// Reads dense gradients once; see FusedOptimizer::read. Those of one device should follow each
+/// other.
+inline Verdict read_gradients(std::span<const at::Tensor> gradients, const at::Tensor& inv_scale) {
+  if (gradients.empty()) return summarize_gradients({}, inv_scale);
   Verdict all;
-  for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
-    const at::Device device = gradients.front().device();
-    const Verdict one = summarize_gradients(gradients, on_device(inv_scale, device));
+  for_each_device(gradients, [&](std::span<const at::Tensor> here) {
+    const Verdict one = summarize_gradients(at::TensorList(here.data(), here.size()),
+                                            on_device(inv_scale, here.front().device()));
     if (all.defined()) {
       join(all, one);
     } else {
       all = one;
     }
-  }
+  });
   return all;
+}
+
+/// Returns whether any gradient is inf or NaN. Waits for their devices.
+/// \param gradients  dense or sparse, on any devices; undefined ones are left out
+inline bool any_nonfinite(std::span<const at::Tensor> gradients) {
+  std::vector<at::Tensor> values;
+  for (const at::Tensor& one : gradients) {
+    if (one.defined()) values.push_back(one.is_sparse() ? one.coalesce()._values() : one);
+  }
+  return read_gradients(values, at::ones({})).found_inf.item<float>() != 0.0F;
+}
+
+/// Clips unscaled gradients of this norm in place to `max_norm`, as `clip_grad_norm_` does: those
+/// of double by a double, others by the nearest float.
+inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, double max_norm) {
+  const double coefficient = max_norm / (norm + 1e-6);
+  if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
+  for_each_device(gradients, [&](std::span<const at::Tensor> here) {
+    std::vector<at::Tensor> others;
+    for (const at::Tensor& gradient : each_once({here.begin(), here.end()})) {
+      if (gradient.scalar_type() != at::kDouble) {
+        others.push_back(gradient);
+      } else {
+        gradient.mul_(coefficient);
+      }
+    }
+    at::Tensor unread = at::zeros({}, here.front().options().dtype(at::kFloat));
+    if (!others.empty()) unscale_and_check_(others, unread, at::full_like(unread, coefficient));
+  });
 }
 
 }  // namespace detail
 
 inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
-  return detail::read_gradients(plan, inv_scale);
+  return detail::read_gradients(detail::dense_gradients(plan), inv_scale);
 }
 
 // NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares

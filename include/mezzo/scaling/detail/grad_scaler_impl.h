@@ -2,14 +2,15 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/graph_capture.h>
-#include <mezzo/kernels/step_use.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/scaling/grad_scaler.h>
 
+#include <ATen/ops/full.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
@@ -20,206 +21,107 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <iostream>
 #include <limits>
 #include <mutex>
 #include <optional>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns a tensor's version; 0 of an inference tensor, which has none.
-inline uint32_t version_of(const at::Tensor& tensor) {
-  return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
-}
-
 inline bool has_master(const StepPlan::Row& row) {
   return row.storage == optim::WeightStorage::master;
 }
 
-/// Throws for the first gradient that would be unscaled in float16, naming its parameter.
-[[noreturn]] inline void refuse_half_gradients(AnyOptimizer optimizer, const StepPlan& plan) {
-  std::string which = "a parameter";
-  for (const StepPlan::Row& row : plan.rows) {
-    const bool is_bare = row.gradient.scalar_type() == at::kHalf && !has_master(row);
-    if (!is_bare) continue;
-    which = OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter);
-    break;
-  }
-  TORCH_CHECK(false, "Attempting to unscale FP16 gradients. In C++: the gradient of ", which,
-              " is float16, in which it underflows without the loss scale; keep the weights in "
-              "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
-              "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
-              "{.weight_storage = WeightStorage::master} (GradScaler({.allow_fp16_gradients = "
-              "true}) unscales in "
-              "float16 all the same)");
-}
-
 inline void check_has_gradients(bool has_gradients, const torch::optim::Optimizer& optimizer) {
-  if (has_gradients) return;
-  std::size_t parameters = 0;
-  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor&) { ++parameters; });
   TORCH_CHECK(
-      false, "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
-      parameters,
+      has_gradients,
+      "No inf checks were recorded for this optimizer. In C++: none of its parameters (",
+      OptimizerWords{"", optimizer.param_groups()}.parameters().size(),
       " in all) has a gradient, or had one at unscale_; call scaler.scale(loss).backward() before "
       "it, and make the optimizer from the parameters() of the model that computed the loss; do "
-      "not "
-      "step an optimizer whose model this iteration leaves out");
+      "not step an optimizer whose model this iteration leaves out");
 }
-
-inline constexpr const char* kNoneHasNoNewScale =
-    "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make it with "
-    "{.kind = LossScaleKind::fixed} or dynamic, or call update()";
 
 inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
 
-/// Clips the unscaled gradients of `plan` in place to `max_norm`, as `clip_grad_norm_` does: those
-/// of double by a double, others by the nearest float.
-inline void clip_in_place(const StepPlan& plan, const StepOutcome& outcome, double max_norm) {
-  const double coefficient = max_norm / (*outcome.grad_norm + 1e-6);
-  if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
-  for (const std::vector<at::Tensor>& gradients : values_by_device(plan)) {
-    std::vector<at::Tensor> others;
-    for (const at::Tensor& gradient : each_once(gradients)) {
-      if (gradient.scalar_type() == at::kDouble) {
-        gradient.mul_(coefficient);
-      } else {
-        others.push_back(gradient);
-      }
-    }
-    const auto number = at::TensorOptions().device(gradients.front().device()).dtype(at::kFloat);
-    at::Tensor unread = at::zeros({}, number);
-    if (!others.empty()) unscale_and_check_(others, unread, at::full({}, coefficient, number));
-  }
-}
-
-/// Makes the gradients of weights with a float master float, in the plan and in `.grad`.
-inline void widen_for_masters(StepPlan& plan) {
+/// Makes the gradients of weights with a float master float, in the plan and in `.grad`, and gives
+/// them to the masters, for callers that hold master_params(optimizer).
+inline void set_master_grads(optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
-    if (!is_low_precision(row.gradient) || !has_master(row)) continue;
-    const NoGraphGuard no_graph(row.gradient.is_inference());
-    row.gradient = row.parameter->grad().to(at::kFloat);
-    row.parameter->mutable_grad() = row.gradient;
+    if (!has_master(row)) continue;
+    if (is_low_precision(row.gradient)) {
+      const NoGraphGuard no_graph(row.gradient.is_inference());
+      row.gradient = row.parameter->grad().to(at::kFloat);
+      row.parameter->mutable_grad() = row.gradient;
+    }
+    (void)fused->master_param(*row.parameter);
   }
 }
 
-/// Gives each master its weight's gradient, for callers that hold master_params(optimizer).
-inline void show_at_masters(optim::FusedOptimizer* fused, const StepPlan& plan) {
-  for (const StepPlan::Row& row : plan.rows) {
-    if (has_master(row)) (void)fused->master_param(*row.parameter);
+/// Takes the step of an optimizer that is not mezzo's, with gradients that carry no scale, or skips
+/// it.
+inline StepResult maybe_opt_step(AnyOptimizer optimizer, const std::vector<at::Tensor>& gradients,
+                                 StepOutcome outcome, const StepOptions& options) {
+  if (outcome.ran) {
+    if (clips(options) && outcome.grad_norm) {
+      clip_in_place(gradients, *outcome.grad_norm, options.max_norm);
+    }
+    outcome.value = optimizer.step();
   }
+  skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
+  if (options.zero_grad) zero_gradients(optimizer.optimizer());
+  return StepResult(std::move(outcome));
 }
 
-/// Prints the message of a skip, if limited_skip_message returns one, to std::cerr.
-inline void print_skip_message(const SkippedStep& skipped) {
-  const std::string line = limited_skip_message(skipped);
-  if (!line.empty()) std::cerr << line + "\n";
+/// Adds a flag to the sum of several, which is undefined before the first.
+inline void add_flag(at::Tensor& sum, const at::Tensor& flag) {
+  sum = sum.defined() ? sum.add(flag) : flag;
 }
 
 }  // namespace detail
 
 MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
-    : rule_(options.checked()),
-      initial_state_(rule_.initial_state()),
-      on_skip_(&detail::print_skip_message) {}
+    : rule_(options.checked()), initial_state_(rule_.initial_state()) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-/// Returns the record of `optimizer`. A record of other parameters belongs to a destroyed optimizer
-/// that had the same address, and is replaced by a new one.
-MEZZO_INLINE GradScaler::Record& GradScaler::record_of(const torch::optim::Optimizer& optimizer) {
-  Record& record = records_[&optimizer];
-  std::vector<WeakTensor> params;
-  for (const auto& group : optimizer.param_groups()) {
-    if (!group.params().empty()) params.emplace_back(group.params().front().getIntrusivePtr());
+MEZZO_INLINE GradScaler::State& GradScaler::state_of(const torch::optim::Optimizer& optimizer) {
+  State present(optimizer);
+  State& state = per_optimizer_states_.try_emplace(&optimizer, present).first->second;
+  if (!state.is_of_same_optimizer(present)) {
+    add_found_inf(state);
+    state = std::move(present);
   }
-  const bool is_same =
-      record.params.empty() ||
-      std::any_of(params.begin(), params.end(), [&record](const WeakTensor& param) {
-        return std::find(record.params.begin(), record.params.end(), param) != record.params.end();
-      });
-  if (!is_same) {
-    add_found_inf(record);
-    record = {};
-  }
-  if (record.params.empty()) record.params = std::move(params);
-  return record;
+  return state;
 }
 
-/// Throws if a gradient of `plan`, which is about to be unscaled, was unscaled for another
-/// optimizer, and not written since.
-MEZZO_INLINE void GradScaler::check_not_unscaled(const Record& record, AnyOptimizer optimizer,
-                                                 const StepPlan& plan) const {
-  std::unordered_map<const c10::TensorImpl*, uint32_t> versions;
-  for (const auto& [other, its] : records_) {
-    if (&its == &record) continue;
-    for (const UnscaledGrad& one : its.unscaled) {
-      versions[one.grad._unsafe_get_target()] = one.version;
-    }
-  }
-  if (versions.empty() || rule_.kind == LossScaleKind::none) return;
+/// Throws, naming the parameter, if a gradient of `plan` may not be unscaled.
+MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimizer,
+                                           const StepPlan& plan) const {
+  const bool refuses_half = plan.has_bare_half && !rule_.allow_fp16_gradients;
   for (const StepPlan::Row& row : plan.rows) {
-    const at::Tensor& gradient = row.parameter->grad();
-    const auto found = versions.find(gradient.unsafeGetTensorImpl());
-    TORCH_CHECK(
-        found == versions.end() || found->second != detail::version_of(gradient), "GradScaler: ",
-        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
-        " belongs to two optimizers, and its gradient was unscaled for the other one already; "
-        "train it with one of them, or let optimizers of mezzo's step without unscale_, which "
-        "leaves gradients as they are");
+    const bool is_half = row.gradient.scalar_type() == at::kHalf && !detail::has_master(row);
+    TORCH_CHECK(!refuses_half || !is_half,
+                "Attempting to unscale FP16 gradients. In C++: the gradient of ",
+                detail::parameter_words(optimizer, *row.parameter),
+                " is float16, in which it underflows without the loss scale; keep the weights in "
+                "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
+                "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
+                "{.weight_storage = WeightStorage::master} (GradScaler({.allow_fp16_gradients = "
+                "true}) unscales in float16 all the same)");
   }
-}
-
-/// Throws if a parameter had no gradient any more when `scale` was called after `unscale_`, and has
-/// one now: a backward pass of a scaled loss has made it. A pass that adds to an unscaled gradient
-/// is not detected.
-MEZZO_INLINE void GradScaler::check_still_unscaled(const Record& record,
-                                                   AnyOptimizer optimizer) const {
-  for (const UnscaledGrad& one : record.unscaled) {
-    if (!one.is_cleared) continue;
-    const at::Tensor param(one.param.lock());
-    TORCH_CHECK(
-        !param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
-        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(param),
-        " came after unscale_, from a backward pass of a scaled loss: it carries the loss scale, "
-        "and "
-        "step() would take it as unscaled; call unscale_ after the last backward pass or, between "
-        "two passes of one iteration, as SAM needs them, forget_iteration()");
-  }
+  State::check_not_unscaled(per_optimizer_states_, optimizer, plan);
 }
 
 /// Notes which unscaled gradients were cleared before a loss is scaled. Threads may call it at
 /// once.
 MEZZO_INLINE void GradScaler::mark_cleared_grads() {
-  for (auto& [optimizer, record] : records_) {
-    if (record.stage != Stage::unscaled || rule_.kind == LossScaleKind::none) continue;
-    const std::lock_guard lock(scale_->mutex());
-    for (UnscaledGrad& one : record.unscaled) {
-      const at::Tensor param(one.param.lock());
-      if (param.defined() && !param.grad().defined()) one.is_cleared = true;
-    }
-  }
-}
-
-/// Warns once if gradients cannot carry the current scale: since the last `update`, no loss was
-/// scaled and no caller has read the scale.
-MEZZO_INLINE void GradScaler::warn_unless_scaled(const char* call) {
-  if (has_warned_ || rule_.kind != LossScaleKind::dynamic || scale_->is_captured() ||
-      scale_->uses() != uses_at_update_) {
-    return;
-  }
-  has_warned_ = true;
-  TORCH_WARN(
-      "GradScaler: ", call,
-      "() is called, and no loss was scaled since the last update(). It divides gradients by "
-      "the present loss scale, which may have moved: call scaler.scale(loss).backward() in "
-      "each iteration, and scaler.update() once at its end, after the steps of all "
-      "optimizers");
+  if (per_optimizer_states_.empty()) return;
+  const std::lock_guard lock(*mutex_);
+  for (auto& [optimizer, state] : per_optimizer_states_) state.mark_cleared_grads();
 }
 
 MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
@@ -228,62 +130,49 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
     if (fused == nullptr) return {};
     const c10::NoGradGuard no_grad;
     StepPlan plan = fused->plan();
-    detail::widen_for_masters(plan);
-    detail::show_at_masters(fused, plan);
+    detail::set_master_grads(fused, plan);
     return {};
   }
   require_scale("unscale_");
-  const Stage stage = record_of(optimizer.optimizer()).stage;
+  State& state = state_of(optimizer.optimizer());
   TORCH_CHECK(
-      stage != Stage::unscaled,
+      state.stage != OptState::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
       "call scaler.unscale_(optimizer) once an iteration, after its last backward(), and "
       "scaler.update() at the end of each iteration");
-  TORCH_CHECK(stage != Stage::stepped,
+  TORCH_CHECK(state.stage != OptState::stepped,
               "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
               "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
-  warn_unless_scaled("unscale_");
-  return unscale_into(optimizer);
+  reporter_.warn_unless_used(rule_, "unscale_");
+  unscale_grads(optimizer, state);
+  return state.found_inf;
 }
 
 /// Unscales in place, after the gradients of weights with masters have become float.
-MEZZO_INLINE at::Tensor GradScaler::unscale_into(AnyOptimizer optimizer) {
+MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state) {
   const c10::NoGradGuard no_grad;
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
-  Record& record = records_[&optimizer.optimizer()];
   StepPlan plan = detail::plan_of(optimizer);
-  if (plan.has_bare_half && !rule_.allow_fp16_gradients) {
-    detail::refuse_half_gradients(optimizer, plan);
+  check_scaled(optimizer.optimizer(), plan);
+  const at::Tensor& inverse = scale_.inverse;
+  auto row = plan.rows.begin();
+  for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
+    TORCH_CHECK(detail::can_unscale(gradient, detail::on_device(inverse, gradient.device())),
+                "GradScaler: the gradient of ",
+                detail::parameter_words(optimizer.optimizer(), *row->parameter),
+                " has elements that share memory, as an expanded tensor has, and cannot be "
+                "unscaled in place; clone() it first");
+    ++row;
   }
-  check_not_unscaled(record, optimizer, plan);
-  for (const StepPlan::Row& row : plan.rows) {  // what may throw, before any write
-    const at::Tensor values = detail::values_of(plan, row);
-    TORCH_CHECK(
-        detail::can_unscale(values, detail::on_device(scale_->inverse(), values.device())),
-        "GradScaler: the gradient of ",
-        detail::OptimizerWords{"", optimizer.optimizer().param_groups()}.parameter(*row.parameter),
-        " has elements that share memory, as an expanded tensor has, and cannot be unscaled in "
-        "place; clone() it first");
-  }
-  detail::widen_for_masters(plan);
-  record.found_inf = at::Tensor();
-  for (const auto& values : detail::values_by_device(plan)) {
-    const at::Tensor inv_scale = detail::on_device(scale_->inverse(), values.front().device());
+  detail::set_master_grads(optimizer.mezzos(), plan);
+  state.found_inf = at::Tensor();
+  detail::for_each_device(detail::dense_gradients(plan), [&](const auto& here) {
+    const at::Tensor inv_scale = detail::on_device(inverse, here.front().device());
     at::Tensor found = at::zeros({}, inv_scale.options());
-    detail::unscale_and_check_(values, found, inv_scale);
-    found = detail::on_device(found, scale_->original().device());
-    record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
-  }
-  detail::show_at_masters(fused, plan);
-  record.stage = Stage::unscaled;
-  record.unscaled.clear();
-  for (const StepPlan::Row& row : plan.rows) {
-    const at::Tensor& gradient = row.parameter->grad();
-    record.unscaled.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
-                               WeakTensor(gradient.getIntrusivePtr()),
-                               detail::version_of(gradient)});
-  }
-  return record.found_inf;
+    detail::unscale_and_check_({here.begin(), here.end()}, found, inv_scale);
+    detail::add_flag(state.found_inf, detail::on_device(found, inverse.device()));
+  });
+  state.stage = OptState::unscaled;
+  if (rule_.kind != LossScaleKind::none) state.set_unscaled_grads(plan);
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
@@ -308,54 +197,43 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
   return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
 }
 
-MEZZO_INLINE GradScaler::Record& GradScaler::record_to_step(
+MEZZO_INLINE GradScaler::State& GradScaler::state_to_step(
     const torch::optim::Optimizer& optimizer) {
   require_scale("step");
-  Record& record = record_of(optimizer);
+  State& state = state_of(optimizer);
   TORCH_CHECK(
-      record.stage != Stage::stepped,
+      state.stage != OptState::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
       "at the end of each iteration, after the steps of all its optimizers");
-  if (record.stage == Stage::ready) warn_unless_scaled("step");
-  return record;
+  if (state.stage == OptState::ready) reporter_.warn_unless_used(rule_, "step");
+  return state;
 }
 
 /// Adds what `unscale_` has noted to what a read of the gradients found. Afterwards
-/// `verdict.found_inf` decides the step, and `record.found_inf` counts for the next scale.
-MEZZO_INLINE void GradScaler::check_verdict(Record& record, Verdict& verdict) {
-  const at::Tensor found = detail::on_device(verdict.found_inf, scale_->original().device());
-  record.found_inf = record.found_inf.defined() ? record.found_inf.add(found) : found;
-  verdict.found_inf = detail::on_device(record.found_inf, verdict.inv_scale.device());
-}
-
-/// Returns a step's result, which a device tells later.
-MEZZO_INLINE StepResult GradScaler::result_of(const Verdict& verdict, bool was_unscaled) {
-  const at::Tensor& scale = scale_->original();
-  if (scale.is_cpu()) return StepResult(detail::outcome_of(scale, verdict, was_unscaled));
-  return StepResult(letter_pool_.send(scale, verdict, was_unscaled));
+/// `verdict.found_inf` decides the step, and `state.found_inf` counts for the next scale.
+MEZZO_INLINE void GradScaler::check_verdict(State& state, Verdict& verdict) const {
+  detail::add_flag(state.found_inf, detail::on_device(verdict.found_inf, scale_.scale.device()));
+  verdict.found_inf = detail::on_device(state.found_inf, verdict.inv_scale.device());
 }
 
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
-  Record& record = record_to_step(fused.optimizer());
-  const at::Tensor& scale = scale_->original();
-  const bool was_unscaled = record.stage == Stage::unscaled;
+  State& state = state_to_step(fused.optimizer());
+  const bool was_unscaled = state.stage == OptState::unscaled;
   StepPlan plan = fused.plan();
-  if (!was_unscaled && !rule_.allow_fp16_gradients && plan.has_bare_half) {
-    detail::refuse_half_gradients(fused, plan);
-  }
-  was_unscaled ? check_still_unscaled(record, fused) : check_not_unscaled(record, fused, plan);
-  Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale) : scale_->inverse());
-  if (!was_unscaled) record.found_inf = at::Tensor();  // of a step that threw
-  detail::check_has_gradients(was_unscaled ? record.found_inf.defined() : plan.has_rows(),
+  was_unscaled ? state.check_still_unscaled(fused.optimizer())
+               : check_scaled(fused.optimizer(), plan);
+  Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
+  if (!was_unscaled) state.found_inf = at::Tensor();  // of a step that threw
+  detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
-  check_verdict(record, verdict);
-  StepResult result = result_of(verdict, was_unscaled);  // may throw, and so goes first
+  check_verdict(state, verdict);
+  StepResult result = letter_pool_.result_of(scale_.scale, verdict, was_unscaled);  // may throw
   fused.apply(std::move(plan), verdict, options);
-  record.stage = Stage::stepped;
-  const bool is_captured = !scale.is_cpu() && detail::capture_on(scale.device()) != 0;
-  if (!is_captured) results_.push_back(result);  // replays do not notify the host
+  state.stage = OptState::stepped;
+  const bool is_captured = detail::capture_on(scale_.scale.device()) != 0;
+  if (!is_captured) reporter_.observe(result);  // replays do not notify the host
   return result;
 }
 
@@ -363,28 +241,24 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 /// they lie, and the host decides, for which it waits.
 MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
                                                  const StepOptions& options) {
-  Record& record = record_to_step(optimizer.optimizer());
-  const at::Tensor& scale = scale_->original();
-  const bool was_unscaled = record.stage == Stage::unscaled;
-  if (!was_unscaled) unscale_into(optimizer);
-  detail::check_has_gradients(record.found_inf.defined(), optimizer.optimizer());
-  Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = record.found_inf};
-  StepPlan plan;
+  State& state = state_to_step(optimizer.optimizer());
+  const at::Tensor& scale = scale_.scale;
+  const bool was_unscaled = state.stage == OptState::unscaled;
+  if (!was_unscaled) unscale_grads(optimizer, state);
+  detail::check_has_gradients(state.found_inf.defined(), optimizer.optimizer());
+  Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  std::vector<at::Tensor> gradients;
   if (was_unscaled || detail::clips(options)) {
-    plan = detail::plan_of(optimizer);
-    if (was_unscaled) check_still_unscaled(record, optimizer);
-    verdict = detail::read_gradients(plan, at::ones_like(scale));
-    check_verdict(record, verdict);
+    gradients = detail::dense_gradients(detail::plan_of(optimizer));
+    if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
+    verdict = detail::read_gradients(gradients, at::ones_like(scale));
+    check_verdict(state, verdict);
   }
-  StepOutcome outcome = letter_pool_.wait_for(scale, verdict, was_unscaled);
-  if (outcome.ran) {
-    if (detail::clips(options)) detail::clip_in_place(plan, outcome, options.max_norm);
-    outcome.value = optimizer.step();
-  }
-  record.stage = Stage::stepped;
-  detail::skipped_optimizer = outcome.ran ? nullptr : &optimizer.optimizer();
-  if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
-  return results_.emplace_back(std::move(outcome));
+  const StepOutcome outcome = letter_pool_.result_of(scale, verdict, was_unscaled).outcome();
+  const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
+  state.stage = OptState::stepped;
+  reporter_.observe(result);
+  return result;
 }
 
 /// Steps for a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
@@ -393,28 +267,22 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   const bool wants_plan = fused != nullptr || detail::clips(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
+  std::vector<at::Tensor> gradients;
   Verdict verdict;
-  StepOutcome outcome{.ran = true, .value = at::Tensor()};
+  StepResult result(StepOutcome{.ran = true, .value = at::Tensor()});
   if (detail::clips(options) && plan.has_rows()) {
-    const at::Device device = plan.rows.empty() ? at::kCPU : plan.rows.front().gradient.device();
+    gradients = detail::dense_gradients(plan);
+    const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(plan, one);
+    verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(gradients, one);
     verdict.found_inf.zero_();
-    if (fused != nullptr && !device.is_cpu()) {
-      StepResult result(letter_pool_.send(one, verdict, /*was_unscaled=*/false));
-      fused->apply(std::move(plan), verdict, options);
-      return result;
-    }
-    outcome = letter_pool_.wait_for(one, verdict, /*was_unscaled=*/false);
+    result = letter_pool_.result_of(one, verdict, /*was_unscaled=*/false);
   }
-  if (fused != nullptr) {
-    fused->apply(std::move(plan), verdict, options);
-    return StepResult(std::move(outcome));
+  if (fused == nullptr) {
+    return detail::maybe_opt_step(optimizer, gradients, result.outcome(), options);
   }
-  if (outcome.grad_norm) detail::clip_in_place(plan, outcome, options.max_norm);
-  outcome.value = optimizer.step();
-  if (options.zero_grad) detail::zero_gradients(optimizer.optimizer());
-  return StepResult(std::move(outcome));
+  fused->apply(std::move(plan), verdict, options);
+  return result;
 }
 
 // --- The end of an iteration -------------------------------------------------------------------
@@ -422,127 +290,101 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 MEZZO_INLINE void GradScaler::update() {
   if (!rule_.enabled) return;
   require_scale("update");
-  for (const auto& [optimizer, record] : records_) add_found_inf(record);
+  for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
   TORCH_CHECK(
       found_inf_.defined(),
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration; optimizer.step() alone checks nothing");
-  scale_->advance(rule_, found_inf_);
+  detail::update_scale_(rule_, scale_, found_inf_);
   finish_iteration();
 }
 
 /// Adds the found_inf of an optimizer to that of the iteration. For an optimizer that was unscaled
 /// but not stepped, also adds a result, which `on_skip` reports.
-MEZZO_INLINE void GradScaler::add_found_inf(const Record& record) {
-  const at::Tensor& found = record.found_inf;
-  if (!found.defined()) return;
-  found_inf_ = found_inf_.defined() ? found_inf_.add(found) : found;
-  if (record.stage != Stage::unscaled) return;
-  const Verdict verdict{.inv_scale = scale_->inverse(), .found_inf = found};
-  results_.push_back(result_of(verdict, /*was_unscaled=*/false));
+MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
+  if (!state.found_inf.defined()) return;
+  detail::add_flag(found_inf_, state.found_inf);
+  if (state.stage != OptState::unscaled) return;
+  const Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  reporter_.observe(letter_pool_.result_of(scale_.scale, verdict, /*was_unscaled=*/false));
+}
+
+MEZZO_INLINE bool GradScaler::takes_new_scale() const {
+  if (!rule_.enabled) return false;
+  require_scale("update");
+  TORCH_CHECK(rule_.kind != LossScaleKind::none,
+              "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make "
+              "it with {.kind = LossScaleKind::fixed} or dynamic, or call update()");
+  return true;
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
-  if (!rule_.enabled) return;
-  require_scale("update");
-  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
+  if (!takes_new_scale()) return;
   const double high = std::min<double>(rule_.max_scale, detail::kLargestFloat);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
-  for (const auto& [optimizer, record] : records_) add_found_inf(record);
-  scale_->write_scale(static_cast<float>(new_scale));
-  finish_iteration();
-  scale_->count_use();  // the caller knows it, and may multiply by it
+  set_scale(at::full({}, new_scale, scale_.scale.options()));
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
-  if (!rule_.enabled) return;
-  require_scale("update");
+  if (!takes_new_scale()) return;
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False. In C++: pass a double, or a tensor of "
               "one element that requires no grad, not one that is ",
               detail::tensor_words(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
-  TORCH_CHECK(rule_.kind != LossScaleKind::none, detail::kNoneHasNoNewScale);
-  for (const auto& [optimizer, record] : records_) add_found_inf(record);
-  scale_->write_scale(new_scale, rule_.min_scale, rule_.max_scale);
+  set_scale(new_scale);
+}
+
+/// Ends the iteration with a scale of the caller's, who may multiply a loss by it.
+MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
+  for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
+  scale_.scale.copy_(new_scale.reshape({})).clamp_(rule_.min_scale, rule_.max_scale);
+  at::reciprocal_out(scale_.inverse, scale_.scale);
   finish_iteration();
-  scale_->count_use();
+  reporter_.note_use();
 }
 
-/// Forgets the optimizers, and tells `on_skip` of all iterations that are known by now to have
-/// skipped a step: reads the results that have arrived, in order, and never waits. On the CPU this
-/// iteration's have; a skip on a device waits for the next iteration's, which has the scale that
-/// followed.
+/// Forgets the optimizers, and lets `on_skip` know.
 MEZZO_INLINE void GradScaler::finish_iteration() {
-  Results results = std::exchange(results_, {});
-  forget_iteration();
-  uses_at_update_ = scale_->uses();
-  if (detail::capture_on(scale_->original().device()) != 0) return;  // no callback in a graph
-  if (!results.empty()) {
-    iterations_.push_back(std::move(results));
-  } else if (iterations_.empty()) {
-    times_at_floor_ = times_in_a_row_ = 0;
-  }
-  const auto is_there = [](const StepResult& result) { return result.ready(); };
-  while (!iterations_.empty() &&
-         std::all_of(iterations_[0].begin(), iterations_[0].end(), is_there)) {
-    std::optional<float> skipped_scale, next_scale;
-    for (const StepResult& result : iterations_[0]) {
-      if (result.found_inf()) skipped_scale = result.scale();
-    }
-    if (scale_->original().is_cpu()) {
-      next_scale = scale_->original().item<float>();
-    } else if (iterations_.size() > 1 && iterations_[1][0].ready()) {
-      next_scale = iterations_[1][0].scale();
-    }
-    if (skipped_scale && !next_scale) return;
-    for (const StepResult& result : std::exchange(iterations_[0], {})) clipping_.see(result);
-    iterations_.pop_front();
-    if (skipped_scale) {
-      tell_of_skip(*skipped_scale, *next_scale);
-    } else {
-      times_at_floor_ = times_in_a_row_ = 0;
-    }
-  }
-}
-
-MEZZO_INLINE void GradScaler::tell_of_skip(float scale, float next_scale) {
-  const bool is_at_floor = scale == next_scale && next_scale <= rule_.min_scale;
-  times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
-  ++times_in_a_row_;
-  const SkipCallback callback = on_skip_;  // a copy: it may silence or replace itself
-  if (!callback) return;
-  callback({.loss_id = rule_.loss_id,
-            .scale = scale,
-            .next_scale = next_scale,
-            .times_at_floor = times_at_floor_,
-            .times_in_a_row = times_in_a_row_});
+  per_optimizer_states_.clear();
+  found_inf_ = at::Tensor();
+  reporter_.finish_iteration(rule_, scale_.scale);
 }
 
 MEZZO_INLINE void GradScaler::require_scale(const char* call) const {
   TORCH_CHECK(
-      scale_->defined(), "Attempted ", call,
+      scale_.scale.defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
       "outputs) earlier in the iteration. In C++: call scaler.scale(loss).backward() first; the "
       "scale is made with the first tensor that is scaled");
 }
 
+/// Returns the scale on the device of a loss. Threads may call it at once.
 MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
-  if (!scale_->defined()) {
-    detail::require_update_kernel(rule_, device);
-    scale_->make(initial_state_, device);
-  }
-  return detail::on_device(scale_->original(), device);
+  const std::lock_guard lock(*mutex_);
+  if (!scale_.scale.defined()) lazy_init_scale(device);
+  reporter_.note_use(detail::capture_on(device) != 0);
+  return detail::on_device(scale_.scale, device);
+}
+
+MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
+  detail::require_update_kernel(rule_, device);
+  detail::check_is_warm(device, "the loss scale");
+  const c10::InferenceMode no_inference(false);  // whose tensors cannot be written outside of it
+  const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
+  const LossScaleState& state = initial_state_;
+  scale_ = {at::full({}, state.scale, number),
+            at::full({}, detail::inverse_scale(state.scale), number),
+            at::full({}, state.growth_tracker, number.dtype(at::kInt)),
+            at::full({}, state.hysteresis_left, number.dtype(at::kInt))};
 }
 
 // --- State -------------------------------------------------------------------------------------
 
 MEZZO_INLINE double GradScaler::get_scale() const {
-  if (!rule_.enabled) return 1.0;
-  scale_->count_use();  // the caller may multiply by it
-  return read_state().scale;
+  return rule_.enabled ? read_state().scale : 1.0;
 }
 
 template <class Number>
@@ -567,13 +409,17 @@ MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
   change_rule("growth_interval", &LossScale::growth_interval, growth_interval);
 }
 
+/// Returns the state for a caller, who may multiply a loss by the scale.
 MEZZO_INLINE LossScaleState GradScaler::read_state() const {
-  return scale_->defined() ? scale_->read() : initial_state_;
+  reporter_.note_use();
+  if (!scale_.scale.defined()) return initial_state_;
+  return {.scale = scale_.scale.item<float>(),
+          .growth_tracker = scale_.growth_tracker.item<int32_t>(),
+          .hysteresis_left = scale_.hysteresis_left.item<int32_t>()};
 }
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
   if (!rule_.enabled) return {};
-  scale_->count_use();
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
           {"growth_factor", rule_.growth_factor},
@@ -625,10 +471,14 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
   next.hysteresis_left = static_cast<int32_t>(count("_hysteresis_left", next.hysteresis_left));
-  if (scale_->defined()) detail::require_update_kernel(rule, scale_->original().device());
+  if (scale_.scale.defined()) detail::require_update_kernel(rule, scale_.scale.device());
   rule_ = rule;
   initial_state_ = next;
-  if (scale_->defined()) scale_->write(next);
+  if (!scale_.scale.defined()) return;
+  scale_.scale.fill_(next.scale);
+  scale_.inverse.fill_(detail::inverse_scale(next.scale));
+  scale_.growth_tracker.fill_(next.growth_tracker);
+  scale_.hysteresis_left.fill_(next.hysteresis_left);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -53,12 +53,12 @@ class SetAside {
   void add_back() {
     const c10::NoGradGuard no_grad;
     for (std::size_t i = 0; i < values_.size(); ++i) {
-      const at::Tensor gradient = parameters_[i].grad();
+      at::Tensor& gradient = parameters_[i].mutable_grad();
       if (!values_[i].defined()) continue;
-      if (!gradient.defined()) {
-        put_back(i);
+      if (gradient.defined()) {
+        gradient = sum_of_gradients(gradient, values_[i]);
       } else {
-        parameters_[i].mutable_grad() = sum_of_gradients(gradient, values_[i]);
+        put_back(i);
       }
     }
     drop();

@@ -15,6 +15,8 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <memory>
@@ -24,19 +26,22 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the outcome of a step by its verdict, whose last two may be undefined. Waits for the
-/// verdict's device.
-inline StepOutcome outcome_of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
-  const bool found_inf = verdict.found_inf.item<float>() != 0.0F;
-  StepOutcome outcome{.ran = !found_inf,
-                      .found_inf = found_inf,
-                      .scale = scale.item<float>(),
+/// The numbers of a step: loss scale, found_inf, sum of squares, largest magnitude.
+using StepOutcomeNumbers = std::array<double, 4>;
+
+/// Returns the outcome that the numbers of a step without closure stand for.
+/// \param has_norm  whether the last two are known
+inline StepOutcome outcome_of(const StepOutcomeNumbers& numbers, bool has_norm, bool was_unscaled) {
+  const auto [scale, found_inf, sum_of_squares, max_abs] = numbers;
+  StepOutcome outcome{.ran = found_inf == 0,
+                      .found_inf = found_inf != 0,
+                      .scale = static_cast<float>(scale),
                       .was_unscaled = was_unscaled};
-  if (verdict.sum_of_squares.defined()) {
-    outcome.grad_norm = std::sqrt(verdict.sum_of_squares.item<double>());
-    outcome.grad_max_abs = verdict.max_abs.defined() ? verdict.max_abs.item<double>() : 0.0;
+  if (has_norm) {
+    outcome.grad_norm = std::sqrt(sum_of_squares);
+    outcome.grad_max_abs = max_abs;
   }
-  if (outcome.ran) outcome.value = at::Tensor();  // what a step without closure returns
+  if (outcome.ran) outcome.value = at::Tensor();
   return outcome;
 }
 
@@ -108,13 +113,12 @@ class StepLetter final : public StepSlot {
         has_arrived_ = true;
       }
     }
-    const Verdict verdict{.found_inf = numbers_[1],
-                          .sum_of_squares = has_norm_ ? numbers_[2] : at::Tensor(),
-                          .max_abs = numbers_[3]};
-    TORCH_CHECK(verdict.found_inf.item<double>() != kNoReplay,
+    StepOutcomeNumbers numbers;
+    std::copy_n(numbers_.const_data_ptr<double>(), numbers.size(), numbers.begin());
+    TORCH_CHECK(numbers[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    outcome_ = outcome_of(numbers_[0], verdict, was_unscaled_);
+    outcome_ = outcome_of(numbers, has_norm_, was_unscaled_);
     is_read_ = !is_captured_;
     return outcome_;
   }
@@ -159,18 +163,20 @@ class StepLetter final : public StepSlot {
 /// not.
 class LetterPool {
  public:
-  /// Sends a letter about one step from the scale's device, and returns it.
-  std::shared_ptr<StepLetter> send(const at::Tensor& scale, const Verdict& verdict,
-                                   bool was_unscaled) {
-    std::shared_ptr<StepLetter> letter = letter_for(scale.device());
+  /// Returns the result of a step: known on the CPU, where the numbers are read, and otherwise in a
+  /// letter from the scale's device.
+  StepResult result_of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+    if (scale.is_cpu()) {
+      const auto read = [](const at::Tensor& number) {
+        return number.defined() ? number.item<double>() : 0.0;
+      };
+      return StepResult(outcome_of({read(scale), read(verdict.found_inf),
+                                    read(verdict.sum_of_squares), read(verdict.max_abs)},
+                                   verdict.sum_of_squares.defined(), was_unscaled));
+    }
+    const std::shared_ptr<StepLetter> letter = letter_for(scale.device());
     letter->send(scale, verdict, was_unscaled);
-    return letter;
-  }
-
-  /// Returns the outcome of a step, for which it waits once.
-  StepOutcome wait_for(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
-    if (scale.is_cpu()) return outcome_of(scale, verdict, was_unscaled);
-    return send(scale, verdict, was_unscaled)->outcome();
+    return StepResult(letter);
   }
 
  private:

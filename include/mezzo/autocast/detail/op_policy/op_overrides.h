@@ -198,20 +198,16 @@ class OverrideRegistry {
     return record_of(op);
   }
 
-  /// Returns the op's record, or null if there is none yet.
-  const OpRecord* find(const c10::OperatorHandle& op) {
-    const std::lock_guard lock(mutex_);
-    const auto found = records_.find(full_name(op.operator_name()));
-    return found == records_.end() ? nullptr : &found->second;
-  }
-
-  /// Returns the op's category without a policy, by libtorch or whoever registered the op.
-  /// Remembers it where there is an autocast kernel: a probe takes some tens of microseconds.
+  /// Returns the op's category without a policy, by libtorch or whoever registered the op. The
+  /// first call probes the op's kernel, which takes some tens of microseconds.
   OpCategory registered(const c10::OperatorHandle& op, c10::DeviceType device) {
-    if (find(op) == nullptr && !op.hasKernelForDispatchKey(autocast_key(device))) {
-      return OpCategory::fallthrough;
+    const std::lock_guard lock(mutex_);
+    auto& category = record_of(op).registered[policy_device_index(device)];
+    if (!category) {
+      if (!op.hasKernelForDispatchKey(autocast_key(device))) return OpCategory::fallthrough;
+      category = Probe(op, device).category();
     }
-    return record(op).registered[policy_device_index(device)];
+    return *category;
   }
 
   /// Puts a kernel in front of the op on each device, once.
@@ -224,6 +220,9 @@ class OverrideRegistry {
     OpRecord& record = record_of(*handle);
     if (record.is_installed) return;
     for (const auto device : kPolicyDevices) {
+      if (!handle->hasKernelForDispatchKey(autocast_key(device))) {  // a probe would find mezzo's
+        record.registered[policy_device_index(device)] = OpCategory::fallthrough;
+      }
       auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
           std::make_unique<OverrideKernel>(*handle, device, record));
       const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
@@ -236,18 +235,9 @@ class OverrideRegistry {
 
  private:
   OpRecord& record_of(const c10::OperatorHandle& op) {
-    std::string name = full_name(op.operator_name());
-    const auto [place, is_new] = records_.try_emplace(name);
-    OpRecord& record = place->second;
-    if (is_new) {
-      record.name = std::move(name);
-      for (std::size_t i = 0; i < kPolicyDevices.size(); ++i) {
-        record.registered[i] = op.hasKernelForDispatchKey(autocast_key(kPolicyDevices[i]))
-                                   ? Probe(op, kPolicyDevices[i]).category()
-                                   : OpCategory::fallthrough;
-      }
-    }
-    return record;
+    const auto [entry, is_new] = records_.try_emplace(full_name(op.operator_name()));
+    if (is_new) entry->second.name = entry->first;
+    return entry->second;
   }
 
   std::mutex mutex_;

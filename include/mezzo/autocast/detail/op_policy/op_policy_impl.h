@@ -127,9 +127,9 @@ MEZZO_INLINE OpPolicy OpPolicy::with(const OpPolicy& other) const {
 
 MEZZO_INLINE OpCategory OpPolicy::category(std::string_view op, c10::DeviceType device) const {
   const auto handle = detail::find_ops(op).front();
-  const auto* known = detail::override_registry().find(handle);
-  const auto edit = known != nullptr && !empty() ? edits_->find(*known) : std::nullopt;
-  return edit.has_value() ? *edit : detail::override_registry().registered(handle, device);
+  detail::OverrideRegistry& registry = detail::override_registry();
+  const auto edit = empty() ? std::nullopt : edits_->find(registry.record(handle));
+  return edit.has_value() ? *edit : registry.registered(handle, device);
 }
 
 MEZZO_INLINE std::vector<OpEntry> OpPolicy::edits() const {

@@ -158,14 +158,18 @@ class FirstEvent {
   std::optional<ProbeEvent> event_;
 };
 
-/// Probes one op's kernel for one device's autocast key.
+/// Probes one op's kernel for one device's autocast key. A kernel of mezzo's in front of it passes
+/// on to it, since this thread has no policy meanwhile.
 class Probe {
  public:
   Probe(const c10::OperatorHandle& op, c10::DeviceType device)
       : op_(op), device_(device), found_dtype_(at::autocast::get_autocast_dtype(device)) {
     at::autocast::set_autocast_dtype(device, lower_);
   }
-  ~Probe() { at::autocast::set_autocast_dtype(device_, found_dtype_); }
+  ~Probe() {
+    at::autocast::set_autocast_dtype(device_, found_dtype_);
+    thread_policies() = std::move(found_policies_);
+  }
   Probe(const Probe&) = delete;
   Probe& operator=(const Probe&) = delete;
 
@@ -226,6 +230,7 @@ class Probe {
   c10::DeviceType device_;
   at::ScalarType lower_ = default_autocast_dtype(device_);
   at::ScalarType found_dtype_;
+  ThreadPolicies found_policies_ = std::exchange(thread_policies(), {});
   int threw_ = 0;
 };
 

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/optimizer.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/Exception.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+inline std::string parameter_words(const torch::optim::Optimizer& optimizer,
+                                   const at::Tensor& parameter) {
+  return OptimizerWords{"", optimizer.param_groups()}.parameter(parameter);
+}
+
+/// What was called last for an optimizer in this iteration.
+enum class OptState : uint8_t { ready, unscaled, stepped };
+
+/// What an iteration knows about one optimizer, with the gradients that `unscale_` has unscaled in
+/// place. References are weak: gradients may be replaced, and so may parameters.
+class PerOptimizerState {
+ public:
+  OptState stage = OptState::ready;
+  /// A float of one element on the scale's device: not 0 where a check found an inf or NaN that
+  /// counts for the next scale. Undefined before any check.
+  at::Tensor found_inf{};
+
+  explicit PerOptimizerState(const torch::optim::Optimizer& optimizer) {
+    for (const auto& group : optimizer.param_groups()) {
+      if (!group.params().empty()) params_.emplace_back(group.params().front().getIntrusivePtr());
+    }
+  }
+
+  /// Returns whether two states at one address are of one optimizer: those of a destroyed optimizer
+  /// and of its successor have no first parameter of a group in common.
+  bool is_of_same_optimizer(const PerOptimizerState& other) const {
+    return params_.empty() ||
+           std::find_first_of(params_.begin(), params_.end(), other.params_.begin(),
+                              other.params_.end()) != params_.end();
+  }
+
+  /// Notes that the gradients of `plan` were unscaled in place.
+  void set_unscaled_grads(const StepPlan& plan) {
+    unscaled_grads_.clear();
+    for (const StepPlan::Row& row : plan.rows) {
+      const at::Tensor& gradient = row.parameter->grad();
+      unscaled_grads_.push_back({WeakTensor(row.parameter->getIntrusivePtr()),
+                                 WeakTensor(gradient.getIntrusivePtr()), version_of(gradient)});
+    }
+  }
+
+  /// Notes which unscaled gradients are cleared when a loss is scaled.
+  void mark_cleared_grads() {
+    if (stage != OptState::unscaled) return;
+    for (UnscaledGrad& one : unscaled_grads_) {
+      const at::Tensor param(one.param.lock());
+      if (param.defined() && !param.grad().defined()) one.is_cleared = true;
+    }
+  }
+
+  /// Throws if a cleared gradient is there again: a backward pass of a scaled loss has made it. A
+  /// pass that adds to an unscaled gradient is not detected.
+  void check_still_unscaled(const torch::optim::Optimizer& optimizer) const {
+    for (const UnscaledGrad& one : unscaled_grads_) {
+      const at::Tensor param(one.is_cleared ? one.param.lock() : nullptr);
+      TORCH_CHECK(!param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
+                  parameter_words(optimizer, param),
+                  " came after unscale_, from a backward pass of a scaled loss: it carries the "
+                  "loss scale, and step() would take it as unscaled; call unscale_ after the last "
+                  "backward pass or, between two passes of one iteration, as SAM needs them, "
+                  "forget_iteration()");
+    }
+  }
+
+  /// Throws if a gradient of `plan`, which is about to be unscaled, was unscaled for another
+  /// optimizer, and not written since.
+  static void check_not_unscaled(
+      const std::unordered_map<const torch::optim::Optimizer*, PerOptimizerState>& states,
+      const torch::optim::Optimizer& optimizer, const StepPlan& plan) {
+    std::unordered_map<const c10::TensorImpl*, uint32_t> versions;
+    for (const auto& [other, state] : states) {
+      if (other == &optimizer) continue;
+      for (const UnscaledGrad& one : state.unscaled_grads_) {
+        versions[one.grad._unsafe_get_target()] = one.version;
+      }
+    }
+    if (versions.empty()) return;
+    for (const StepPlan::Row& row : plan.rows) {
+      const at::Tensor& gradient = row.parameter->grad();
+      const auto found = versions.find(gradient.unsafeGetTensorImpl());
+      TORCH_CHECK(found == versions.end() || found->second != version_of(gradient),
+                  "GradScaler: ", parameter_words(optimizer, *row.parameter),
+                  " belongs to two optimizers, and its gradient was unscaled for the other one "
+                  "already; train it with one of them, or let optimizers of mezzo's step without "
+                  "unscale_, which leaves gradients as they are");
+    }
+  }
+
+ private:
+  using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  struct UnscaledGrad {
+    WeakTensor param;
+    WeakTensor grad;
+    uint32_t version;  ///< of the gradient when it was unscaled
+    bool is_cleared = false;
+  };
+
+  /// Returns a tensor's version; 0 of an inference tensor, which has none.
+  static uint32_t version_of(const at::Tensor& tensor) {
+    return tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+  }
+
+  std::vector<WeakTensor> params_;  // the first of each group
+  std::vector<UnscaledGrad> unscaled_grads_;
+};
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
