@@ -141,6 +141,7 @@ inline void widen_gradients(at::ScalarType from, const void* source, void* targe
 struct StepCall {
   StepLoop loop;
   StepNumbers coefficients;
+  std::uint64_t step = 1;  ///< number of this step of the parameters, from 1
 };
 
 /// The fewest elements that a thread takes at a time: so many that taking them costs nothing.
@@ -208,7 +209,7 @@ void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const St
     const StepRow& row = rows[piece.item];
     StepUse own = use;
     own.copies_half = row.copies_half;
-    own.step = row.step;
+    own.step = calls[row.group].step;
     own.parameter = row.number;
     for (int64_t done = 0; done < piece.count; done += kStepStretch) {
       step_stretch(row, calls[row.group], own, clears,
