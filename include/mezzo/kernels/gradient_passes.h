@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
@@ -40,10 +41,10 @@ inline Verdict summarize_with_aten(const std::vector<at::Tensor>& gradients,
   const at::Tensor factor = inv_scale.reshape({});
   const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
   std::vector<at::Tensor> largest{none}, norms{none};  // of products
-  for (std::vector<at::Tensor>& same : by_dtype(gradients)) {
+  for (auto [device, dtype, same] : group_tensors(gradients)) {
     std::erase_if(same, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
     if (same.empty()) continue;
-    const auto own = same.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto own = dtype == at::kDouble ? at::kDouble : at::kFloat;
     const auto norms_of = [&](double order, at::ScalarType dtype) {
       return at::stack(at::_foreach_norm(same, order, dtype)).mul(factor.to(dtype)).to(wide);
     };
@@ -132,7 +133,7 @@ inline bool unscale_on_cpu_(const std::vector<Stretch>& stretches, float inv_sca
 /// multiplies.
 inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
                                const at::Tensor& inv_scale) {
-  for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
+  for (const auto& [device, dtype, same] : group_tensors(gradients)) {
     at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
   }
 }

@@ -272,7 +272,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 /// the rates of the step.
 MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.rows.empty()) return;
-  const bool on_device = !plan.has_devices && !is_lr_written() &&
+  const bool on_device = !plan.has_devices && !lr_factors_.is_lr_written(param_groups_) &&
                          !has_cpu_loops(plan.rows.front().parameter->device());
   const std::vector<double> rates = on_device ? base_lrs() : lrs();
   for (std::size_t group = 0; group < plan.groups.size(); ++group) {
@@ -286,8 +286,8 @@ MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
 /// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   at::Device device = at::kCPU;
-  if (applied_on_device().defined()) {  // a captured step may go on counting there
-    device = applied_on_device().device();
+  if (applied_steps_.on_device().defined()) {  // a captured step may go on counting there
+    device = applied_steps_.on_device().device();
   } else if (plan.has_rows_elsewhere && verdict.defined()) {
     device = verdict.found_inf.device();
   }
@@ -295,7 +295,7 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
   if (!plan.rows.empty() && std::none_of(plan.rows.begin(), plan.rows.end(), steps_there)) {
     device = plan.rows.front().parameter->device();
   }
-  count_step(applied_count(), device, verdict.on(device).found_inf);
+  count_step(applied_steps_.count(), device, verdict.on(device).found_inf);
 }
 
 /// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
@@ -431,9 +431,9 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   StepInputs inputs = step_inputs(verdict, options);
   inputs.clear = inputs.clear && !share_gradients(rows);
   at::Tensor applied;
-  if (counts_applied) applied = counts_on(device, {applied_count()}).front();
+  if (counts_applied) applied = counts_on(device, {applied_steps_.count()}).front();
   if (groups.front().follows_table) {
-    const at::Tensor& factors = lr_factors_on(device);
+    const at::Tensor& factors = lr_factors_.on(device);
     inputs.applied = applied.const_data_ptr<float>();
     inputs.lr_factors = factors.const_data_ptr<double>();
     inputs.lr_factor_count = factors.numel();
@@ -487,8 +487,8 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
   if (groups.front().follows_table) {
-    const at::Tensor& factors = lr_factors_on(device);
-    const at::Tensor applied = counts_on(device, {applied_count()}).front();
+    const at::Tensor& factors = lr_factors_.on(device);
+    const at::Tensor applied = counts_on(device, {applied_steps_.count()}).front();
     own.lr_factor =
         factors.take(applied.clamp_max(factors.numel() - 1).to(at::kLong)).to(at::kFloat);
   }
