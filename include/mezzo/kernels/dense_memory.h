@@ -132,8 +132,11 @@ class Stretches {
  public:
   /// Adds a dense tensor whose elements begin at `data`.
   void add(const at::Tensor& tensor, void* data) {
-    if (tensor.numel() == 0) return;
-    const Stretch own{data, tensor.numel(), tensor.scalar_type()};
+    add(tensor, {data, tensor.numel(), tensor.scalar_type()});
+  }
+  /// Adds a dense tensor of which all is known but its storage.
+  void add(const at::Tensor& tensor, const Stretch& own) {
+    if (own.count == 0) return;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
     const bool may_join = !all_.empty() && storage == storage_ && all_.back().dtype == own.dtype;
     storage_ = storage;

@@ -76,6 +76,23 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
   *verdict.max_abs.mutable_data_ptr<double>() = finished.max_abs;
 }
 
+/// Returns the summary of gradients whose memory is known; see summarize_gradients.
+inline Verdict summarize_stretches(const std::vector<Stretch>& stretches,
+                                   const at::Tensor& inv_scale) {
+  const auto options = at::TensorOptions().device(inv_scale.device());
+  const auto wide = options.dtype(at::kDouble);
+  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+                  at::empty({}, wide)};
+#ifdef MEZZO_WITH_CUDA
+  if (has_cuda_kernels(inv_scale.device())) {
+    cuda::summarize_(stretches, verdict);
+    return verdict;
+  }
+#endif
+  summarize_on_cpu(stretches, verdict);
+  return verdict;
+}
+
 /// Reads gradients of one device once, writes nothing to them, and does not wait. Returns their
 /// summary times `inv_scale`, a float of one element there.
 ///
@@ -87,8 +104,7 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
 /// and found_inf 0.
 inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
                                    const at::Tensor& inv_scale) {
-  const at::Device device = inv_scale.device();
-  if (!has_own_kernels(device)) return summarize_with_aten(gradients, inv_scale);
+  if (!has_own_kernels(inv_scale.device())) return summarize_with_aten(gradients, inv_scale);
   Stretches memory;
   std::vector<at::Tensor> copies;  // of those that no loop can walk
   for (const at::Tensor& gradient : gradients) {
@@ -97,18 +113,7 @@ inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
     const at::Tensor& dense = is_dense ? gradient : copies.back();
     memory.add(dense, const_cast<void*>(dense.const_data_ptr()));
   }
-  const auto options = at::TensorOptions().device(device);
-  const auto wide = options.dtype(at::kDouble);
-  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
-                  at::empty({}, wide)};
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(device)) {
-    cuda::summarize_(memory.all(), verdict);
-    return verdict;
-  }
-#endif
-  summarize_on_cpu(memory.all(), verdict);
-  return verdict;
+  return summarize_stretches(memory.all(), inv_scale);
 }
 
 /// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it

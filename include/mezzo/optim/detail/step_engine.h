@@ -55,6 +55,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   at::Tensor step(LossClosure closure = nullptr) override { return FusedOptimizer::step(closure); }
   MEZZO_INLINE StepPlan plan() override;
+  MEZZO_INLINE Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
   void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
     apply_on_devices(plan, verdict, options, /*with_aten=*/false);
   }
@@ -133,6 +134,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
+  MEZZO_INLINE void prefetch(std::span<const at::Tensor> parameters, std::size_t i,
+                             int moments) const;
   /// Sets the addresses of memory that is there already; `prepare` sets those that stay null.
   MEZZO_INLINE static void set_addresses(Row& row, ParamSlot* slot, const GroupNumbers& numbers);
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
