@@ -148,9 +148,14 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
-      auto span = buffers.span();
-      span.first = first;
-      mezzo::detail::run_step_cpu({task_of(loop, kDtypes, span, coefficients, use)});
+      mezzo::detail::StepRow row{.span = buffers.span(),
+                                 .number = 3,
+                                 .storage = mezzo::optim::WeightStorage::stochastic,
+                                 .parameter_dtype = kDtypes.parameter,
+                                 .gradient_dtype = kDtypes.gradient};
+      row.span.first = first;
+      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
+                                  /*clears=*/false);
       EXPECT_THAT(buffers.in_order(), SameBits(expected.in_order()))
           << count << " elements from " << first;
     }

@@ -136,23 +136,12 @@ inline void widen_gradients(at::ScalarType from, const void* source, void* targe
   }
 }
 
-/// Bytes of an element of each stream that has one of its own.
-struct StepElementSizes {
-  int64_t parameter;
-  int64_t gradient;
-  int64_t moment;
-};
-
-/// One parameter's part of a step.
-struct StepTask {
+/// What rows share that are stepped alike on the CPU: those of one group, storage, dtype and number
+/// of steps.
+struct StepCall {
   StepLoop loop;
-  StepSpan span;
-  StepElementSizes sizes;
-  at::ScalarType gradient_dtype;
-  bool widens;  ///< whether the loop computes in another dtype than the gradient's
-  bool clears;  ///< whether the gradient is set to zero afterwards
   StepNumbers coefficients;
-  StepUse use;
+  std::uint64_t step = 1;  ///< number of this step of the parameters, from 1
 };
 
 /// The fewest elements that a thread takes at a time: so many that taking them costs nothing.
@@ -166,20 +155,21 @@ inline int64_t step_piece(int64_t elements) {
   return piece;
 }
 
-inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
-  const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
-    return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + begin * bytes;
+/// Returns elements [begin, begin + count) of a row.
+inline StepSpan part_of(const StepRow& row, int64_t begin, int64_t count) {
+  StepSpan part = row.span;
+  part.count = count;
+  if (begin == 0) return part;
+  const auto advance = [begin](void*& pointer, at::ScalarType dtype) {
+    if (pointer == nullptr) return;
+    pointer = static_cast<char*>(pointer) + begin * static_cast<int64_t>(c10::elementSize(dtype));
   };
-  const StepSpan& span = task.span;
-  StepSpan part{advanced(span.parameter, task.sizes.parameter),
-                advanced(span.gradient, task.sizes.gradient),
-                {},
-                count,
-                advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
-                span.first + begin};
-  for (int k = 0; k < kMaxMoments; ++k) {
-    part.moments[k] = advanced(span.moments[k], task.sizes.moment);
-  }
+  const bool is_split = row.storage == optim::WeightStorage::split_master;
+  advance(part.parameter, row.parameter_dtype);
+  advance(part.gradient, row.gradient_dtype);
+  for (void*& moment : part.moments) advance(moment, is_split ? at::kFloat : row.parameter_dtype);
+  advance(part.low_half_or_copy, at::kShort);
+  part.first += begin;
   return part;
 }
 
@@ -188,30 +178,42 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
 /// No stretch has two random keys, for 2^32 is a multiple of it.
 inline constexpr int64_t kStepStretch = 2048;
 
-inline void step_stretch(const StepTask& task, StepSpan part) {
+/// Steps elements of a row, at most kStepStretch of them.
+inline void step_stretch(const StepRow& row, const StepCall& call, const StepUse& use, bool clears,
+                         StepSpan part) {
   void* const gradient = part.gradient;
   alignas(64) std::byte widened[kStepStretch * sizeof(double)];
-  if (task.widens) {
-    widen_gradients(task.gradient_dtype, gradient, widened, part.count);
+  if (row.gradient_dtype != (row.parameter_dtype == at::kDouble ? at::kDouble : at::kFloat)) {
+    widen_gradients(row.gradient_dtype, gradient, widened, part.count);
     part.gradient = widened;
   }
-  task.loop(part, task.coefficients, task.use);
-  if (!task.clears) return;
-  std::memset(gradient, 0, static_cast<std::size_t>(part.count * task.sizes.gradient));
+  call.loop(part, call.coefficients, use);
+  if (!clears) return;
+  std::memset(gradient, 0,
+              static_cast<std::size_t>(part.count) * c10::elementSize(row.gradient_dtype));
 }
 
-/// Runs all tasks of a step in one pass over their memory. Small ones share a batch.
-inline void run_step_cpu(const std::vector<StepTask>& tasks) {
+/// Takes the step of all rows in one pass over their memory; small ones share a batch.
+/// \param rows    a vector or span of StepRow, whose `group` is a number among `calls`
+/// \param use     what all rows share: multipliers and seed
+/// \param clears  whether gradients are set to zero
+template <class Rows>
+void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const StepUse& use,
+                  bool clears) {
   int64_t elements = 0;
-  for (const StepTask& task : tasks) elements += task.span.count;
+  for (const StepRow& row : rows) elements += row.span.count;
   const int64_t size = step_piece(elements);
   WorkChunks pieces(size, size);
-  for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
+  for (std::size_t i = 0; i < rows.size(); ++i) pieces.add(i, rows[i].span.count);
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
-    const StepTask& task = tasks[piece.item];
+    const StepRow& row = rows[piece.item];
+    StepUse own = use;
+    own.copies_half = row.copies_half;
+    own.step = calls[row.group].step;
+    own.parameter = row.number;
     for (int64_t done = 0; done < piece.count; done += kStepStretch) {
-      step_stretch(task,
-                   part_of(task, piece.begin + done, std::min(kStepStretch, piece.count - done)));
+      step_stretch(row, calls[row.group], own, clears,
+                   part_of(row, piece.begin + done, std::min(kStepStretch, piece.count - done)));
     }
   });
 }

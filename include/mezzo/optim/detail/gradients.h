@@ -5,7 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/step_plan.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full_like.h>
@@ -18,9 +18,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 // The gradients of any optimizer, and how to read them.
@@ -93,19 +95,16 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
     check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
-    plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size(),
-                         has_master ? optim::WeightStorage::master : optim::WeightStorage::plain});
+    StepPlan::Row row{{}, &parameter, parameter.grad()};
+    row.group = static_cast<std::uint32_t>(group);
+    row.number = static_cast<std::uint32_t>(plan.rows.size());
+    if (has_master) row.storage = optim::WeightStorage::master;
+    plan.rows.push_back(std::move(row));
     plan.has_bare_half =
         plan.has_bare_half || (!has_master && parameter.grad().scalar_type() == at::kHalf);
   });
   group_by_device(plan);
   return plan;
-}
-
-/// Returns the plan of a step of any optimizer.
-inline StepPlan plan_of(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
-  return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
 }
 
 /// Returns the dense values of a plan's gradients.
@@ -198,17 +197,5 @@ inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, do
 }
 
 }  // namespace detail
-
-inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
-  const c10::NoGradGuard no_grad;
-  return detail::read_gradients(detail::dense_gradients(plan), inv_scale);
-}
-
-// NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares
-inline at::Tensor optim::FusedOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
-  at::Tensor loss = detail::loss_of(closure);
-  apply(plan());
-  return loss;
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
