@@ -85,7 +85,6 @@ struct AdamW8bitKernel {
     auto* const floats = reinterpret_cast<float* const*>(step.span.moments);
     const bool has_codes = step.scales[0] != nullptr;
     alignas(64) float moments[2][kBlock8];
-    alignas(64) float gradients[kBlock8];
     for (int64_t first = begin; first < end; first += kBlock8) {
       const int64_t count = std::min(kBlock8, end - first);
       const int64_t block = first / kBlock8;
@@ -93,12 +92,9 @@ struct AdamW8bitKernel {
                     static_cast<char*>(step.span.gradient) + first * gradient_size,
                     {moments[0], moments[1]},
                     count,
+                    step.gradient_dtype,
                     nullptr,
                     first};
-      if (step.gradient_dtype != at::kFloat) {
-        widen_gradients(step.gradient_dtype, part.gradient, gradients, count);
-        part.gradient = gradients;
-      }
       if (has_codes) {
         First::widen(codes[0] + first, step.scales[0][block], moments[0], count);
         Second::widen(codes[1] + first, step.scales[1][block], moments[1], count);

@@ -50,7 +50,7 @@ struct KernelEntry<Kernel, Result (*)(Args...)> {
     const ClearUpperHalves at_the_end;
     return Kernel::run(args...);
   }
-  __attribute__((target("avx512f"))) static Result avx512(Args... args) {
+  __attribute__((target("avx512f,avx512bw"))) static Result avx512(Args... args) {
     const ClearUpperHalves at_the_end;
     return Kernel::run(args...);
   }
