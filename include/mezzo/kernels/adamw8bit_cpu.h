@@ -92,7 +92,6 @@ struct AdamW8bitKernel {
                     static_cast<char*>(step.span.gradient) + first * gradient_size,
                     {moments[0], moments[1]},
                     count,
-                    step.gradient_dtype,
                     nullptr,
                     first};
       if (has_codes) {

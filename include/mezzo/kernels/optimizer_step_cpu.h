@@ -40,18 +40,17 @@ class StepLoopBody {
 
  public:
   C10_ALWAYS_INLINE static int64_t run(StepSpan span, int64_t begin, const StepNumbers& numbers,
-                                       const StepUse& use) {
+                                       StepUse use) {
     const Body step(numbers.as<typename Rule::Coefficients>(), use);
     const RandomKey key =
         random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
     typename Lanes::Bits lane_numbers[kVectors], own_numbers[kVectors];
     Lanes::template enumerate<kEvenOdd>(lane_numbers);
     Places places;
-    const bool clears = use.clears;
     places.has_low_half_or_copy = span.low_half_or_copy != nullptr;
     int64_t i = begin;
     for (; i + kVectors * Lanes::kWidth <= span.count; i += kVectors * Lanes::kWidth) {
-      load_gradients(span, i, clears, places.gradient);
+      load_gradients(use, span.gradient, i, places.gradient);
       for_streams(span, places, [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
                                     C10_ALWAYS_INLINE_ATTRIBUTE {
         Own::template load_block<kEvenOdd>(static_cast<typename Own::Stored*>(stream) + i, bits);
@@ -88,24 +87,24 @@ class StepLoopBody {
   }
 
   /// Reads gradients of the dtype that they have, and clears them.
-  C10_ALWAYS_INLINE static void load_gradients(const StepSpan& span, int64_t at, bool clears,
+  C10_ALWAYS_INLINE static void load_gradients(const StepUse& use, void* from, int64_t at,
                                                Value (&values)[kVectors]) {
     if constexpr (std::is_same_v<typename Lanes::Format::Value, double>) {
-      if (span.gradient_dtype == at::kDouble) return load_as<double>(span, at, clears, values);
-      load_as<float>(span, at, clears, values);
-    } else if (span.gradient_dtype == at::kFloat) {
-      load_as<float>(span, at, clears, values);
-    } else if (span.gradient_dtype == at::kBFloat16) {
-      load_as<c10::BFloat16>(span, at, clears, values);
+      if (use.gradient_dtype == at::kDouble) return load_as<double>(from, at, use.clears, values);
+      load_as<float>(from, at, use.clears, values);
+    } else if (use.gradient_dtype == at::kFloat) {
+      load_as<float>(from, at, use.clears, values);
+    } else if (use.gradient_dtype == at::kBFloat16) {
+      load_as<c10::BFloat16>(from, at, use.clears, values);
     } else {
-      load_as<c10::Half>(span, at, clears, values);
+      load_as<c10::Half>(from, at, use.clears, values);
     }
   }
   template <class Element>
-  C10_ALWAYS_INLINE static void load_as(const StepSpan& span, int64_t at, bool clears,
+  C10_ALWAYS_INLINE static void load_as(void* from, int64_t at, bool clears,
                                         Value (&values)[kVectors]) {
     using Own = typename Lanes::template Like<Element>;
-    auto* const place = static_cast<typename Own::Stored*>(span.gradient) + at;
+    auto* const place = static_cast<typename Own::Stored*>(from) + at;
     typename Own::Bits bits[kVectors];
     Own::template load_block<kEvenOdd>(place, bits);
     MEZZO_UNROLL_IN_REGISTERS
@@ -189,7 +188,6 @@ inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
                 advanced(span.gradient, task.sizes.gradient),
                 {},
                 count,
-                span.gradient_dtype,
                 advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
                 span.first + begin};
   for (int k = 0; k < kMaxMoments; ++k) {

@@ -47,7 +47,6 @@ struct StepSpan {
   void* gradient;
   void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
   int64_t count;
-  at::ScalarType gradient_dtype;
   void* low_half_or_copy =
       nullptr;  ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
   /// The number, in the parameter, of the first element; on the CPU a multiple of kStepPiece.
@@ -73,7 +72,8 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 struct StepUse {
   GradMultipliers multipliers{};  ///< of gradients, before use
   bool copies_half = false;       ///< copies of floats are half's, not bfloat16's
-  bool clears = false;            ///< gradients are set to zero on the way, on the CPU
+  at::ScalarType gradient_dtype = at::kFloat;  ///< on the CPU
+  bool clears = false;                         ///< on the CPU: sets gradients to zero on the way
   // Stochastic rounding only:
   uint64_t seed = 0;
   uint64_t step = 1;       ///< 1 in the first step
