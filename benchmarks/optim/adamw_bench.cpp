@@ -264,12 +264,11 @@ class Floor : public Peer {
     for (const at::Tensor& parameter : parameters_) {
       means_.push_back(at::zeros(parameter.sizes()));
       squares_.push_back(at::zeros(parameter.sizes()));
-      mezzo::detail::StepTask all{};
+      mezzo::detail::StepRow all{};
       all.span = {parameter.data_ptr(),
                   parameter.grad().data_ptr(),
                   {means_.back().data_ptr(), squares_.back().data_ptr()},
                   parameter.numel()};
-      all.sizes = {.parameter = 4, .gradient = 4, .moment = 4};
       for (int64_t begin = 0; begin < all.span.count; begin += kPiece) {
         pieces_.push_back(
             mezzo::detail::part_of(all, begin, std::min(kPiece, all.span.count - begin)));

@@ -256,8 +256,8 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
   std::vector<mezzo::detail::StepGroup> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
-      const int group = group_of(i, step);
-      while (static_cast<int>(groups.size()) <= group) {
+      const auto group = static_cast<uint32_t>(group_of(i, step));
+      while (groups.size() <= group) {
         const int next = static_cast<int>(groups.size());
         groups.push_back({constants, rate_of_group(next), 77U + static_cast<uint64_t>(next)});
       }
@@ -265,7 +265,7 @@ void step_on_device(const std::vector<StepParameters*>& all, const StepCase& ste
       for (unsigned k = Rule::kMoments; k < mezzo::detail::kMaxMoments; ++k)
         span.moments[k] = nullptr;
       const Storage& storage = parameters->storage();
-      rows.push_back({span, &parameters->count(i), group, 1000 + static_cast<int>(i),
+      rows.push_back({span, &parameters->count(i), group, 1000 + static_cast<uint32_t>(i),
                       kIsVariant<Rule>, step.copies_half, storage.weights, storage.parameter,
                       storage.gradient});
     }

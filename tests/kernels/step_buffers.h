@@ -86,26 +86,6 @@ struct StepBuffers {
   }
 };
 
-/// A step of one parameter, as run_step_cpu takes it; moments have the parameter's dtype.
-inline mezzo::detail::StepTask task_of(const mezzo::detail::StepLoop& loop, const DtypePair& dtypes,
-                                       const mezzo::detail::StepSpan& span,
-                                       const mezzo::detail::StepNumbers& coefficients,
-                                       const mezzo::detail::StepUse& use, bool clears = false) {
-  const auto size = [](torch::ScalarType dtype) {
-    return static_cast<int64_t>(c10::elementSize(dtype));
-  };
-  const auto computed =
-      dtypes.parameter == torch::kDouble ? torch::ScalarType::Double : torch::ScalarType::Float;
-  return {loop,
-          span,
-          {size(dtypes.parameter), size(dtypes.gradient), size(dtypes.parameter)},
-          dtypes.gradient,
-          dtypes.gradient != computed,
-          clears,
-          coefficients,
-          use};
-}
-
 /// Copies of buffers at `offset` bytes, the next ones a byte further each, with marks around them.
 class MisalignedBuffers {
  public:

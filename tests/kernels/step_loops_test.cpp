@@ -137,9 +137,11 @@ struct LoopCase {
   std::string name() const { return rule.name + " " + name_of(dtypes); }
 
   void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
-    mezzo::detail::run_step_cpu(
-        {task_of(rule.loop(dtypes.parameter, isa), dtypes, span, rule.coefficients,
-                 {.multipliers = {.first = factor}}, clears)});
+    const mezzo::detail::StepRow row{
+        .span = span, .parameter_dtype = dtypes.parameter, .gradient_dtype = dtypes.gradient};
+    mezzo::detail::run_step_cpu(std::vector{row},
+                                {{rule.loop(dtypes.parameter, isa), rule.coefficients}},
+                                {.multipliers = {.first = factor}}, clears);
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.
@@ -226,30 +228,23 @@ TEST(StepLoopDtypes, HaveNoLoopForOthers) {
   EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
 }
 
-TEST(StepPieces, CoverEveryElementOfEveryTaskOnce) {
+TEST(StepPieces, CoverEveryElementOfEveryRowOnce) {
   constexpr int64_t kPiece = mezzo::detail::kStepPiece;
-  using Task = mezzo::detail::StepTask;
   std::vector<std::vector<char>> memory;
   for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
                               3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
     memory.emplace_back(static_cast<std::size_t>(count));
   }
-  std::vector<Task> tasks;
+  std::vector<mezzo::detail::StepRow> rows;
   for (auto& bytes : memory) {
-    const auto visit = [](const mezzo::detail::StepSpan& span, const auto&, const auto&) {
-      auto* visits = static_cast<char*>(span.parameter);
-      for (int64_t i = 0; i < span.count; ++i) ++visits[i];
-    };
-    tasks.push_back({{visit},
-                     {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
-                     {.parameter = 1, .gradient = 1, .moment = 1},
-                     torch::kFloat,
-                     /*widens=*/false,
-                     /*clears=*/false,
-                     {},
-                     {}});
+    rows.push_back({.span = {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
+                    .parameter_dtype = torch::kByte});
   }
-  mezzo::detail::run_step_cpu(tasks);
+  const auto visit = [](const mezzo::detail::StepSpan& span, const auto&, const auto&) {
+    auto* visits = static_cast<char*>(span.parameter);
+    for (int64_t i = 0; i < span.count; ++i) ++visits[i];
+  };
+  mezzo::detail::run_step_cpu(rows, {{visit, {}}}, {}, /*clears=*/false);
   for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 1));
 }
 

@@ -127,7 +127,7 @@ StepBuffers expected_after(const StepBuffers& before,
   return after;
 }
 
-constexpr int64_t kStretch = mezzo::detail::kStepStretch;
+constexpr int64_t kPiece = mezzo::detail::kStepPiece;
 
 class StochasticLoop : public testing::TestWithParam<CpuIsa> {
  protected:
@@ -144,13 +144,18 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
     const mezzo::detail::StepUse use{
         .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .parameter = 3};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
-                                int64_t{1000}, kStretch + 100}) {
+                                int64_t{1000}, kPiece + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
-      auto span = buffers.span();
-      span.first = first;
-      mezzo::detail::run_step_cpu({task_of(loop, kDtypes, span, coefficients, use)});
+      mezzo::detail::StepRow row{.span = buffers.span(),
+                                 .number = 3,
+                                 .storage = mezzo::optim::WeightStorage::stochastic,
+                                 .parameter_dtype = kDtypes.parameter,
+                                 .gradient_dtype = kDtypes.gradient,
+                                 .step = 7};
+      row.span.first = first;
+      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients}}, use, /*clears=*/false);
       EXPECT_THAT(buffers.in_order(), SameBits(expected.in_order()))
           << count << " elements from " << first;
     }
@@ -158,7 +163,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
 };
 
 TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
-  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kStretch, int64_t{3} << 32}) {
+  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kPiece, int64_t{3} << 32}) {
     expect_plain_results<false>(first);
     expect_plain_results<true>(first);
   }

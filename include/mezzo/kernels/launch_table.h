@@ -1,10 +1,8 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/step_use.h>
 
-#include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
 #include <cstdint>
@@ -87,21 +85,6 @@ struct GradientRow {
 
 using GradientTable = LaunchTable<GradientRow, 300>;
 
-/// A step of one parameter on a device.
-struct StepRow {
-  StepSpan span;
-  float* count;      ///< number of steps applied so far, on the device; null: steps are not counted
-  int group;         ///< number of the parameter's group; in a table, of the table's
-  int number;        ///< number of the parameter in the optimizer
-  bool variant;      ///< selects the second loop of a rule that has two (amsgrad, momentum)
-  bool copies_half;  ///< a copy of the parameter is half, not bfloat16
-  optim::WeightStorage storage;
-  at::ScalarType parameter_dtype;  ///< dtype of the trained values: float for a master
-  at::ScalarType gradient_dtype;
-
-  C10_HOST_DEVICE int64_t elements() const { return span.count; }
-};
-
 /// Device addresses of the numbers of a step that the host does not know, and the host's own. A
 /// null address means: no scale, no check, no clipping, no schedule.
 struct StepInputs {
@@ -129,7 +112,8 @@ struct StepGroup {
   uint64_t seed;
 };
 
-/// Parameters of one kernel launch, of one dtype, and their groups.
+/// Parameters of one kernel launch, of one dtype, and their groups: a row's `group` is a number in
+/// the table.
 class StepTable : public LaunchTable<StepRow, 300> {
  public:
   static constexpr int kGroups = 8;
@@ -142,7 +126,7 @@ class StepTable : public LaunchTable<StepRow, 300> {
     if (full() || (is_new && groups_ == kGroups)) return false;
     if (is_new) group_[groups_++] = group;
     last_group_ = row.group;
-    row.group = groups_ - 1;
+    row.group = static_cast<std::uint32_t>(groups_ - 1);
     LaunchTable::push_back(row);
     return true;
   }
@@ -152,12 +136,12 @@ class StepTable : public LaunchTable<StepRow, 300> {
     groups_ = 0;
   }
 
-  C10_HOST_DEVICE const StepGroup& group(int index) const { return group_[index]; }
+  C10_HOST_DEVICE const StepGroup& group(std::uint32_t index) const { return group_[index]; }
 
  private:
   StepGroup group_[kGroups];
   int groups_ = 0;
-  int last_group_ = -1;
+  std::uint32_t last_group_ = 0;
 };
 static_assert(sizeof(StepTable) + sizeof(StepInputs) <= 32764, "CUDA 12.1's limit from sm_70 on");
 

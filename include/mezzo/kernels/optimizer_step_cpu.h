@@ -152,20 +152,11 @@ StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa
   return loop;
 }
 
-/// Bytes of an element of each stream that has one of its own.
-struct StepElementSizes {
-  int64_t parameter;
-  int64_t gradient;
-  int64_t moment;
-};
-
-/// One parameter's part of a step.
-struct StepTask {
+/// What rows share that are stepped alike on the CPU: those of one group, storage, dtype and number
+/// of steps.
+struct StepCall {
   StepLoop loop;
-  StepSpan span;
-  StepElementSizes sizes;
   StepNumbers coefficients;
-  StepUse use;
 };
 
 /// The fewest elements that a thread takes at a time: so many that taking them costs nothing.
@@ -179,33 +170,46 @@ inline int64_t step_piece(int64_t elements) {
   return piece;
 }
 
-inline StepSpan part_of(const StepTask& task, int64_t begin, int64_t count) {
-  const auto advanced = [begin](void* pointer, int64_t bytes) -> void* {
-    return pointer == nullptr ? nullptr : static_cast<char*>(pointer) + begin * bytes;
+/// Returns elements [begin, begin + count) of a row.
+inline StepSpan part_of(const StepRow& row, int64_t begin, int64_t count) {
+  StepSpan part = row.span;
+  part.count = count;
+  if (begin == 0) return part;
+  const auto advance = [begin](void*& pointer, at::ScalarType dtype) {
+    if (pointer == nullptr) return;
+    pointer = static_cast<char*>(pointer) + begin * static_cast<int64_t>(c10::elementSize(dtype));
   };
-  const StepSpan& span = task.span;
-  StepSpan part{advanced(span.parameter, task.sizes.parameter),
-                advanced(span.gradient, task.sizes.gradient),
-                {},
-                count,
-                advanced(span.low_half_or_copy, int64_t{sizeof(uint16_t)}),
-                span.first + begin};
-  for (int k = 0; k < kMaxMoments; ++k) {
-    part.moments[k] = advanced(span.moments[k], task.sizes.moment);
-  }
+  const bool is_split = row.storage == optim::WeightStorage::split_master;
+  advance(part.parameter, row.parameter_dtype);
+  advance(part.gradient, row.gradient_dtype);
+  for (void*& moment : part.moments) advance(moment, is_split ? at::kFloat : row.parameter_dtype);
+  advance(part.low_half_or_copy, at::kShort);
+  part.first += begin;
   return part;
 }
 
-/// Runs all tasks of a step in one pass over their memory. Small ones share a batch.
-inline void run_step_cpu(const std::vector<StepTask>& tasks) {
+/// Takes the step of all rows in one pass over their memory; small ones share a batch.
+/// \param rows    a vector or span of StepRow, whose `group` is a number among `calls`
+/// \param use     what all rows share: multipliers and seed
+/// \param clears  whether gradients are set to zero
+template <class Rows>
+void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const StepUse& use,
+                  bool clears) {
   int64_t elements = 0;
-  for (const StepTask& task : tasks) elements += task.span.count;
+  for (const StepRow& row : rows) elements += row.span.count;
   const int64_t size = step_piece(elements);
   WorkChunks pieces(size, size);
-  for (std::size_t i = 0; i < tasks.size(); ++i) pieces.add(i, tasks[i].span.count);
+  for (std::size_t i = 0; i < rows.size(); ++i) pieces.add(i, rows[i].span.count);
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
-    const StepTask& task = tasks[piece.item];
-    task.loop(part_of(task, piece.begin, piece.count), task.coefficients, task.use);
+    const StepRow& row = rows[piece.item];
+    StepUse own = use;
+    own.gradient_dtype = row.gradient_dtype;
+    own.clears = clears;
+    own.copies_half = row.copies_half;
+    own.step = row.step;
+    own.parameter = row.number;
+    const StepCall& call = calls[row.group];
+    call.loop(part_of(row, piece.begin, piece.count), call.coefficients, own);
   });
 }
 

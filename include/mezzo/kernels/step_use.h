@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
+#include <mezzo/base/weight_storage.h>
 
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
@@ -43,14 +44,30 @@ class StepNumbers {
 
 /// A stretch of one parameter with its gradient and state, each of any alignment.
 struct StepSpan {
-  void* parameter;
-  void* gradient;
-  void* moments[kMaxMoments];  ///< null beyond the rule's number of moments
-  int64_t count;
+  void* parameter = nullptr;
+  void* gradient = nullptr;
+  void* moments[kMaxMoments] = {};  ///< null beyond the rule's number of moments
+  int64_t count = 0;
   void* low_half_or_copy =
       nullptr;  ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
   /// The number, in the parameter, of the first element; on the CPU a multiple of kStepPiece.
   int64_t first = 0;
+};
+
+/// One parameter's part of a step, as the CPU's loops and the CUDA kernels take it.
+struct StepRow {
+  StepSpan span{};
+  float* count = nullptr;    ///< number of steps applied so far, where a device counts them
+  std::uint32_t group = 0;   ///< number of the parameter's group
+  std::uint32_t number = 0;  ///< number of the parameter in the optimizer
+  bool variant = false;      ///< selects the second loop of a rule that has two (amsgrad, momentum)
+  bool copies_half = false;  ///< a copy of the parameter is half, not bfloat16
+  optim::WeightStorage storage = optim::WeightStorage::plain;
+  at::ScalarType parameter_dtype = at::kFloat;  ///< of the trained values: float for a master
+  at::ScalarType gradient_dtype = at::kFloat;
+  std::uint64_t step = 1;  ///< number of this step of the parameter, from 1, where the host counts
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 /// The two factors of gradients in a step, applied one after the other.

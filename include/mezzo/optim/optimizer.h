@@ -32,8 +32,6 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-enum class CpuIsa : uint8_t;  // mezzo/kernels/cpu_isa.h
-
 /// The numbers that a step takes from the options of a param group.
 struct GroupNumbers {
   double lr = 0;
@@ -42,11 +40,8 @@ struct GroupNumbers {
   bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
   int moments = 0;                  ///< how many; none for SGD without momentum
   bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
-  StepLoop (*loop)(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa) = nullptr;
   const char* missing_in_aten = nullptr;  ///< why ATen's kernels cannot step this group
 };
-
-class ParamSlot;
 
 /// Returns the rates that the options of `groups` say.
 inline std::vector<double> lrs_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
@@ -128,18 +123,13 @@ struct StepOptions {
 /// parameters makes a plan and checks all of it; `apply` consumes it. No plan is kept for another
 /// step.
 struct StepPlan {
-  /// A parameter with a gradient.
-  struct Row {
-    const at::Tensor* parameter;  ///< in the groups of the optimizer
-    at::Tensor gradient;          ///< of the parameter, dense
-    std::size_t group;            ///< the number of its group
-    std::uint64_t number;         ///< of the parameter, counted through all groups
-
-    /// How the parameter is kept: `plain` for float and double, `master` in a MasterWeights.
-    optim::WeightStorage storage = optim::WeightStorage::plain;
-    // mezzo's optimizers set the following.
-    detail::ParamSlot* slot = nullptr;  ///< null where nothing is kept, or nothing yet
-    detail::StepLoop loop = nullptr;    ///< on the CPU
+  /// A parameter with a gradient. Every optimizer sets `group`, `number` and `storage` (`master` in
+  /// a MasterWeights); mezzo's own also set the addresses that there are before the step.
+  struct Row : detail::StepRow {
+    const at::Tensor* parameter = nullptr;  ///< in the groups of the optimizer
+    at::Tensor gradient{};                  ///< of the parameter, dense
+    /// The optimizer's state of the parameter; null where there is none yet.
+    torch::optim::OptimizerParamState* state = nullptr;
   };
 
   std::vector<Row> rows{};                     ///< device by device

@@ -48,7 +48,7 @@ inline bool any_bad(const std::vector<at::Tensor>& gradients) {
   StepPlan plan{.is_checked = true};
   for (const at::Tensor& one : gradients) {
     if (!one.defined()) continue;
-    plan.rows.push_back({&one, one.is_sparse() ? one.coalesce()._values() : one, 0, 0});
+    plan.rows.push_back({{}, &one, one.is_sparse() ? one.coalesce()._values() : one});
   }
   group_by_device(plan);
   return read_gradients(plan, at::ones({})).found_inf.item<float>() != 0.0F;

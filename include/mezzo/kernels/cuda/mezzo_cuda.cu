@@ -188,7 +188,7 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
   };
   for (const StepRow& row : rows) {
     if (row.variant != variant || !keeps_as<Weights>(row.storage, row.parameter_dtype)) continue;
-    const StepGroup& group = groups[static_cast<std::size_t>(row.group)];
+    const StepGroup& group = groups[row.group];
     if (table.push_back(row, group)) continue;
     launch_table();
     table.push_back(row, group);

@@ -294,10 +294,9 @@ __device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& s
         grad_multipliers(inputs.inv_scale != nullptr ? static_cast<double>(*inputs.inv_scale) : 1.0,
                          clips ? clip_coefficient(*inputs.sum_of_squares, inputs.max_norm) : 1.0);
     const auto constants = group.constants.as<Constants>();
-    of_block = {
-        Body(constants.at(group.lr * inputs.lr_factor(), step), use),
-        random_key(group.seed, static_cast<uint64_t>(step), static_cast<uint64_t>(slice.number),
-                   static_cast<uint64_t>(slice.begin >> 32))};
+    of_block = {Body(constants.at(group.lr * inputs.lr_factor(), step), use),
+                random_key(group.seed, static_cast<uint64_t>(step), slice.number,
+                           static_cast<uint64_t>(slice.begin >> 32))};
   }
   __syncthreads();
   return of_block;  // in registers, which no store can change

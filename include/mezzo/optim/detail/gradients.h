@@ -15,8 +15,10 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 // The gradients of any optimizer, and how to read them.
@@ -89,8 +91,11 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
     check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
-    plan.rows.push_back({&parameter, parameter.grad(), group, plan.rows.size(),
-                         has_master ? optim::WeightStorage::master : optim::WeightStorage::plain});
+    StepPlan::Row row{{}, &parameter, parameter.grad()};
+    row.group = static_cast<std::uint32_t>(group);
+    row.number = static_cast<std::uint32_t>(plan.rows.size());
+    if (has_master) row.storage = optim::WeightStorage::master;
+    plan.rows.push_back(std::move(row));
     plan.has_bare_half =
         plan.has_bare_half || (!has_master && parameter.grad().scalar_type() == at::kHalf);
   });

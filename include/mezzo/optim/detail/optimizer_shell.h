@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -94,9 +95,17 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const override {
     return numbers.constants.as<typename Traits::Rule::Constants>().at(numbers.lr, step);
   }
-  ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const override {
-    if (state == nullptr) state = std::make_unique<State>();
-    return dynamic_cast<State*>(state.get());
+  std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override {
+    return std::make_unique<State>();
+  }
+  ParamSlot* slot_in(torch::optim::OptimizerParamState& state) const override {
+    if (typeid(state) == typeid(State)) return &static_cast<State&>(state);  // a hot path
+    return dynamic_cast<State*>(&state);
+  }
+  StepLoop loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
+                    at::ScalarType dtype) const override {
+    return numbers.is_variant ? step_loop<typename Traits::VariantRule>(storage, dtype, best_isa())
+                              : step_loop<typename Traits::Rule>(storage, dtype, best_isa());
   }
   void aten_step([[maybe_unused]] const GroupNumbers& numbers,
                  [[maybe_unused]] const AtenLists& lists,
@@ -121,7 +130,6 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
     using Rule = typename Traits::Rule;
     using Variant = typename Traits::VariantRule;
     numbers.moments = static_cast<int>(numbers.is_variant ? Variant::kMoments : Rule::kMoments);
-    numbers.loop = numbers.is_variant ? &step_loop<Variant> : &step_loop<Rule>;
     return numbers;
   }
 };
@@ -155,7 +163,10 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   weights_ = all.weights;
   take_archive<Options>(std::move(all.filed), *this);
   for (const auto& group : param_groups_) {
-    for (const at::Tensor& parameter : group.params()) (void)find_slot(parameter);
+    for (const at::Tensor& parameter : group.params()) {
+      const auto found = state_.find(parameter.unsafeGetTensorImpl());
+      if (found != state_.end()) (void)checked_slot(*found->second, parameter);
+    }
   }
   load_progress(all.progress);
   if (!all.progress.applied_steps) {

@@ -47,7 +47,7 @@ struct AtenVerdict {
 ///   read    one read of the gradients (FusedOptimizer::read)
 ///   apply   unscale, clip and update in one pass over the memory
 ///
-/// OptimizerShell (optimizer_shell.h) adds the rule, as four virtual functions, and the parts that
+/// OptimizerShell (optimizer_shell.h) adds the rule, as virtual functions, and the parts that
 /// libtorch's users see: constructors, options and files.
 class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer {
  public:
@@ -88,9 +88,12 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   virtual GroupNumbers group_numbers(std::size_t group) const = 0;
   /// Returns the numbers of a group's step number `step`, counted from 1.
   virtual StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const = 0;
-  /// Returns a state as a slot: a new one in place of null; null where the state is another
-  /// optimizer's.
-  virtual ParamSlot* slot_in(std::unique_ptr<torch::optim::OptimizerParamState>& state) const = 0;
+  /// Returns the loop of a group for weights that are kept so; null for a dtype that has none.
+  virtual StepLoop loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
+                            at::ScalarType dtype) const = 0;
+  virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
+  /// Returns a state as a slot; null where the state is another optimizer's.
+  virtual ParamSlot* slot_in(torch::optim::OptimizerParamState& state) const = 0;
   /// Steps through ATen's fused kernel, if numbers.missing_in_aten is null.
   virtual void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
                          const AtenVerdict& verdict) const = 0;
@@ -100,12 +103,14 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// before, or fewer than states.
   /// \throws c10::Error if a weight would be trained twice
   MEZZO_INLINE void meet_parameters();
-  /// Returns the state of a parameter, and makes the parameter its owner; null if there is none.
-  MEZZO_INLINE ParamSlot* find_slot(const at::Tensor& parameter);
+  /// Returns a parameter's state as a slot, and makes the parameter its owner.
+  /// \throws c10::Error if the state is another optimizer's
+  MEZZO_INLINE ParamSlot& checked_slot(torch::optim::OptimizerParamState& state,
+                                       const at::Tensor& parameter) const;
   /// Adds a row to `plan`, if `parameter` has a gradient.
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
-                            std::uint64_t number);
+                            std::size_t number);
   /// Writes `filed` under libtorch's keys, and what libtorch lacks under mezzo's.
   MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
                                const FiledOptimizer& filed) const;
@@ -120,9 +125,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   using Rows = std::span<Row>;
   using Groups = std::vector<GroupNumbers>;
 
-  /// Memory and copies that the host prepares for the kernels of one device.
+  /// Copies that the host makes for the kernels of one device.
   struct Prepared {
-    std::vector<StepTask> tasks{};
     std::vector<at::Tensor> gradients{};  ///< copies, kept alive
     std::vector<at::Tensor> uncleared{};  ///< gradients that were copied and are to be cleared
   };
@@ -130,27 +134,25 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
-  MEZZO_INLINE ParamSlot& checked_slot(std::unique_ptr<torch::optim::OptimizerParamState>& state,
-                                       const at::Tensor& parameter);
+  /// Sets the addresses of memory that is there already; `prepare` sets those that stay null.
+  MEZZO_INLINE static void set_addresses(Row& row, ParamSlot* slot, const GroupNumbers& numbers);
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
   MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                      const StepOptions& options, bool with_aten);
-  MEZZO_INLINE void open_slot(Row& row, const GroupNumbers& numbers);
+  MEZZO_INLINE ParamSlot* open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
-  /// The last walk: counts, bumps versions, and clears gradients, if they are to be and no kernel
-  /// has done so.
-  MEZZO_INLINE void finish(Rows rows, bool clears, bool are_cleared, const Prepared& prepared);
+  /// The last walk: counts on the host, if that `counts`, bumps versions, and clears gradients, if
+  /// they are to be and no kernel has done so.
+  MEZZO_INLINE void finish(Rows rows, bool counts, bool clears, bool are_cleared,
+                           const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                              const StepOptions& options);
-  MEZZO_INLINE StepSpan span_of(const Row& row, const GroupNumbers& numbers, bool clear,
-                                Prepared& prepared);
-  /// Returns whether the parameter that is rounded from a float master is of half.
-  static bool copies_half(const Row& row) noexcept {
-    return row.storage == optim::WeightStorage::master && row.parameter->scalar_type() == at::kHalf;
-  }
-  MEZZO_INLINE at::Tensor& fitting_moment(const Row& row, int k, const at::Tensor& parameter);
+  /// Completes the addresses of a row, for a step that clears gradients or not. Returns its slot;
+  /// null where nothing is kept.
+  MEZZO_INLINE ParamSlot* prepare(Row& row, const GroupNumbers& numbers, bool clear,
+                                  Prepared& prepared);
 
 #ifdef MEZZO_WITH_CUDA
   MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,

@@ -14,6 +14,7 @@
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/COW.h>
 #include <torch/optim/serialize.h>
 
 #include <algorithm>
@@ -68,13 +69,6 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
 
 // --- Slots -------------------------------------------------------------------------------------
 
-/// Returns the slot of a parameter; null if there is none.
-MEZZO_INLINE ParamSlot* StepEngine::find_slot(const at::Tensor& parameter) {
-  const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found == state_.end()) return nullptr;
-  return &checked_slot(found->second, parameter);
-}
-
 /// Checks a state, which may be of another model, or written by the user.
 MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weights,
                                          const GroupNumbers& numbers) const {
@@ -90,11 +84,13 @@ MEZZO_INLINE void StepEngine::check_slot(ParamSlot& slot, const at::Tensor& weig
 }
 
 MEZZO_INLINE ParamSlot& StepEngine::make_slot(const at::Tensor& parameter) {
-  return checked_slot(state_[parameter.unsafeGetTensorImpl()], parameter);
+  auto& state = state_[parameter.unsafeGetTensorImpl()];
+  if (state == nullptr) state = new_state();
+  return checked_slot(*state, parameter);
 }
 
-MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
-    std::unique_ptr<torch::optim::OptimizerParamState>& state, const at::Tensor& parameter) {
+MEZZO_INLINE ParamSlot& StepEngine::checked_slot(torch::optim::OptimizerParamState& state,
+                                                 const at::Tensor& parameter) const {
   ParamSlot* const slot = slot_in(state);
   TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
               " is not a mezzo::optim::", name_,
@@ -103,15 +99,23 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(
   return *slot;
 }
 
+/// Returns whether a loop can walk a moment beside its parameter.
+inline bool is_fitting(const at::Tensor& moment, at::ScalarType dtype,
+                       const at::Tensor& parameter) {
+  return moment.defined() && moment.scalar_type() == dtype &&
+         moment.device() == parameter.device() && is_plain(moment) &&
+         same_layout(parameter, moment);
+}
+
 /// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
 /// converted when it was loaded from elsewhere or is to be kept otherwise.
-MEZZO_INLINE at::Tensor& StepEngine::fitting_moment(const Row& row, int k,
-                                                    const at::Tensor& parameter) {
-  at::Tensor& moment = row.slot->moment(k);
-  const at::ScalarType dtype = moment_dtype(parameter, row.storage);
+inline at::Tensor& fitting_moment(ParamSlot& slot, int k, optim::WeightStorage storage,
+                                  const at::Tensor& parameter) {
+  at::Tensor& moment = slot.moment(k);
+  const at::ScalarType dtype = moment_dtype(parameter, storage);
+  if (is_fitting(moment, dtype, parameter)) return moment;
   const bool is_as_kept =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (is_as_kept && is_plain(moment) && same_layout(parameter, moment)) return moment;
   if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
   if (!moment.defined()) {
     const auto options = parameter.options().requires_grad(false);
@@ -147,7 +151,7 @@ inline void warn_of_unused_storage(optim::WeightStorage storage, const Optimizer
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
   StepPlan plan{.is_checked = true};
-  std::uint64_t number = 0;
+  std::size_t number = 0;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     plan.groups.push_back(group_numbers(group));
     plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
@@ -162,27 +166,60 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
 }
 
 MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& parameter,
-                                      std::size_t group, std::uint64_t number) {
+                                      std::size_t group, std::size_t number) {
   const GroupNumbers& numbers = plan.groups[group];
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
   const auto storage = storage_of(parameter, weights_.weight_storage, words());
   const bool has_master = storage == optim::WeightStorage::master;
-  ParamSlot* const slot = find_slot(parameter);
-  if (slot != nullptr) check_slot(*slot, parameter, numbers);
-  check_dense_gradient(parameter, words());
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
-  const StepLoop loop = numbers.loop(storage, has_master ? at::kFloat : own, best_isa());
-  TORCH_CHECK(loop != nullptr && (own == given || takes_gradient(own, given)), words(), ": ",
-              words().parameter(parameter), " has a gradient of ", dtype_name(given),
+  Row row{{.group = static_cast<std::uint32_t>(group),
+           .number = static_cast<std::uint32_t>(number),
+           .variant = numbers.is_variant,
+           .copies_half = has_master && own == at::kHalf,
+           .storage = storage,
+           .parameter_dtype = has_master ? at::kFloat : own,
+           .gradient_dtype = given},
+          &parameter,
+          gradient};
+  ParamSlot* slot = nullptr;
+  const auto found = state_.find(parameter.unsafeGetTensorImpl());
+  if (found != state_.end()) {
+    row.state = found->second.get();
+    slot = &checked_slot(*row.state, parameter);
+    check_slot(*slot, parameter, numbers);
+  }
+  check_dense_gradient(parameter, words());
+  TORCH_CHECK(loop_for(numbers, storage, row.parameter_dtype) != nullptr &&
+                  (own == given || takes_gradient(own, given)),
+              words(), ": ", words().parameter(parameter), " has a gradient of ", dtype_name(given),
               "; parameters are of float32, float64, bfloat16 or float16, and gradients of the ",
               "same dtype, for float32 also of bfloat16 or float16, for float64, bfloat16 and "
               "float16 also of float32: cast the model before its optimizer is made");
+  if (has_own_kernels(parameter.device())) set_addresses(row, slot, numbers);
   plan.has_bare_half = plan.has_bare_half || (!has_master && given == at::kHalf);
   plan.has_devices = plan.has_devices || (!plan.rows.empty() &&
                                           gradient.device() != plan.rows.back().gradient.device());
-  plan.rows.push_back({&parameter, gradient, group, number, storage, slot, loop});
+  plan.rows.push_back(std::move(row));
+}
+
+MEZZO_INLINE void StepEngine::set_addresses(Row& row, ParamSlot* slot,
+                                            const GroupNumbers& numbers) {
+  const at::Tensor& parameter = *row.parameter;
+  row.span.count = parameter.numel();
+  row.span.parameter = parameter.mutable_data_ptr();
+  const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
+  const bool is_lazy = c10::impl::cow::is_cow_data_ptr(row.gradient.storage().data_ptr());
+  if (is_laid_out && !is_lazy) {
+    row.span.gradient = const_cast<void*>(row.gradient.const_data_ptr());
+  }
+  if (slot == nullptr) return;
+  const at::ScalarType dtype = moment_dtype(parameter, row.storage);
+  for (int k = 0; k < numbers.moments; ++k) {
+    const at::Tensor& moment = slot->moment(k);
+    if (is_fitting(moment, dtype, parameter)) row.span.moments[k] = moment.mutable_data_ptr();
+  }
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -262,19 +299,25 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
 }
 
 /// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
-MEZZO_INLINE void StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
+/// Returns the slot; null where nothing is kept.
+MEZZO_INLINE ParamSlot* StepEngine::open_slot(Row& row, const GroupNumbers& numbers) {
   using optim::WeightStorage;
   const bool keeps = numbers.moments > 0 || row.storage != WeightStorage::plain;
-  if (keeps && row.slot == nullptr) row.slot = &make_slot(*row.parameter);
-  if (row.slot == nullptr) return;
+  ParamSlot* const slot = row.state != nullptr ? slot_in(*row.state)
+                          : keeps              ? &make_slot(*row.parameter)
+                                               : nullptr;
+  if (slot == nullptr) return nullptr;
+  if (row.state == nullptr) row.state = state_[row.parameter->unsafeGetTensorImpl()].get();
   if (row.storage == WeightStorage::master) {
-    settle_master(*row.parameter, *row.slot);
+    settle_master(*row.parameter, *slot);
   } else if (row.storage == WeightStorage::split_master) {
-    settle_lower_half(*row.parameter, *row.slot);
+    settle_lower_half(*row.parameter, *slot);
   } else {
-    row.slot->master = row.slot->lower_half = at::Tensor();
+    slot->master = slot->lower_half = at::Tensor();
   }
-  if (!keeps) row.slot = nullptr;
+  if (keeps) return slot;
+  row.state = nullptr;
+  return nullptr;
 }
 
 /// Returns whether two gradients share memory: then none may be cleared before all are read.
@@ -285,48 +328,45 @@ inline bool share_gradients(std::span<const StepPlan::Row> rows) {
   return overlap_in(gradients).has_value();
 }
 
-/// Returns the memory that a step of `row` reads and writes. A gradient with gaps is copied, and
-/// `prepared` holds the copy.
-MEZZO_INLINE StepSpan StepEngine::span_of(const Row& row, const GroupNumbers& numbers, bool clear,
-                                          Prepared& prepared) {
+MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& numbers, bool clear,
+                                            Prepared& prepared) {
+  ParamSlot* const slot = open_slot(row, numbers);
   const at::Tensor& parameter = *row.parameter;
-  const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
-  if (!is_laid_out) {
-    prepared.gradients.push_back(in_layout_of(parameter, row.gradient));
-    if (clear) prepared.uncleared.push_back(row.gradient);
-  }
-  const at::Tensor& gradient = is_laid_out ? row.gradient : prepared.gradients.back();
-  StepSpan span{parameter.mutable_data_ptr(),
-                clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr()),
-                {},
-                parameter.numel()};
-  if (row.slot != nullptr) {
-    for (int k = 0; k < numbers.moments; ++k) {
-      span.moments[k] = fitting_moment(row, k, parameter).mutable_data_ptr();
+  StepSpan& span = row.span;
+  if (span.gradient == nullptr) {  // lazy, or no loop can walk it beside its parameter
+    const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
+    if (!is_laid_out) {
+      prepared.gradients.push_back(in_layout_of(parameter, row.gradient));
+      if (clear) prepared.uncleared.push_back(row.gradient);
     }
+    const at::Tensor& gradient = is_laid_out ? row.gradient : prepared.gradients.back();
+    span.gradient =
+        clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr());
+  }
+  if (slot == nullptr) return nullptr;
+  for (int k = 0; k < numbers.moments; ++k) {
+    if (span.moments[k] != nullptr) continue;
+    span.moments[k] = fitting_moment(*slot, k, row.storage, parameter).mutable_data_ptr();
   }
   if (row.storage == optim::WeightStorage::master) {
     span.low_half_or_copy = span.parameter;
-    span.parameter = row.slot->master.mutable_data_ptr();
+    span.parameter = slot->master.mutable_data_ptr();
   } else if (row.storage == optim::WeightStorage::split_master) {
-    span.low_half_or_copy = row.slot->lower_half.mutable_data_ptr();
+    span.low_half_or_copy = slot->lower_half.mutable_data_ptr();
   }
-  return span;
+  return slot;
 }
 
-MEZZO_INLINE void StepEngine::finish(Rows rows, bool clears, bool are_cleared,
+MEZZO_INLINE void StepEngine::finish(Rows rows, bool counts, bool clears, bool are_cleared,
                                      const Prepared& prepared) {
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const Row& row = rows[i];
+  for (const Row& row : rows) {
     if (clears && !are_cleared) clear_gradient(row.gradient);
     if (are_cleared) bump_version(row.gradient);
     bump_version(*row.parameter);
-    if (row.slot == nullptr) continue;
-    ParamSlot& slot = *row.slot;
-    if (!prepared.tasks.empty()) {
-      slot.count().set(static_cast<int64_t>(prepared.tasks[i].use.step));
-    }
+    if (row.state == nullptr) continue;
+    ParamSlot& slot = *slot_in(*row.state);
+    if (counts) slot.count().set(static_cast<int64_t>(row.step));
     if (slot.master.defined()) bump_version(slot.master);
     slot.end_step();
   }
@@ -339,45 +379,34 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   const std::optional<GradMultipliers> multipliers = grad_multipliers(verdict, options.max_norm);
   if (!multipliers) {
     for (const Row& row : rows) {
-      if (row.slot != nullptr) row.slot->end_step();
+      if (row.state != nullptr) slot_in(*row.state)->end_step();
       if (options.zero_grad) clear_gradient(row.gradient);
     }
     return;
   }
   const bool clears_on_the_way = options.zero_grad && !share_gradients(rows);
   Prepared prepared;
-  prepared.tasks.reserve(rows.size());
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    Row& row = rows[i];
+  std::vector<StepCall> calls;
+  const Row* last = nullptr;
+  std::size_t last_group = 0;
+  for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    open_slot(row, numbers);
-    const int64_t count = row.slot != nullptr ? row.slot->count().value() + 1 : 1;
-    StepTask& task = prepared.tasks.emplace_back();
-    task.loop = row.loop;
-    task.span = span_of(row, numbers, clears_on_the_way, prepared);
-    const auto bytes = [](at::ScalarType dtype) {
-      return static_cast<int64_t>(c10::elementSize(dtype));
-    };
-    const bool has_master = row.storage == optim::WeightStorage::master;
-    const at::ScalarType own = row.parameter->scalar_type();
-    task.sizes = {.parameter = bytes(has_master ? at::kFloat : own),
-                  .gradient = bytes(row.gradient.scalar_type()),
-                  .moment = bytes(moment_dtype(*row.parameter, row.storage))};
-    task.gradient_dtype = row.gradient.scalar_type();
-    task.widens = task.gradient_dtype != (own == at::kDouble ? at::kDouble : at::kFloat);
-    task.clears = clears_on_the_way;
-    const bool is_as_before = i > 0 && rows[i - 1].group == row.group &&
-                              prepared.tasks[i - 1].use.step == static_cast<uint64_t>(count);
-    task.coefficients =
-        is_as_before ? prepared.tasks[i - 1].coefficients : coefficients(numbers, count);
-    task.use = {.multipliers = *multipliers,
-                .copies_half = copies_half(row),
-                .seed = weights_.seed,
-                .step = static_cast<uint64_t>(count),
-                .parameter = row.number};
+    ParamSlot* const slot = prepare(row, numbers, clears_on_the_way, prepared);
+    if (slot != nullptr) row.step = static_cast<std::uint64_t>(slot->count().value()) + 1;
+    const bool is_alike = last != nullptr && last_group == row.group && last->step == row.step &&
+                          last->storage == row.storage &&
+                          last->parameter_dtype == row.parameter_dtype;
+    if (!is_alike) {
+      calls.push_back({loop_for(numbers, row.storage, row.parameter_dtype),
+                       coefficients(numbers, static_cast<int64_t>(row.step))});
+    }
+    last_group = row.group;
+    last = &row;
+    row.group = static_cast<std::uint32_t>(calls.size() - 1);
   }
-  run_step_cpu(prepared.tasks);
-  finish(rows, options.zero_grad, clears_on_the_way, prepared);
+  run_step_cpu(rows, calls, {.multipliers = *multipliers, .seed = weights_.seed},
+               clears_on_the_way);
+  finish(rows, /*counts=*/true, options.zero_grad, clears_on_the_way, prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -417,19 +446,15 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   std::vector<StepCount> counts;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    open_slot(row, numbers);
-    const bool has_master = row.storage == optim::WeightStorage::master;
-    step_rows.push_back(
-        {span_of(row, numbers, inputs.clear, prepared), nullptr, static_cast<int>(row.group),
-         static_cast<int>(row.number), numbers.is_variant, copies_half(row), row.storage,
-         has_master ? at::kFloat : row.parameter->scalar_type(), row.gradient.scalar_type()});
-    if (row.slot != nullptr) counts.push_back(row.slot->count());
+    ParamSlot* const slot = prepare(row, numbers, inputs.clear, prepared);
+    step_rows.push_back(row);
+    if (slot != nullptr) counts.push_back(slot->count());
   }
   std::vector<float*> counters;
   const std::vector<at::Tensor> on_device = counts_on(device, counts);
   auto next = on_device.begin();
   for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (rows[i].slot == nullptr) continue;
+    if (rows[i].state == nullptr) continue;
     step_rows[i].count = (next++)->mutable_data_ptr<float>();
     counters.push_back(step_rows[i].count);
   }
@@ -438,7 +463,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf);
   }
-  finish(rows, options.zero_grad, inputs.clear, prepared);
+  finish(rows, /*counts=*/false, options.zero_grad, inputs.clear, prepared);
 }
 
 #endif
@@ -468,16 +493,17 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   }
   std::vector<StepCount> kept;
   for (Row& row : rows) {
-    open_slot(row, groups[row.group]);
-    if (row.slot != nullptr) kept.push_back(row.slot->count());
+    ParamSlot* const slot = open_slot(row, groups[row.group]);
+    if (slot != nullptr) kept.push_back(slot->count());
   }
   const std::vector<at::Tensor> counts = counts_on(device, kept);
   std::vector<AtenLists> calls;  // rows come group by group
   for (const Row& row : rows) {
     at::Tensor parameter = *row.parameter;
+    ParamSlot* const slot = row.state != nullptr ? slot_in(*row.state) : nullptr;
     if (row.storage == optim::WeightStorage::master) {
-      heal_master(parameter, *row.slot);
-      parameter = row.slot->master;
+      heal_master(parameter, *slot);
+      parameter = slot->master;
     }
     const bool joins = !calls.empty() && calls.back().group == row.group &&
                        calls.back().parameters.back().scalar_type() == parameter.scalar_type();
@@ -488,17 +514,19 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     const bool copies = own.grad_scale.has_value() || row.gradient.is_inference();
     lists.gradients.push_back(in_layout_of(
         parameter, row.gradient.to(parameter.scalar_type(), /*non_blocking=*/false, copies)));
-    if (row.slot == nullptr) continue;
-    lists.counts.push_back(row.slot->count().on_device());
+    if (slot == nullptr) continue;
+    lists.counts.push_back(slot->count().on_device());
     for (int k = 0; k < groups[row.group].moments; ++k) {
-      lists.moments[static_cast<std::size_t>(k)].push_back(fitting_moment(row, k, *row.parameter));
+      lists.moments[static_cast<std::size_t>(k)].push_back(
+          fitting_moment(*slot, k, row.storage, *row.parameter));
     }
   }
   // ATen's kernels expect counts of this step, also where they skip it.
   if (!counts.empty()) at::_foreach_add_(counts, 1);
-  const auto round_masters = [&rows] {
+  const auto round_masters = [&] {
     for (const Row& row : rows) {
-      if (row.storage == optim::WeightStorage::master) row.parameter->copy_(row.slot->master);
+      if (row.storage != optim::WeightStorage::master) continue;
+      row.parameter->copy_(slot_in(*row.state)->master);
     }
   };
   auto call = calls.begin();
@@ -513,7 +541,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   }
   if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
   round_masters();
-  finish(rows, options.zero_grad, /*are_cleared=*/false, {});
+  finish(rows, /*counts=*/false, options.zero_grad, /*are_cleared=*/false, {});
 }
 
 // --- Files -------------------------------------------------------------------------------------
