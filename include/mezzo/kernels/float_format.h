@@ -155,7 +155,8 @@ struct ScalarLanes {
   using Bits = typename Format::Bits;
   using Flags = int32_t;
   static constexpr int64_t kWidth = 1;
-  static constexpr int kVectors = 1;  ///< of a block, which a loop over several streams takes at once
+  static constexpr int kVectors =
+      1;  ///< of a block, which a loop over several streams takes at once
 
   /// Lanes of another dtype, in the same number.
   template <class Other>

@@ -86,6 +86,13 @@ class StepBody {
       for (int i = 0; i < kTogether; ++i) {
         write(parameters[i], moments[i], numbers[at + i], key, places, at + i);
       }
+      if constexpr (kMayCopy) {
+        if (!places.has_low_half_or_copy) continue;
+        MEZZO_UNROLL_IN_REGISTERS
+        for (int i = 0; i < kTogether; ++i) {
+          round_to_copy(parameters[i], places.low_half_or_copy[at + i]);
+        }
+      }
     }
   }
 
@@ -147,9 +154,6 @@ class StepBody {
           MomentFormat::narrow(moments[k], places.moments[k][i]);
         }
       }
-    }
-    if constexpr (kMayCopy) {
-      if (places.has_low_half_or_copy) round_to_copy(parameter, places.low_half_or_copy[i]);
     }
   }
 

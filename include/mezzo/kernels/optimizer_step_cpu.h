@@ -51,19 +51,23 @@ class StepLoopBody {
     int64_t i = begin;
     for (; i + kVectors * Lanes::kWidth <= span.count; i += kVectors * Lanes::kWidth) {
       load_gradients(use, span.gradient, i, places.gradient);
-      for_streams(span, places, [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
-                                    C10_ALWAYS_INLINE_ATTRIBUTE {
-        Own::template load_block<kEvenOdd>(static_cast<typename Own::Stored*>(stream) + i, bits);
-      });
+      for_streams(span, places,
+                  [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
+                      C10_ALWAYS_INLINE_ATTRIBUTE {
+                        Own::template load_block<kEvenOdd>(
+                            static_cast<typename Own::Stored*>(stream) + i, bits);
+                      });
       MEZZO_UNROLL_IN_REGISTERS
       for (int k = 0; k < kVectors; ++k) {
         own_numbers[k] = lane_numbers[k] + static_cast<uint32_t>(span.first + i);
       }
       step(places, own_numbers, key);
-      for_streams(span, places, [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
-                                    C10_ALWAYS_INLINE_ATTRIBUTE {
-        Own::template store_block<kEvenOdd>(bits, static_cast<typename Own::Stored*>(stream) + i);
-      });
+      for_streams(span, places,
+                  [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
+                      C10_ALWAYS_INLINE_ATTRIBUTE {
+                        Own::template store_block<kEvenOdd>(
+                            bits, static_cast<typename Own::Stored*>(stream) + i);
+                      });
     }
     return i;
   }

@@ -87,8 +87,8 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 
 /// Options of a step that are not part of the update rule.
 struct StepUse {
-  GradMultipliers multipliers{};  ///< of gradients, before use
-  bool copies_half = false;       ///< copies of floats are half's, not bfloat16's
+  GradMultipliers multipliers{};               ///< of gradients, before use
+  bool copies_half = false;                    ///< copies of floats are half's, not bfloat16's
   at::ScalarType gradient_dtype = at::kFloat;  ///< on the CPU
   bool clears = false;                         ///< on the CPU: sets gradients to zero on the way
   // Stochastic rounding only:
