@@ -152,10 +152,10 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
                                  .number = 3,
                                  .storage = mezzo::optim::WeightStorage::stochastic,
                                  .parameter_dtype = kDtypes.parameter,
-                                 .gradient_dtype = kDtypes.gradient,
-                                 .step = 7};
+                                 .gradient_dtype = kDtypes.gradient};
       row.span.first = first;
-      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients}}, use, /*clears=*/false);
+      mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
+                                  /*clears=*/false);
       EXPECT_THAT(buffers.in_order(), SameBits(expected.in_order()))
           << count << " elements from " << first;
     }

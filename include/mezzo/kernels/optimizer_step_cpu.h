@@ -161,6 +161,7 @@ StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa
 struct StepCall {
   StepLoop loop;
   StepNumbers coefficients;
+  std::uint64_t step = 1;  ///< number of this step of the parameters, from 1
 };
 
 /// The fewest elements that a thread takes at a time: so many that taking them costs nothing.
@@ -210,7 +211,7 @@ void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const St
     own.gradient_dtype = row.gradient_dtype;
     own.clears = clears;
     own.copies_half = row.copies_half;
-    own.step = row.step;
+    own.step = calls[row.group].step;
     own.parameter = row.number;
     const StepCall& call = calls[row.group];
     call.loop(part_of(row, piece.begin, piece.count), call.coefficients, own);

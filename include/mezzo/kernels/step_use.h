@@ -65,7 +65,6 @@ struct StepRow {
   optim::WeightStorage storage = optim::WeightStorage::plain;
   at::ScalarType parameter_dtype = at::kFloat;  ///< of the trained values: float for a master
   at::ScalarType gradient_dtype = at::kFloat;
-  std::uint64_t step = 1;  ///< number of this step of the parameter, from 1, where the host counts
 
   C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };

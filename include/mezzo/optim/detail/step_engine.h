@@ -142,10 +142,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE ParamSlot* open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
-  /// The last walk: counts on the host, if that `counts`, bumps versions, and clears gradients, if
+  /// The last walk: sets the counts of the CPU's `calls`, bumps versions, and clears gradients, if
   /// they are to be and no kernel has done so.
-  MEZZO_INLINE void finish(Rows rows, bool counts, bool clears, bool are_cleared,
-                           const Prepared& prepared);
+  MEZZO_INLINE void finish(Rows rows, std::span<const StepCall> calls, bool clears,
+                           bool are_cleared, const Prepared& prepared);
 
   MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
                              const StepOptions& options);

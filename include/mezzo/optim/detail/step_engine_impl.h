@@ -357,8 +357,8 @@ MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& number
   return slot;
 }
 
-MEZZO_INLINE void StepEngine::finish(Rows rows, bool counts, bool clears, bool are_cleared,
-                                     const Prepared& prepared) {
+MEZZO_INLINE void StepEngine::finish(Rows rows, std::span<const StepCall> calls, bool clears,
+                                     bool are_cleared, const Prepared& prepared) {
   for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
   for (const Row& row : rows) {
     if (clears && !are_cleared) clear_gradient(row.gradient);
@@ -366,7 +366,7 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, bool counts, bool clears, bool a
     bump_version(*row.parameter);
     if (row.state == nullptr) continue;
     ParamSlot& slot = *slot_in(*row.state);
-    if (counts) slot.count().set(static_cast<int64_t>(row.step));
+    if (!calls.empty()) slot.count().set(static_cast<int64_t>(calls[row.group].step));
     if (slot.master.defined()) bump_version(slot.master);
     slot.end_step();
   }
@@ -392,13 +392,14 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
     ParamSlot* const slot = prepare(row, numbers, clears_on_the_way, prepared);
-    if (slot != nullptr) row.step = static_cast<std::uint64_t>(slot->count().value()) + 1;
-    const bool is_alike = last != nullptr && last_group == row.group && last->step == row.step &&
+    const int64_t step = slot != nullptr ? slot->count().value() + 1 : 1;
+    const bool is_alike = last != nullptr && last_group == row.group &&
+                          calls.back().step == static_cast<std::uint64_t>(step) &&
                           last->storage == row.storage &&
                           last->parameter_dtype == row.parameter_dtype;
     if (!is_alike) {
       calls.push_back({loop_for(numbers, row.storage, row.parameter_dtype),
-                       coefficients(numbers, static_cast<int64_t>(row.step))});
+                       coefficients(numbers, step), static_cast<std::uint64_t>(step)});
     }
     last_group = row.group;
     last = &row;
@@ -406,7 +407,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   }
   run_step_cpu(rows, calls, {.multipliers = *multipliers, .seed = weights_.seed},
                clears_on_the_way);
-  finish(rows, /*counts=*/true, options.zero_grad, clears_on_the_way, prepared);
+  finish(rows, calls, options.zero_grad, clears_on_the_way, prepared);
 }
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
@@ -463,7 +464,7 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   if (!counters.empty()) {
     cuda::count_steps_(device, counters, inputs.found_inf);
   }
-  finish(rows, /*counts=*/false, options.zero_grad, inputs.clear, prepared);
+  finish(rows, {}, options.zero_grad, inputs.clear, prepared);
 }
 
 #endif
@@ -541,7 +542,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   }
   if (!counts.empty() && own.found_inf) at::_foreach_add_(counts, own.found_inf->neg());
   round_masters();
-  finish(rows, /*counts=*/false, options.zero_grad, /*are_cleared=*/false, {});
+  finish(rows, {}, options.zero_grad, /*are_cleared=*/false, {});
 }
 
 // --- Files -------------------------------------------------------------------------------------
