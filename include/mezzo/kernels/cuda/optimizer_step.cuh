@@ -76,9 +76,14 @@ struct StepGradient {
     }
   }
 
-  /// Sets `kSize` elements to zero, at an address that a pack of them may have.
+  /// Sets `kSize` elements to zero.
   template <int kSize>
   __device__ void clear() const {
+    if (kSize > 1 && !is_aligned) {
+      StepGradient here = *this;
+      for (int i = 0; i < kSize; ++i, here.advance(1)) here.template clear<1>();
+      return;
+    }
     const int bytes = bytes_of(dtype);
     if (bytes == 2) {
       *reinterpret_cast<StepPack<uint16_t, kSize>*>(data) = {};
@@ -199,10 +204,11 @@ struct StepStreams {
 
   /// Steps the first `kSize` elements, which have numbers from `number` on in the parameter.
   template <int kSize>
-  __device__ void step(const Body& body, uint32_t number, const RandomKey& key) const {
+  __device__ void step(const Body& body, bool clears, uint32_t number, const RandomKey& key) const {
     typename Body::template Places<kSize> places;
     places.has_low_half_or_copy = has_low_half_or_copy;
     gradient.load(places.gradient);
+    if (clears) gradient.template clear<kSize>();
     load_pack(parameter, places.parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(moments[k], places.moments[k]);
@@ -272,9 +278,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       block_step<typename Rule::Constants, typename Streams::Body>(table, slice, inputs);
   const int head = streams.align(count);
   visit_slice<Streams::kPack>(streams, head, count, [&]<int kSize>(const Streams& here, int at) {
-    here.template step<kSize>(own.body, static_cast<uint32_t>(slice.begin + at), own.key);
+    here.template step<kSize>(own.body, inputs.clear, static_cast<uint32_t>(slice.begin + at),
+                              own.key);
   });
-  if (inputs.clear) streams.clear_gradients(count);
 }
 
 /// Counts a step, in a launch after the step, whose blocks all read the counters. Static, as every
