@@ -61,16 +61,18 @@ class StepBody {
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
                                              const StepUse& use)
-      : update_(coefficients), copies_half_(use.copies_half) {
+      : update_(coefficients),
+        has_second_(use.multipliers.second != 1),
+        copies_half_(use.copies_half) {
     Lanes::broadcast(static_cast<Scalar>(use.multipliers.first), first_);
     Lanes::broadcast(static_cast<Scalar>(use.multipliers.second), second_);
   }
 
-  /// Takes the step. `numbers` are the elements' numbers in the parameter, for stochastic rounding.
+  /// Takes the step. `seeds`, for stochastic rounding, are each element's number in the parameter,
+  /// its lower 32 bits, XOR the random key.
   template <int kCount>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Places<kCount>& places,
-                                                    const Bits (&numbers)[kCount],
-                                                    const RandomKey& key) const {
+                                                    const Bits (&seeds)[kCount]) const {
 #ifdef __CUDA_ARCH__
     constexpr int kTogether = kCount;  // a device rounds values in pairs
 #else
@@ -84,7 +86,7 @@ class StepBody {
       for (int i = 0; i < kTogether; ++i) compute(places, at + i, parameters[i], moments[i]);
       MEZZO_UNROLL_IN_REGISTERS
       for (int i = 0; i < kTogether; ++i) {
-        write(parameters[i], moments[i], numbers[at + i], key, places, at + i);
+        write(parameters[i], moments[i], seeds[at + i], places, at + i);
       }
       if constexpr (kMayCopy) {
         if (!places.has_low_half_or_copy) continue;
@@ -110,7 +112,8 @@ class StepBody {
   C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Places<kCount>& places, int i,
                                                  Value& parameter,
                                                  Value (&moments)[kMomentSlots]) const {
-    Value gradient = places.gradient[i] * first_ * second_;
+    Value gradient = places.gradient[i] * first_;
+    if (has_second_) gradient = gradient * second_;
     if constexpr (kIsSplit) {
       join_halves(places.parameter[i], places.low_half_or_copy[i], parameter);
     } else {
@@ -131,11 +134,11 @@ class StepBody {
   template <int kCount>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Value& parameter,
                                                const Value (&moments)[kMomentSlots],
-                                               const Bits& number, const RandomKey& key,
+                                               const Bits& seed,
                                                Places<kCount>& places, int i) const {
     Bits noise;
     if constexpr (kIsStochastic) {
-      noise = number ^ key;
+      noise = seed;
       mix(noise);
     }
     if constexpr (kIsSplit) {
@@ -181,6 +184,7 @@ class StepBody {
 
   typename Rule::template Element<Lanes> update_;
   Value first_, second_;  // GradMultipliers
+  bool has_second_;
   bool copies_half_;
 };
 

@@ -44,7 +44,7 @@ class StepLoopBody {
     const Body step(numbers.as<typename Rule::Coefficients>(), use);
     const RandomKey key =
         random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
-    typename Lanes::Bits lane_numbers[kVectors], own_numbers[kVectors];
+    typename Lanes::Bits lane_numbers[kVectors], seeds[kVectors];
     Lanes::template enumerate<kEvenOdd>(lane_numbers);
     Places places;
     places.has_low_half_or_copy = span.low_half_or_copy != nullptr;
@@ -59,9 +59,9 @@ class StepLoopBody {
                       });
       MEZZO_UNROLL_IN_REGISTERS
       for (int k = 0; k < kVectors; ++k) {
-        own_numbers[k] = lane_numbers[k] + static_cast<uint32_t>(span.first + i);
+        seeds[k] = lane_numbers[k] ^ (static_cast<uint32_t>(span.first + i) ^ key);
       }
-      step(places, own_numbers, key);
+      step(places, seeds);
       for_streams(span, places,
                   [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
                       C10_ALWAYS_INLINE_ATTRIBUTE {

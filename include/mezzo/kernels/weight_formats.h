@@ -124,9 +124,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_stochastically(const ValueLanes& v
                                                              BitLanes& bits) {
   BitLanes wide;
   reinterpret_bits(value, wide);
-  const BitLanes sum = wide + noise;
-  wide =
-      (wide << 1) > 0xFF000000U ? wide : sum;  // what arithmetic makes is a quiet NaN, also cut off
+  // What arithmetic makes is a quiet NaN, also when it is cut off.
+  wide = (wide << 1) > 0xFF000000U ? wide : wide + noise;
   bits = wide >> 16;
 }
 

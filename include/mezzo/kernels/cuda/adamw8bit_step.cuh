@@ -126,7 +126,7 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
       typename Body::template Places<1> place{
           {}, {parameters[at]}, {{mean.bits[i]}, {square.bits[i]}}, {}, false};
       gradient.load(place.gradient);
-      own.body(place, {static_cast<uint32_t>(at)}, own.key);
+      own.body(place, {static_cast<uint32_t>(at) ^ own.key});
       parameters[at] = static_cast<typename Lanes::Stored>(place.parameter[0]);
       mean.bits[i] = place.moments[0][0];
       square.bits[i] = place.moments[1][0];

@@ -213,10 +213,10 @@ struct StepStreams {
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) load_pack(moments[k], places.moments[k]);
     if (has_low_half_or_copy) load_pack(low_half_or_copy, places.low_half_or_copy);
-    typename Lanes::Bits numbers[kSize];
+    typename Lanes::Bits seeds[kSize];
     MEZZO_UNROLL
-    for (int i = 0; i < kSize; ++i) numbers[i] = number + static_cast<uint32_t>(i);
-    body(places, numbers, key);
+    for (int i = 0; i < kSize; ++i) seeds[i] = (number + static_cast<uint32_t>(i)) ^ key;
+    body(places, seeds);
     store_pack(places.parameter, parameter);
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) store_pack(places.moments[k], moments[k]);
