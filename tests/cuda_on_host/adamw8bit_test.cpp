@@ -97,7 +97,7 @@ TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
     const Parameter expected = before.clone();
     const Parameter parameter = before.clone();
     mezzo::detail::step_adamw8bit_cpu({expected.step()});
-    mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, parameter.step());
+    mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, {parameter.step()});
     EXPECT_TRUE(parameter.is_same(expected));
   });
 }
@@ -105,11 +105,11 @@ TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
 TEST_F(AdamW8bitOnHost, IsTheSameInAnyOrder) {
   const Parameter before(at::kBFloat16, at::kBFloat16, /*has_codes=*/true, 9000);
   const Parameter first = before.clone();
-  mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, first.step());
+  mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, {first.step()});
   for (uint64_t seed = 0; seed < 20; ++seed) {
     host_device::set_seed(seed);
     const Parameter again = before.clone();
-    mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, again.step());
+    mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, {again.step()});
     ASSERT_TRUE(again.is_same(first)) << seed;
   }
 }

@@ -202,6 +202,8 @@ int group_of(std::size_t i, const StepCase& step) {
 /// What the kernels are to find out by themselves.
 StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
   StepUse use{.copies_half = step.copies_half,
+              .gradient_dtype = parameters.storage().gradient,
+              .clears = step.clear,
               .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
               .step = static_cast<uint64_t>(parameters.count(i)) + 1,
               .parameter = 1000 + i};
@@ -224,13 +226,8 @@ void step_on_cpu(StepParameters& parameters, const StepCase& step,
     const double rate =
         rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
     const auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
-    auto span = parameters.span(i);
-    using Value = typename Lanes::Value;  // as which the CPU's loops read gradients
-    const at::Tensor wide = parameters.stream(i, 1).to(c10::CppTypeToScalarType<Value>::value);
-    span.gradient = wide.data_ptr();
-    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(span, coefficients,
-                                                                             use);
-    if (step.clear) parameters.stream(i, 1).zero_();
+    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(parameters.span(i),
+                                                                             coefficients, use);
   }
 }
 

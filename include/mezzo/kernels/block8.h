@@ -221,6 +221,8 @@ struct AdamW8bitStep {
   at::ScalarType gradient_dtype;   ///< the parameter's, or float
   AdamCoefficients coefficients;
   StepUse use;
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 /// Weights rounded stochastically, with moments that are floats while they are computed with.

@@ -192,18 +192,26 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
   launch_table();
 }
 
-static void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
-  if (step.span.count == 0) return;
+static void step_adamw8bit_(at::Device device, const std::vector<AdamW8bitStep>& steps) {
   const DeviceGuard guard(device);
-  const auto launch_kernel = [&]<class Parameter>() {
-    launch<adamw8bit_kernel<Parameter>>((step.span.count + kStepBlock - 1) / kStepBlock,
-                                        kStepThreads, current_stream(), step, Block8Maps{});
+  const auto step_all = [&]<class Parameter>() {
+    AdamW8bitTable table(kStepBlock);
+    const auto launch_table = [&] {
+      if (table.blocks() != 0) {
+        launch<adamw8bit_kernel<Parameter>>(table.blocks(), kStepThreads, current_stream(), table,
+                                            Block8Maps{});
+      }
+      table.clear();
+    };
+    for (const AdamW8bitStep& step : steps) {
+      if (step.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value) continue;
+      if (table.full()) launch_table();
+      table.push_back(step);
+    }
+    launch_table();
   };
-  if (step.parameter_dtype == at::kFloat) {
-    launch_kernel.template operator()<float>();
-  } else {
-    launch_kernel.template operator()<c10::BFloat16>();
-  }
+  step_all.template operator()<float>();
+  step_all.template operator()<c10::BFloat16>();
 }
 
 static uint64_t capture_on(at::Device device) {
