@@ -96,9 +96,9 @@ struct PolynomialCurve {
   double factor(int64_t applied_steps) const {
     detail::check_curve(detail::is_above(power, 0) && !detail::nonfinite_bits(power), "power",
                         power, "positive and finite");
-    return detail::warmed_up(
-        *this, applied_steps,
-        [this](double /*done*/, double remaining) { return std::pow(remaining, power); });
+    return detail::warmed_up(*this, applied_steps, [this](double /*done*/, double remaining) {
+      return std::pow(remaining, power);
+    });
   }
 };
 /// f = q: a PolynomialCurve whose power is left at 1.
