@@ -15,6 +15,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -24,7 +25,6 @@
 #include <limits>
 #include <mutex>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
