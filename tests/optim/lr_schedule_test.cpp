@@ -23,6 +23,7 @@
 #include "../support/keepers.h"
 #include "../support/saved.h"
 #include "../support/special_values.h"
+#include "../support/stepped_by_aten.h"
 #include "../support/throwing_sgd.h"
 #include "../support/warnings.h"
 
@@ -287,7 +288,7 @@ struct CountsInATensor : mezzo::optim::SGD {
   using SGD::SGD;
   void take_step() {
     step();
-    applied_count().move_to(torch::full({}, static_cast<float>(applied_steps())));
+    applied_steps_.count().move_to(torch::full({}, static_cast<float>(applied_steps())));
   }
 };
 
@@ -664,16 +665,18 @@ class Distances : public testing::TestWithParam<bool> {
   double step(bool found_inf = false) {
     const double before = parameter_.item<double>();
     parameter_.mutable_grad() = torch::ones({}, torch::kDouble);
-    if (GetParam()) {
-      optimizer_.apply_with_aten(optimizer_.plan(), verdict_of(found_inf));
-    } else {
-      optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
-    }
+    optimizer_.apply(optimizer_.plan(), verdict_of(found_inf));
     return before - parameter_.item<double>();
   }
 
+  template <class Optimizer>
+  std::unique_ptr<SGD> make() const {
+    return std::make_unique<Optimizer>(std::vector{parameter_}, SGDOptions(0.5));
+  }
+
   torch::Tensor parameter_ = torch::zeros({}, torch::kDouble).requires_grad_();
-  SGD optimizer_ = SGD({parameter_}, SGDOptions(0.5));
+  std::unique_ptr<SGD> owned_ = GetParam() ? make<test_support::SteppedByAten<SGD>>() : make<SGD>();
+  SGD& optimizer_ = *owned_;
 };
 
 TEST_P(Distances, AreThoseOfTheFactorsAndThenOfTheLast) {

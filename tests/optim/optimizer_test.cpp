@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "../support/state_of.h"
+#include "../support/stepped_by_aten.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -34,6 +35,7 @@ using mezzo::optim::SGDOptions;
 using mezzo::optim::WeightStorage;
 using test_support::quiet_scaler;
 using test_support::state_of;
+using test_support::SteppedByAten;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -294,7 +296,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
   const auto aten = cast(parameters());
   const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
   Optimizer left(ours, options, masters);
-  Optimizer right(aten, options, masters);
+  SteppedByAten<Optimizer> right(aten, options, masters);
   for (int i = 0; i < 12; ++i) {
     std::vector<torch::Tensor> given;
     for (std::size_t k = 0; k < ours.size(); ++k) {
@@ -307,7 +309,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
     const auto verdict = i % 5 == 4 ? Verdict() : verdict_of(i % 3 == 0, i);
     const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
     left.apply(left.plan(), verdict, step_options);
-    right.apply_with_aten(right.plan(), verdict, step_options);
+    right.apply(right.plan(), verdict, step_options);
     for (std::size_t k = 0; k < ours.size(); ++k) {
       if (!given[k].defined()) continue;
       const auto wanted = i == 7 ? torch::zeros_like(given[k]) : given[k];
@@ -364,7 +366,7 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
 
 TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
-    EXPECT_THAT([&] { optimizer.apply_with_aten(optimizer.plan()); },
+    EXPECT_THAT([&] { optimizer.apply(optimizer.plan()); },
                 ThrowsMessage<c10::Error>(HasSubstr("split_master and stochastic need mezzo's k")));
     EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
     EXPECT_EQ(optimizer.applied_steps(), 0);
@@ -372,9 +374,10 @@ TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
     const mezzo::optim::WeightOptions weights{.weight_storage = storage};
     const auto x = with_gradient({1, 2}, torch::kBFloat16);
-    expect_refused(AdamW({x}, AdamWOptions(0.5), weights), x);
-    expect_refused(mezzo::optim::Adam({x}, mezzo::optim::AdamOptions(0.5), weights), x);
-    expect_refused(SGD({x}, SGDOptions(0.5), weights), x);
+    expect_refused(SteppedByAten<AdamW>({x}, AdamWOptions(0.5), weights), x);
+    expect_refused(SteppedByAten<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
+                   x);
+    expect_refused(SteppedByAten<SGD>({x}, SGDOptions(0.5), weights), x);
   }
 }
 
@@ -384,9 +387,9 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   const auto y = torch::ones({3});
   x.mutable_grad() = gradient;
   y.mutable_grad() = gradient;
-  mezzo::optim::SGD optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
+  SteppedByAten<SGD> optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
   const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
-  optimizer.apply_with_aten(optimizer.plan(), {number(0.125), number(0)});
+  optimizer.apply(optimizer.plan(), {number(0.125), number(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
   EXPECT_TRUE(torch::equal(y, x));
 }
@@ -403,25 +406,25 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   x.mutable_grad() = torch::ones({2});
   y.mutable_grad() = torch::ones({2});
   using mezzo::optim::SGDOptions;
-  mezzo::optim::SGD sgd(
+  SteppedByAten<SGD> sgd(
       {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
       SGDOptions(0.5).momentum(0.5));
-  sgd.apply_with_aten(sgd.plan());
+  sgd.apply(sgd.plan());
   static_cast<SGDOptions&>(sgd.param_groups()[1].options()).dampening(0.1);
-  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), c10::Error);
+  EXPECT_THROW(sgd.apply(sgd.plan()), c10::Error);
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 1);
   EXPECT_EQ(sgd.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
 
-  mezzo::optim::Lion lion({x});
-  EXPECT_THROW(lion.apply_with_aten(lion.plan()), c10::Error);
+  SteppedByAten<mezzo::optim::Lion> lion({x});
+  EXPECT_THROW(lion.apply(lion.plan()), c10::Error);
   EXPECT_TRUE(lion.state().empty());
 }
 
 /// SGD whose second call of ATen's kernel throws.
-struct FailingSgd : mezzo::optim::SGD {
-  using SGD::SGD;
+struct FailingSgd : SteppedByAten<SGD> {
+  using SteppedByAten::SteppedByAten;
   void aten_step(const mezzo::detail::GroupNumbers& numbers, const mezzo::detail::AtenLists& lists,
                  const mezzo::detail::AtenVerdict& verdict) const override {
     if (++calls == 2) throw std::runtime_error("out of memory");
@@ -435,7 +438,7 @@ TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
   FailingSgd sgd({torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
                  mezzo::optim::SGDOptions(0.5).momentum(0.5));
   for (const auto& each : {x, y}) each.mutable_grad() = torch::ones({2});
-  EXPECT_THROW(sgd.apply_with_aten(sgd.plan()), std::runtime_error);
+  EXPECT_THROW(sgd.apply(sgd.plan()), std::runtime_error);
   EXPECT_EQ(steps_of(sgd, x), 1);
   EXPECT_EQ(steps_of(sgd, y), 0);
 }
@@ -444,20 +447,20 @@ TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
 // A check that unscale_ made and one that the step made add up, and devices' do.
 TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
   const auto parameter = torch::ones({5});
-  mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  SteppedByAten<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
   parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
-  optimizer.apply_with_aten(optimizer.plan(), {torch::ones({}), torch::full({}, 2.0F)});
+  optimizer.apply(optimizer.plan(), {torch::ones({}), torch::full({}, 2.0F)});
   EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
 }
 
 TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto parameter = torch::ones({5}).requires_grad_();
-  mezzo::optim::AdamW adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
-  mezzo::optim::SGD sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
+  SteppedByAten<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  SteppedByAten<SGD> sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
   const auto expect_bump = [&](auto& optimizer) {
     const auto loss = (parameter * parameter).sum();
     parameter.mutable_grad() = torch::ones({5});
-    optimizer.apply_with_aten(optimizer.plan());
+    optimizer.apply(optimizer.plan());
     EXPECT_THROW(loss.backward(), c10::Error);
   };
   expect_bump(adam);

@@ -114,19 +114,6 @@ inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
   return std::nullopt;
 }
 
-/// Splits tensors into lists of one dtype each, as ATen's foreach kernels require. Keeps the order
-/// within a dtype.
-inline std::vector<std::vector<at::Tensor>> by_dtype(const std::vector<at::Tensor>& tensors) {
-  std::vector<std::vector<at::Tensor>> lists;
-  for (const at::Tensor& tensor : tensors) {
-    auto list = lists.begin();
-    while (list != lists.end() && list->front().scalar_type() != tensor.scalar_type()) ++list;
-    if (list == lists.end()) list = lists.emplace(list);
-    list->push_back(tensor);
-  }
-  return lists;
-}
-
 /// Elements of one dtype, one after the other, which a loop or a kernel walks as one row.
 struct Stretch {
   void* data;
@@ -145,8 +132,11 @@ class Stretches {
  public:
   /// Adds a dense tensor whose elements begin at `data`.
   void add(const at::Tensor& tensor, void* data) {
-    if (tensor.numel() == 0) return;
-    const Stretch own{data, tensor.numel(), tensor.scalar_type()};
+    add(tensor, {data, tensor.numel(), tensor.scalar_type()});
+  }
+  /// Adds a dense tensor of which all is known but its storage.
+  void add(const at::Tensor& tensor, const Stretch& own) {
+    if (own.count == 0) return;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
     const bool may_join = !all_.empty() && storage == storage_ && all_.back().dtype == own.dtype;
     storage_ = storage;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
@@ -40,10 +41,10 @@ inline Verdict summarize_with_aten(const std::vector<at::Tensor>& gradients,
   const at::Tensor factor = inv_scale.reshape({});
   const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
   std::vector<at::Tensor> largest{none}, norms{none};  // of products
-  for (std::vector<at::Tensor>& same : by_dtype(gradients)) {
+  for (auto [device, dtype, same] : group_tensors(gradients)) {
     std::erase_if(same, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
     if (same.empty()) continue;
-    const auto own = same.front().scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto own = dtype == at::kDouble ? at::kDouble : at::kFloat;
     const auto norms_of = [&](double order, at::ScalarType dtype) {
       return at::stack(at::_foreach_norm(same, order, dtype)).mul(factor.to(dtype)).to(wide);
     };
@@ -75,6 +76,23 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
   *verdict.max_abs.mutable_data_ptr<double>() = finished.max_abs;
 }
 
+/// Returns the summary of gradients whose memory is known; see summarize_gradients.
+inline Verdict summarize_stretches(const std::vector<Stretch>& stretches,
+                                   const at::Tensor& inv_scale) {
+  const auto options = at::TensorOptions().device(inv_scale.device());
+  const auto wide = options.dtype(at::kDouble);
+  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+                  at::empty({}, wide)};
+#ifdef MEZZO_WITH_CUDA
+  if (has_cuda_kernels(inv_scale.device())) {
+    cuda::summarize_(stretches, verdict);
+    return verdict;
+  }
+#endif
+  summarize_on_cpu(stretches, verdict);
+  return verdict;
+}
+
 /// Reads gradients of one device once, writes nothing to them, and does not wait. Returns their
 /// summary times `inv_scale`, a float of one element there.
 ///
@@ -86,8 +104,7 @@ inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdic
 /// and found_inf 0.
 inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
                                    const at::Tensor& inv_scale) {
-  const at::Device device = inv_scale.device();
-  if (!has_own_kernels(device)) return summarize_with_aten(gradients, inv_scale);
+  if (!has_own_kernels(inv_scale.device())) return summarize_with_aten(gradients, inv_scale);
   Stretches memory;
   std::vector<at::Tensor> copies;  // of those that no loop can walk
   for (const at::Tensor& gradient : gradients) {
@@ -96,18 +113,7 @@ inline Verdict summarize_gradients(const std::vector<at::Tensor>& gradients,
     const at::Tensor& dense = is_dense ? gradient : copies.back();
     memory.add(dense, const_cast<void*>(dense.const_data_ptr()));
   }
-  const auto options = at::TensorOptions().device(device);
-  const auto wide = options.dtype(at::kDouble);
-  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
-                  at::empty({}, wide)};
-#ifdef MEZZO_WITH_CUDA
-  if (has_cuda_kernels(device)) {
-    cuda::summarize_(memory.all(), verdict);
-    return verdict;
-  }
-#endif
-  summarize_on_cpu(memory.all(), verdict);
-  return verdict;
+  return summarize_stretches(memory.all(), inv_scale);
 }
 
 /// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it
@@ -132,7 +138,7 @@ inline bool unscale_on_cpu_(const std::vector<Stretch>& stretches, float inv_sca
 /// multiplies.
 inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
                                const at::Tensor& inv_scale) {
-  for (const std::vector<at::Tensor>& same : by_dtype(gradients)) {
+  for (const auto& [device, dtype, same] : group_tensors(gradients)) {
     at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
   }
 }

@@ -96,18 +96,8 @@ class AdamW8bit
   }
   /// Reads what `save` wrote. A moment goes on as it was saved, in 8 bits or in float.
   void load(torch::serialize::InputArchive& archive) override {
-    check_load(archive);
-    c10::IValue seed;
-    archive.read("seed", seed);
     OrdinaryOptimizer::load(archive);
-    seed_ = static_cast<std::uint64_t>(seed.toInt());
-  }
-  /// Throws what `load` would throw, and changes nothing.
-  void check_load(torch::serialize::InputArchive& archive) const override {
-    OrdinaryOptimizer::check_load(archive);
-    c10::IValue seed;
-    TORCH_CHECK(archive.try_read("seed", seed) && seed.isInt(),
-                "AdamW8bit: the archive lacks its seed; it is damaged: load an earlier file");
+    seed_ = read_seed(archive);
   }
 
  private:
@@ -122,6 +112,13 @@ class AdamW8bit
     TORCH_CHECK(!options.amsgrad(),
                 "AdamW8bit: amsgrad is true, for which there is no format of 8 bits; use "
                 "mezzo::optim::AdamW");
+  }
+  static void check_own_keys(torch::serialize::InputArchive& archive) { (void)read_seed(archive); }
+  static std::uint64_t read_seed(torch::serialize::InputArchive& archive) {
+    c10::IValue seed;
+    TORCH_CHECK(archive.try_read("seed", seed) && seed.isInt(),
+                "AdamW8bit: the archive lacks its seed; it is damaged: load an earlier file");
+    return static_cast<std::uint64_t>(seed.toInt());
   }
   static void check_fits(bool fits, const at::Tensor& parameter,
                          const detail::OptimizerWords& words) {

@@ -8,6 +8,7 @@
 #include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
@@ -24,8 +25,6 @@
 
 #include <cstddef>
 #include <functional>
-#include <map>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -176,7 +175,7 @@ inline void Ema::move_all(const at::Tensor& found_inf) {
   const detail::NoGraphGuard no_graph;
   const std::vector<at::Tensor> trained = weights();
   using Together = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
-  std::map<std::pair<std::string, at::ScalarType>, Together> all;  // by device and dtype
+  detail::TensorGroups<Together> all;
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     const at::Tensor weight = trained[i].detach();
     at::Tensor& average = averages_[i];
@@ -185,11 +184,11 @@ inline void Ema::move_all(const at::Tensor& found_inf) {
       move({average}, {at::empty_like(average).copy_(weight)}, found_inf);
       continue;
     }
-    auto& [averages, weights] = all[{average.device().str(), average.scalar_type()}];
+    auto& [averages, weights] = all.of(average);
     averages.push_back(average);
     weights.push_back(weight);
   }
-  for (const auto& [place, some] : all) move(some.first, some.second, found_inf);
+  for (const auto& [device, dtype, some] : all) move(some.first, some.second, found_inf);
 }
 
 inline void Ema::update() { move_all({}); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/low_precision.h>
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 
@@ -16,10 +17,8 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
-#include <string>
+#include <optional>
 #include <unordered_set>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -132,27 +131,24 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");
   }
-  std::map<std::pair<std::string, at::ScalarType>, std::size_t> open;  // buckets that are filled
-  std::vector<int64_t> lengths;                                        // of the buckets
+  detail::TensorGroups<std::optional<std::size_t>> open;  // buckets that are filled
+  std::vector<int64_t> lengths;                           // of the buckets
   std::vector<int64_t> offsets(parameters.size());
   for (std::size_t number = parameters.size(); number-- > 0;) {
     const at::Tensor& parameter = parameters[number];
     const at::ScalarType dtype = gradient_dtype(parameter);
     const auto size = static_cast<int64_t>(c10::elementSize(dtype));
-    auto [found, is_new] = open.try_emplace({parameter.device().str(), dtype}, buckets_.size());
-    if (!is_new && (lengths[found->second] + parameter.numel()) * size > options.bucket_bytes) {
-      found->second = buckets_.size();
-      is_new = true;
-    }
-    if (is_new) {
+    std::optional<std::size_t>& bucket = open.of(parameter.device(), dtype);
+    if (!bucket || (lengths[*bucket] + parameter.numel()) * size > options.bucket_bytes) {
+      bucket = buckets_.size();
       buckets_.push_back({parameter.device(), dtype, {}, {}});
       lengths.push_back(0);
     }
-    int64_t& length = lengths[found->second];
+    int64_t& length = lengths[*bucket];
     offsets[number] = length;
     const int64_t aligned = kAlignment / size;
     length = (length + parameter.numel() + aligned - 1) / aligned * aligned;
-    buckets_[found->second].parameters.push_back(number);
+    buckets_[*bucket].parameters.push_back(number);
   }
   const c10::InferenceMode no_inference(false);
   for (std::size_t i = 0; i < buckets_.size(); ++i) {

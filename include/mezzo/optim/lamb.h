@@ -3,6 +3,7 @@
 /// ordinary optimizer of ATen's ops.
 #pragma once
 
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 
@@ -23,10 +24,7 @@
 
 #include <array>
 #include <cmath>
-#include <map>
-#include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -103,7 +101,6 @@ class LAMB : public detail::OrdinaryOptimizer<LAMB, LAMBOptions, LAMBParamState>
 };
 
 inline void LAMB::update() {
-  /// The parameters of a group, a device and a dtype, which ATen's ops take together.
   struct Together {
     std::vector<at::Tensor> parameters, gradients, means, squares;
     std::vector<at::Scalar> corrections, root_corrections;
@@ -111,7 +108,7 @@ inline void LAMB::update() {
   for (const auto& group : param_groups_) {
     const auto& options = static_cast<const LAMBOptions&>(group.options());
     const auto [beta1, beta2] = options.betas();
-    std::map<std::pair<std::string, at::ScalarType>, Together> all;
+    detail::TensorGroups<Together> all;
     for (const at::Tensor& parameter : group.params()) {
       if (!parameter.grad().defined()) continue;
       LAMBParamState& state = state_of(parameter);
@@ -126,7 +123,7 @@ inline void LAMB::update() {
       const auto correction = [steps](double beta) {
         return steps == 0 ? 1.0 : 1 - std::pow(beta, steps);
       };
-      Together& own = all[{parameter.device().str(), parameter.scalar_type()}];
+      Together& own = all.of(parameter);
       own.parameters.push_back(parameter);
       own.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
       own.means.push_back(state.exp_avg());
@@ -134,7 +131,7 @@ inline void LAMB::update() {
       own.corrections.emplace_back(correction(beta1));
       own.root_corrections.emplace_back(std::sqrt(correction(beta2)));
     }
-    for (const auto& [place, own] : all) {
+    for (const auto& [device, dtype, own] : all) {
       at::_foreach_mul_(own.means, beta1);
       at::_foreach_add_(own.means, own.gradients, 1 - beta1);
       at::_foreach_mul_(own.squares, beta2);

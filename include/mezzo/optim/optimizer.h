@@ -4,147 +4,30 @@
 /// a reference to any optimizer.
 #pragma once
 
-#include <mezzo/base/detail/capture.h>
-#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/devices.h>
-#include <mezzo/kernels/step_use.h>
-#include <mezzo/optim/detail/param_slot.h>
+#include <mezzo/optim/detail/applied_steps.h>
+#include <mezzo/optim/detail/gradients.h>
+#include <mezzo/optim/detail/lr_factors.h>
+#include <mezzo/optim/detail/optimizer_words.h>
+#include <mezzo/optim/step_plan.h>
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/tensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
-#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
-namespace detail {
-
-/// The numbers that a step takes from the options of a param group.
-struct GroupNumbers {
-  double lr = 0;
-  bool follows_table = false;       ///< the device multiplies `lr` by a schedule's factor
-  StepNumbers constants{};          ///< the rule's own numbers
-  bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
-  int moments = 0;                  ///< how many; none for SGD without momentum
-  bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
-  const char* missing_in_aten = nullptr;  ///< why ATen's kernels cannot step this group
-};
-
-/// Returns the rates that the options of `groups` say.
-inline std::vector<double> lrs_of(const std::vector<torch::optim::OptimizerParamGroup>& groups) {
-  std::vector<double> lrs;
-  lrs.reserve(groups.size());
-  for (const auto& group : groups) lrs.push_back(group.options().get_lr());
-  return lrs;
-}
-
-/// The rates of param groups under a schedule, by LambdaLR's rule: the base of each group is fixed,
-/// and the `lr` option shows base times factor. Another number there is the user's, for one step.
-class ScheduledLrs {
- public:
-  using Groups = std::vector<torch::optim::OptimizerParamGroup>;
-
-  /// Shows each group's base times `factor`. The rates that the options say now are the bases of
-  /// groups that have none yet.
-  void show(Groups& groups, double factor) {
-    bases_ = bases(groups);
-    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(bases_[i] * factor);
-    shown_ = lrs_of(groups);
-  }
-  /// Returns whether the user has written the rate of a group since the last show.
-  bool is_written(const Groups& groups) const {
-    const std::vector<double> lrs = lrs_of(groups);  // more or fewer groups than then
-    const auto [own, lr] = std::mismatch(shown_.begin(), shown_.end(), lrs.begin(), lrs.end());
-    return own != shown_.end() && lr != lrs.end();
-  }
-  /// Returns the bases of all groups.
-  std::vector<double> bases(const Groups& groups) const {
-    std::vector<double> all = lrs_of(groups);
-    std::copy_n(bases_.begin(), std::min(bases_.size(), all.size()), all.begin());
-    return all;
-  }
-  /// Returns the rates of the next step, whose factor is `factor`.
-  std::vector<double> next(const Groups& groups, double factor) const {
-    std::vector<double> lrs = lrs_of(groups);
-    for (std::size_t i = 0; i < lrs.size(); ++i) {
-      const double base = i < bases_.size() ? bases_[i] : lrs[i];
-      if (i >= shown_.size() || lrs[i] == shown_[i]) lrs[i] = base * factor;
-    }
-    return lrs;
-  }
-  /// Sets the bases of rates that the options show now.
-  void set(std::vector<double> bases, const Groups& groups) {
-    bases_ = std::move(bases);
-    shown_ = lrs_of(groups);
-  }
-  /// Makes rates that the user has written since the bases of their groups.
-  void take_written(const Groups& groups) {
-    const std::vector<double> lrs = lrs_of(groups);
-    for (std::size_t i = 0; i < std::min(bases_.size(), lrs.size()); ++i) {
-      if (lrs[i] != shown_[i]) bases_[i] = lrs[i];
-    }
-  }
-
- private:
-  std::vector<double> bases_;
-  std::vector<double> shown_;
-};
-
-}  // namespace detail
-
-/// Options of one step: `scaler.step(optimizer, {.max_norm = 1.0})`.
-///
-/// Afterwards, whether the step ran or was skipped, `.grad` is zero with `zero_grad`. Otherwise an
-/// optimizer of mezzo's or a MasterWeights leaves `.grad` as it was, with the loss scale unless
-/// `unscale_` took it off; any other optimizer's `.grad` is unscaled, and clipped where it stepped,
-/// as after torch.amp's calls.
-struct StepOptions {
-  /// Largest 2-norm of all gradients, taken as one vector. Larger ones are multiplied by
-  /// max_norm / (norm + 1e-6) as they are used, as `clip_grad_norm_` does. Infinity: no clipping.
-  double max_norm = std::numeric_limits<double>::infinity();
-  /// Sets the gradients to zero in the same pass. They stay defined.
-  bool zero_grad = false;
-};
-
-/// The parameters that take part in one step, with their gradients and state. One walk over the
-/// parameters makes a plan and checks all of it; `apply` consumes it. No plan is kept for another
-/// step.
-struct StepPlan {
-  /// A parameter with a gradient. Every optimizer sets `group`, `number` and `storage` (`master` in
-  /// a MasterWeights); mezzo's own also set the addresses that there are before the step.
-  struct Row : detail::StepRow {
-    const at::Tensor* parameter = nullptr;  ///< in the groups of the optimizer
-    at::Tensor gradient{};                  ///< of the parameter, dense
-    /// The optimizer's state of the parameter; null where there is none yet.
-    torch::optim::OptimizerParamState* state = nullptr;
-  };
-
-  std::vector<Row> rows{};                     ///< device by device
-  std::vector<detail::GroupNumbers> groups{};  ///< what the options of each group say
-  bool has_devices = false;                    ///< gradients lie on several devices
-  bool is_checked = false;  ///< gradients are dense, of our dtypes, on their parameters' devices
-  /// A gradient is of half and its parameter keeps no master: unscaled, it would underflow.
-  bool has_bare_half = false;
-  /// Other ranks have rows, even if this one has none: all ranks go through the step together.
-  bool has_rows_elsewhere = false;
-
-  /// Whether a rank has a gradient.
-  bool has_rows() const noexcept { return has_rows_elsewhere || !rows.empty(); }
-};
-
 namespace optim {
 
 /// A base of optimizers whose state the ranks of a group share: their `load` is given all states on
@@ -171,10 +54,12 @@ struct ShardedState {
 class FusedOptimizer {
  public:
   FusedOptimizer() = default;
-  /// Copies the host's count and the factors; the copy shares what is on the device.
-  FusedOptimizer(const FusedOptimizer&) = default;
-  /// Copies as the constructor does.
-  FusedOptimizer& operator=(const FusedOptimizer&) = default;
+  FusedOptimizer(const FusedOptimizer&) = delete;  // as torch::optim::Optimizer's
+  FusedOptimizer& operator=(const FusedOptimizer&) = delete;
+  /// Takes the counts and the schedule over.
+  FusedOptimizer(FusedOptimizer&&) = default;
+  /// Takes the counts and the schedule over.
+  FusedOptimizer& operator=(FusedOptimizer&&) = default;
   virtual ~FusedOptimizer() = default;
 
   /// Returns the optimizer whose groups are trained: this one, or the one that a MasterWeights
@@ -183,7 +68,12 @@ class FusedOptimizer {
 
   /// Takes a step without a scaler: calls `closure` once, if there is one, steps with the gradients
   /// as they are, and returns what the closure returned.
-  virtual inline at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr);
+  // NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares
+  virtual at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) {
+    at::Tensor loss = detail::loss_of(closure);
+    apply(plan());
+    return loss;
+  }
   /// Writes the state and the options.
   virtual void save(torch::serialize::OutputArchive& archive) const = 0;
   /// Reads what `save` wrote.
@@ -202,20 +92,10 @@ class FusedOptimizer {
   /// where a device has counted steps already.
   /// \throws c10::Error if a factor is negative or not finite
   void set_lr_factors(std::vector<double> factors) {
-    for (std::size_t i = 0; i < factors.size(); ++i) {
-      TORCH_CHECK(!detail::nonfinite_bits(factors[i]) && factors[i] >= 0,
-                  "set_lr_factors: factors[", i, "] is ", factors[i],
-                  "; it should be finite and at least 0");
-    }
-    auto& groups = optimizer().param_groups();
-    if (lr_factors_.empty()) scheduled_.take_written(groups);
-    scheduled_.show(groups, factor_after(applied_steps(), factors));
-    if (factors.empty()) scheduled_ = {};
-    lr_factors_ = std::move(factors);
-    lr_factors_on_device_ = at::Tensor();
+    lr_factors_.set(std::move(factors), groups(), applied_steps());
   }
   /// Returns the table of a schedule; empty if there is none.
-  const std::vector<double>& lr_factors() const noexcept { return lr_factors_; }
+  const std::vector<double>& lr_factors() const noexcept { return lr_factors_.table(); }
 
   /// Sets each group's `lr` option to the rate of the step after `applied_steps` applied steps, so
   /// that whoever reads it sees the rate in use. LrSchedule::step calls this. Without a table it
@@ -223,46 +103,35 @@ class FusedOptimizer {
   ///
   /// A rate that you write to an option holds until the next call. Where a device counts the steps,
   /// a step with such a rate waits for the count.
-  void show_lrs(int64_t applied_steps) {
-    if (lr_factors_.empty()) return;
-    scheduled_.show(optimizer().param_groups(), factor_after(applied_steps, lr_factors_));
-  }
+  void show_lrs(int64_t applied_steps) { lr_factors_.show(groups(), applied_steps); }
 
   /// Returns the rates that the factors multiply, one for each group. Without a table they are the
   /// groups' `lr` options.
-  std::vector<double> base_lrs() {
-    const auto& groups = optimizer().param_groups();
-    return lr_factors_.empty() ? detail::lrs_of(groups) : scheduled_.bases(groups);
-  }
+  std::vector<double> base_lrs() { return lr_factors_.base_lrs(groups()); }
 
   /// Returns the rate of each group's next step. Waits for the device that counts the steps.
   std::vector<double> lrs() {
-    if (lr_factors_.empty()) return base_lrs();
-    return scheduled_.next(optimizer().param_groups(), factor_after(applied_steps(), lr_factors_));
+    return has_schedule() ? lr_factors_.lrs(groups(), applied_steps()) : base_lrs();
   }
 
   /// Makes `lrs` the base rates, for files of your own.
   /// \throws c10::Error unless there is one for each group
   void set_base_lrs(const std::vector<double>& lrs) {
-    auto& groups = optimizer().param_groups();
-    TORCH_CHECK(lrs.size() == groups.size(), "set_base_lrs: there are ", lrs.size(), " rates for ",
-                groups.size(), " param groups; give one for each");
-    for (std::size_t i = 0; i < groups.size(); ++i) groups[i].options().set_lr(lrs[i]);
-    scheduled_ = {};
+    TORCH_CHECK(lrs.size() == groups().size(), "set_base_lrs: there are ", lrs.size(),
+                " rates for ", groups().size(), " param groups; give one for each");
+    lr_factors_.set_bases(groups(), lrs);
     show_lrs(applied_steps());
   }
 
   /// Whether the host counts the applied steps; otherwise a device does, and `applied_steps` waits
   /// for it.
-  bool counts_on_host() const noexcept { return applied_on_host_ != detail::kDeviceCounts; }
+  bool counts_on_host() const noexcept { return applied_steps_.on_host(); }
 
   /// Returns how many steps were applied, that is, not skipped; steps without any gradient count
   /// too. The number is in files; from libtorch's it is the highest count of a parameter, and 0
   /// from those of torch::optim::SGD, which have none. Waits for the device that counts: that of
   /// the parameters.
-  int64_t applied_steps() const {
-    return detail::steps_counted(applied_on_host_, applied_on_device_);
-  }
+  int64_t applied_steps() const { return applied_steps_.value(); }
 
   /// Goes on as after `applied_steps` applied steps: the next step's factor is
   /// lr_factors()[applied_steps]. For files of your own and for schedules that begin anew;
@@ -273,7 +142,7 @@ class FusedOptimizer {
   void set_applied_steps(int64_t applied_steps) {
     TORCH_CHECK(applied_steps >= 0, "set_applied_steps: applied_steps is ", applied_steps,
                 "; it should be at least 0");
-    applied_count().overwrite(applied_steps);
+    applied_steps_.count().overwrite(applied_steps);
     show_lrs(applied_steps);
   }
 
@@ -284,7 +153,10 @@ class FusedOptimizer {
   /// Reads the plan's gradients once, and returns what it found on all devices, in tensors on the
   /// device of the first gradient. Does not synchronise, except to coalesce sparse gradients.
   /// \param inv_scale a float of one element, on any device
-  virtual inline Verdict read(const StepPlan& plan, const at::Tensor& inv_scale);
+  virtual Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) {
+    const c10::NoGradGuard no_grad;
+    return detail::read_gradients(plan, inv_scale);
+  }
 
   /// Takes the step, or skips it where the verdict found an inf: parameters, moments and counts
   /// then keep every bit. Runs on the current streams. Waits for a device only where parameters lie
@@ -313,9 +185,9 @@ class FusedOptimizer {
   /// Writes the number of applied steps and, under a schedule, the base rates.
   void save_progress(torch::serialize::OutputArchive& archive) const {
     archive.write("applied_steps", c10::IValue(applied_steps()));
-    if (lr_factors_.empty()) return;
-    auto& groups = const_cast<FusedOptimizer*>(this)->optimizer().param_groups();
-    archive.write("base_lrs", c10::IValue(scheduled_.bases(groups)));
+    if (!has_schedule()) return;
+    const auto& groups = const_cast<FusedOptimizer*>(this)->groups();
+    archive.write("base_lrs", c10::IValue(lr_factors_.base_lrs(groups)));
   }
 
   /// What `save_progress` wrote.
@@ -348,42 +220,21 @@ class FusedOptimizer {
   /// Goes on from a file's progress, after its options were taken over. From here on the host
   /// counts, until a device is to.
   void load_progress(const Progress& progress) {
-    applied_count().set(progress.applied_steps.value_or(0));
-    scheduled_ = {};  // options of your own may have no rate
-    if (!progress.base_lrs.empty()) scheduled_.set(progress.base_lrs, optimizer().param_groups());
+    applied_steps_.count().set(progress.applied_steps.value_or(0));
+    lr_factors_.load_bases(progress.base_lrs, groups());
     show_lrs(applied_steps());
   }
 
   /// Returns whether there is a table of factors.
   bool has_schedule() const noexcept { return !lr_factors_.empty(); }
-  /// Returns whether the user has written a rate since the schedule showed it.
-  bool is_lr_written() { return scheduled_.is_written(optimizer().param_groups()); }
 
-  /// Returns the number of applied steps, wherever it is counted.
-  detail::StepCount applied_count() noexcept { return {applied_on_host_, applied_on_device_}; }
-  /// Returns the device's float that counts applied steps; undefined where the host counts.
-  const at::Tensor& applied_on_device() const noexcept { return applied_on_device_; }
-
-  /// Returns the table as doubles on `device`.
-  const at::Tensor& lr_factors_on(at::Device device) {
-    if (!lr_factors_on_device_.defined() || lr_factors_on_device_.device() != device) {
-      detail::check_is_warm(device, "the table of lr factors");
-      lr_factors_on_device_ = at::tensor(lr_factors_, at::kDouble).to(device);
-    }
-    return lr_factors_on_device_;
-  }
+  detail::LrFactors lr_factors_;
+  detail::AppliedSteps applied_steps_;
 
  private:
-  static double factor_after(int64_t applied, const std::vector<double>& factors) {
-    if (factors.empty()) return 1.0;
-    return factors[std::min(static_cast<std::size_t>(applied), factors.size() - 1)];
+  std::vector<torch::optim::OptimizerParamGroup>& groups() noexcept {
+    return optimizer().param_groups();
   }
-
-  std::vector<double> lr_factors_;
-  detail::ScheduledLrs scheduled_;
-  at::Tensor lr_factors_on_device_;
-  int64_t applied_on_host_ = 0;
-  at::Tensor applied_on_device_;
 };
 
 }  // namespace optim
@@ -448,6 +299,16 @@ class AnyOptimizer {
   optim::FusedOptimizer* mezzos_;
 };
 
+namespace detail {
+
+/// Returns the plan of a step of any optimizer.
+inline StepPlan plan_of(AnyOptimizer optimizer) {
+  optim::FusedOptimizer* const fused = optimizer.mezzos();
+  return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
+}
+
+}  // namespace detail
+
 /// `torch::save(optimizer, path)` and `torch::load(optimizer, path)` for a reference, and for a
 /// MasterWeights (include <torch/serialize.h>).
 template <class Archive, class T>
@@ -487,5 +348,3 @@ inline void accumulate_in_float(const std::vector<at::Tensor>& parameters) {
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#include <mezzo/optim/detail/gradients.h>

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -74,15 +75,9 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
   };
   // All ranks must broadcast in the same order: that in which devices and dtypes first occur, not
   // that of device names, since the first device of one rank may be the second of another.
-  std::vector<std::vector<at::Tensor>> alike;
-  for (const at::Tensor& tensor : tensors) {
-    auto all = std::find_if(alike.begin(), alike.end(), [&tensor](const auto& known) {
-      return known[0].device() == tensor.device() && known[0].scalar_type() == tensor.scalar_type();
-    });
-    if (all == alike.end()) all = alike.emplace(all);
-    all->push_back(tensor.detach());
-  }
-  for (const std::vector<at::Tensor>& all : alike) {
+  TensorGroups<> groups;
+  for (const at::Tensor& tensor : tensors) groups.of(tensor).push_back(tensor.detach());
+  for (const auto& [device, dtype, all] : groups) {
     for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
       send(pack.tensors);
   }

@@ -5,7 +5,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/detail/optimizer_words.h>
-#include <mezzo/optim/optimizer.h>
+#include <mezzo/optim/step_plan.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/maximum.h>
@@ -103,12 +103,6 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_
   return plan;
 }
 
-/// Returns the plan of a step of any optimizer.
-inline StepPlan plan_of(AnyOptimizer optimizer) {
-  optim::FusedOptimizer* const fused = optimizer.mezzos();
-  return fused != nullptr ? fused->plan() : plain_plan(optimizer.optimizer());
-}
-
 /// Returns the dense values of a row's gradient.
 inline at::Tensor values_of(const StepPlan& plan, const StepPlan::Row& row) {
   return plan.is_checked ? row.gradient : gradient_values(*row.parameter);
@@ -161,17 +155,5 @@ inline Verdict read_gradients(const StepPlan& plan, const at::Tensor& inv_scale)
 }
 
 }  // namespace detail
-
-inline Verdict optim::FusedOptimizer::read(const StepPlan& plan, const at::Tensor& inv_scale) {
-  const c10::NoGradGuard no_grad;
-  return detail::read_gradients(plan, inv_scale);
-}
-
-// NOLINTNEXTLINE(performance-unnecessary-value-param): what torch::optim::Optimizer declares
-inline at::Tensor optim::FusedOptimizer::step(torch::optim::Optimizer::LossClosure closure) {
-  at::Tensor loss = detail::loss_of(closure);
-  apply(plan());
-  return loss;
-}
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

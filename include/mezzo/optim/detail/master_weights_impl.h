@@ -170,7 +170,7 @@ MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
   const auto multipliers = detail::grad_multipliers(verdict, options.max_norm);
   if (multipliers) {
     step_inner(plan, *multipliers);
-    applied_count().set(applied_steps() + 1);
+    applied_steps_.count().set(applied_steps() + 1);
   }
   for (auto& [parameter, kept] : masters_) kept.weights.end_step();
   if (options.zero_grad) detail::zero_gradients(*inner_);

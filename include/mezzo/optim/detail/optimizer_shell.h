@@ -165,7 +165,9 @@ void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
   for (const auto& group : param_groups_) {
     for (const at::Tensor& parameter : group.params()) {
       const auto found = state_.find(parameter.unsafeGetTensorImpl());
-      if (found != state_.end()) (void)checked_slot(*found->second, parameter);
+      if (found != state_.end() && found->second != nullptr) {
+        (void)checked_slot(*found->second, parameter);
+      }
     }
   }
   load_progress(all.progress);

@@ -28,7 +28,7 @@ namespace detail {
 ///     static void check_options(const Options&);
 ///     void update();
 ///
-/// It may hide check_parameter, check_gradient and check_state.
+/// It may hide check_parameter, check_gradient, check_state and check_own_keys.
 template <class Own, class Options, class State>
 class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveChecker {
  public:
@@ -120,6 +120,8 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
       check_shape_of(state.momentum_buffer(), "a moment", parameter, words);
     }
   }
+  /// Checks what an archive has beside groups and states.
+  static void check_own_keys(torch::serialize::InputArchive& /*archive*/) {}
   /// Refuses a sparse gradient, before a step writes anything.
   void check_gradient(const at::Tensor& parameter) const {
     if (is_low_precision(parameter)) {
@@ -144,6 +146,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
         Own::check_state(parameter, static_cast<const State&>(*found->second), words());
       }
     }
+    Own::check_own_keys(archive);
     return read;
   }
 

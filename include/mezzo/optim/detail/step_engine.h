@@ -55,13 +55,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   at::Tensor step(LossClosure closure = nullptr) override { return FusedOptimizer::step(closure); }
   MEZZO_INLINE StepPlan plan() override;
+  MEZZO_INLINE Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
   void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
     apply_on_devices(plan, verdict, options, /*with_aten=*/false);
-  }
-  /// Takes the step through ATen's fused kernels; on the CPU for tests alone.
-  void apply_with_aten(StepPlan plan, const Verdict& verdict = {},
-                       const StepOptions& options = {}) {
-    apply_on_devices(plan, verdict, options, /*with_aten=*/true);
   }
 
   /// Returns how the weights of all groups are kept.
@@ -107,6 +103,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   /// \throws c10::Error if the state is another optimizer's
   MEZZO_INLINE ParamSlot& checked_slot(torch::optim::OptimizerParamState& state,
                                        const at::Tensor& parameter) const;
+  /// Applies a plan: through ATen's fused kernels where mezzo has none for a device, or if
+  /// `with_aten` for all.
+  MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
+                                     const StepOptions& options, bool with_aten);
   /// Adds a row to `plan`, if `parameter` has a gradient.
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
   MEZZO_INLINE void add_row(StepPlan& plan, const at::Tensor& parameter, std::size_t group,
@@ -134,11 +134,11 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void check_slot(ParamSlot& slot, const at::Tensor& weights,
                                const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot& make_slot(const at::Tensor& parameter);
+  MEZZO_INLINE void prefetch(std::span<const at::Tensor> parameters, std::size_t i,
+                             int moments) const;
   /// Sets the addresses of memory that is there already; `prepare` sets those that stay null.
   MEZZO_INLINE static void set_addresses(Row& row, ParamSlot* slot, const GroupNumbers& numbers);
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
-  MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
-                                     const StepOptions& options, bool with_aten);
   MEZZO_INLINE ParamSlot* open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
   MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);

@@ -148,6 +148,55 @@ inline void warn_of_unused_storage(optim::WeightStorage storage, const Optimizer
                   "before its optimizer is made.");
 }
 
+/// Begins to load the cache lines of an object, such as a tensor.
+inline void prefetch_object(const void* object, int lines = 4) {
+  for (int line = 0; line < lines; ++line) {
+    __builtin_prefetch(static_cast<const char*>(object) + line * 64);
+  }
+}
+
+inline void prefetch_storage(const at::TensorImpl* tensor) {
+  if (tensor->has_storage()) prefetch_object(tensor->unsafe_storage().unsafeGetStorageImpl(), 2);
+}
+
+/// Begins to load what the rows after parameter `i` will read. From a parameter to its gradient,
+/// state, moments and their storages is a chain of pointers; the caches hold none of it after a
+/// backward pass, and each row would wait for one link after the other. So the next link is loaded
+/// of parameters that are one, two and more strides ahead.
+MEZZO_INLINE void StepEngine::prefetch(std::span<const at::Tensor> parameters, std::size_t i,
+                                       int moments) const {
+  constexpr std::size_t kStride = 2;
+  const auto ahead = [&](std::size_t strides) -> at::TensorImpl* {
+    const std::size_t next = i + strides * kStride;
+    return next < parameters.size() ? parameters[next].unsafeGetTensorImpl() : nullptr;
+  };
+  const auto state_of = [this](at::TensorImpl* parameter) {
+    const auto found = state_.find(parameter);
+    return found != state_.end() ? found->second.get() : nullptr;
+  };
+  const auto for_each_moment = [&](at::TensorImpl* parameter, const auto& visit) {
+    auto* const state = state_of(parameter);
+    ParamSlot* const slot = state != nullptr ? slot_in(*state) : nullptr;
+    for (int k = 0; slot != nullptr && k < moments; ++k) {
+      visit(slot->moment(k).unsafeGetTensorImpl());
+    }
+  };
+  if (auto* const parameter = ahead(5)) prefetch_object(parameter);
+  if (auto* const parameter = ahead(4)) {
+    prefetch_object(parameter->autograd_meta(), 2);
+    prefetch_storage(parameter);
+  }
+  if (auto* const parameter = ahead(3)) {
+    prefetch_object(state_of(parameter));
+    prefetch_object(parameter->grad().unsafeGetTensorImpl());
+  }
+  if (auto* const parameter = ahead(2)) {
+    prefetch_storage(parameter->grad().unsafeGetTensorImpl());
+    for_each_moment(parameter, [](const at::TensorImpl* moment) { prefetch_object(moment); });
+  }
+  if (auto* const parameter = ahead(1)) for_each_moment(parameter, prefetch_storage);
+}
+
 MEZZO_INLINE StepPlan StepEngine::plan() {
   const c10::NoGradGuard no_grad;
   StepPlan plan{.is_checked = true};
@@ -155,8 +204,10 @@ MEZZO_INLINE StepPlan StepEngine::plan() {
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     plan.groups.push_back(group_numbers(group));
     plan.rows.reserve(plan.rows.size() + param_groups_[group].params().size());
-    for (const at::Tensor& parameter : param_groups_[group].params()) {
-      add_row(plan, parameter, group, number++);
+    const std::vector<at::Tensor>& parameters = param_groups_[group].params();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      prefetch(parameters, i, plan.groups[group].moments);
+      add_row(plan, parameters[i], group, number++);
     }
   }
   if (number != parameters_ || state_.size() > number) meet_parameters();
@@ -185,8 +236,8 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
           gradient};
   ParamSlot* slot = nullptr;
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
-  if (found != state_.end()) {
-    row.state = found->second.get();
+  if (found != state_.end()) row.state = found->second.get();
+  if (row.state != nullptr) {
     slot = &checked_slot(*row.state, parameter);
     check_slot(*slot, parameter, numbers);
   }
@@ -210,8 +261,7 @@ MEZZO_INLINE void StepEngine::set_addresses(Row& row, ParamSlot* slot,
   row.span.count = parameter.numel();
   row.span.parameter = parameter.mutable_data_ptr();
   const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
-  const bool is_lazy = c10::impl::cow::is_cow_data_ptr(row.gradient.storage().data_ptr());
-  if (is_laid_out && !is_lazy) {
+  if (is_laid_out && !c10::impl::cow::is_cow_data_ptr(row.gradient.storage().data_ptr())) {
     row.span.gradient = const_cast<void*>(row.gradient.const_data_ptr());
   }
   if (slot == nullptr) return;
@@ -220,6 +270,21 @@ MEZZO_INLINE void StepEngine::set_addresses(Row& row, ParamSlot* slot,
     const at::Tensor& moment = slot->moment(k);
     if (is_fitting(moment, dtype, parameter)) row.span.moments[k] = moment.mutable_data_ptr();
   }
+}
+
+MEZZO_INLINE Verdict StepEngine::read(const StepPlan& plan, const at::Tensor& inv_scale) {
+  const c10::NoGradGuard no_grad;
+  const bool has_addresses = !plan.rows.empty() && !plan.has_devices &&
+                             std::all_of(plan.rows.begin(), plan.rows.end(), [](const Row& row) {
+                               return row.span.gradient != nullptr;
+                             });
+  if (!has_addresses) return FusedOptimizer::read(plan, inv_scale);
+  Stretches memory;
+  for (const Row& row : plan.rows) {
+    memory.add(row.gradient, {row.span.gradient, row.span.count, row.gradient_dtype});
+  }
+  return summarize_stretches(memory.all(),
+                             on_device(inv_scale, plan.rows.front().parameter->device()));
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -272,7 +337,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
 /// the rates of the step.
 MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
   if (!has_schedule() || plan.rows.empty()) return;
-  const bool on_device = !plan.has_devices && !is_lr_written() &&
+  const bool on_device = !plan.has_devices && !lr_factors_.is_lr_written(param_groups_) &&
                          !has_cpu_loops(plan.rows.front().parameter->device());
   const std::vector<double> rates = on_device ? base_lrs() : lrs();
   for (std::size_t group = 0; group < plan.groups.size(); ++group) {
@@ -286,8 +351,8 @@ MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
 /// ranks have rows and this one has none, the device of the verdict counts.
 MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
   at::Device device = at::kCPU;
-  if (applied_on_device().defined()) {  // a captured step may go on counting there
-    device = applied_on_device().device();
+  if (applied_steps_.on_device().defined()) {  // a captured step may go on counting there
+    device = applied_steps_.on_device().device();
   } else if (plan.has_rows_elsewhere && verdict.defined()) {
     device = verdict.found_inf.device();
   }
@@ -295,7 +360,7 @@ MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict&
   if (!plan.rows.empty() && std::none_of(plan.rows.begin(), plan.rows.end(), steps_there)) {
     device = plan.rows.front().parameter->device();
   }
-  count_step(applied_count(), device, verdict.on(device).found_inf);
+  count_step(applied_steps_.count(), device, verdict.on(device).found_inf);
 }
 
 /// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
@@ -431,9 +496,9 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   StepInputs inputs = step_inputs(verdict, options);
   inputs.clear = inputs.clear && !share_gradients(rows);
   at::Tensor applied;
-  if (counts_applied) applied = counts_on(device, {applied_count()}).front();
+  if (counts_applied) applied = counts_on(device, {applied_steps_.count()}).front();
   if (groups.front().follows_table) {
-    const at::Tensor& factors = lr_factors_on(device);
+    const at::Tensor& factors = lr_factors_.on(device);
     inputs.applied = applied.const_data_ptr<float>();
     inputs.lr_factors = factors.const_data_ptr<double>();
     inputs.lr_factor_count = factors.numel();
@@ -487,8 +552,8 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   const at::Device device = rows.front().parameter->device();
   AtenVerdict own = aten_verdict(verdict, options.max_norm);
   if (groups.front().follows_table) {
-    const at::Tensor& factors = lr_factors_on(device);
-    const at::Tensor applied = counts_on(device, {applied_count()}).front();
+    const at::Tensor& factors = lr_factors_.on(device);
+    const at::Tensor applied = counts_on(device, {applied_steps_.count()}).front();
     own.lr_factor =
         factors.take(applied.clamp_max(factors.numel() - 1).to(at::kLong)).to(at::kFloat);
   }

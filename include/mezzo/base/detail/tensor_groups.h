@@ -1,0 +1,50 @@
+#pragma once
+
+#include <mezzo/base/version.h>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/ScalarType.h>
+
+#include <vector>
+
+namespace mezzo::inline MEZZO_ABI_NAMESPACE {
+namespace detail {
+
+/// A value for each device and dtype, in the order in which they first occur: tensors that ATen's
+/// foreach ops take together, or one flat buffer holds. On all ranks of a job the order is the
+/// same, whatever their devices are called.
+template <class Value = std::vector<at::Tensor>>
+class TensorGroups {
+ public:
+  struct Group {
+    at::Device device;
+    at::ScalarType dtype;
+    Value value{};
+  };
+
+  /// Returns the value of a device and dtype, made if there is none.
+  Value& of(at::Device device, at::ScalarType dtype) {
+    for (Group& group : groups_) {
+      if (group.device == device && group.dtype == dtype) return group.value;
+    }
+    return groups_.emplace_back(Group{device, dtype}).value;
+  }
+  Value& of(const at::Tensor& tensor) { return of(tensor.device(), tensor.scalar_type()); }
+
+  auto begin() const noexcept { return groups_.begin(); }
+  auto end() const noexcept { return groups_.end(); }
+
+ private:
+  std::vector<Group> groups_;
+};
+
+/// Returns the tensors of each device and dtype, in their order.
+inline TensorGroups<> group_tensors(const std::vector<at::Tensor>& tensors) {
+  TensorGroups<> groups;
+  for (const at::Tensor& tensor : tensors) groups.of(tensor).push_back(tensor);
+  return groups;
+}
+
+}  // namespace detail
+}  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <mezzo/optim/optimizer.h>
+
+namespace test_support {
+
+/// An optimizer of mezzo's whose parameters ATen's kernels step, as on a device without kernels of
+/// mezzo's.
+template <class Optimizer>
+struct SteppedByAten : Optimizer {
+  using Optimizer::Optimizer;
+  void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict = {},
+             const mezzo::StepOptions& options = {}) override {
+    this->apply_on_devices(plan, verdict, options, /*with_aten=*/true);
+  }
+};
+
+}  // namespace test_support
