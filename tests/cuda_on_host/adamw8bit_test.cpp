@@ -46,14 +46,12 @@ struct Parameter {
 
   AdamW8bitStep step() const {
     const mezzo::detail::AdamConstants constants{0.9, 0.99, 1e-8, 0.02, /*is_decoupled=*/true};
-    AdamW8bitStep step{{streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
-                       {},
-                       streams_[0].scalar_type(),
-                       constants.at(1e-2, 3),
-                       {.gradient_dtype = streams_[1].scalar_type(),
-                        .seed = 77,
-                        .step = 3,
-                        .parameter = 5}};
+    AdamW8bitStep step{
+        {streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
+        {},
+        streams_[0].scalar_type(),
+        constants.at(1e-2, 3),
+        {.gradient_dtype = streams_[1].scalar_type(), .seed = 77, .step = 3, .parameter = 5}};
     for (std::size_t k = 0; k < 2; ++k) {
       step.span.moments[k] = streams_[has_codes_ ? 2 + 2 * k : 2 + k].data_ptr();
       if (has_codes_) step.scales[k] = streams_[3 + 2 * k].mutable_data_ptr<float>();
