@@ -102,6 +102,29 @@ TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
   });
 }
 
+TEST_F(AdamW8bitOnHost, TakesUpTo150ParametersOfADtypeInOneLaunch) {
+  std::vector<Parameter> all, expected;
+  for (int i = 0; i < 152; ++i) {
+    all.emplace_back(i == 0 ? at::kBFloat16 : at::kFloat, at::kFloat, /*has_codes=*/i % 2 == 0, 40);
+    expected.push_back(all.back().clone());
+  }
+  const auto steps_of = [](const std::vector<Parameter>& parameters) {
+    std::vector<AdamW8bitStep> steps;
+    for (const Parameter& parameter : parameters) steps.push_back(parameter.step());
+    return steps;
+  };
+  const auto launches = [] {
+    int64_t all_launches = 0;
+    for (const auto& [kernel, count] : host_device::launches()) all_launches += count;
+    return all_launches;
+  };
+  const int64_t before = launches();
+  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, steps_of(all));
+  EXPECT_EQ(launches() - before, 3);  // 151 of float take two
+  mezzo::detail::step_adamw8bit_cpu(steps_of(expected));
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(all[i].is_same(expected[i])) << i;
+}
+
 TEST_F(AdamW8bitOnHost, IsTheSameInAnyOrder) {
   const Parameter before(at::kBFloat16, at::kBFloat16, /*has_codes=*/true, 9000);
   const Parameter first = before.clone();

@@ -201,7 +201,7 @@ __attribute__((weak)) void step_adamw8bit_(at::Device device,
   const DeviceGuard guard(device);
   const auto step_all = [&]<class Parameter>() {
     AdamW8bitTable table(kStepBlock);
-    const auto launch_table = [&] {
+    const auto launch_steps = [&] {
       if (table.blocks() != 0) {
         launch<adamw8bit_kernel<Parameter>>(table.blocks(), kStepThreads, current_stream(), table,
                                             Block8Maps{});
@@ -210,10 +210,10 @@ __attribute__((weak)) void step_adamw8bit_(at::Device device,
     };
     for (const AdamW8bitStep& step : steps) {
       if (step.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value) continue;
-      if (table.full()) launch_table();
+      if (table.full()) launch_steps();
       table.push_back(step);
     }
-    launch_table();
+    launch_steps();
   };
   step_all.template operator()<float>();
   step_all.template operator()<c10::BFloat16>();
