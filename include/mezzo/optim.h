@@ -14,4 +14,5 @@
 #include <mezzo/optim/muon.h>            // IWYU pragma: export
 #include <mezzo/optim/optimizer.h>       // IWYU pragma: export
 #include <mezzo/optim/sgd.h>             // IWYU pragma: export
+#include <mezzo/optim/step_plan.h>       // IWYU pragma: export
 #include <mezzo/optim/step_result.h>     // IWYU pragma: export

@@ -88,7 +88,7 @@ HOST_CHANGES = [
      "if (skipped_scale && !next_scale) return;", "if (!next_scale) next_scale = skipped_scale;"),
     ("a gradient of two parameters is cleared on the way", "optim/detail/step_engine_impl.h",
      "inputs.clear = inputs.clear && !share_gradients(rows);", ""),
-    ("a count begins anew on a device", "optim/detail/param_slot.h", "values.push_back(static_cast<float>(count.value()));",
+    ("a count begins anew on a device", "optim/detail/applied_steps.h", "values.push_back(static_cast<float>(count.value()));",
      "values.push_back(0.0F);"),
 ]
 BARRIER = re.compile(r"__syncthreads\(\);")
