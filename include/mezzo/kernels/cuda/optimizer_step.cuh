@@ -223,9 +223,9 @@ struct StepStreams {
 
   __device__ void clear_gradients(int count) const {
     const int head = gradient.elements_before_packs(kPack);
-    visit_slice<kPack>(gradient, head, count, []<int kSize>(const StepGradient<Scalar>& here, int) {
-      here.template clear<kSize>();
-    });
+    visit_slice<kPack>(
+        gradient, head, count,
+        [&]<int kSize>(const StepGradient<Scalar>& here, int) { here.template clear<kSize>(); });
   }
 };
 
