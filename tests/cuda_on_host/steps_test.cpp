@@ -445,4 +445,28 @@ TEST_F(StepsOnHost, GiveTheSameBitsInAHundredOrders) {
   expect_the_same_in_every_order<mezzo::detail::LionRule>({.beta1 = 0.9, .beta2 = 0.99});
 }
 
+TEST(StepStreams, MisalignedStreamsArePeeledOrReadAlone) {
+  using Streams =
+      mezzo::detail::cuda::StepStreams<mezzo::detail::LionRule, mezzo::detail::PlainWeights<float>>;
+  const at::Tensor memory = at::zeros({3, 128});  // each row is aligned
+  const auto head_of = [&](int parameter, int gradient, int moment, bool& is_gradient_aligned) {
+    mezzo::detail::StepTable::Slice slice{};
+    slice.span.parameter = memory[0].data_ptr<float>() + parameter;
+    slice.span.gradient = memory[1].data_ptr<float>() + gradient;
+    slice.span.moments[0] = memory[2].data_ptr<float>() + moment;
+    Streams streams(slice);
+    const int head = streams.align(100);
+    is_gradient_aligned = streams.gradient.is_aligned;
+    return head;
+  };
+  bool is_aligned = false;
+  EXPECT_EQ(head_of(0, 0, 0, is_aligned), 0);
+  EXPECT_TRUE(is_aligned);
+  EXPECT_EQ(head_of(1, 5, 1, is_aligned), 3);
+  EXPECT_TRUE(is_aligned);
+  EXPECT_EQ(head_of(0, 1, 4, is_aligned), 0);
+  EXPECT_FALSE(is_aligned);
+  EXPECT_EQ(head_of(1, 1, 2, is_aligned), 100);  // no element has all streams in packs
+}
+
 }  // namespace

@@ -80,11 +80,9 @@ struct AdamW8bitKernel {
     using Floats = typename Lanes::template Like<float>;
     using First = Block8Converter<Floats, true>;
     using Second = Block8Converter<Floats, false>;
-    const auto gradient_size = static_cast<int64_t>(c10::elementSize(step.gradient_dtype));
+    const auto gradient_size = static_cast<int64_t>(c10::elementSize(step.use.gradient_dtype));
     auto* const codes = reinterpret_cast<uint8_t* const*>(step.span.moments);
     auto* const floats = reinterpret_cast<float* const*>(step.span.moments);
-    StepUse use = step.use;
-    use.gradient_dtype = step.gradient_dtype;
     const bool has_codes = step.scales[0] != nullptr;
     alignas(64) float moments[2][kBlock8];
     for (int64_t first = begin; first < end; first += kBlock8) {
@@ -102,7 +100,7 @@ struct AdamW8bitKernel {
       } else {
         for (int k = 0; k < 2; ++k) part.moments[k] = floats[k] + first;
       }
-      Step::run(part, step.coefficients, use);
+      Step::run(part, step.coefficients, step.use);
       if (has_codes) {
         First::narrow(moments[0], codes[0] + first, step.scales[0][block], count);
         Second::narrow(moments[1], codes[1] + first, step.scales[1][block], count);

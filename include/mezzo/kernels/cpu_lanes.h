@@ -60,7 +60,8 @@ struct VectorLanes {
   }
 
   /// Loads a block of two vectors: its even elements and its odd ones, or its first half and its
-  /// second. Even and odd ones of 16 bits take no shuffle, but may leave anything above these bits.
+  /// second. Even and odd ones of 16 bits take no shuffle; above an even one's bits lie the odd
+  /// one's. `store_block` expects nothing there.
   template <bool kEvenOdd>
   C10_ALWAYS_INLINE static void load_block(const Stored* from, Bits (&bits)[2]) {
     if constexpr (kEvenOdd && kIsHalf) {
@@ -82,12 +83,11 @@ struct VectorLanes {
       const Bits both = (bits[1] << 16) | bits[0];
       std::memcpy(to, &both, sizeof(both));
     } else if constexpr (kIsHalf) {
-      Words first, second;
-      reinterpret_bits(bits[0], first);
-      reinterpret_bits(bits[1], second);
-      shuffle(first, second, first, std::make_integer_sequence<int, 2 * kWidth>{},
+      Words words[2];
+      std::memcpy(words, bits, sizeof(words));
+      shuffle(words[0], words[1], words[0], std::make_integer_sequence<int, 2 * kWidth>{},
               [](int lane) { return 2 * lane; });
-      std::memcpy(to, &first, sizeof(first));
+      std::memcpy(to, words, sizeof(Words));
     } else {
       store(bits[0], to);
       store(bits[1], to + kWidth);

@@ -14,8 +14,10 @@
 // Values stay in registers only where loops over them are unrolled.
 #if defined(__CUDA_ARCH__) || defined(__clang__)
 #define MEZZO_UNROLL_IN_REGISTERS _Pragma("unroll")
-#else
+#elif defined(__GNUC__)
 #define MEZZO_UNROLL_IN_REGISTERS _Pragma("GCC unroll 8")
+#else
+#define MEZZO_UNROLL_IN_REGISTERS
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
@@ -68,8 +70,8 @@ class StepBody {
     Lanes::broadcast(static_cast<Scalar>(use.multipliers.second), second_);
   }
 
-  /// Takes the step. `seeds`, for stochastic rounding, are each element's number in the parameter,
-  /// its lower 32 bits, XOR the random key.
+  /// Takes the step. `seeds`, for stochastic rounding: random key XOR the element's number in the
+  /// parameter, its lower 32 bits.
   template <int kCount>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Places<kCount>& places,
                                                     const Bits (&seeds)[kCount]) const {
@@ -134,8 +136,8 @@ class StepBody {
   template <int kCount>
   C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Value& parameter,
                                                const Value (&moments)[kMomentSlots],
-                                               const Bits& seed,
-                                               Places<kCount>& places, int i) const {
+                                               const Bits& seed, Places<kCount>& places,
+                                               int i) const {
     Bits noise;
     if constexpr (kIsStochastic) {
       noise = seed;

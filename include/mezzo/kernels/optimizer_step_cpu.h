@@ -26,21 +26,24 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Steps the elements from `begin` on, in whole blocks. Returns the first that is left.
+/// The loop over the elements of a span, a block at a time.
 template <class Rule, class Weights, class Lanes>
 class StepLoopBody {
   using Body = StepBody<Rule, Weights, Lanes>;
   using Places = typename Body::template Places<Lanes::kVectors>;
   using Value = typename Lanes::Value;
   static constexpr int kVectors = Lanes::kVectors;
-  /// Even and odd elements in vectors of their own, if all streams but the gradient's have 16 bits.
+  /// Even and odd elements have vectors of their own where all streams have 16 bits.
   static constexpr bool kEvenOdd =
       sizeof(typename Lanes::Stored) == 2 &&
       std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
 
  public:
+  /// Steps the elements from `begin` on, in whole blocks. Returns the first that is left. `span`
+  /// and `use` are copies, which no store can change.
   C10_ALWAYS_INLINE static int64_t run(StepSpan span, int64_t begin, const StepNumbers& numbers,
                                        StepUse use) {
+    constexpr int64_t kBlock = kVectors * Lanes::kWidth;
     const Body step(numbers.as<typename Rule::Coefficients>(), use);
     const RandomKey key =
         random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
@@ -49,44 +52,42 @@ class StepLoopBody {
     Places places;
     places.has_low_half_or_copy = span.low_half_or_copy != nullptr;
     int64_t i = begin;
-    for (; i + kVectors * Lanes::kWidth <= span.count; i += kVectors * Lanes::kWidth) {
+    for (; i + kBlock <= span.count; i += kBlock) {
       load_gradients(use, span.gradient, i, places.gradient);
-      for_streams(span, places,
-                  [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
-                      C10_ALWAYS_INLINE_ATTRIBUTE {
-                        Own::template load_block<kEvenOdd>(
-                            static_cast<typename Own::Stored*>(stream) + i, bits);
-                      });
+      for_streams(span, i, places,
+                  []<class Own>(Own, const auto* place, auto& bits) C10_ALWAYS_INLINE_ATTRIBUTE {
+                    Own::template load_block<kEvenOdd>(place, bits);
+                  });
       MEZZO_UNROLL_IN_REGISTERS
-      for (int k = 0; k < kVectors; ++k) {
+      for (int k = 0; k < kVectors; ++k) {  // i is a multiple of a block: ^ adds lane and number
         seeds[k] = lane_numbers[k] ^ (static_cast<uint32_t>(span.first + i) ^ key);
       }
       step(places, seeds);
-      for_streams(span, places,
-                  [i]<class Own>(void* stream, typename Own::Bits(&bits)[kVectors])
-                      C10_ALWAYS_INLINE_ATTRIBUTE {
-                        Own::template store_block<kEvenOdd>(
-                            bits, static_cast<typename Own::Stored*>(stream) + i);
-                      });
+      for_streams(span, i, places,
+                  []<class Own>(Own, auto* place, const auto& bits) C10_ALWAYS_INLINE_ATTRIBUTE {
+                    Own::template store_block<kEvenOdd>(bits, place);
+                  });
     }
     return i;
   }
 
  private:
   template <class Visit>
-  C10_ALWAYS_INLINE static void for_streams(const StepSpan& span, Places& places,
+  C10_ALWAYS_INLINE static void for_streams(const StepSpan& span, int64_t at, Places& places,
                                             const Visit& visit) {
-    visit.template operator()<Lanes>(span.parameter, places.parameter);
+    using Moments = typename Places::MomentLanes;
+    visit(Lanes{}, static_cast<typename Lanes::Stored*>(span.parameter) + at, places.parameter);
     if constexpr (Rule::kMoments > 0) {
       MEZZO_UNROLL_IN_REGISTERS
       for (unsigned k = 0; k != Rule::kMoments; ++k) {
-        visit.template operator()<typename Places::MomentLanes>(span.moments[k], places.moments[k]);
+        visit(Moments{}, static_cast<typename Moments::Stored*>(span.moments[k]) + at,
+              places.moments[k]);
       }
     }
     if constexpr (Body::kIsSplit || Body::kMayCopy) {
       if (!Body::kIsSplit && !places.has_low_half_or_copy) return;
-      visit.template operator()<typename Places::Halves>(span.low_half_or_copy,
-                                                         places.low_half_or_copy);
+      visit(typename Places::Halves{}, static_cast<uint16_t*>(span.low_half_or_copy) + at,
+            places.low_half_or_copy);
     }
   }
 
@@ -96,12 +97,10 @@ class StepLoopBody {
     if constexpr (std::is_same_v<typename Lanes::Format::Value, double>) {
       if (use.gradient_dtype == at::kDouble) return load_as<double>(from, at, use.clears, values);
       load_as<float>(from, at, use.clears, values);
-    } else if (use.gradient_dtype == at::kFloat) {
-      load_as<float>(from, at, use.clears, values);
-    } else if (use.gradient_dtype == at::kBFloat16) {
-      load_as<c10::BFloat16>(from, at, use.clears, values);
     } else {
-      load_as<c10::Half>(from, at, use.clears, values);
+      if (use.gradient_dtype == at::kFloat) return load_as<float>(from, at, use.clears, values);
+      use.gradient_dtype == at::kHalf ? load_as<c10::Half>(from, at, use.clears, values)
+                                      : load_as<c10::BFloat16>(from, at, use.clears, values);
     }
   }
   template <class Element>
@@ -220,3 +219,5 @@ void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const St
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#undef MEZZO_UNROLL_IN_REGISTERS

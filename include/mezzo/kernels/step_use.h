@@ -88,7 +88,7 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 struct StepUse {
   GradMultipliers multipliers{};               ///< of gradients, before use
   bool copies_half = false;                    ///< copies of floats are half's, not bfloat16's
-  at::ScalarType gradient_dtype = at::kFloat;  ///< on the CPU
+  at::ScalarType gradient_dtype = at::kFloat;  ///< where no row has it
   bool clears = false;                         ///< on the CPU: sets gradients to zero on the way
   // Stochastic rounding only:
   uint64_t seed = 0;

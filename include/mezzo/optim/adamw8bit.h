@@ -251,9 +251,9 @@ inline void AdamW8bit::update() {
             parameter.numel()},
            {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
            parameter.scalar_type(),
-           gradients.back().scalar_type(),
            constants.at(options.lr(), state.step()),
-           {.seed = seed_,
+           {.gradient_dtype = gradients.back().scalar_type(),
+            .seed = seed_,
             .step = static_cast<std::uint64_t>(state.step()),
             .parameter = own_number}});
       detail::bump_version(parameter);

@@ -114,7 +114,8 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   __syncthreads();
   const BlockStep<Body> own = of_block;
   auto* const parameters = static_cast<typename Lanes::Stored*>(step.span.parameter);
-  const StepGradient<float> gradients{static_cast<char*>(step.span.gradient), step.gradient_dtype};
+  const StepGradient<float> gradients{static_cast<char*>(step.span.gradient),
+                                      step.use.gradient_dtype};
   MEZZO_NO_UNROLL
   for (int64_t first = step.begin + int64_t{threadIdx.x / 32} * kBlock8; first < step.end;
        first += kStepThreads / 32 * kBlock8) {

@@ -196,7 +196,7 @@ static void step_adamw8bit_(at::Device device, const std::vector<AdamW8bitStep>&
   const DeviceGuard guard(device);
   const auto step_all = [&]<class Parameter>() {
     AdamW8bitTable table(kStepBlock);
-    const auto launch_table = [&] {
+    const auto launch_steps = [&] {
       if (table.blocks() != 0) {
         launch<adamw8bit_kernel<Parameter>>(table.blocks(), kStepThreads, current_stream(), table,
                                             Block8Maps{});
@@ -205,10 +205,10 @@ static void step_adamw8bit_(at::Device device, const std::vector<AdamW8bitStep>&
     };
     for (const AdamW8bitStep& step : steps) {
       if (step.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value) continue;
-      if (table.full()) launch_table();
+      if (table.full()) launch_steps();
       table.push_back(step);
     }
-    launch_table();
+    launch_steps();
   };
   step_all.template operator()<float>();
   step_all.template operator()<c10::BFloat16>();

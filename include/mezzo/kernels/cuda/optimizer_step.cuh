@@ -120,9 +120,9 @@ struct StepGradient {
   }
 };
 
-/// Calls `visit.operator()<kPack>(streams, at)` for each pack of this thread in a slice of `count`
-/// elements, the first of which begins after `head` elements, and `visit.operator()<1>` for each of
-/// its elements before and after the packs. The streams begin at element `at`.
+/// Calls `visit.operator()<kPack>(streams, at)` for each of this thread's packs of a slice of
+/// `count` elements, the first of which begins after `head` elements, and `visit.operator()<1>` for
+/// each of its elements outside of packs. The streams that `visit` gets begin at element `at`.
 template <int kPack, class Streams, class Visit>
 __device__ void visit_slice(const Streams& streams, int head, int count, const Visit& visit) {
   constexpr int kStride = kStepThreads * kPack;
@@ -146,8 +146,6 @@ __device__ void visit_slice(const Streams& streams, int head, int count, const V
   }
 }
 
-using StepSlice = StepTable::Slice;
-
 /// The streams of one slice, typed.
 template <class Rule, class Weights>
 struct StepStreams {
@@ -165,7 +163,7 @@ struct StepStreams {
   bool has_low_half_or_copy;  // as a flag: advanced, null would not be null
   StepGradient<Scalar> gradient;
 
-  __device__ explicit StepStreams(const StepSlice& slice)
+  __device__ explicit StepStreams(const StepTable::Slice& slice)
       : parameter(static_cast<Stored*>(slice.span.parameter)),
         moments{},
         low_half_or_copy(static_cast<uint16_t*>(slice.span.low_half_or_copy)),
@@ -225,9 +223,9 @@ struct StepStreams {
 
   __device__ void clear_gradients(int count) const {
     const int head = gradient.elements_before_packs(kPack);
-    visit_slice<kPack>(gradient, head, count, []<int kSize>(const StepGradient<Scalar>& here, int) {
-      here.template clear<kSize>();
-    });
+    visit_slice<kPack>(
+        gradient, head, count,
+        [&]<int kSize>(const StepGradient<Scalar>& here, int) { here.template clear<kSize>(); });
   }
 };
 
@@ -242,7 +240,7 @@ struct BlockStep {
 /// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. All elements of a
 /// slice have one random key: 2^32 is a multiple of a block's elements.
 template <class Constants, class Body>
-__device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& slice,
+__device__ BlockStep<Body> block_step(const StepTable& table, const StepTable::Slice& slice,
                                       const StepInputs& inputs) {
   static_assert((int64_t{1} << 32) % kStepBlock == 0);
   MEZZO_SHARED(BlockStep<Body>, of_block);
@@ -267,7 +265,7 @@ template <class Parameter, class Rule, class Weights>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     optimizer_step_kernel(MEZZO_ARGUMENT(StepTable) table, const StepInputs inputs) {
   using Streams = StepStreams<Rule, Weights>;
-  const StepSlice slice = table.slice_of(blockIdx.x);
+  const StepTable::Slice slice = table.slice_of(blockIdx.x);
   Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
   if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0F) {
