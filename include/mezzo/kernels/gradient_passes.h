@@ -41,14 +41,13 @@ inline Verdict summarize_with_aten(at::TensorList gradients, const at::Tensor& i
   const at::Tensor factor = inv_scale.reshape({});
   const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
   std::vector<at::Tensor> largest{none}, norms{none};  // of products
-  for (auto [device, dtype, same] : group_tensors(gradients)) {
+  for (const auto& group : group_tensors(gradients)) {
+    std::vector<at::Tensor> same = group.value;
     std::erase_if(same, [](const at::Tensor& gradient) { return gradient.numel() == 0; });
     if (same.empty()) continue;
-    const auto own = dtype == at::kDouble ? at::kDouble : at::kFloat;
-    const auto norms_of = [&](double order, at::ScalarType own_dtype) {
-      return at::stack(at::_foreach_norm(same, order, own_dtype))
-          .mul(factor.to(own_dtype))
-          .to(wide);
+    const auto own = group.dtype == at::kDouble ? at::kDouble : at::kFloat;
+    const auto norms_of = [&](double order, at::ScalarType dtype) {
+      return at::stack(at::_foreach_norm(same, order, dtype)).mul(factor.to(dtype)).to(wide);
     };
     largest.push_back(norms_of(std::numeric_limits<double>::infinity(), own));
     norms.push_back(norms_of(2.0, wide));

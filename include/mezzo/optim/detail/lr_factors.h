@@ -96,20 +96,20 @@ class LrFactors {
                   "] is ", factors[i], "; it should be finite and at least 0");
     }
     if (empty()) scheduled_.take_written(groups);
+    scheduled_.show(groups, factor_after(factors, applied_steps));  // throws where none can be set
+    if (factors.empty()) scheduled_ = {};
     table_ = std::move(factors);
-    scheduled_.show(groups, factor_after(applied_steps));
-    if (empty()) scheduled_ = {};
     on_device_ = at::Tensor();
   }
   /// Shows the rates of the step after `applied_steps` applied ones.
   void show(Groups& groups, int64_t applied_steps) {
-    if (!empty()) scheduled_.show(groups, factor_after(applied_steps));
+    if (!empty()) scheduled_.show(groups, factor_after(table_, applied_steps));
   }
   std::vector<double> base_lrs(const Groups& groups) const {
     return empty() ? lrs_of(groups) : scheduled_.bases(groups);
   }
   std::vector<double> lrs(const Groups& groups, int64_t applied_steps) const {
-    return scheduled_.next(groups, factor_after(applied_steps));
+    return scheduled_.next(groups, factor_after(table_, applied_steps));
   }
   /// Makes the rates that the options say the base rates.
   void set_bases(Groups& groups, const std::vector<double>& lrs) {
@@ -134,9 +134,9 @@ class LrFactors {
   }
 
  private:
-  double factor_after(int64_t applied_steps) const {
-    if (empty()) return 1.0;
-    return table_[std::min(static_cast<std::size_t>(applied_steps), table_.size() - 1)];
+  static double factor_after(const std::vector<double>& table, int64_t applied_steps) {
+    if (table.empty()) return 1.0;
+    return table[std::min(static_cast<std::size_t>(applied_steps), table.size() - 1)];
   }
 
   std::vector<double> table_;
