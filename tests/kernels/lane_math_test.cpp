@@ -10,11 +10,13 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <optional>
 #include <random>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__GNUC__) && defined(__x86_64__)
@@ -208,5 +210,20 @@ TEST_P(LaneMath, ClearsUpperHalvesOfVectorRegisters) {
 INSTANTIATE_TEST_SUITE_P(AllInstructionSets, LaneMath,
                          testing::Values(CpuIsa::scalar, CpuIsa::vector128, CpuIsa::avx2,
                                          CpuIsa::avx512));
+
+#if defined(__GNUC__) && defined(__x86_64__)
+
+TEST(CpuIsaDeathTest, FollowsAtenCpuCapability) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // ATen reads the variable once a process
+  for (const auto& [name, isa] : {std::pair{"default", CpuIsa::scalar}, {"avx2", CpuIsa::avx2}}) {
+    setenv("ATEN_CPU_CAPABILITY", name, 1);
+    EXPECT_EXIT(std::exit(static_cast<int>(mezzo::detail::best_isa())),
+                testing::ExitedWithCode(static_cast<int>(isa)), "")
+        << name;
+  }
+  unsetenv("ATEN_CPU_CAPABILITY");
+}
+
+#endif
 
 }  // namespace

@@ -4,10 +4,12 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_lanes.h>
 
+#include <ATen/Version.h>
 #include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <cstdint>
+#include <string>
 
 // Kernels have one body, which is compiled for each instruction set and chosen at run time.
 //
@@ -27,7 +29,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Instruction sets. scalar: a plain loop, where there is none of the others. vector128: aarch64.
-/// avx2: AVX2 with FMA.
+/// avx2: AVX2 with FMA. avx512: with BW, as ATen has it.
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
@@ -50,35 +52,35 @@ struct KernelEntry<Kernel, Result (*)(Args...)> {
     const ClearUpperHalves at_the_end;
     return Kernel::run(args...);
   }
-  __attribute__((target("avx512f"))) static Result avx512(Args... args) {
+  __attribute__((target("avx512f,avx512bw"))) static Result avx512(Args... args) {
     const ClearUpperHalves at_the_end;
     return Kernel::run(args...);
   }
 #endif
 };
 
-inline bool has_isa(CpuIsa isa) {
-  switch (isa) {
+/// Returns the instruction set of ATen's own kernels: the best that this CPU has, or what the
+/// environment variable ATEN_CPU_CAPABILITY (default, avx2 or avx512) names.
+inline CpuIsa best_isa() {
 #if defined(__GNUC__) && defined(__x86_64__)
-    case CpuIsa::avx2:
-      return __builtin_cpu_supports("avx2") != 0 && __builtin_cpu_supports("fma") != 0;
-    case CpuIsa::avx512:
-      return __builtin_cpu_supports("avx512f") != 0 && has_isa(CpuIsa::avx2);
+  static const CpuIsa best = [] {
+    const std::string capability = at::get_cpu_capability();
+    return capability == "AVX512" ? CpuIsa::avx512
+           : capability == "AVX2" ? CpuIsa::avx2
+                                  : CpuIsa::scalar;
+  }();
+  return best;
 #elif defined(__GNUC__) && defined(__aarch64__)
-    case CpuIsa::vector128:
-      return true;
+  return CpuIsa::vector128;
+#else
+  return CpuIsa::scalar;
 #endif
-    default:
-      return isa == CpuIsa::scalar;
-  }
 }
 
-inline CpuIsa best_isa() {
-  static const CpuIsa best = has_isa(CpuIsa::avx512)      ? CpuIsa::avx512
-                             : has_isa(CpuIsa::avx2)      ? CpuIsa::avx2
-                             : has_isa(CpuIsa::vector128) ? CpuIsa::vector128
-                                                          : CpuIsa::scalar;
-  return best;
+/// Returns whether kernels of `isa` may be called.
+inline bool has_isa(CpuIsa isa) {
+  const CpuIsa best = best_isa();
+  return isa == CpuIsa::scalar || isa == best || (isa == CpuIsa::avx2 && best == CpuIsa::avx512);
 }
 
 /// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
