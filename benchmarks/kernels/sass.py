@@ -189,7 +189,8 @@ def loaded(way):
 def pack_loop(graph, smallest, is_written=False):
     """The way round the loop that moves most by loads of at least `smallest` bytes, and writes if that is asked for."""
     def is_allowed(block):
-        return not any(one.name == "CALL" and not is_jump(one) or 0 < access_bytes(one) < smallest for one in block)
+        return not any(one.name == "CALL" and not is_jump(one)
+                       or 0 < access_bytes(one) < smallest and not one.predicate for one in block)
 
 
     ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]

@@ -46,12 +46,12 @@ struct Parameter {
 
   AdamW8bitStep step() const {
     const mezzo::detail::AdamConstants constants{0.9, 0.99, 1e-8, 0.02, /*is_decoupled=*/true};
-    AdamW8bitStep step{{streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
-                       {},
-                       streams_[0].scalar_type(),
-                       streams_[1].scalar_type(),
-                       constants.at(1e-2, 3),
-                       {.seed = 77, .step = 3, .parameter = 5}};
+    AdamW8bitStep step{
+        {streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
+        {},
+        streams_[0].scalar_type(),
+        constants.at(1e-2, 3),
+        {.gradient_dtype = streams_[1].scalar_type(), .seed = 77, .step = 3, .parameter = 5}};
     for (std::size_t k = 0; k < 2; ++k) {
       step.span.moments[k] = streams_[has_codes_ ? 2 + 2 * k : 2 + k].data_ptr();
       if (has_codes_) step.scales[k] = streams_[3 + 2 * k].mutable_data_ptr<float>();
@@ -97,19 +97,42 @@ TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
     const Parameter expected = before.clone();
     const Parameter parameter = before.clone();
     mezzo::detail::step_adamw8bit_cpu({expected.step()});
-    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, parameter.step());
+    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, {parameter.step()});
     EXPECT_TRUE(parameter.is_same(expected));
   });
+}
+
+TEST_F(AdamW8bitOnHost, TakesUpTo150ParametersOfADtypeInOneLaunch) {
+  std::vector<Parameter> all, expected;
+  for (int i = 0; i < 152; ++i) {
+    all.emplace_back(i == 0 ? at::kBFloat16 : at::kFloat, at::kFloat, /*has_codes=*/i % 2 == 0, 40);
+    expected.push_back(all.back().clone());
+  }
+  const auto steps_of = [](const std::vector<Parameter>& parameters) {
+    std::vector<AdamW8bitStep> steps;
+    for (const Parameter& parameter : parameters) steps.push_back(parameter.step());
+    return steps;
+  };
+  const auto launches = [] {
+    int64_t all_launches = 0;
+    for (const auto& [kernel, count] : host_device::launches()) all_launches += count;
+    return all_launches;
+  };
+  const int64_t before = launches();
+  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, steps_of(all));
+  EXPECT_EQ(launches() - before, 3);  // 151 of float take two
+  mezzo::detail::step_adamw8bit_cpu(steps_of(expected));
+  for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(all[i].is_same(expected[i])) << i;
 }
 
 TEST_F(AdamW8bitOnHost, IsTheSameInAnyOrder) {
   const Parameter before(at::kBFloat16, at::kBFloat16, /*has_codes=*/true, 9000);
   const Parameter first = before.clone();
-  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, first.step());
+  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, {first.step()});
   for (uint64_t seed = 0; seed < 20; ++seed) {
     host_device::set_seed(seed);
     const Parameter again = before.clone();
-    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, again.step());
+    mezzo::detail::cuda::step_adamw8bit_(at::kCPU, {again.step()});
     ASSERT_TRUE(again.is_same(first)) << seed;
   }
 }

@@ -34,6 +34,19 @@ class GradientsOnHost : public testing::Test {
   void TearDown() override { host_device::set_seed(1); }
 };
 
+TEST(PackedSlice, HasFewElementsOutsideOfPacksAtAnyAlignment) {
+  const at::Tensor memory = at::zeros({200}, at::kShort);
+  for (int64_t offset = 0; offset < 8; ++offset) {
+    for (int64_t count = 0; count < 100; ++count) {
+      const mezzo::detail::cuda::PackedSlice<uint16_t> slice(memory.data_ptr(), offset,
+                                                             offset + count);
+      EXPECT_EQ(slice.packs * 8 + slice.rest, count);
+      EXPECT_LT(slice.rest, 15);
+      if (slice.packs != 0) EXPECT_EQ(reinterpret_cast<uintptr_t>(slice.pack()) % 16, 0U);
+    }
+  }
+}
+
 /// Every dtype, tail, layout and alignment; blocks of several sizes.
 std::vector<at::Tensor> mixed_gradients(double spread) {
   std::vector<at::Tensor> all;

@@ -202,6 +202,8 @@ int group_of(std::size_t i, const StepCase& step) {
 /// What the kernels are to find out by themselves.
 StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
   StepUse use{.copies_half = step.copies_half,
+              .gradient_dtype = parameters.storage().gradient,
+              .clears = step.clear,
               .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
               .step = static_cast<uint64_t>(parameters.count(i)) + 1,
               .parameter = 1000 + i};
@@ -224,13 +226,8 @@ void step_on_cpu(StepParameters& parameters, const StepCase& step,
     const double rate =
         rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
     const auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
-    auto span = parameters.span(i);
-    using Value = typename Lanes::Value;  // as which the CPU's loops read gradients
-    const at::Tensor wide = parameters.stream(i, 1).to(c10::CppTypeToScalarType<Value>::value);
-    span.gradient = wide.data_ptr();
-    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(span, coefficients,
-                                                                             use);
-    if (step.clear) parameters.stream(i, 1).zero_();
+    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(parameters.span(i),
+                                                                             coefficients, use);
   }
 }
 
@@ -446,6 +443,30 @@ TEST_F(StepsOnHost, GiveTheSameBitsInAHundredOrders) {
   expect_the_same_in_every_order<mezzo::detail::SgdRule<false>>({});
   expect_the_same_in_every_order<mezzo::detail::SgdRule<true>>(sgd_constants());
   expect_the_same_in_every_order<mezzo::detail::LionRule>({.beta1 = 0.9, .beta2 = 0.99});
+}
+
+TEST(StepStreams, MisalignedStreamsArePeeledOrReadAlone) {
+  using Streams =
+      mezzo::detail::cuda::StepStreams<mezzo::detail::LionRule, mezzo::detail::PlainWeights<float>>;
+  const at::Tensor memory = at::zeros({3, 128});  // each row is aligned
+  const auto head_of = [&](int parameter, int gradient, int moment, bool& is_gradient_aligned) {
+    mezzo::detail::StepTable::Slice slice{};
+    slice.span.parameter = memory[0].data_ptr<float>() + parameter;
+    slice.span.gradient = memory[1].data_ptr<float>() + gradient;
+    slice.span.moments[0] = memory[2].data_ptr<float>() + moment;
+    Streams streams(slice);
+    const int head = streams.align(100);
+    is_gradient_aligned = streams.gradient.is_aligned;
+    return head;
+  };
+  bool is_aligned = false;
+  EXPECT_EQ(head_of(0, 0, 0, is_aligned), 0);
+  EXPECT_TRUE(is_aligned);
+  EXPECT_EQ(head_of(1, 5, 1, is_aligned), 3);
+  EXPECT_TRUE(is_aligned);
+  EXPECT_EQ(head_of(0, 1, 4, is_aligned), 0);
+  EXPECT_FALSE(is_aligned);
+  EXPECT_EQ(head_of(1, 1, 2, is_aligned), 100);  // no element has all streams in packs
 }
 
 }  // namespace

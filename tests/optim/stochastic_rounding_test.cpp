@@ -127,7 +127,7 @@ StepBuffers expected_after(const StepBuffers& before,
   return after;
 }
 
-constexpr int64_t kStretch = mezzo::detail::kStepStretch;
+constexpr int64_t kPiece = mezzo::detail::kStepPiece;
 
 class StochasticLoop : public testing::TestWithParam<CpuIsa> {
  protected:
@@ -144,7 +144,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
     const mezzo::detail::StepUse use{
         .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .parameter = 3};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
-                                int64_t{1000}, kStretch + 100}) {
+                                int64_t{1000}, kPiece + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
@@ -163,7 +163,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
 };
 
 TEST_P(StochasticLoop, GivesThePlainResultsToTheBit) {
-  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kStretch, int64_t{3} << 32}) {
+  for (const int64_t first : {int64_t{0}, (int64_t{1} << 32) - kPiece, int64_t{3} << 32}) {
     expect_plain_results<false>(first);
     expect_plain_results<true>(first);
   }

@@ -80,12 +80,11 @@ struct AdamW8bitKernel {
     using Floats = typename Lanes::template Like<float>;
     using First = Block8Converter<Floats, true>;
     using Second = Block8Converter<Floats, false>;
-    const auto gradient_size = static_cast<int64_t>(c10::elementSize(step.gradient_dtype));
+    const auto gradient_size = static_cast<int64_t>(c10::elementSize(step.use.gradient_dtype));
     auto* const codes = reinterpret_cast<uint8_t* const*>(step.span.moments);
     auto* const floats = reinterpret_cast<float* const*>(step.span.moments);
     const bool has_codes = step.scales[0] != nullptr;
     alignas(64) float moments[2][kBlock8];
-    alignas(64) float gradients[kBlock8];
     for (int64_t first = begin; first < end; first += kBlock8) {
       const int64_t count = std::min(kBlock8, end - first);
       const int64_t block = first / kBlock8;
@@ -95,10 +94,6 @@ struct AdamW8bitKernel {
                     count,
                     nullptr,
                     first};
-      if (step.gradient_dtype != at::kFloat) {
-        widen_gradients(step.gradient_dtype, part.gradient, gradients, count);
-        part.gradient = gradients;
-      }
       if (has_codes) {
         First::widen(codes[0] + first, step.scales[0][block], moments[0], count);
         Second::widen(codes[1] + first, step.scales[1][block], moments[1], count);

@@ -217,10 +217,11 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
 struct AdamW8bitStep {
   StepSpan span;                   ///< its moments are codes, or floats without scales
   float* scales[2];                ///< a float for each block of a moment; null: moments are floats
-  at::ScalarType parameter_dtype;  ///< float or bfloat16
-  at::ScalarType gradient_dtype;   ///< the parameter's, or float
+  at::ScalarType parameter_dtype;  ///< float or bfloat16; gradients have it too, or are float
   AdamCoefficients coefficients;
   StepUse use;
+
+  C10_HOST_DEVICE int64_t elements() const { return span.count; }
 };
 
 /// Weights rounded stochastically, with moments that are floats while they are computed with.

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 
 // With explicit vector types, loops are as fast at -O2 without -march as with -O3 -march=native.
 // g++ 12 has no instruction for == of unsigned vectors of 64 bytes, and takes lane by lane: write <
@@ -25,6 +26,7 @@ struct VectorLanes {
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
   static constexpr int64_t kWidth = kBytes / static_cast<int64_t>(sizeof(typename Format::Value));
+  static constexpr int kVectors = 2;
   using Count = std::conditional_t<sizeof(typename Format::Bits) == 8, int64_t, int32_t>;
 
   typedef typename Format::Value Value __attribute__((vector_size(kBytes)));
@@ -32,6 +34,7 @@ struct VectorLanes {
   typedef Count Flags __attribute__((vector_size(kBytes)));
   typedef Stored Memory __attribute__((vector_size(kWidth * sizeof(Stored))));
   typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t))));
+  typedef uint16_t Words __attribute__((vector_size(kBytes)));
 
   template <class Other>
   using Like =
@@ -55,6 +58,48 @@ struct VectorLanes {
     }
     std::memcpy(to, &memory, sizeof(Memory));
   }
+
+  /// Loads a block of two vectors: its even elements and its odd ones, or its first half and its
+  /// second. Even and odd ones of 16 bits take no shuffle; above an even one's bits lie the odd
+  /// one's. `store_block` expects nothing there.
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void load_block(const Stored* from, Bits (&bits)[2]) {
+    if constexpr (kEvenOdd && kIsHalf) {
+      std::memcpy(&bits[0], from, sizeof(Bits));
+      bits[1] = bits[0] >> 16;
+      return;
+    }
+    load(from, bits[0]);
+    load(from + kWidth, bits[1]);
+    if constexpr (kEvenOdd) {
+      const Bits low = bits[0];
+      shuffle(low, bits[1], bits[0], kLanes, [](int lane) { return 2 * lane; });
+      shuffle(low, bits[1], bits[1], kLanes, [](int lane) { return 2 * lane + 1; });
+    }
+  }
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void store_block(const Bits (&bits)[2], Stored* to) {
+    if constexpr (kEvenOdd && kIsHalf) {
+      const Bits both = (bits[1] << 16) | bits[0];
+      std::memcpy(to, &both, sizeof(both));
+    } else if constexpr (kIsHalf) {
+      Words words[2];
+      std::memcpy(words, bits, sizeof(words));
+      shuffle(words[0], words[1], words[0], std::make_integer_sequence<int, 2 * kWidth>{},
+              [](int lane) { return 2 * lane; });
+      std::memcpy(to, words, sizeof(Words));
+    } else {
+      store(bits[0], to);
+      store(bits[1], to + kWidth);
+    }
+  }
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void enumerate(Bits (&numbers)[2]) {
+    for (int64_t lane = 0; lane < kWidth; ++lane) {
+      numbers[0][lane] = static_cast<typename Format::Bits>(kEvenOdd ? 2 * lane : lane);
+      numbers[1][lane] = numbers[0][lane] + (kEvenOdd ? 1U : static_cast<uint32_t>(kWidth));
+    }
+  }
   C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) {
     for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = from;
   }
@@ -63,10 +108,9 @@ struct VectorLanes {
     for (int64_t lane = 0; lane < kWidth; ++lane) all |= flags[lane];
     return all != 0;
   }
-  C10_ALWAYS_INLINE static void enumerate(Bits& numbers) {
-    for (int64_t lane = 0; lane < kWidth; ++lane) {
-      numbers[lane] = static_cast<typename Format::Bits>(lane);
-    }
+  template <class Wide>
+  C10_ALWAYS_INLINE static void convert(const Value& value, Wide& wide) {
+    wide = __builtin_convertvector(value, Wide);
   }
   C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = __builtin_convertvector(reinterpret_cast<const Flags&>(count), Value);
@@ -129,6 +173,15 @@ struct VectorLanes {
   }
 
  private:
+  static constexpr bool kIsHalf = 2 * sizeof(Stored) == sizeof(typename Format::Bits);
+  static constexpr std::make_integer_sequence<int, kWidth> kLanes{};
+
+  template <class Vector, int... kLane, class Index>
+  C10_ALWAYS_INLINE static void shuffle(const Vector& a, const Vector& b, Vector& result,
+                                        std::integer_sequence<int, kLane...>, Index index) {
+    result = __builtin_shufflevector(a, b, index(kLane)...);
+  }
+
   // For GCC, which takes bytes element by element, or makes four to nine instructions of one.
   C10_ALWAYS_INLINE static void widen(const Memory& memory, Bits& bits) {
 #if defined(__x86_64__) && !defined(__clang__)

@@ -63,8 +63,10 @@ MEZZO_CUDA_LAUNCHER void update_scale_(const LossScale& rule, const ScaleTensors
 MEZZO_CUDA_LAUNCHER void step_(at::Device device, CudaRule rule, const std::vector<StepRow>& rows,
                                const std::vector<StepGroup>& groups, const StepInputs& inputs);
 
-/// Takes the step of one parameter of an AdamW8bit in one launch.
-MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device, const AdamW8bitStep& step);
+/// Takes the steps of an AdamW8bit's parameters of one device. One launch for each dtype, and one
+/// more for every 150 parameters beyond the first.
+MEZZO_CUDA_LAUNCHER void step_adamw8bit_(at::Device device,
+                                         const std::vector<AdamW8bitStep>& steps);
 
 /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one launch.
 /// `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is written.

@@ -155,6 +155,8 @@ struct ScalarLanes {
   using Bits = typename Format::Bits;
   using Flags = int32_t;
   static constexpr int64_t kWidth = 1;
+  static constexpr int kVectors =
+      1;  ///< of a block, which a loop over several streams takes at once
 
   /// Lanes of another dtype, in the same number.
   template <class Other>
@@ -179,11 +181,27 @@ struct ScalarLanes {
     std::memcpy(to, &stored, sizeof(Stored));
 #endif
   }
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void load_block(const Stored* from, Bits (&bits)[1]) {
+    load(from, bits[0]);
+  }
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void store_block(const Bits (&bits)[1], Stored* to) {
+    store(bits[0], to);
+  }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }
-  /// Returns 0, 1, 2 ... in the order of lanes in memory.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE static void enumerate(Bits& numbers) { numbers = 0; }
+  /// Returns each lane's place in its block.
+  template <bool kEvenOdd>
+  C10_ALWAYS_INLINE static void enumerate(Bits (&numbers)[1]) {
+    numbers[0] = 0;
+  }
 
+  /// Widens a float to double, or leaves it.
+  template <class Wide>
+  C10_ALWAYS_INLINE static void convert(const Value& value, Wide& wide) {
+    wide = static_cast<Wide>(value);
+  }
   /// Converts a whole number below 2^31, rounded to nearest.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = static_cast<Value>(static_cast<int32_t>(count));

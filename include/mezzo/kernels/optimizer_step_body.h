@@ -11,34 +11,35 @@
 #include <cstdint>
 #include <type_traits>
 
-// Moments stay in a device's registers only where loops over them are unrolled.
-#ifdef __CUDA_ARCH__
-#define MEZZO_UNROLL_FOR_DEVICE _Pragma("unroll")
+// Values stay in registers only where loops over them are unrolled.
+#if defined(__CUDA_ARCH__) || defined(__clang__)
+#define MEZZO_UNROLL_IN_REGISTERS _Pragma("unroll")
+#elif defined(__GNUC__)
+#define MEZZO_UNROLL_IN_REGISTERS _Pragma("GCC unroll 8")
 #else
-#define MEZZO_UNROLL_FOR_DEVICE
+#define MEZZO_UNROLL_IN_REGISTERS
 #endif
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Pointers to one place of a parameter's streams: in memory on the CPU, in registers on a device.
-/// A flag tells whether a stream exists. A null pointer could not: comparing addresses of registers
-/// would make the device's compiler put them into memory.
-template <class Rule, class Weights, class Lanes>
-struct StepPlace {
+/// What a step reads and writes of `kCount` places of a parameter's streams: the stored bits, each
+/// in the lower bits of a lane.
+template <class Rule, class Weights, class Lanes, int kCount>
+struct StepBits {
   static constexpr unsigned kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
-  using GradientLanes = typename Lanes::template Like<typename Lanes::Format::Value>;
   using MomentLanes = typename Lanes::template Like<typename Weights::Moment>;
+  using Halves = typename Lanes::template Like<c10::BFloat16>;  // any dtype of 16 bits
 
-  typename Lanes::Stored* parameter;
-  typename GradientLanes::Stored* gradient;  ///< in the dtype of the arithmetic
-  typename MomentLanes::Stored* moments[kMomentSlots];
-  uint16_t* low_half_or_copy;
+  typename Lanes::Value gradient[kCount];
+  typename Lanes::Bits parameter[kCount];
+  typename MomentLanes::Bits moments[kMomentSlots][kCount];
+  typename Halves::Bits low_half_or_copy[kCount];
   bool has_low_half_or_copy;
 };
 
-/// A step at one place: reads its values, computes, and writes them back. This is the body of every
-/// optimizer whose update looks at one element at a time.
+/// A step at some places: widens their values, computes, and rounds them back. This is the body of
+/// every optimizer whose update looks at one element at a time.
 ///
 /// A Rule (adam_element.h) has
 ///   Constants and Coefficients, the numbers of a group and of one step of one parameter;
@@ -47,7 +48,8 @@ struct StepPlace {
 template <class Rule, class Weights, class Lanes>
 class StepBody {
  public:
-  using Place = StepPlace<Rule, Weights, Lanes>;
+  template <int kCount>
+  using Places = StepBits<Rule, Weights, Lanes, kCount>;
   using Value = typename Lanes::Value;
   using Bits = typename Lanes::Bits;
   using Scalar = typename Lanes::Format::Value;
@@ -61,89 +63,46 @@ class StepBody {
 
   C10_HOST_DEVICE C10_ALWAYS_INLINE StepBody(const typename Rule::Coefficients& coefficients,
                                              const StepUse& use)
-      : update_(coefficients), copies_half_(use.copies_half) {
+      : update_(coefficients),
+        has_second_(use.multipliers.second != 1),
+        copies_half_(use.copies_half) {
     Lanes::broadcast(static_cast<Scalar>(use.multipliers.first), first_);
     Lanes::broadcast(static_cast<Scalar>(use.multipliers.second), second_);
   }
 
-  /// Takes the step. `numbers` are the elements' numbers in the parameter, for stochastic rounding.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(const Place& place, const Bits& numbers,
-                                                    const RandomKey& key) const {
-    Value parameter;
-    Value moments[Place::kMomentSlots];
-    compute(place, parameter, moments);
-    write(place, numbers, key, parameter, moments);
-    if constexpr (kMayCopy) {
-      if (place.has_low_half_or_copy) write_copy(parameter, place.low_half_or_copy);
-    }
-  }
-
-  // The parts of the step. A device calls them one by one: it converts the values of several
-  // elements in pairs, and asks once for a pack whether the parameter has a copy.
-
-  /// Computes the new values, before they are rounded to be stored.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Place& place, Value& parameter,
-                                                 Value (&moments)[Place::kMomentSlots]) const {
-    Bits bits;
-    Value gradient;
-    Place::GradientLanes::load(place.gradient, bits);
-    reinterpret_bits(bits, gradient);
-    gradient = gradient * first_ * second_;
-    read_parameter(place, parameter);
-    if constexpr (Rule::kMoments > 0) {
-      MEZZO_UNROLL_FOR_DEVICE
-      for (unsigned k = 0; k != Rule::kMoments; ++k) {
-        typename MomentLanes::Bits moment;
-        MomentLanes::load(place.moments[k], moment);
-        MomentLanes::Format::widen(moment, moments[k]);
+  /// Takes the step. `seeds`, for stochastic rounding: random key XOR the element's number in the
+  /// parameter, its lower 32 bits.
+  template <int kCount>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(Places<kCount>& places,
+                                                    const Bits (&seeds)[kCount]) const {
+#ifdef __CUDA_ARCH__
+    constexpr int kTogether = kCount;  // a device rounds values in pairs
+#else
+    constexpr int kTogether = 1;  // AVX2 has few registers
+#endif
+    Value parameters[kTogether];
+    Value moments[kTogether][kMomentSlots];
+    MEZZO_UNROLL_IN_REGISTERS
+    for (int at = 0; at < kCount; at += kTogether) {
+      MEZZO_UNROLL_IN_REGISTERS
+      for (int i = 0; i < kTogether; ++i) compute(places, at + i, parameters[i], moments[i]);
+      MEZZO_UNROLL_IN_REGISTERS
+      for (int i = 0; i < kTogether; ++i) {
+        write(parameters[i], moments[i], seeds[at + i], places, at + i);
       }
-    }
-    update_(parameter, gradient, moments);
-  }
-
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Place& place, const Bits& numbers,
-                                               const RandomKey& key, const Value& parameter,
-                                               const Value (&moments)[Place::kMomentSlots]) const {
-    Bits noise;
-    if constexpr (kIsStochastic) {
-      noise = numbers ^ key;
-      mix(noise);
-    }
-    Bits bits;
-    if constexpr (kIsSplit) {
-      Bits lower;
-      split_halves(parameter, bits, lower);
-      Halves::store(lower, place.low_half_or_copy);
-    } else if constexpr (kIsStochastic) {
-      narrow_stochastically(parameter, noise & 0xFFFFU, bits);
-    } else {
-      Lanes::Format::narrow(parameter, bits);
-    }
-    Lanes::store(bits, place.parameter);
-    if constexpr (Rule::kMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
-      MEZZO_UNROLL_FOR_DEVICE
-      for (unsigned k = 0; k != Rule::kMoments; ++k) {
-        typename MomentLanes::Bits moment;
-        if constexpr (kDrawsMoments) {
-          narrow_stochastically(moments[k], (noise * noise_factor(k)) >> 16, moment);
-        } else {
-          MomentLanes::Format::narrow(moments[k], moment);
+      if constexpr (kMayCopy) {
+        if (!places.has_low_half_or_copy) continue;
+        MEZZO_UNROLL_IN_REGISTERS
+        for (int i = 0; i < kTogether; ++i) {
+          round_to_copy(parameters[i], places.low_half_or_copy[at + i]);
         }
-        MomentLanes::store(moment, place.moments[k]);
       }
     }
-  }
-
-  /// Writes the copy of a new parameter.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void write_copy(const Value& parameter, uint16_t* place) const {
-    Bits bits;
-    round_to_copy(parameter, bits);
-    Halves::store(bits, place);
   }
 
  private:
-  using MomentLanes = typename Place::MomentLanes;
-  using Halves = typename Lanes::template Like<c10::BFloat16>;  // any dtype of 16 bits
+  static constexpr unsigned kMomentSlots = Rule::kMoments > 0 ? Rule::kMoments : 1;
+  using MomentFormat = FloatFormat<typename Weights::Moment>;
 
   /// Of an element's 32 random bits the parameter takes the lower 16, and each moment the upper 16
   /// of a product by an odd number: evenly spread, whatever the other's are.
@@ -151,27 +110,63 @@ class StepBody {
     return moment == 0 ? 1U : moment == 1 ? 0x9E3779B1U : 0x85EBCA77U;
   }
 
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void read_parameter(const Place& place, Value& value) const {
-    Bits bits;
-    Lanes::load(place.parameter, bits);
+  template <int kCount>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void compute(const Places<kCount>& places, int i,
+                                                 Value& parameter,
+                                                 Value (&moments)[kMomentSlots]) const {
+    Value gradient = places.gradient[i] * first_;
+    if (has_second_) gradient = gradient * second_;
     if constexpr (kIsSplit) {
-      Bits lower;
-      Halves::load(place.low_half_or_copy, lower);
-      join_halves(bits, lower, value);
+      join_halves(places.parameter[i], places.low_half_or_copy[i], parameter);
     } else {
-      Lanes::Format::widen(bits, value);
+      Lanes::Format::widen(places.parameter[i], parameter);
     }
     if constexpr (kMayCopy) {
-      if (place.has_low_half_or_copy) heal(place.low_half_or_copy, value);
+      if (places.has_low_half_or_copy) heal(places.low_half_or_copy[i], parameter);
+    }
+    if constexpr (Rule::kMoments > 0) {  // or GCC warns of the loop that never runs, at -O0
+      MEZZO_UNROLL_IN_REGISTERS
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        MomentFormat::widen(places.moments[k][i], moments[k]);
+      }
+    }
+    update_(parameter, gradient, moments);
+  }
+
+  template <int kCount>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void write(const Value& parameter,
+                                               const Value (&moments)[kMomentSlots],
+                                               const Bits& seed, Places<kCount>& places,
+                                               int i) const {
+    Bits noise;
+    if constexpr (kIsStochastic) {
+      noise = seed;
+      mix(noise);
+    }
+    if constexpr (kIsSplit) {
+      split_halves(parameter, places.parameter[i], places.low_half_or_copy[i]);
+    } else if constexpr (kIsStochastic) {
+      narrow_stochastically(parameter, noise & 0xFFFFU, places.parameter[i]);
+    } else {
+      Lanes::Format::narrow(parameter, places.parameter[i]);
+    }
+    if constexpr (Rule::kMoments > 0) {
+      MEZZO_UNROLL_IN_REGISTERS
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        if constexpr (kDrawsMoments) {
+          narrow_stochastically(moments[k], (noise * noise_factor(k)) >> 16, places.moments[k][i]);
+        } else {
+          MomentFormat::narrow(moments[k], places.moments[k][i]);
+        }
+      }
     }
   }
 
   /// Makes the weight's value the master where the weight does not have the bits that the master
   /// rounds to: somebody has written the weight.
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void heal(const uint16_t* weight, Value& master) const {
-    Bits own, rounded;
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void heal(const Bits& own, Value& master) const {
+    Bits rounded;
     Value written;
-    Halves::load(weight, own);
     round_to_copy(master, rounded);
     if (copies_half_) {
       FloatFormat<c10::Half>::widen(own, written);
@@ -191,10 +186,9 @@ class StepBody {
 
   typename Rule::template Element<Lanes> update_;
   Value first_, second_;  // GradMultipliers
+  bool has_second_;
   bool copies_half_;
 };
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
-
-#undef MEZZO_UNROLL_FOR_DEVICE

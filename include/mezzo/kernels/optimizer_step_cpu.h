@@ -12,64 +12,122 @@
 #include <c10/core/ScalarType.h>
 #include <c10/macros/Macros.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 #include <vector>
 
 // The CPU's loops of the optimizers, and the work of a step, cut into pieces for libtorch's
 // threads.
 //
-// A loop reads gradient, parameter and moments of a stretch once and writes parameter and moments
-// once. It exists for each rule, each way of keeping weights and each instruction set, and reads
-// gradients in the dtype that it computes in. What is kept in another format is widened a stretch
-// at a time, into memory that stays in the cache, and rounded from there.
+// A loop reads gradient, parameter and moments once, in the dtypes that they are stored in, and
+// writes parameter and moments once. It exists for each rule, each way of keeping weights and each
+// instruction set.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Steps the elements from `begin` on, in whole vectors. Returns the first that is left.
+/// The loop over the elements of a span, a block at a time.
 template <class Rule, class Weights, class Lanes>
-C10_ALWAYS_INLINE int64_t step_lanes(const StepSpan& span, int64_t begin,
-                                     const StepNumbers& numbers, const StepUse& use) {
+class StepLoopBody {
   using Body = StepBody<Rule, Weights, Lanes>;
-  using Streams = typename Body::Place;
-  using Bits = typename Lanes::Bits;
+  using Places = typename Body::template Places<Lanes::kVectors>;
+  using Value = typename Lanes::Value;
+  static constexpr int kVectors = Lanes::kVectors;
+  /// Even and odd elements have vectors of their own where all streams have 16 bits.
+  static constexpr bool kEvenOdd =
+      sizeof(typename Lanes::Stored) == 2 &&
+      std::is_same_v<typename Weights::Moment, typename Weights::Parameter>;
 
-  const Body step(numbers.as<typename Rule::Coefficients>(), use);
-  const RandomKey key =
-      random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
-  Streams base{static_cast<decltype(Streams::parameter)>(span.parameter),
-               static_cast<decltype(Streams::gradient)>(span.gradient),
-               {},
-               static_cast<decltype(Streams::low_half_or_copy)>(span.low_half_or_copy),
-               span.low_half_or_copy != nullptr};
-  for (unsigned k = 0; k != Rule::kMoments; ++k) {
-    base.moments[k] =
-        static_cast<std::remove_reference_t<decltype(base.moments[k])>>(span.moments[k]);
+ public:
+  /// Steps the elements from `begin` on, in whole blocks. Returns the first that is left. `span`
+  /// and `use` are copies, which no store can change.
+  C10_ALWAYS_INLINE static int64_t run(StepSpan span, int64_t begin, const StepNumbers& numbers,
+                                       StepUse use) {
+    constexpr int64_t kBlock = kVectors * Lanes::kWidth;
+    const Body step(numbers.as<typename Rule::Coefficients>(), use);
+    const RandomKey key =
+        random_key(use.seed, use.step, use.parameter, static_cast<uint64_t>(span.first) >> 32);
+    typename Lanes::Bits lane_numbers[kVectors], seeds[kVectors];
+    Lanes::template enumerate<kEvenOdd>(lane_numbers);
+    Places places;
+    places.has_low_half_or_copy = span.low_half_or_copy != nullptr;
+    int64_t i = begin;
+    for (; i + kBlock <= span.count; i += kBlock) {
+      load_gradients(use, span.gradient, i, places.gradient);
+      for_streams(span, i, places,
+                  []<class Own>(Own, const auto* place, auto& bits) C10_ALWAYS_INLINE_ATTRIBUTE {
+                    Own::template load_block<kEvenOdd>(place, bits);
+                  });
+      MEZZO_UNROLL_IN_REGISTERS
+      for (int k = 0; k < kVectors; ++k) {  // i is a multiple of a block: ^ adds lane and number
+        seeds[k] = lane_numbers[k] ^ (static_cast<uint32_t>(span.first + i) ^ key);
+      }
+      step(places, seeds);
+      for_streams(span, i, places,
+                  []<class Own>(Own, auto* place, const auto& bits) C10_ALWAYS_INLINE_ATTRIBUTE {
+                    Own::template store_block<kEvenOdd>(bits, place);
+                  });
+    }
+    return i;
   }
-  Bits lane_numbers;
-  Lanes::enumerate(lane_numbers);
-  int64_t i = begin;
-  for (; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
-    Streams place = base;
-    place.parameter += i;
-    place.gradient += i;
-    for (unsigned k = 0; k != Rule::kMoments; ++k) place.moments[k] += i;
-    if (base.has_low_half_or_copy) place.low_half_or_copy += i;
-    const Bits own_numbers = lane_numbers + static_cast<uint32_t>(span.first + i);
-    step(place, own_numbers, key);
-  }
-  return i;
-}
 
-/// Steps the elements that are left of whole vectors. Not inlined: compiled once for all
+ private:
+  template <class Visit>
+  C10_ALWAYS_INLINE static void for_streams(const StepSpan& span, int64_t at, Places& places,
+                                            const Visit& visit) {
+    using Moments = typename Places::MomentLanes;
+    visit(Lanes{}, static_cast<typename Lanes::Stored*>(span.parameter) + at, places.parameter);
+    if constexpr (Rule::kMoments > 0) {
+      MEZZO_UNROLL_IN_REGISTERS
+      for (unsigned k = 0; k != Rule::kMoments; ++k) {
+        visit(Moments{}, static_cast<typename Moments::Stored*>(span.moments[k]) + at,
+              places.moments[k]);
+      }
+    }
+    if constexpr (Body::kIsSplit || Body::kMayCopy) {
+      if (!Body::kIsSplit && !places.has_low_half_or_copy) return;
+      visit(typename Places::Halves{}, static_cast<uint16_t*>(span.low_half_or_copy) + at,
+            places.low_half_or_copy);
+    }
+  }
+
+  /// Reads gradients of the dtype that they have, and clears them.
+  C10_ALWAYS_INLINE static void load_gradients(const StepUse& use, void* from, int64_t at,
+                                               Value (&values)[kVectors]) {
+    if constexpr (std::is_same_v<typename Lanes::Format::Value, double>) {
+      if (use.gradient_dtype == at::kDouble) return load_as<double>(from, at, use.clears, values);
+      load_as<float>(from, at, use.clears, values);
+    } else {
+      if (use.gradient_dtype == at::kFloat) return load_as<float>(from, at, use.clears, values);
+      use.gradient_dtype == at::kHalf ? load_as<c10::Half>(from, at, use.clears, values)
+                                      : load_as<c10::BFloat16>(from, at, use.clears, values);
+    }
+  }
+  template <class Element>
+  C10_ALWAYS_INLINE static void load_as(void* from, int64_t at, bool clears,
+                                        Value (&values)[kVectors]) {
+    using Own = typename Lanes::template Like<Element>;
+    auto* const place = static_cast<typename Own::Stored*>(from) + at;
+    typename Own::Bits bits[kVectors];
+    Own::template load_block<kEvenOdd>(place, bits);
+    MEZZO_UNROLL_IN_REGISTERS
+    for (int i = 0; i < kVectors; ++i) {
+      typename Own::Value value;
+      Own::Format::widen(bits[i], value);
+      Own::convert(value, values[i]);
+      bits[i] = bits[i] & 0U;
+    }
+    if (clears) Own::template store_block<kEvenOdd>(bits, place);
+  }
+};
+
+/// Steps the elements that are left of whole blocks. Not inlined: compiled once for all
 /// instruction sets, which give the same bits.
 template <class Rule, class Weights>
 C10_NOINLINE void step_rest(const StepSpan& span, int64_t begin, const StepNumbers& numbers,
                             const StepUse& use) {
-  step_lanes<Rule, Weights, ScalarLanes<typename Weights::Parameter>>(span, begin, numbers, use);
+  StepLoopBody<Rule, Weights, ScalarLanes<typename Weights::Parameter>>::run(span, begin, numbers,
+                                                                             use);
 }
 
 /// Steps a span whose elements have one random key: their numbers are equal but for the lower 32
@@ -80,7 +138,7 @@ struct OptimizerStepKernel {
                                     const StepUse& use) {
     int64_t begin = 0;
     if constexpr (Lanes::kWidth != 1) {
-      begin = step_lanes<Rule, Weights, Lanes>(span, begin, numbers, use);
+      begin = StepLoopBody<Rule, Weights, Lanes>::run(span, begin, numbers, use);
     }
     if (begin < span.count) step_rest<Rule, Weights>(span, begin, numbers, use);
   }
@@ -95,45 +153,6 @@ StepLoop step_loop(optim::WeightStorage storage, at::ScalarType kept, CpuIsa isa
     loop = cpu_kernel<OptimizerStepKernel, typename Weights::Parameter, Rule, Weights>(isa);
   });
   return loop;
-}
-
-/// Elements of 16 bits as floats.
-template <class Element, class Lanes>
-struct ToFloatKernel {
-  C10_ALWAYS_INLINE static void run(const void* from, void* to, int64_t count) {
-    const auto* const source = static_cast<const typename Lanes::Format::Stored*>(from);
-    auto* const target = static_cast<float*>(to);
-    int64_t i = 0;
-    for (; i + Lanes::kWidth <= count; i += Lanes::kWidth) {
-      typename Lanes::Bits bits;
-      Lanes::load(source + i, bits);
-      typename Lanes::Value value;
-      Lanes::Format::widen(bits, value);
-      std::memcpy(target + i, &value, sizeof(value));
-    }
-    for (; i < count; ++i) {
-      typename Lanes::Format::Bits bits;
-      ScalarLanes<Element>::load(source + i, bits);
-      Lanes::Format::widen(bits, target[i]);
-    }
-  }
-};
-
-/// Writes `count` gradients of dtype `from` at `source` to `target`, as `to`, which holds them
-/// exactly: floats, or doubles for floats.
-inline void widen_gradients(at::ScalarType from, const void* source, void* target, int64_t count) {
-  if (from == at::kFloat) {
-    for (int64_t i = 0; i < count; ++i) {
-      float value;
-      std::memcpy(&value, static_cast<const std::byte*>(source) + i * int64_t{sizeof(float)},
-                  sizeof(value));
-      static_cast<double*>(target)[i] = value;
-    }
-  } else if (from == at::kBFloat16) {
-    cpu_kernel<ToFloatKernel, c10::BFloat16>(best_isa())(source, target, count);
-  } else {
-    cpu_kernel<ToFloatKernel, c10::Half>(best_isa())(source, target, count);
-  }
 }
 
 /// What rows share that are stepped alike on the CPU: those of one group, storage, dtype and number
@@ -173,26 +192,6 @@ inline StepSpan part_of(const StepRow& row, int64_t begin, int64_t count) {
   return part;
 }
 
-/// How many elements a loop takes at a time: so many that calls cost nothing, and so few that their
-/// gradients stay in the first-level cache, where they are widened before and cleared afterwards.
-/// No stretch has two random keys, for 2^32 is a multiple of it.
-inline constexpr int64_t kStepStretch = 2048;
-
-/// Steps elements of a row, at most kStepStretch of them.
-inline void step_stretch(const StepRow& row, const StepCall& call, const StepUse& use, bool clears,
-                         StepSpan part) {
-  void* const gradient = part.gradient;
-  alignas(64) std::byte widened[kStepStretch * sizeof(double)];
-  if (row.gradient_dtype != (row.parameter_dtype == at::kDouble ? at::kDouble : at::kFloat)) {
-    widen_gradients(row.gradient_dtype, gradient, widened, part.count);
-    part.gradient = widened;
-  }
-  call.loop(part, call.coefficients, use);
-  if (!clears) return;
-  std::memset(gradient, 0,
-              static_cast<std::size_t>(part.count) * c10::elementSize(row.gradient_dtype));
-}
-
 /// Takes the step of all rows in one pass over their memory; small ones share a batch.
 /// \param rows    a vector or span of StepRow, whose `group` is a number among `calls`
 /// \param use     what all rows share: multipliers and seed
@@ -208,15 +207,17 @@ void run_step_cpu(const Rows& rows, const std::vector<StepCall>& calls, const St
   pieces.for_each([&](std::size_t, const WorkChunks::Chunk& piece) {
     const StepRow& row = rows[piece.item];
     StepUse own = use;
+    own.gradient_dtype = row.gradient_dtype;
+    own.clears = clears;
     own.copies_half = row.copies_half;
     own.step = calls[row.group].step;
     own.parameter = row.number;
-    for (int64_t done = 0; done < piece.count; done += kStepStretch) {
-      step_stretch(row, calls[row.group], own, clears,
-                   part_of(row, piece.begin + done, std::min(kStepStretch, piece.count - done)));
-    }
+    const StepCall& call = calls[row.group];
+    call.loop(part_of(row, piece.begin, piece.count), call.coefficients, own);
   });
 }
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
+
+#undef MEZZO_UNROLL_IN_REGISTERS

@@ -50,7 +50,7 @@ struct StepSpan {
   int64_t count = 0;
   void* low_half_or_copy =
       nullptr;  ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
-  /// The number, in the parameter, of the first element; on the CPU a multiple of kStepStretch.
+  /// The number, in the parameter, of the first element; on the CPU a multiple of kStepPiece.
   int64_t first = 0;
 };
 
@@ -86,8 +86,10 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 
 /// Options of a step that are not part of the update rule.
 struct StepUse {
-  GradMultipliers multipliers{};  ///< of gradients, before use
-  bool copies_half = false;       ///< copies of floats are half's, not bfloat16's
+  GradMultipliers multipliers{};               ///< of gradients, before use
+  bool copies_half = false;                    ///< copies of floats are half's, not bfloat16's
+  at::ScalarType gradient_dtype = at::kFloat;  ///< where no row has it
+  bool clears = false;                         ///< on the CPU: sets gradients to zero on the way
   // Stochastic rounding only:
   uint64_t seed = 0;
   uint64_t step = 1;       ///< 1 in the first step

@@ -124,8 +124,8 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_stochastically(const ValueLanes& v
                                                              BitLanes& bits) {
   BitLanes wide;
   reinterpret_bits(value, wide);
-  const BitLanes quiet_nan = wide | 0x400000U;
-  wide = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : wide + noise;
+  // What arithmetic makes is a quiet NaN, also when it is cut off.
+  wide = (wide << 1) > 0xFF000000U ? wide : wide + noise;
   bits = wide >> 16;
 }
 

@@ -217,7 +217,7 @@ inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
 }
 
 inline void AdamW8bit::update() {
-  std::vector<detail::AdamW8bitStep> on_cpu;
+  std::vector<std::pair<at::Device, std::vector<detail::AdamW8bitStep>>> by_device;
   std::vector<at::Tensor> gradients;  // kept alive
   std::uint64_t number = 0;
   for (const auto& group : param_groups_) {
@@ -237,29 +237,33 @@ inline void AdamW8bit::update() {
       const auto scales = [](at::Tensor& kept) {
         return kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
       };
-      const detail::AdamW8bitStep step{
-          {parameter.mutable_data_ptr(),
-           const_cast<void*>(gradients.back().const_data_ptr()),
-           {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
-           parameter.numel()},
-          {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
-          parameter.scalar_type(),
-          gradients.back().scalar_type(),
-          constants.at(options.lr(), state.step()),
-          {.seed = seed_,
-           .step = static_cast<std::uint64_t>(state.step()),
-           .parameter = own_number}};
-      if (detail::has_cpu_loops(parameter.device())) {
-        on_cpu.push_back(step);
-#ifdef MEZZO_WITH_CUDA
-      } else {
-        detail::cuda::step_adamw8bit_(parameter.device(), step);
-#endif
+      auto found = std::find_if(by_device.begin(), by_device.end(), [&](const auto& known) {
+        return known.first == parameter.device();
+      });
+      if (found == by_device.end()) {
+        found = by_device.insert(found, {parameter.device(), {}});
       }
+      found->second.push_back(
+          {{parameter.mutable_data_ptr(),
+            const_cast<void*>(gradients.back().const_data_ptr()),
+            {state.exp_avg().mutable_data_ptr(), state.exp_avg_sq().mutable_data_ptr()},
+            parameter.numel()},
+           {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
+           parameter.scalar_type(),
+           constants.at(options.lr(), state.step()),
+           {.gradient_dtype = gradients.back().scalar_type(),
+            .seed = seed_,
+            .step = static_cast<std::uint64_t>(state.step()),
+            .parameter = own_number}});
       detail::bump_version(parameter);
     }
   }
-  detail::step_adamw8bit_cpu(on_cpu);
+  for (const auto& [device, steps] : by_device) {
+#ifdef MEZZO_WITH_CUDA
+    if (detail::has_cuda_kernels(device)) detail::cuda::step_adamw8bit_(device, steps);
+#endif
+    if (detail::has_cpu_loops(device)) detail::step_adamw8bit_cpu(steps);
+  }
 }
 
 }  // namespace optim

@@ -8,6 +8,7 @@
 #include <mezzo/kernels/block8.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
+#include <mezzo/kernels/launch_table.h>
 #include <mezzo/kernels/optimizer_step_body.h>
 
 #include <cstdint>
@@ -18,6 +19,11 @@ namespace detail::cuda {
 /// Elements of a lane.
 inline constexpr int kAdamW8bitPack = static_cast<int>(kBlock8) / 32;
 static_assert(kStepBlock % kBlock8 == 0, "a slice begins with a block");
+
+/// Parameters of one kernel launch, of one dtype.
+using AdamW8bitTable = LaunchTable<AdamW8bitStep, 150>;
+static_assert(sizeof(AdamW8bitTable) + sizeof(Block8Maps) <= 32764,
+              "CUDA 12.1's limit from sm_70 on");
 
 /// A lane's elements of one moment, as the bits of floats; zeros beyond the end.
 struct LaneMoments {
@@ -89,7 +95,7 @@ __device__ void store_moment(const AdamW8bitStep& step, const Block8Maps& maps, 
 
 template <class Parameter>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    adamw8bit_kernel(MEZZO_ARGUMENT(AdamW8bitStep) step, MEZZO_ARGUMENT(Block8Maps) maps) {
+    adamw8bit_kernel(MEZZO_ARGUMENT(AdamW8bitTable) table, MEZZO_ARGUMENT(Block8Maps) maps) {
   using Lanes = ScalarLanes<Parameter>;
   using Body = StepBody<AdamRule<false>, AdamW8bitWeights<Parameter>, Lanes>;
   MEZZO_SHARED(Block8Maps, maps_of_block);
@@ -99,28 +105,32 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
     // There threads can look up different entries at once.
     reinterpret_cast<float*>(&maps_of_block)[i] = reinterpret_cast<const float*>(&maps)[i];
   }
-  const int64_t begin = int64_t{blockIdx.x} * kStepBlock;
+  const AdamW8bitTable::Slice step = table.slice_of(blockIdx.x);
   if (threadIdx.x == 0) {
     const RandomKey key = random_key(step.use.seed, step.use.step, step.use.parameter,
-                                     static_cast<uint64_t>(begin) >> 32);
+                                     static_cast<uint64_t>(step.begin) >> 32);
     of_block = {Body(step.coefficients, step.use), key};
   }
   __syncthreads();
   const BlockStep<Body> own = of_block;
-  const int64_t end = begin + kStepBlock < step.span.count ? begin + kStepBlock : step.span.count;
   auto* const parameters = static_cast<typename Lanes::Stored*>(step.span.parameter);
-  const StepGradient<float> gradients{static_cast<char*>(step.span.gradient), step.gradient_dtype};
+  const StepGradient<float> gradients{static_cast<char*>(step.span.gradient),
+                                      step.use.gradient_dtype};
   MEZZO_NO_UNROLL
-  for (int64_t first = begin + int64_t{threadIdx.x / 32} * kBlock8; first < end;
+  for (int64_t first = step.begin + int64_t{threadIdx.x / 32} * kBlock8; first < step.end;
        first += kStepThreads / 32 * kBlock8) {
     LaneMoments mean = load_moment<0>(step, maps_of_block, first);
     LaneMoments square = load_moment<1>(step, maps_of_block, first);
     visit_lane(first, step.span.count, [&](int i, int64_t at) {
-      StepPack<uint32_t, 1> gradient;
-      gradients.load(at, gradient);
-      const typename Body::Place place{
-          parameters + at, gradient.element, {&mean.bits[i], &square.bits[i]}, nullptr, false};
-      own.body(place, static_cast<uint32_t>(at), own.key);
+      StepGradient<float> gradient = gradients;
+      gradient.advance(at);
+      typename Body::template Places<1> place{
+          {}, {parameters[at]}, {{mean.bits[i]}, {square.bits[i]}}, {}, false};
+      gradient.load(place.gradient);
+      own.body(place, {static_cast<uint32_t>(at) ^ own.key});
+      parameters[at] = static_cast<typename Lanes::Stored>(place.parameter[0]);
+      mean.bits[i] = place.moments[0][0];
+      square.bits[i] = place.moments[1][0];
     });
     store_moment<0>(step, maps_of_block, first, mean);
     store_moment<1>(step, maps_of_block, first, square);

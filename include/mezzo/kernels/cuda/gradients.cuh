@@ -61,27 +61,50 @@ __device__ void add_squares(const double (&values)[kCount], double& sum) {
   for (int i = 0; i < kCount; ++i) add_square(values[i], sum);
 }
 
-/// Calls `visit` on this thread's share of the elements of `data`: with arrays of packs, and with
-/// each element outside of packs.
+/// A slice of a gradient as packs, with the elements before and after them.
+template <class Stored>
+struct PackedSlice {
+  using Pack = GradientPack<Stored>;
+
+  Stored* data;
+  int64_t before;  ///< number of elements before the first address that a pack may have
+  int64_t packs;
+  int64_t rest;  ///< number of elements before and after the packs
+
+  __device__ PackedSlice(void* memory, int64_t begin, int64_t end)
+      : data(static_cast<Stored*>(memory) + begin) {
+    const auto beyond = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) / sizeof(Stored);
+    const int64_t own = beyond == 0 ? 0 : Pack::kSize - static_cast<int64_t>(beyond);
+    before = own < end - begin ? own : end - begin;
+    packs = (end - begin - before) / Pack::kSize;
+    rest = end - begin - packs * Pack::kSize;
+  }
+  __device__ Pack* pack() const { return reinterpret_cast<Pack*>(data + before); }
+  __device__ Stored& outside(int64_t i) const {
+    return data[i < before ? i : i + packs * Pack::kSize];
+  }
+};
+
+/// Calls `visit` on this thread's share of a slice: with arrays of packs, and with each element
+/// outside of packs.
 template <class Stored, class Visit>
-__device__ void visit_share(const Stored* data, int64_t count, int thread, int threads,
+__device__ void visit_share(const PackedSlice<Stored>& slice, int thread, int threads,
                             Visit& visit) {
   using Pack = GradientPack<Stored>;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Pack) == 0;
-  const int64_t packs = is_aligned ? count / Pack::kSize : 0;
-  const auto* const pack = reinterpret_cast<const Pack*>(data);
+  const Pack* const pack = slice.pack();
   int64_t i = thread;
-  for (; i + int64_t{kPacksAtOnce - 1} * threads < packs; i += int64_t{kPacksAtOnce} * threads) {
+  for (; i + int64_t{kPacksAtOnce - 1} * threads < slice.packs;
+       i += int64_t{kPacksAtOnce} * threads) {
     Pack values[kPacksAtOnce];
     MEZZO_UNROLL
     for (int k = 0; k < kPacksAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
     visit(values);
   }
-  for (; i < packs; i += threads) {
+  for (; i < slice.packs; i += threads) {
     const Pack value[1] = {pack[i]};
     visit(value);
   }
-  for (i = packs * Pack::kSize + thread; i < count; i += threads) visit(data[i]);
+  for (i = thread; i < slice.rest; i += threads) visit(slice.outside(i));
 }
 
 /// A thread's partial result.
@@ -151,10 +174,9 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradien
     summary_kernel(MEZZO_ARGUMENT(GradientTable) table, GradientPartial* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
   const auto slice = table.slice_of(blockIdx.x);
-  const auto* const data = static_cast<const Stored*>(slice.data) + slice.begin;
   SummaryShare<Element> share;
-  visit_share(data, slice.end - slice.begin, static_cast<int>(threadIdx.x), kGradientThreads,
-              share);
+  visit_share(PackedSlice<Stored>(slice.data, slice.begin, slice.end),
+              static_cast<int>(threadIdx.x), kGradientThreads, share);
   const GradientPartial merged = merge_block<kGradientThreads>(share.partial());
   if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
 }
@@ -174,16 +196,14 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads
   *max_abs = finished.max_abs;
 }
 
-/// Unscales and checks, in packs if alignment allows.
+/// Unscales and checks, in packs, but for the ends of a slice.
 template <class Element>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
     unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  using Vector = GradientPack<Stored>;
   const auto slice = table.slice_of(blockIdx.x);
-  auto* const data = static_cast<Stored*>(slice.data) + slice.begin;
-  const int64_t count = slice.end - slice.begin;
+  const PackedSlice<Stored> packed(slice.data, slice.begin, slice.end);
   const UnscaleElement<Format, typename Format::Value> multiply{
       static_cast<typename Format::Value>(*inv_scale)};
   uint32_t nonfinite = 0;
@@ -192,18 +212,13 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradien
     multiply(bits, nonfinite);
     stored = static_cast<Stored>(bits);
   };
-  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(Vector) == 0;
-  const int64_t packs = is_aligned ? count / Vector::kSize : 0;
-  auto* const pack = reinterpret_cast<Vector*>(data);
-  for (int64_t i = threadIdx.x; i < packs; i += blockDim.x) {
-    Vector values = pack[i];
+  for (int64_t i = threadIdx.x; i < packed.packs; i += blockDim.x) {
+    auto values = packed.pack()[i];
     MEZZO_UNROLL
-    for (int lane = 0; lane < Vector::kSize; ++lane) unscale(values.element[lane]);
-    pack[i] = values;
+    for (Stored& stored : values.element) unscale(stored);
+    packed.pack()[i] = values;
   }
-  for (int64_t i = packs * Vector::kSize + threadIdx.x; i < count; i += blockDim.x) {
-    unscale(data[i]);
-  }
+  for (int64_t i = threadIdx.x; i < packed.rest; i += blockDim.x) unscale(packed.outside(i));
   // Every block that finds an inf or NaN writes the same 1; no atomic is needed.
   const bool is_found = __syncthreads_or(nonfinite != 0) != 0;
   if (is_found && threadIdx.x == 0) *found_inf = 1.0F;

@@ -196,18 +196,27 @@ static void step_rows(const std::vector<StepRow>& rows, const std::vector<StepGr
   launch_table();
 }
 
-__attribute__((weak)) void step_adamw8bit_(at::Device device, const AdamW8bitStep& step) {
-  if (step.span.count == 0) return;
+__attribute__((weak)) void step_adamw8bit_(at::Device device,
+                                           const std::vector<AdamW8bitStep>& steps) {
   const DeviceGuard guard(device);
-  const auto launch_kernel = [&]<class Parameter>() {
-    launch<adamw8bit_kernel<Parameter>>((step.span.count + kStepBlock - 1) / kStepBlock,
-                                        kStepThreads, current_stream(), step, Block8Maps{});
+  const auto step_all = [&]<class Parameter>() {
+    AdamW8bitTable table(kStepBlock);
+    const auto launch_steps = [&] {
+      if (table.blocks() != 0) {
+        launch<adamw8bit_kernel<Parameter>>(table.blocks(), kStepThreads, current_stream(), table,
+                                            Block8Maps{});
+      }
+      table.clear();
+    };
+    for (const AdamW8bitStep& step : steps) {
+      if (step.parameter_dtype != c10::CppTypeToScalarType<Parameter>::value) continue;
+      if (table.full()) launch_steps();
+      table.push_back(step);
+    }
+    launch_steps();
   };
-  if (step.parameter_dtype == at::kFloat) {
-    launch_kernel.template operator()<float>();
-  } else {
-    launch_kernel.template operator()<c10::BFloat16>();
-  }
+  step_all.template operator()<float>();
+  step_all.template operator()<c10::BFloat16>();
 }
 
 __attribute__((weak)) uint64_t capture_on(at::Device device) {

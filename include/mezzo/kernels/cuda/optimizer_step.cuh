@@ -29,14 +29,27 @@ struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPa
   Stored element[kSize];
 };
 
-template <class Stored, int kSize>
-__device__ void load_pack(const Stored* from, StepPack<Stored, kSize>& pack) {
-  pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
+/// Reads elements at an address that a pack of them may have.
+template <class Stored, class Bits, int kSize>
+__device__ void load_pack(const Stored* from, Bits (&bits)[kSize]) {
+  const auto pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
+  MEZZO_UNROLL
+  for (int i = 0; i < kSize; ++i) bits[i] = pack.element[i];
 }
 
-template <class Stored, int kSize>
-__device__ void store_pack(const StepPack<Stored, kSize>& pack, Stored* to) {
+template <class Stored, class Bits, int kSize>
+__device__ void store_pack(const Bits (&bits)[kSize], Stored* to) {
+  StepPack<Stored, kSize> pack;
+  MEZZO_UNROLL
+  for (int i = 0; i < kSize; ++i) pack.element[i] = static_cast<Stored>(bits[i]);
   *reinterpret_cast<StepPack<Stored, kSize>*>(to) = pack;
+}
+
+/// Returns the number of elements before the first at an address that a pack may have.
+__device__ inline int elements_before_packs(const void* data, int bytes, int pack) {
+  const int alignment = bytes * pack < 16 ? bytes * pack : 16;
+  const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(data) % alignment);
+  return beyond == 0 ? 0 : (alignment - beyond) / bytes;
 }
 
 __device__ inline int bytes_of(at::ScalarType gradient_dtype) {
@@ -47,226 +60,172 @@ __device__ inline int bytes_of(at::ScalarType gradient_dtype) {
 /// take the same branch.
 template <class Scalar>
 struct StepGradient {
-  using Bits = typename FloatFormat<Scalar>::Stored;
-
   char* data;
   at::ScalarType dtype;
+  bool is_aligned = true;  ///< whether packs of it are where those of the parameter are
 
-  /// Reads `kSize` elements from number `at` on, at an address that packs may have.
+  /// Reads `kSize` elements.
   template <int kSize>
-  __device__ void load(int64_t at, StepPack<Bits, kSize>& pack) const {
+  __device__ void load(Scalar (&values)[kSize]) const {
     if constexpr (sizeof(Scalar) == sizeof(double)) {
-      if (dtype == at::kDouble) return load_pack(element<Bits>(at), pack);
-      widen<float>(at, pack);
+      if (dtype == at::kDouble) return load_as<double>(values);
+      load_as<float>(values);
     } else {
-      if (dtype == at::kFloat) return load_pack(element<Bits>(at), pack);
-      dtype == at::kHalf ? widen<c10::Half>(at, pack) : widen<c10::BFloat16>(at, pack);
+      if (dtype == at::kFloat) return load_as<float>(values);
+      dtype == at::kHalf ? load_as<c10::Half>(values) : load_as<c10::BFloat16>(values);
     }
   }
 
   /// Sets `kSize` elements to zero.
   template <int kSize>
-  __device__ void clear(int64_t at) const {
+  __device__ void clear() const {
+    if (kSize > 1 && !is_aligned) {
+      StepGradient here = *this;
+      for (int i = 0; i < kSize; ++i, here.advance(1)) here.template clear<1>();
+      return;
+    }
     const int bytes = bytes_of(dtype);
     if (bytes == 2) {
-      store_pack(StepPack<uint16_t, kSize>{}, element<uint16_t>(at));
+      *reinterpret_cast<StepPack<uint16_t, kSize>*>(data) = {};
     } else if (bytes == 4) {
-      store_pack(StepPack<uint32_t, kSize>{}, element<uint32_t>(at));
+      *reinterpret_cast<StepPack<uint32_t, kSize>*>(data) = {};
     } else {
-      store_pack(StepPack<uint64_t, kSize>{}, element<uint64_t>(at));
+      *reinterpret_cast<StepPack<uint64_t, kSize>*>(data) = {};
     }
   }
 
- private:
-  template <class Stored>
-  __device__ Stored* element(int64_t at) const {
-    return reinterpret_cast<Stored*>(data) + at;
+  __device__ int elements_before_packs(int pack) const {
+    return cuda::elements_before_packs(data, bytes_of(dtype), pack);
   }
+  __device__ void advance(int64_t by) { data += by * bytes_of(dtype); }
+
+ private:
   template <class Element, int kSize>
-  __device__ void widen(int64_t at, StepPack<Bits, kSize>& pack) const {
+  __device__ void load_as(Scalar (&values)[kSize]) const {
     using Format = FloatFormat<Element>;
-    StepPack<typename Format::Stored, kSize> stored;
-    load_pack(element<typename Format::Stored>(at), stored);
+    const auto* const from = reinterpret_cast<const typename Format::Stored*>(data);
+    typename Format::Bits bits[kSize];
+    if (is_aligned) {
+      load_pack(from, bits);
+    } else {
+      MEZZO_UNROLL
+      for (int i = 0; i < kSize; ++i) bits[i] = from[i];
+    }
     MEZZO_UNROLL
     for (int i = 0; i < kSize; ++i) {
-      const typename Format::Bits bits = stored.element[i];
       typename Format::Value value;
-      Format::widen(bits, value);
-      const auto wide = static_cast<Scalar>(value);
-      reinterpret_bits(wide, pack.element[i]);
+      Format::widen(bits[i], value);
+      values[i] = static_cast<Scalar>(value);
     }
   }
 };
 
-/// Calls `whole(streams, at)` for each pack of this thread in a slice of `count` elements; the
-/// streams begin at the pack. Calls `single(at)` for each of its elements outside of packs: the
-/// tail, or all elements if a stream is not aligned.
-template <class Streams, class Whole, class Single>
-__device__ void visit_slice(const Streams& streams, int count, const Whole& whole,
-                            const Single& single) {
-  constexpr int kStride = kStepThreads * Streams::kPack;
-  const int packed = streams.is_aligned ? count - count % Streams::kPack : 0;
+/// Calls `visit.operator()<kPack>(streams, at)` for each of this thread's packs of a slice of
+/// `count` elements, the first of which begins after `head` elements, and `visit.operator()<1>` for
+/// each of its elements outside of packs. The streams that `visit` gets begin at element `at`.
+template <int kPack, class Streams, class Visit>
+__device__ void visit_slice(const Streams& streams, int head, int count, const Visit& visit) {
+  constexpr int kStride = kStepThreads * kPack;
+  const int before = head < count ? head : count;
+  const int packed = (count - before) / kPack * kPack;
   const auto thread = static_cast<int>(threadIdx.x);
   Streams here = streams;  // pointers advance: an index would cost instructions for each stream
-  here.advance(thread * Streams::kPack);
+  here.advance(before + thread * kPack);
   // Not unrolled: a pack is enough work for one turn, and copies of it compile slowly.
   MEZZO_NO_UNROLL
-  for (int at = thread * Streams::kPack; at < packed; at += kStride) {
-    whole(here, at);
+  for (int at = thread * kPack; at < packed; at += kStride) {
+    visit.template operator()<kPack>(here, before + at);
     here.advance(kStride);
   }
   MEZZO_NO_UNROLL
-  for (int at = packed + thread; at < count; at += kStepThreads) single(at);
+  for (int i = thread; i < count - packed; i += kStepThreads) {
+    const int at = i < before ? i : i + packed;
+    Streams there = streams;
+    there.advance(at);
+    visit.template operator()<1>(there, at);
+  }
 }
 
-using StepSlice = StepTable::Slice;
-
-/// The streams of one slice, typed. The gradient's is not: a pack of it is widened to Scalar.
+/// The streams of one slice, typed.
 template <class Rule, class Weights>
 struct StepStreams {
   using Lanes = ScalarLanes<typename Weights::Parameter>;
   using Scalar = typename Lanes::Value;
   using Body = StepBody<Rule, Weights, Lanes>;
-  using Place = typename Body::Place;
   using Stored = typename Lanes::Stored;
-  using StoredMoment = typename Place::MomentLanes::Stored;
+  using StoredMoment = typename FloatFormat<typename Weights::Moment>::Stored;
   static constexpr int kPack = kStepPack<Stored>;
   static constexpr unsigned kMoments = Rule::kMoments;
 
-  Place base;
+  Stored* parameter;
+  StoredMoment* moments[kMoments > 0 ? kMoments : 1];
+  uint16_t* low_half_or_copy;
+  bool has_low_half_or_copy;  // as a flag: advanced, null would not be null
   StepGradient<Scalar> gradient;
-  bool is_aligned;
 
-  __device__ explicit StepStreams(const StepSlice& slice)
-      : base{static_cast<Stored*>(slice.span.parameter) + slice.begin,
-             nullptr,
-             {},
-             advanced(static_cast<uint16_t*>(slice.span.low_half_or_copy), slice.begin),
-             slice.span.low_half_or_copy != nullptr},
-        gradient{
-            static_cast<char*>(slice.span.gradient) + slice.begin * bytes_of(slice.gradient_dtype),
-            slice.gradient_dtype},
-        is_aligned(holds_packs(base.parameter) && holds_gradients() &&
-                   holds_packs(base.low_half_or_copy)) {
+  __device__ explicit StepStreams(const StepTable::Slice& slice)
+      : parameter(static_cast<Stored*>(slice.span.parameter)),
+        moments{},
+        low_half_or_copy(static_cast<uint16_t*>(slice.span.low_half_or_copy)),
+        has_low_half_or_copy(Body::kIsSplit || (Body::kMayCopy && low_half_or_copy != nullptr)),
+        gradient{static_cast<char*>(slice.span.gradient), slice.gradient_dtype} {
     MEZZO_UNROLL
     for (unsigned k = 0; k != kMoments; ++k) {
-      base.moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]) + slice.begin;
-      is_aligned = is_aligned && holds_packs(base.moments[k]);
+      moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]);
     }
+    advance(slice.begin);
   }
 
-  __device__ bool holds_gradients() const {
-    const int bytes = bytes_of(gradient.dtype) * kPack;
-    return reinterpret_cast<uintptr_t>(gradient.data) % (bytes < 16 ? bytes : 16) == 0;
-  }
-
-  template <class T>
-  __device__ static bool holds_packs(const T* pointer) {
-    return reinterpret_cast<uintptr_t>(pointer) % alignof(StepPack<T, kPack>) == 0;
-  }
-
-  template <class T>
-  __device__ static T* advanced(T* pointer, int64_t by) {
-    return pointer == nullptr ? nullptr : pointer + by;
-  }
-
-  __device__ void advance(int by) {
-    base = place(by);
-    gradient.data += int64_t{by} * bytes_of(gradient.dtype);
-  }
-
-  /// Returns the place of element `at` in memory, without its gradient.
-  __device__ Place place(int at) const {
-    Place result{base.parameter + at,
-                 nullptr,
-                 {},
-                 advanced(base.low_half_or_copy, at),
-                 base.has_low_half_or_copy};
+  __device__ void advance(int64_t by) {
+    parameter += by;
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = base.moments[k] + at;
-    return result;
+    for (unsigned k = 0; k != kMoments; ++k) moments[k] += by;
+    if (has_low_half_or_copy) low_half_or_copy += by;
+    gradient.advance(by);
   }
 
-  /// A pack of each stream, in registers.
-  struct Packs {
-    StepPack<typename StepGradient<Scalar>::Bits, kPack> gradient;
-    StepPack<Stored, kPack> parameter;
-    StepPack<StoredMoment, kPack> moments[Place::kMomentSlots];
-    StepPack<uint16_t, kPack> low_half_or_copy;
-    bool has_low_half_or_copy;
-
-    /// Returns the place of element `i` in these registers.
-    __device__ Place place(int i) {
-      Place result{&parameter.element[i],
-                   &gradient.element[i],
-                   {},
-                   &low_half_or_copy.element[i],
-                   has_low_half_or_copy};
-      MEZZO_UNROLL
-      for (unsigned k = 0; k != kMoments; ++k) result.moments[k] = &moments[k].element[i];
-      return result;
+  /// Returns the number of elements before the first pack, and marks a gradient whose packs are
+  /// elsewhere. If any other stream's are, no element is in a pack.
+  __device__ int align(int count) {
+    const int head = elements_before_packs(parameter, sizeof(Stored), kPack);
+    StepStreams first = *this;
+    first.advance(head);
+    gradient.is_aligned = first.gradient.elements_before_packs(kPack) == 0;
+    bool agree =
+        !has_low_half_or_copy || elements_before_packs(first.low_half_or_copy, 2, kPack) == 0;
+    MEZZO_UNROLL
+    for (unsigned k = 0; k != kMoments; ++k) {
+      agree = agree && elements_before_packs(first.moments[k], sizeof(StoredMoment), kPack) == 0;
     }
-  };
-
-  __device__ void load(Packs& packs) const {
-    gradient.load(0, packs.gradient);
-    load_pack(base.parameter, packs.parameter);
-    MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) load_pack(base.moments[k], packs.moments[k]);
-    packs.has_low_half_or_copy = Body::kIsSplit || (Body::kMayCopy && base.has_low_half_or_copy);
-    if (packs.has_low_half_or_copy) load_pack(base.low_half_or_copy, packs.low_half_or_copy);
+    return agree ? head : count;
   }
 
-  __device__ void store(const Packs& packs) const {
-    store_pack(packs.parameter, base.parameter);
-    if (Body::kIsSplit) store_pack(packs.low_half_or_copy, base.low_half_or_copy);
+  /// Steps the first `kSize` elements, which have numbers from `number` on in the parameter.
+  template <int kSize>
+  __device__ void step(const Body& body, bool clears, uint32_t number, const RandomKey& key) const {
+    typename Body::template Places<kSize> places;
+    places.has_low_half_or_copy = has_low_half_or_copy;
+    gradient.load(places.gradient);
+    if (clears) gradient.template clear<kSize>();
+    load_pack(parameter, places.parameter);
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) store_pack(packs.moments[k], base.moments[k]);
-  }
-
-  /// Writes the weights of 16 bits of new masters, if these are masters.
-  template <class AnyBody>
-  __device__ void store_beside(const Scalar (&parameters)[kPack], const AnyBody& body) const {
-    if constexpr (Body::kMayCopy) {
-      if (base.has_low_half_or_copy) {
-        StepPack<uint16_t, kPack> copy;
-        MEZZO_UNROLL
-        for (int i = 0; i < kPack; ++i) body.write_copy(parameters[i], &copy.element[i]);
-        store_pack(copy, base.low_half_or_copy);
-      }
-    }
-  }
-
-  /// Steps the pack at `base`, whose first element has `number` in the parameter.
-  __device__ void step_pack(const Body& step, uint32_t number, const RandomKey& key) const {
-    Packs packs;
-    load(packs);
-    Scalar parameters[kPack];
-    Scalar moments[kPack][Place::kMomentSlots];
+    for (unsigned k = 0; k != kMoments; ++k) load_pack(moments[k], places.moments[k]);
+    if (has_low_half_or_copy) load_pack(low_half_or_copy, places.low_half_or_copy);
+    typename Lanes::Bits seeds[kSize];
     MEZZO_UNROLL
-    for (int i = 0; i < kPack; ++i) step.compute(packs.place(i), parameters[i], moments[i]);
+    for (int i = 0; i < kSize; ++i) seeds[i] = (number + static_cast<uint32_t>(i)) ^ key;
+    body(places, seeds);
+    store_pack(places.parameter, parameter);
     MEZZO_UNROLL
-    for (int i = 0; i < kPack; ++i) {
-      step.write(packs.place(i), number + static_cast<uint32_t>(i), key, parameters[i], moments[i]);
-    }
-    store(packs);
-    store_beside(parameters, step);
-  }
-
-  /// Steps element `at`, whose number in the parameter is `number`.
-  __device__ void step_element(const Body& step, int at, uint32_t number,
-                               const RandomKey& key) const {
-    StepPack<typename StepGradient<Scalar>::Bits, 1> own;
-    gradient.load(at, own);
-    Place there = place(at);
-    there.gradient = own.element;
-    step(there, number, key);
+    for (unsigned k = 0; k != kMoments; ++k) store_pack(places.moments[k], moments[k]);
+    if (has_low_half_or_copy) store_pack(places.low_half_or_copy, low_half_or_copy);
   }
 
   __device__ void clear_gradients(int count) const {
-    visit_slice(
-        *this, count, [](const StepStreams& here, int) { here.gradient.template clear<kPack>(0); },
-        [&](int at) { gradient.template clear<1>(at); });
+    const int head = gradient.elements_before_packs(kPack);
+    visit_slice<kPack>(
+        gradient, head, count,
+        [&]<int kSize>(const StepGradient<Scalar>& here, int) { here.template clear<kSize>(); });
   }
 };
 
@@ -281,7 +240,7 @@ struct BlockStep {
 /// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. All elements of a
 /// slice have one random key: 2^32 is a multiple of a block's elements.
 template <class Constants, class Body>
-__device__ BlockStep<Body> block_step(const StepTable& table, const StepSlice& slice,
+__device__ BlockStep<Body> block_step(const StepTable& table, const StepTable::Slice& slice,
                                       const StepInputs& inputs) {
   static_assert((int64_t{1} << 32) % kStepBlock == 0);
   MEZZO_SHARED(BlockStep<Body>, of_block);
@@ -306,8 +265,8 @@ template <class Parameter, class Rule, class Weights>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
     optimizer_step_kernel(MEZZO_ARGUMENT(StepTable) table, const StepInputs inputs) {
   using Streams = StepStreams<Rule, Weights>;
-  const StepSlice slice = table.slice_of(blockIdx.x);
-  const Streams streams(slice);
+  const StepTable::Slice slice = table.slice_of(blockIdx.x);
+  Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
   if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0F) {
     if (inputs.clear) streams.clear_gradients(count);
@@ -315,16 +274,11 @@ __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThr
   }
   const auto own =
       block_step<typename Rule::Constants, typename Streams::Body>(table, slice, inputs);
-  const auto number = static_cast<uint32_t>(slice.begin);
-  visit_slice(
-      streams, count,
-      [&](const Streams& here, int at) {
-        here.step_pack(own.body, number + static_cast<uint32_t>(at), own.key);
-      },
-      [&](int at) {
-        streams.step_element(own.body, at, number + static_cast<uint32_t>(at), own.key);
-      });
-  if (inputs.clear) streams.clear_gradients(count);
+  const int head = streams.align(count);
+  visit_slice<Streams::kPack>(streams, head, count, [&]<int kSize>(const Streams& here, int at) {
+    here.template step<kSize>(own.body, inputs.clear, static_cast<uint32_t>(slice.begin + at),
+                              own.key);
+  });
 }
 
 /// Counts a step, in a launch after the step, whose blocks all read the counters. Static, as every
