@@ -14,9 +14,10 @@
 //   chain    what torch.amp documents: foreach unscale, foreach norm, foreach mul, _fused_adamw_
 //   folded   the fewest bytes that libtorch allows: foreach norm of scaled gradients, then
 //            _fused_adamw_ with grad_scale = scale / clip and found_inf
-//   floor    four streams read and three written, and one more read for the check before it and one
-//            more write for the clearing: the bytes of mezzo's step, by a loop that computes
-//            nothing
+//
+// Beside each of mezzo's fused rows stands the bare traffic of its bytes: a loop that computes
+// nothing reads the gradients once, as the check does, then reads all streams of the step, writes
+// those that the step writes, and clears the gradients.
 //
 // All gradients are cleared in place (memset), as flat buckets need it.
 //
@@ -28,6 +29,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/Version.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/optim/adamw.h>
 
@@ -35,7 +37,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <functional>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -222,21 +224,40 @@ class Folded : public FusedKernel {
   }
 };
 
-/// y = y + a x, in the place of arithmetic: what the memory allows.
+/// Streams of one length, with the bytes of an element of each. The first is the gradient's.
+struct Streams {
+  std::vector<char*> data;
+  std::vector<int64_t> bytes;
+  int64_t count;
+};
+
+/// Adds the gradient to all other streams, as bits, and clears it.
 template <class Element, class Lanes>
 struct StreamKernel {
-  C10_ALWAYS_INLINE static void run(const mezzo::detail::StepSpan& span) {
-    using Stored = typename Lanes::Stored;
-    const typename Lanes::Bits zero{};
-    for (int64_t i = 0; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
-      typename Lanes::Bits sum;
-      Lanes::load(static_cast<const Stored*>(span.gradient) + i, sum);
-      Lanes::store(zero, static_cast<Stored*>(span.gradient) + i);
-      for (void* stream : {span.parameter, span.moments[0], span.moments[1]}) {
-        typename Lanes::Bits bits;
-        Lanes::load(static_cast<const Stored*>(stream) + i, bits);
-        sum = sum + bits;
-        Lanes::store(sum, static_cast<Stored*>(stream) + i);
+  C10_ALWAYS_INLINE static void run(const Streams& streams) {
+    using Bits = typename Lanes::Bits;
+    constexpr int64_t kBlock = Lanes::kVectors * Lanes::kWidth;
+    const auto vectors_of = [&](std::size_t k) C10_ALWAYS_INLINE_ATTRIBUTE {
+      return streams.bytes[k] * kBlock / int64_t{sizeof(Bits)};
+    };
+    const auto at = [&](std::size_t k, int64_t i, int64_t v) C10_ALWAYS_INLINE_ATTRIBUTE {
+      return reinterpret_cast<typename Lanes::Stored*>(streams.data[k] + i * streams.bytes[k] +
+                                                       v * int64_t{sizeof(Bits)});
+    };
+    const Bits zero{};
+    for (int64_t i = 0; i + kBlock <= streams.count; i += kBlock) {
+      Bits sum{};
+      for (int64_t v = 0; v < vectors_of(0); ++v) {
+        Lanes::load(at(0, i, v), sum);
+        Lanes::store(zero, at(0, i, v));
+      }
+      for (std::size_t k = 1; k < streams.data.size(); ++k) {
+        for (int64_t v = 0; v < vectors_of(k); ++v) {
+          Bits bits;
+          Lanes::load(at(k, i, v), bits);
+          sum = sum + bits;
+          Lanes::store(sum, at(k, i, v));
+        }
       }
     }
   }
@@ -244,12 +265,11 @@ struct StreamKernel {
 
 template <class Element, class Lanes>
 struct ReadKernel {
-  C10_ALWAYS_INLINE static bool run(const mezzo::detail::StepSpan& span) {
-    using Stored = typename Lanes::Stored;
+  C10_ALWAYS_INLINE static bool run(const char* data, int64_t bytes) {
     typename Lanes::Bits all{};
-    for (int64_t i = 0; i + Lanes::kWidth <= span.count; i += Lanes::kWidth) {
+    for (int64_t i = 0; i + int64_t{sizeof(all)} <= bytes; i += int64_t{sizeof(all)}) {
       typename Lanes::Bits bits;
-      Lanes::load(static_cast<const Stored*>(span.gradient) + i, bits);
+      Lanes::load(reinterpret_cast<const typename Lanes::Stored*>(data + i), bits);
       all = all | bits;
     }
     typename Lanes::Flags flags;
@@ -258,63 +278,96 @@ struct ReadKernel {
   }
 };
 
-class Floor : public Peer {
+/// The traffic of a step on streams of these bytes an element, of which the first is the
+/// gradient's.
+class BareTraffic {
  public:
-  explicit Floor(const optim_bench::Model& model) : Peer(model) {
-    for (const at::Tensor& parameter : parameters_) {
-      means_.push_back(at::zeros(parameter.sizes()));
-      squares_.push_back(at::zeros(parameter.sizes()));
-      mezzo::detail::StepRow all{};
-      all.span = {parameter.data_ptr(),
-                  parameter.grad().data_ptr(),
-                  {means_.back().data_ptr(), squares_.back().data_ptr()},
-                  parameter.numel()};
-      for (int64_t begin = 0; begin < all.span.count; begin += kPiece) {
-        pieces_.push_back(
-            mezzo::detail::part_of(all, begin, std::min(kPiece, all.span.count - begin)));
+  BareTraffic(const optim_bench::Model& model, const std::vector<int64_t>& bytes) {
+    for (const auto& shape : model.shapes) {
+      const int64_t count = c10::multiply_integers(shape);
+      Streams all{{}, bytes, count};
+      for (const int64_t each : bytes) {
+        memory_.push_back(at::zeros({count * each}, at::kByte));
+        all.data.push_back(static_cast<char*>(memory_.back().data_ptr()));
+      }
+      for (int64_t begin = 0; begin < count; begin += kPiece) {
+        Streams piece = all;
+        piece.count = std::min(kPiece, count - begin);
+        for (std::size_t k = 0; k < bytes.size(); ++k) piece.data[k] += begin * bytes[k];
+        pieces_.push_back(std::move(piece));
       }
     }
   }
-  void step() override {
+
+  static double bytes_of_element(const std::vector<int64_t>& bytes) {
+    int64_t sum = bytes[0];
+    for (const int64_t each : bytes) sum += 2 * each;
+    return static_cast<double>(sum);
+  }
+
+  void step() const {
     const auto isa = mezzo::detail::best_isa();
     const auto read = mezzo::detail::cpu_kernel<ReadKernel, float>(isa);
     const auto stream = mezzo::detail::cpu_kernel<StreamKernel, float>(isa);
-    const auto count = static_cast<int64_t>(pieces_.size());
-    mezzo::detail::parallel_dynamic(count,
-                                    [&](int64_t i) { read(pieces_[static_cast<std::size_t>(i)]); });
-    mezzo::detail::parallel_dynamic(
-        count, [&](int64_t i) { stream(pieces_[static_cast<std::size_t>(i)]); });
+    const auto for_each = [this](const auto& work) {
+      mezzo::detail::parallel_dynamic(static_cast<int64_t>(pieces_.size()), [&](int64_t i) {
+        work(pieces_[static_cast<std::size_t>(i)]);
+      });
+    };
+    for_each([&](const Streams& piece) { read(piece.data[0], piece.count * piece.bytes[0]); });
+    for_each(stream);
   }
 
  private:
   static constexpr int64_t kPiece = 131072;
-  std::vector<at::Tensor> means_, squares_;
-  std::vector<mezzo::detail::StepSpan> pieces_;
+  std::vector<at::Tensor> memory_;
+  std::vector<Streams> pieces_;
 };
+
+/// The CPU's name, as Linux has it.
+std::string cpu_name() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("model name", 0) == 0) return line.substr(line.find(": ") + 2);
+  }
+  return "unknown CPU";
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
   return values[values.size() / 2];
 }
 
-double milliseconds(Peer& peer) {
-  peer.fill_gradients();
+template <class Work>
+double milliseconds(const Work& work) {
   const auto start = std::chrono::steady_clock::now();
-  peer.step();
+  work();
   return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
       .count();
+}
+
+double median_ratio(const std::vector<double>& times, const std::vector<double>& base) {
+  std::vector<double> ratios;
+  for (std::size_t i = 0; i < times.size(); ++i) ratios.push_back(times[i] / base[i]);
+  return median(ratios);
 }
 
 void compare(const optim_bench::Model& model, int rounds, const std::vector<std::string>& names) {
   struct Row {
     const char* name;
     std::unique_ptr<Peer> peer;
+    std::vector<int64_t> bytes;  // of its streams; empty: no bare traffic beside it
+    std::unique_ptr<BareTraffic> bare;
     std::vector<double> times;
+    std::vector<double> bare_times;
   };
   std::vector<Row> rows;
-  const auto add = [&](const char* name, const auto& make) {
+  const auto add = [&](const char* name, const auto& make, std::vector<int64_t> bytes = {}) {
     const bool is_named = std::find(names.begin(), names.end(), name) != names.end();
-    if (names.empty() || is_named) rows.push_back({name, make(), {}});
+    if (!names.empty() && !is_named) return;
+    rows.push_back({name, make(), std::move(bytes), nullptr, {}, {}});
+    Row& row = rows.back();
+    if (!row.bytes.empty()) row.bare = std::make_unique<BareTraffic>(model, row.bytes);
   };
   const auto mezzo = [&](at::ScalarType dtype, WeightStorage weights) {
     return [&model, dtype, weights] { return std::make_unique<Mezzo>(model, dtype, weights); };
@@ -322,20 +375,23 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
   const auto in_8_bits = [&](at::ScalarType dtype) {
     return [&model, dtype] { return std::make_unique<In8Bits>(model, dtype); };
   };
-  add("mezzo", mezzo(at::kFloat, WeightStorage::plain));
+  add("mezzo", mezzo(at::kFloat, WeightStorage::plain), {4, 4, 4, 4});
   add("8bit", in_8_bits(at::kFloat));
-  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic));
-  add("split", mezzo(at::kBFloat16, WeightStorage::split_master));
-  add("master", mezzo(at::kBFloat16, WeightStorage::master));
+  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic), {2, 2, 2, 2});
+  add("split", mezzo(at::kBFloat16, WeightStorage::split_master), {2, 2, 2, 4, 4});
+  add("master", mezzo(at::kBFloat16, WeightStorage::master), {2, 2, 4, 4, 4});
   add("bf16/8", in_8_bits(at::kBFloat16));
   add("loop", [&] { return std::make_unique<Loop>(model); });
   add("chain", [&] { return std::make_unique<Chain>(model); });
   add("folded", [&] { return std::make_unique<Folded>(model); });
-  add("floor", [&] { return std::make_unique<Floor>(model); });
   for (int round = -2; round < rounds; ++round) {
     for (Row& row : rows) {
-      const double time = milliseconds(*row.peer);
-      if (round >= 0) row.times.push_back(time);
+      row.peer->fill_gradients();
+      const double time = milliseconds([&] { row.peer->step(); });
+      const double bare_time = row.bare ? milliseconds([&] { row.bare->step(); }) : 0.0;
+      if (round < 0) continue;
+      row.times.push_back(time);
+      row.bare_times.push_back(bare_time);
     }
   }
   int64_t parameters = 0;
@@ -343,19 +399,16 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
   std::printf("%s: %.1f M parameters in %zu tensors\n", model.name.c_str(),
               static_cast<double>(parameters) / 1e6, model.shapes.size());
   for (const Row& row : rows) {
-    std::vector<double> ratios;
-    for (std::size_t i = 0; i < row.times.size(); ++i) {
-      ratios.push_back(row.times[i] / rows[0].times[i]);
-    }
-    const double time = median(row.times);
-    std::printf("  %-7s %9.3f ms   x%6.2f of %s's   (best %.3f ms)\n", row.name, time,
-                median(ratios), rows[0].name,
+    std::printf("  %-7s %9.3f ms   x%6.2f of %s's   (best %.3f ms)", row.name, median(row.times),
+                median_ratio(row.times, rows[0].times), rows[0].name,
                 *std::min_element(row.times.begin(), row.times.end()));
-  }
-  const double bytes = 36.0 * static_cast<double>(parameters);
-  if (std::string(rows[0].name) == "mezzo") {
-    std::printf("  mezzo moves 36 bytes a parameter at %.1f GB/s\n",
-                bytes / median(rows[0].times) / 1e6);
+    if (row.bare) {
+      const double bytes = BareTraffic::bytes_of_element(row.bytes);
+      std::printf("   x%5.2f of bare traffic: %.0f bytes a parameter at %.1f GB/s",
+                  median_ratio(row.times, row.bare_times), bytes,
+                  bytes * static_cast<double>(parameters) / median(row.bare_times) / 1e6);
+    }
+    std::printf("\n");
   }
 }
 
@@ -363,8 +416,8 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
 
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 15;
-  std::printf("%d threads, isa %d, %d rounds\n", at::get_num_threads(),
-              static_cast<int>(mezzo::detail::best_isa()), rounds);
+  std::printf("%s, %s, %d threads, %d rounds\n", cpu_name().c_str(),
+              at::get_cpu_capability().c_str(), at::get_num_threads(), rounds);
   const std::vector<std::string> names(argv + std::min(argc, 2), argv + argc);
   compare(optim_bench::bert("encoder", 30522, 6, 384), rounds, names);
   compare(optim_bench::tiny_tensors(2000, 64), rounds * 5, names);
