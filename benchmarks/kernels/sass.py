@@ -189,7 +189,8 @@ def loaded(way):
 def pack_loop(graph, smallest, is_written=False):
     """The way round the loop that moves most by loads of at least `smallest` bytes, and writes if that is asked for."""
     def is_allowed(block):
-        return not any(one.name == "CALL" and not is_jump(one) or 0 < access_bytes(one) < smallest for one in block)
+        return not any(one.name == "CALL" and not is_jump(one)
+                       or 0 < access_bytes(one) < smallest and not one.predicate for one in block)
 
 
     ways = [graph.shortest_way(*loop, is_allowed) for loop in graph.loops()]
@@ -256,6 +257,7 @@ class Kernel:
     title: str             # "Adam half"
     loaded: int = 0        # bytes that an element's pass reads; 0 where there is no pack loop
     stored: int = 0
+    gradient: int = 0      # bytes of a gradient whose loads have a condition: its dtype and alignment
     smallest: int = 8      # bytes that a thread moves at once
 
 
@@ -271,7 +273,7 @@ def kernel_of(demangled):
     smallest = 16 if arguments and arguments[0] == "double" else 8
     if kind in ("summary_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
-        return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, 16)
+        return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, smallest=16)
     if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
         return Kernel(f"AdamW8bit {words[0]}")
     if kind != "optimizer_step_kernel":
@@ -282,10 +284,10 @@ def kernel_of(demangled):
     moment = 4 if "Split" in weights else parameter
     halves = 2 if "Split" in weights else 0
     moments = moment * MOMENTS.get(rule, 2)
-    read = parameter + gradient + moments + halves
+    read = parameter + moments + halves
     written = parameter + halves + moments
     how = " split" if "Split" in weights else " stochastic" if "Stochastic" in weights else ""
-    return Kernel(f"{TITLES.get(rule, rule)} {words[0]}{how}", read, written, smallest)
+    return Kernel(f"{TITLES.get(rule, rule)} {words[0]}{how}", read, written, gradient, smallest)
 
 
 def demangled(names):
@@ -304,7 +306,7 @@ def rows_of(architecture, sass, usage):
         row = {"kernel": kernel.title, "sm": architecture, "registers": used["REG"], "stack": used["STACK"],
                "shared": used["SHARED"], "local": sum(one.name in ("LDL", "STL") for one in instructions),
                "wide_loads": sum(one.name in LOADS and access_bytes(one) >= 16 for one in instructions),
-               "bytes": kernel.loaded + kernel.stored}
+               "bytes": kernel.loaded + kernel.stored + kernel.gradient}
         way = pack_loop(Graph(instructions), kernel.smallest, kernel.stored > 0) if kernel.loaded else None
         if way:
             elements = loaded(way) / kernel.loaded
