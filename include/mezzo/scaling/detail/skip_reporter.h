@@ -1,9 +1,9 @@
 #pragma once
 
-#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
+#include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/skipped_step.h>
 
