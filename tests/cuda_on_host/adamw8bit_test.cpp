@@ -119,7 +119,7 @@ TEST_F(AdamW8bitOnHost, TakesUpTo150ParametersOfADtypeInOneLaunch) {
     return all_launches;
   };
   const int64_t before = launches();
-  mezzo::detail::cuda::step_adamw8bit_(at::kCPU, steps_of(all));
+  mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, steps_of(all));
   EXPECT_EQ(launches() - before, 3);  // 151 of float take two
   mezzo::detail::step_adamw8bit_cpu(steps_of(expected));
   for (std::size_t i = 0; i < all.size(); ++i) EXPECT_TRUE(all[i].is_same(expected[i])) << i;
