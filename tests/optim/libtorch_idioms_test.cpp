@@ -204,52 +204,6 @@ TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptio
   EXPECT_TRUE(optimizer.state().empty());
 }
 
-/// The archive that `optimizer` writes, with the storage of each group and a seed of 7 among the
-/// group's options, where versions before 0.3 wrote them.
-torch::serialize::InputArchive old_archive_of(const torch::optim::Optimizer& optimizer,
-                                              const std::vector<WeightStorage>& storages) {
-  std::stringstream file;
-  torch::save(optimizer, file);
-  torch::jit::Module module = torch::jit::load(file);
-  for (std::size_t i = 0; i < storages.size(); ++i) {
-    auto groups = module.attr("param_groups").toModule();
-    auto group = groups.attr("param_groups/" + std::to_string(i)).toModule();
-    auto options = group.attr("options").toModule();
-    options.register_attribute("weight_storage", c10::IntType::get(),
-                               static_cast<int64_t>(storages[i]));
-    options.register_attribute("seed", c10::IntType::get(), int64_t{7});
-  }
-  std::stringstream old;
-  module.save(old);
-  torch::serialize::InputArchive archive;
-  archive.load_from(old);
-  return archive;
-}
-
-TYPED_TEST(LibtorchIdioms, AnOldFileBringsTheStorageOfItsGroups) {
-  using Options = typename TypeParam::Options;
-  const auto make = [](double lr) {
-    return typename TypeParam::Ours(
-        {OptimizerParamGroup({some_parameter(1)}), OptimizerParamGroup({some_parameter(2)})},
-        Options(lr));
-  };
-  const auto saved = make(0.5);
-  auto loaded = make(1.0);
-  auto archive = old_archive_of(saved, {WeightStorage::master, WeightStorage::split_master});
-  EXPECT_THAT([&] { loaded.load(archive); },
-              ThrowsMessage<c10::Error>(HasSubstr("an optimizer has one for all")));
-  EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 1.0) << "nothing was changed";
-  archive = old_archive_of(saved, {WeightStorage::master, WeightStorage::master});
-  loaded.load(archive);
-  EXPECT_EQ(loaded.weight_options().weight_storage, WeightStorage::master);
-  EXPECT_EQ(loaded.weight_options().seed, 7U);
-  EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 0.5);
-  archive = old_archive_of(saved, {WeightStorage::plain, WeightStorage::plain});
-  loaded.load(archive);
-  EXPECT_EQ(loaded.weight_options().weight_storage, WeightStorage::master)
-      << "plain weights go on in any storage";
-}
-
 TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
   this->step();
   const auto before = this->our_parameter_.detach().clone();

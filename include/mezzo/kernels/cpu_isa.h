@@ -1,12 +1,9 @@
 #pragma once
 
-#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_lanes.h>
 
 #include <ATen/Version.h>
-#include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <cstdint>
 #include <string>
@@ -98,24 +95,6 @@ auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<
 #endif
     default:
       return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
-  }
-}
-
-/// Returns `make(Element{})` for the element type of a gradient's dtype.
-template <class Make>
-auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
-  switch (dtype) {
-    case at::kFloat:
-      return make(float{});
-    case at::kDouble:
-      return make(double{});
-    case at::kHalf:
-      return make(c10::Half{});
-    case at::kBFloat16:
-      return make(c10::BFloat16{});
-    default:
-      TORCH_CHECK(false, "A gradient has the dtype ", dtype_name(dtype),
-                  "; it should be float32, float64, bfloat16 or float16");
   }
 }
 

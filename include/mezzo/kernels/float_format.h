@@ -25,7 +25,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Returns the bits of `from` as a `To` of the same size: lanes or scalars, host or device.
+/// Copies the bits of `from` to `to`, of the same size: lanes or scalars, host or device.
 template <class To, class From>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void reinterpret_bits(const From& from, To& to) {
   static_assert(sizeof(To) == sizeof(From));
@@ -155,8 +155,7 @@ struct ScalarLanes {
   using Bits = typename Format::Bits;
   using Flags = int32_t;
   static constexpr int64_t kWidth = 1;
-  static constexpr int kVectors =
-      1;  ///< of a block, which a loop over several streams takes at once
+  static constexpr int kVectors = 1;  ///< of a block, which a step takes of each stream at once
 
   /// Lanes of another dtype, in the same number.
   template <class Other>
@@ -191,7 +190,7 @@ struct ScalarLanes {
   }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void broadcast(Value from, Value& to) { to = from; }
   C10_HOST_DEVICE C10_ALWAYS_INLINE static bool any(const Flags& flags) { return flags != 0; }
-  /// Returns each lane's place in its block.
+  /// Sets each lane's index in its block.
   template <bool kEvenOdd>
   C10_ALWAYS_INLINE static void enumerate(Bits (&numbers)[1]) {
     numbers[0] = 0;
@@ -206,7 +205,7 @@ struct ScalarLanes {
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
     value = static_cast<Value>(static_cast<int32_t>(count));
   }
-  /// Returns the whole part of a value of 0 or more, below 2^31.
+  /// Truncates a value of 0 or more, below 2^31.
   C10_HOST_DEVICE C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
     count = static_cast<Bits>(static_cast<int32_t>(value));
   }

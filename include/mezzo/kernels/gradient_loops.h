@@ -1,11 +1,13 @@
 #pragma once
 
+#include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cpu_isa.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/gradient_element.h>
 
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -20,6 +22,24 @@
 // is exact in double.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
+
+/// Returns `make(Element{})` for the element type of a gradient's dtype.
+template <class Make>
+auto for_gradient_dtype(at::ScalarType dtype, const Make& make) -> decltype(make(float{})) {
+  switch (dtype) {
+    case at::kFloat:
+      return make(float{});
+    case at::kDouble:
+      return make(double{});
+    case at::kHalf:
+      return make(c10::Half{});
+    case at::kBFloat16:
+      return make(c10::BFloat16{});
+    default:
+      TORCH_CHECK(false, "A gradient has the dtype ", dtype_name(dtype),
+                  "; it should be float32, float64, bfloat16 or float16");
+  }
+}
 
 inline constexpr int64_t kSquareSums = 16;
 

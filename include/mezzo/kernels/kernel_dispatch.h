@@ -71,8 +71,9 @@ struct CudaKernels {
 
   /// Writes four tensors of one element into `letter`, four doubles in pinned memory, in one
   /// launch. `scale` and `found_inf` are floats, the other two doubles or undefined, for which 0 is
-  /// written. The host may read `letter` once an event that is recorded after this call has come.
-  /// `address` is null in a letter's first call and keeps its address on the device for the next.
+  /// written. The host may read `letter` once an event that is recorded after this call has
+  /// completed. `address` is null in a letter's first call and keeps its address on the device for
+  /// the next.
   void (*write_letter_)(const at::Tensor& scale, const at::Tensor& found_inf,
                         const at::Tensor& sum_of_squares, const at::Tensor& max_abs,
                         const at::Tensor& letter, void*& address);
@@ -100,7 +101,7 @@ inline const CudaKernels* cuda_kernels() noexcept {
   return registered_cuda_kernels.load(std::memory_order_acquire);
 }
 
-/// Whose kernels work on a tensor.
+/// The implementations of a kernel.
 enum class KernelBackend : std::uint8_t { cpu, cuda, aten };
 
 /// Returns which kernels serve tensors of `device`.

@@ -91,7 +91,7 @@ class StepLoopBody {
     }
   }
 
-  /// Reads gradients of the dtype that they have, and clears them.
+  /// Loads gradients in their own dtype, and clears them if `use.clears`.
   C10_ALWAYS_INLINE static void load_gradients(const StepUse& use, void* from, int64_t at,
                                                Value (&values)[kVectors]) {
     if constexpr (std::is_same_v<typename Lanes::Format::Value, double>) {

@@ -48,8 +48,8 @@ struct StepSpan {
   void* gradient = nullptr;
   void* moments[kMaxMoments] = {};  ///< null beyond the rule's number of moments
   int64_t count = 0;
-  void* low_half_or_copy =
-      nullptr;  ///< SplitWeights: their lower halves. Masters: the weight of 16 bits
+  /// SplitWeights: their lower halves. Masters: the weight of 16 bits.
+  void* low_half_or_copy = nullptr;
   /// The number, in the parameter, of the first element; on the CPU a multiple of kStepPiece.
   int64_t first = 0;
 };

@@ -2,7 +2,6 @@
 
 #include <mezzo/base/loss_scale.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 
 #include <ATen/core/Tensor.h>

@@ -5,7 +5,6 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adamw8bit_cpu.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/devices.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/detail/ordinary_optimizer.h>
 

@@ -184,7 +184,7 @@ inline void Ema::move_all(const at::Tensor& found_inf) {
       move({average}, {at::empty_like(average).copy_(weight)}, found_inf);
       continue;
     }
-    auto& [averages, weights] = all.of(average);
+    auto& [averages, weights] = all.get(average);
     averages.push_back(average);
     weights.push_back(weight);
   }

@@ -138,7 +138,7 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
     const at::Tensor& parameter = parameters[number];
     const at::ScalarType dtype = gradient_dtype(parameter);
     const auto size = static_cast<int64_t>(c10::elementSize(dtype));
-    std::optional<std::size_t>& bucket = open.of(parameter.device(), dtype);
+    std::optional<std::size_t>& bucket = open.get(parameter.device(), dtype);
     if (!bucket || (lengths[*bucket] + parameter.numel()) * size > options.bucket_bytes) {
       bucket = buckets_.size();
       buckets_.push_back({parameter.device(), dtype, {}, {}});

@@ -123,7 +123,7 @@ inline void LAMB::update() {
       const auto correction = [steps](double beta) {
         return steps == 0 ? 1.0 : 1 - std::pow(beta, steps);
       };
-      Together& own = all.of(parameter);
+      Together& own = all.get(parameter);
       own.parameters.push_back(parameter);
       own.gradients.push_back(parameter.grad().to(parameter.scalar_type()));
       own.means.push_back(state.exp_avg());

@@ -4,6 +4,7 @@
 /// a reference to any optimizer.
 #pragma once
 
+#include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
@@ -17,9 +18,11 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
@@ -210,9 +213,11 @@ class FusedOptimizer {
     }
     if (archive.try_read("base_lrs", value)) {
       if (value.isDoubleList()) progress.base_lrs = value.toDoubleVector();
-      TORCH_CHECK(progress.base_lrs.size() == groups, "The archive of an optimizer has ",
-                  progress.base_lrs.size(), " base rates for ", groups,
-                  " param groups; it is damaged: load an earlier one");
+      const auto& lrs = progress.base_lrs;
+      const auto is_bad = [](double lr) { return detail::nonfinite_bits(lr); };
+      TORCH_CHECK(lrs.size() == groups && std::ranges::none_of(lrs, is_bad),
+                  "The archive of an optimizer has the base rates [", c10::Join(", ", lrs),
+                  "] for ", groups, " param groups; it is damaged: load an earlier one");
     }
     return progress;
   }

@@ -201,7 +201,7 @@ class GradScaler {
   State& state_of(const torch::optim::Optimizer& optimizer);
   State& state_to_step(const torch::optim::Optimizer& optimizer);
   void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
-  void check_verdict(State& state, Verdict& verdict) const;
+  void merge_found_inf(State& state, Verdict& verdict) const;
   void mark_cleared_grads();
   void unscale_grads(AnyOptimizer optimizer, State& state);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
@@ -213,7 +213,7 @@ class GradScaler {
   bool takes_new_scale() const;
   void set_scale(const at::Tensor& new_scale);
   void finish_iteration();
-  void require_scale(const char* call) const;
+  void check_scale_initialized(const char* call) const;
   at::Tensor scale_on(at::Device device);
   void lazy_init_scale(at::Device device);
   LossScaleState read_state() const;

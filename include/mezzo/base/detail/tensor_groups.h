@@ -12,8 +12,8 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// A value for each device and dtype, in the order in which they first occur: tensors that ATen's
-/// foreach ops take together, or one flat buffer holds. On all ranks of a job the order is the
-/// same, whatever their devices are called.
+/// foreach ops take together, or one flat buffer holds. The order is the
+/// same on all ranks, whatever their device indices.
 template <class Value = std::vector<at::Tensor>>
 class TensorGroups {
  public:
@@ -24,13 +24,13 @@ class TensorGroups {
   };
 
   /// Returns the value of a device and dtype, made if there is none.
-  Value& of(at::Device device, at::ScalarType dtype) {
+  Value& get(at::Device device, at::ScalarType dtype) {
     for (Group& group : groups_) {
       if (group.device == device && group.dtype == dtype) return group.value;
     }
     return groups_.emplace_back(Group{device, dtype}).value;
   }
-  Value& of(const at::Tensor& tensor) { return of(tensor.device(), tensor.scalar_type()); }
+  Value& get(const at::Tensor& tensor) { return get(tensor.device(), tensor.scalar_type()); }
 
   auto begin() const noexcept { return groups_.begin(); }
   auto end() const noexcept { return groups_.end(); }
@@ -42,7 +42,7 @@ class TensorGroups {
 /// Returns the tensors of each device and dtype, in their order.
 inline TensorGroups<> group_tensors(at::TensorList tensors) {
   TensorGroups<> groups;
-  for (const at::Tensor& tensor : tensors) groups.of(tensor).push_back(tensor);
+  for (const at::Tensor& tensor : tensors) groups.get(tensor).push_back(tensor);
   return groups;
 }
 

@@ -76,7 +76,7 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
   // All ranks must broadcast in the same order: that in which devices and dtypes first occur, not
   // that of device names, since the first device of one rank may be the second of another.
   TensorGroups<> groups;
-  for (const at::Tensor& tensor : tensors) groups.of(tensor).push_back(tensor.detach());
+  for (const at::Tensor& tensor : tensors) groups.get(tensor).push_back(tensor.detach());
   for (const auto& [device, dtype, all] : groups) {
     for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
       send(pack.tensors);

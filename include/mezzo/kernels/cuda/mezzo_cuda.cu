@@ -106,10 +106,9 @@ static void summarize_(const std::vector<Stretch>& gradients, const Verdict& ver
       verdict.max_abs.mutable_data_ptr<double>());
 }
 
-/// Returns the device's address of pinned memory, for a kernel that writes it and is launched next
-/// on the current stream. Tells the memory's allocator of the stream: memory that is freed before
-/// the kernel is done is given to nobody until then. `address` keeps what CUDA
-/// said to the first call, before which it is null.
+/// Returns the device address of pinned memory for a kernel that is launched next on the current
+/// stream. Records the stream with the host allocator, which does not reuse the memory until the
+/// kernel completes. `address` caches the result; it is null at first.
 static double* pinned_place(const at::Tensor& pinned, void*& address) {
   const c10::Device device = current_device();
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);

@@ -129,15 +129,6 @@ inline void cast_model(torch::nn::Module& model, at::ScalarType dtype, bool keep
   });
 }
 
-/// Returns the parameters of all groups.
-inline std::vector<at::Tensor> parameters_of(const torch::optim::Optimizer& optimizer) {
-  std::vector<at::Tensor> parameters;
-  for (const auto& group : optimizer.param_groups()) {
-    parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-  }
-  return parameters;
-}
-
 /// Whether an optimizer has stepped. State alone does not tell: Adagrad makes it in the
 /// constructor.
 inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
@@ -160,7 +151,7 @@ inline void check_models_and_optimizers(const ModelList& models, const Optimizer
   const bool is_cast = is_low_precision(level.cast_model_type().value_or(at::kFloat));
   for (std::size_t i = 0; i < optimizers.optimizers().size(); ++i) {
     torch::optim::Optimizer& optimizer = *optimizers.optimizers()[i];
-    const std::vector<at::Tensor> own = parameters_of(optimizer);
+    const std::vector<at::Tensor> own = OptimizerWords{"", optimizer.param_groups()}.parameters();
     const bool holds_one = std::ranges::any_of(own, [&](const at::Tensor& parameter) {
       return of_models.contains(parameter.unsafeGetTensorImpl());
     });
@@ -217,7 +208,7 @@ inline at::Tensor one_on(at::Device device) {
 /// Returns the gradient of some parameter; undefined if there is none.
 inline at::Tensor a_gradient(const torch::optim::Optimizer& optimizer) {
   at::Tensor found;
-  for_each_parameter(optimizer, [&](std::size_t, const at::Tensor& parameter) {
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
     if (!found.defined()) found = parameter.mutable_grad();
   });
   return found;
@@ -385,7 +376,8 @@ inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerList& o
   for (const Given* one : pass.optimizers) {
     auto& aside = pass.aside.emplace_back();
     if (one->awaits_step && one->scaled_by == nullptr) {
-      aside = std::make_unique<detail::SetAside>(detail::parameters_of(*one->optimizer));
+      aside = std::make_unique<detail::SetAside>(
+          detail::OptimizerWords{"", one->optimizer->param_groups()}.parameters());
     }
   }
   for (Given* one : pass.optimizers) {  // after all that may throw
@@ -434,7 +426,7 @@ inline void Amp::refuse_shared_parameters() const {
   if (given_.size() < 2) return;
   std::unordered_map<const c10::TensorImpl*, const torch::optim::Optimizer*> owners;
   for (const Given& one : given_) {
-    detail::for_each_parameter(*one.optimizer, [&](std::size_t, const at::Tensor& parameter) {
+    detail::for_each_parameter(*one.optimizer, [&](const at::Tensor& parameter) {
       const auto known = owners.emplace(parameter.unsafeGetTensorImpl(), one.optimizer).first;
       TORCH_CHECK(known->second == one.optimizer, "scale_loss: two optimizers hold ",
                   detail::OptimizerWords{"", one.optimizer->param_groups()}.parameter(parameter),

@@ -150,7 +150,7 @@ inline void count_step(const StepCount& count, at::Device device, const at::Tens
   }
 }
 
-/// The number of steps that an optimizer has applied. Each copy counts alone.
+/// The number of steps that an optimizer has applied.
 class AppliedSteps {
  public:
   /// Returns whether the host counts.

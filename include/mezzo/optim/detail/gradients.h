@@ -29,18 +29,16 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Calls `visit(group number, parameter)` for all parameters of `optimizer`, in order.
+/// Calls `visit(parameter)` for all parameters of `optimizer`, in order.
 template <class Visit>
 void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& visit) {
-  std::size_t number = 0;
   for (const auto& group : optimizer.param_groups()) {
-    for (const at::Tensor& parameter : group.params()) visit(number, parameter);
-    ++number;
+    for (const at::Tensor& parameter : group.params()) visit(parameter);
   }
 }
 
 inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
-  for_each_parameter(optimizer, [](std::size_t, const at::Tensor& parameter) {
+  for_each_parameter(optimizer, [](const at::Tensor& parameter) {
     if (parameter.grad().defined()) clear_gradient(parameter.grad());
   });
 }
@@ -90,14 +88,12 @@ inline void group_by_device(StepPlan& plan) {
 inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_masters = false) {
   StepPlan plan;
   std::unordered_set<const c10::TensorImpl*> known;
-  for_each_parameter(optimizer, [&](std::size_t group, const at::Tensor& parameter) {
+  for_each_parameter(optimizer, [&](const at::Tensor& parameter) {
     if (!parameter.grad().defined()) return;
     if (!known.insert(parameter.unsafeGetTensorImpl()).second) return;
     check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
     StepPlan::Row row{{}, &parameter, parameter.grad()};
-    row.group = static_cast<std::uint32_t>(group);
-    row.number = static_cast<std::uint32_t>(plan.rows.size());
     if (has_master) row.storage = optim::WeightStorage::master;
     plan.rows.push_back(std::move(row));
     plan.has_bare_half =

@@ -80,7 +80,7 @@ class ScheduledLrs {
 
 /// The table of a schedule, whose entry n is the factor of the step after n applied ones, on the
 /// host and on a device; and the rates of param groups under it. FusedOptimizer::set_lr_factors has
-/// the rules. Nothing is ever written to a table on a device, so copies may share it.
+/// the rules.
 class LrFactors {
  public:
   using Groups = ScheduledLrs::Groups;

@@ -234,7 +234,7 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
 MEZZO_INLINE std::vector<at::Tensor> master_params(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
   std::vector<at::Tensor> all;
-  detail::for_each_parameter(optimizer.optimizer(), [&](std::size_t, const at::Tensor& parameter) {
+  detail::for_each_parameter(optimizer.optimizer(), [&](const at::Tensor& parameter) {
     all.push_back(fused != nullptr ? fused->master_param(parameter) : parameter);
   });
   return all;
@@ -248,7 +248,7 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
   archive.write(detail::kClassKey, c10::IValue(detail::class_in_files(*inner_)));
   save_progress(archive);
   std::size_t number = 0;
-  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
+  detail::for_each_parameter(*inner_, [&](const at::Tensor& parameter) {
     const auto kept = masters_.find(parameter.unsafeGetTensorImpl());
     const std::string key = detail::master_key(number++);
     if (kept == masters_.end()) return;
@@ -279,7 +279,7 @@ MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
       "; load the file of an optimizer of this class");
   ArchiveContents read;
   std::size_t number = 0;
-  detail::for_each_parameter(*inner_, [&](std::size_t, const at::Tensor& parameter) {
+  detail::for_each_parameter(*inner_, [&](const at::Tensor& parameter) {
     c10::IValue value;
     if (!archive.try_read(detail::master_key(number++), value)) return;
     at::Tensor master = value.isTensor() ? value.toTensor() : at::Tensor();

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
 #include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>

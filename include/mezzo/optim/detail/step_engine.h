@@ -43,8 +43,8 @@ struct AtenVerdict {
 
 /// Takes the steps of mezzo's optimizers, whatever their rule:
 ///
-///   plan    one walk over the parameters: who has a gradient, all checks, slots
-///   read    one read of the gradients (FusedOptimizer::read)
+///   plan    one walk over the parameters: gradients, all checks, known addresses
+///   read    one read of the gradients
 ///   apply   unscale, clip and update in one pass over the memory
 ///
 /// OptimizerShell (optimizer_shell.h) adds the rule, as virtual functions, and the parts that

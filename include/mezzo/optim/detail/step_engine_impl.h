@@ -398,14 +398,11 @@ MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& number
   const at::Tensor& parameter = *row.parameter;
   StepSpan& span = row.span;
   if (span.gradient == nullptr) {  // lazy, or no loop can walk it beside its parameter
-    const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
-    if (!is_laid_out) {
-      prepared.gradients.push_back(in_layout_of(parameter, row.gradient));
-      if (clear) prepared.uncleared.push_back(row.gradient);
-    }
-    const at::Tensor& gradient = is_laid_out ? row.gradient : prepared.gradients.back();
+    at::Tensor gradient = in_layout_of(parameter, row.gradient);
+    if (clear && !gradient.is_same(row.gradient)) prepared.uncleared.push_back(row.gradient);
     span.gradient =
         clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr());
+    prepared.gradients.push_back(std::move(gradient));
   }
   if (slot == nullptr) return nullptr;
   for (int k = 0; k < numbers.moments; ++k) {
@@ -635,44 +632,23 @@ MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archiv
   archive.write("seed", c10::IValue(static_cast<int64_t>(weights_.seed)));
 }
 
-/// Reads the storage and the seed beside the state, or, as versions before 0.3 wrote them, among
-/// the options of each group.
+/// Reads the storage and the seed. A file without them is of plain weights, which need no state of
+/// their own and can go on in any storage.
 MEZZO_INLINE optim::WeightOptions StepEngine::filed_weights(
     torch::serialize::InputArchive& archive) const {
   using optim::WeightStorage;
-  std::optional<optim::WeightOptions> filed;
-  const auto read = [&](torch::serialize::InputArchive& from, const char* key) {
-    c10::IValue storage, seed;
-    if (!from.try_read(key, storage)) return;
-    const int64_t number = storage.toInt();
-    TORCH_CHECK(number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
-                "The archive of an optimizer has the weight_storage ", number,
-                ", which this version of mezzo does not know; read it with the version that wrote "
-                "it");
-    from.read("seed", seed);
-    optim::WeightOptions own{static_cast<WeightStorage>(number),
+  c10::IValue storage, seed;
+  if (!archive.try_read("storage", storage)) return weights_;
+  const int64_t number = storage.toInt();
+  TORCH_CHECK(
+      number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
+      "The archive of an optimizer has the weight_storage ", number,
+      ", which this version of mezzo does not know; read it with the version that wrote it");
+  archive.read("seed", seed);
+  optim::WeightOptions filed{static_cast<WeightStorage>(number),
                              static_cast<std::uint64_t>(seed.toInt())};
-    // Plain weights need no state of their own, and can go on in any storage.
-    if (own.weight_storage == WeightStorage::plain) own.weight_storage = weights_.weight_storage;
-    TORCH_CHECK(!filed || *filed == own,
-                "The archive of an optimizer has param groups of different weight_storage or "
-                "seeds, and an optimizer has one for all; read it with mezzo 0.2, or begin anew");
-    filed = own;
-  };
-  read(archive, "storage");
-  torch::serialize::InputArchive groups, group, options;
-  archive.read("param_groups", groups);
-  for (std::size_t i = 0; i < param_groups_.size(); ++i) {
-    groups.read("param_groups/" + std::to_string(i), group);
-    group.read("options", options);
-    read(options, "weight_storage");
-    c10::IValue moments;
-    TORCH_CHECK(!options.try_read("moment_storage", moments) || moments.toInt() == 0,
-                "The archive of an optimizer has moments of 8 bits, or of float beside 16-bit "
-                "weights, which this version of mezzo does not keep; read it with mezzo 0.2, or "
-                "begin anew");
-  }
-  return filed.value_or(weights_);
+  if (filed.weight_storage == WeightStorage::plain) filed.weight_storage = weights_.weight_storage;
+  return filed;
 }
 
 }  // namespace detail

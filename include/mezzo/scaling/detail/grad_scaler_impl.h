@@ -133,7 +133,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
     detail::set_master_grads(fused, plan);
     return {};
   }
-  require_scale("unscale_");
+  check_scale_initialized("unscale_");
   State& state = state_of(optimizer.optimizer());
   TORCH_CHECK(
       state.stage != OptState::unscaled,
@@ -199,7 +199,7 @@ MEZZO_INLINE StepResult GradScaler::step_with_closure(
 
 MEZZO_INLINE GradScaler::State& GradScaler::state_to_step(
     const torch::optim::Optimizer& optimizer) {
-  require_scale("step");
+  check_scale_initialized("step");
   State& state = state_of(optimizer);
   TORCH_CHECK(
       state.stage != OptState::stepped,
@@ -209,9 +209,9 @@ MEZZO_INLINE GradScaler::State& GradScaler::state_to_step(
   return state;
 }
 
-/// Adds what `unscale_` has noted to what a read of the gradients found. Afterwards
+/// Merges the found_inf of `unscale_` into that of this read. Afterwards
 /// `verdict.found_inf` decides the step, and `state.found_inf` counts for the next scale.
-MEZZO_INLINE void GradScaler::check_verdict(State& state, Verdict& verdict) const {
+MEZZO_INLINE void GradScaler::merge_found_inf(State& state, Verdict& verdict) const {
   detail::add_flag(state.found_inf, detail::on_device(verdict.found_inf, scale_.scale.device()));
   verdict.found_inf = detail::on_device(state.found_inf, verdict.inv_scale.device());
 }
@@ -228,7 +228,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   if (!was_unscaled) state.found_inf = at::Tensor();  // of a step that threw
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
-  check_verdict(state, verdict);
+  merge_found_inf(state, verdict);
   StepResult result = letter_pool_.result_of(scale_.scale, verdict, was_unscaled);  // may throw
   fused.apply(std::move(plan), verdict, options);
   state.stage = OptState::stepped;
@@ -252,7 +252,7 @@ MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
     gradients = detail::dense_gradients(detail::plan_of(optimizer));
     if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
     verdict = detail::read_gradients(gradients, at::ones_like(scale));
-    check_verdict(state, verdict);
+    merge_found_inf(state, verdict);
   }
   const StepOutcome outcome = letter_pool_.result_of(scale, verdict, was_unscaled).outcome();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
@@ -289,7 +289,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 
 MEZZO_INLINE void GradScaler::update() {
   if (!rule_.enabled) return;
-  require_scale("update");
+  check_scale_initialized("update");
   for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
   TORCH_CHECK(
       found_inf_.defined(),
@@ -312,7 +312,7 @@ MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
 
 MEZZO_INLINE bool GradScaler::takes_new_scale() const {
   if (!rule_.enabled) return false;
-  require_scale("update");
+  check_scale_initialized("update");
   TORCH_CHECK(rule_.kind != LossScaleKind::none,
               "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make "
               "it with {.kind = LossScaleKind::fixed} or dynamic, or call update()");
@@ -346,14 +346,14 @@ MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
   reporter_.note_use();
 }
 
-/// Forgets the optimizers, and lets `on_skip` know.
+/// Clears the states of the optimizers, and reports skips.
 MEZZO_INLINE void GradScaler::finish_iteration() {
   per_optimizer_states_.clear();
   found_inf_ = at::Tensor();
   reporter_.finish_iteration(rule_, scale_.scale);
 }
 
-MEZZO_INLINE void GradScaler::require_scale(const char* call) const {
+MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
   TORCH_CHECK(
       scale_.scale.defined(), "Attempted ", call,
       " but _scale is None.  This may indicate your script did not use scaler.scale(loss or "
@@ -372,7 +372,8 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
   detail::require_update_kernel(rule_, device);
   detail::check_is_warm(device, "the loss scale");
-  const c10::InferenceMode no_inference(false);  // whose tensors cannot be written outside of it
+  const c10::InferenceMode no_inference(
+      false);  // inference tensors cannot be written outside of it
   const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
   const LossScaleState& state = initial_state_;
   scale_ = {at::full({}, state.scale, number),
@@ -384,7 +385,9 @@ MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
 // --- State -------------------------------------------------------------------------------------
 
 MEZZO_INLINE double GradScaler::get_scale() const {
-  return rule_.enabled ? read_state().scale : 1.0;
+  if (!rule_.enabled) return 1.0;
+  reporter_.note_use();
+  return scale_.scale.defined() ? scale_.scale.item<float>() : initial_state_.scale;
 }
 
 template <class Number>

@@ -28,8 +28,8 @@ inline std::string parameter_words(const torch::optim::Optimizer& optimizer,
 /// What was called last for an optimizer in this iteration.
 enum class OptState : uint8_t { ready, unscaled, stepped };
 
-/// What an iteration knows about one optimizer, with the gradients that `unscale_` has unscaled in
-/// place. References are weak: gradients may be replaced, and so may parameters.
+/// State of one optimizer within an iteration, with the gradients that `unscale_` unscaled in
+/// place. References are weak: gradients and parameters may be replaced.
 class PerOptimizerState {
  public:
   OptState stage = OptState::ready;

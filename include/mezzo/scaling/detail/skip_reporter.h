@@ -24,13 +24,14 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Warns once (TORCH_WARN) where a loop clips gradients by norm while they still carry the loss
-/// scale. The norm, with the scale, is then the same round number in step after step, while the
-/// largest gradient moves. Without the scale it is no round number, as a bound on true gradients
-/// is. Steps over one batch, or of a model that does not move, hold the largest gradient too.
+/// Detects a loop that clips gradients by norm while they still carry the loss scale, and warns
+/// once (TORCH_WARN). The norm, with the scale, is then the same round number in step after step,
+/// while the largest gradient moves. Without the scale it is no round number, as a bound on true
+/// gradients is. Steps over one batch, or of a model that does not move, hold the largest gradient
+/// too.
 class ScaledClipDetector {
  public:
-  /// Looks at one step. Steps without a norm, and with an inf or NaN, tell nothing.
+  /// Looks at one step. Steps without a norm, and with an inf or NaN, are ignored.
   void observe(const StepResult& step) {
     const double bound = step.grad_norm().value_or(HUGE_VAL);
     if (has_warned_ || nonfinite_bits(bound)) return;
@@ -55,7 +56,8 @@ class ScaledClipDetector {
   }
 
  private:
-  /// To four digits: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to 9e-5.
+  /// Equal within 2e-4: libtorch's clip_grad_norm_ sums in float, and misses its bound by up to
+  /// 9e-5.
   static bool is_same(double a, double b) { return std::abs(a - b) <= 2e-4 * b; }
   /// Whether a number is a bound that people write: of two digits, or of three, as 0.125, if it is
   /// not tiny.
@@ -80,8 +82,8 @@ class SkipReporter {
 
   void set_callback(Callback callback) { callback_ = std::move(callback); }
 
-  /// Notes that a loss is multiplied by the scale, or that a caller read it, who may do so. Replays
-  /// of a captured graph cannot be noted: a captured use is for good.
+  /// Records a use of the scale: a loss was multiplied by it, or a caller read it. Replays cannot
+  /// be recorded: a captured use disables the warning.
   void note_use(bool is_captured = false) const noexcept {
     is_used_ = true;
     has_warned_ = has_warned_ || is_captured;

@@ -27,11 +27,12 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// The numbers of a step: loss scale, found_inf, sum of squares, largest magnitude.
-using StepOutcomeNumbers = std::array<double, 4>;
+using StepOutcomeValues = std::array<double, 4>;
 
 /// Returns the outcome that the numbers of a step without closure stand for.
 /// \param has_norm  whether the last two are known
-inline StepOutcome outcome_of(const StepOutcomeNumbers& numbers, bool has_norm, bool was_unscaled) {
+inline StepOutcome make_outcome(const StepOutcomeValues& numbers, bool has_norm,
+                                bool was_unscaled) {
   const auto [scale, found_inf, sum_of_squares, max_abs] = numbers;
   StepOutcome outcome{.ran = found_inf == 0,
                       .found_inf = found_inf != 0,
@@ -113,12 +114,12 @@ class StepLetter final : public StepSlot {
         has_arrived_ = true;
       }
     }
-    StepOutcomeNumbers numbers;
+    StepOutcomeValues numbers;
     std::copy_n(numbers_.const_data_ptr<double>(), numbers.size(), numbers.begin());
     TORCH_CHECK(numbers[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    outcome_ = outcome_of(numbers, has_norm_, was_unscaled_);
+    outcome_ = make_outcome(numbers, has_norm_, was_unscaled_);
     is_read_ = !is_captured_;
     return outcome_;
   }
@@ -170,9 +171,9 @@ class LetterPool {
       const auto read = [](const at::Tensor& number) {
         return number.defined() ? number.item<double>() : 0.0;
       };
-      return StepResult(outcome_of({read(scale), read(verdict.found_inf),
-                                    read(verdict.sum_of_squares), read(verdict.max_abs)},
-                                   verdict.sum_of_squares.defined(), was_unscaled));
+      return StepResult(make_outcome({read(scale), read(verdict.found_inf),
+                                      read(verdict.sum_of_squares), read(verdict.max_abs)},
+                                     verdict.sum_of_squares.defined(), was_unscaled));
     }
     const std::shared_ptr<StepLetter> letter = letter_for(scale.device());
     letter->send(scale, verdict, was_unscaled);
