@@ -17,7 +17,7 @@ static constexpr mezzo::detail::CudaKernels kKernels{
     .serves = [](at::Device device) { return device.is_cuda(); },
     .capture_on = [](at::Device) -> uint64_t { return 0; },
     .exchange_capture_mode = [](at::Device, int mode) { return mode; }};
-static const bool kIsRegistered = mezzo::detail::register_cuda_kernels(kKernels);
+static const bool kIsRegistered = (mezzo::detail::register_cuda_kernels(kKernels), true);
 #endif
 
 extern "C" {

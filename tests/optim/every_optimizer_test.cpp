@@ -301,4 +301,31 @@ TYPED_TEST(ParamGroups, AParameterThatIsReplacedLeavesNoStateToTheNext) {
   }
 }
 
+// The plan used a state that it then erased with the parameter that it came from.
+TYPED_TEST(ParamGroups, StateMovedToAReplacementIsKept) {
+  using Options = typename TypeParam::Options;
+  if (!std::derived_from<typename TypeParam::Optimizer, mezzo::optim::FusedOptimizer>) return;
+  typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
+  typename TypeParam::Optimizer twin({this->parameter()}, Options(0.5));
+  const auto step = [&](float gradient) {
+    for (auto* const one : {&optimizer, &twin}) {
+      one->param_groups()[0].params()[0].mutable_grad() = torch::full({2, 2}, gradient);
+      one->step();
+    }
+  };
+  step(64);
+  if (optimizer.state().empty()) return;
+  torch::Tensor& place = optimizer.param_groups()[0].params()[0];
+  const torch::Tensor replacement = place.detach().clone().requires_grad_();
+  auto& states = optimizer.state();
+  auto state = std::move(states.at(place.unsafeGetTensorImpl()));
+  states.erase(place.unsafeGetTensorImpl());
+  states[replacement.unsafeGetTensorImpl()] = std::move(state);
+  place = replacement;
+  optimizer.add_param_group(OptimizerParamGroup({this->parameter()}));  // the plan looks for both
+  step(1);
+  step(1);
+  EXPECT_TRUE(replacement.equal(twin.param_groups()[0].params()[0]));
+}
+
 }  // namespace

@@ -25,6 +25,7 @@ BY_NAME = re.compile(r"distributed/(mpi|gloo)_|optim/compiled\.h")
 
 # What these include, and what that includes, has none of the kernels: they cost seconds to compile.
 WITHOUT_KERNELS = ["mezzo/optim/ema.h"]
+DECLARATIONS = {"mezzo/kernels/graph_capture.h", "mezzo/kernels/kernel_dispatch.h"}  # of functions alone
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 INCLUDE = re.compile(r'#\s*include\s*[<"](mezzo/[^>"]+)[>"]')
@@ -56,7 +57,8 @@ def way_to_kernels(include, path, known):
         return []
     known.add(path)
     for included in INCLUDE.findall((include / path).read_text(encoding="utf-8")):
-        way = [included] if room_of(included) == "kernels" else way_to_kernels(include, included, known)
+        is_kernel = room_of(included) == "kernels" and included not in DECLARATIONS
+        way = [included] if is_kernel else way_to_kernels(include, included, known)
         if way:
             return [path, *way]
     return []

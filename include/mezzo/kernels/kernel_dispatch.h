@@ -88,12 +88,11 @@ struct CudaKernels {
 /// hidden have a variable of their own, and with it kernels of their own.
 inline constinit std::atomic<const CudaKernels*> registered_cuda_kernels = nullptr;
 
-/// Registers the kernels of a shared library or program, unless there are some already. Static
-/// objects of mezzo_cuda.cu call it; the library is not unloaded afterwards.
-inline bool register_cuda_kernels(const CudaKernels& kernels) {
+/// Registers the kernels of a shared library or program, unless there are some already.
+/// mezzo_cuda.cu calls it when it is loaded; its library is not unloaded afterwards.
+inline void register_cuda_kernels(const CudaKernels& kernels) {
   const CudaKernels* none = nullptr;
   if (registered_cuda_kernels.compare_exchange_strong(none, &kernels)) keep_loaded(&kernels);
-  return true;
 }
 
 /// Returns the registered kernels; null in a program that does not link mezzo::cuda.

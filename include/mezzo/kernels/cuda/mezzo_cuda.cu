@@ -1,5 +1,5 @@
 // The one source of mezzo::cuda: the kernels, and the functions through which host code reaches
-// them, which a static object registers. Two objects with all of this link into one program: what
+// them, which register themselves. Two objects with all of this link into one program: what
 // is not weak is static. (nvcc 13 makes the functions of an unnamed namespace global.)
 
 #include <mezzo/base/loss_scale.h>
@@ -265,7 +265,13 @@ static constexpr CudaKernels kKernels{.serves = &serves,
                                       .step_adamw8bit_ = &step_adamw8bit_,
                                       .write_letter_ = &write_letter_,
                                       .count_steps_ = &count_steps_};
-[[maybe_unused]] static const bool kAreRegistered = register_cuda_kernels(kKernels);
+#ifdef __GNUC__  // before static objects of the program, which may use the kernels
+__attribute__((constructor(101))) static void register_kernels();
+#endif
+static void register_kernels() { register_cuda_kernels(kKernels); }
+#ifndef __GNUC__
+[[maybe_unused]] static const bool kAreRegistered = (register_kernels(), true);
+#endif
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

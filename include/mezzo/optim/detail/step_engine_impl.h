@@ -42,7 +42,11 @@ MEZZO_INLINE void StepEngine::meet_parameters() {
   std::vector<void*> gone;
   for (const auto& [address, state] : state_) {
     const auto* const slot = dynamic_cast<const ParamSlot*>(state.get());
-    if (slot != nullptr && slot->owner && slot->owner->expired()) gone.push_back(address);
+    const bool is_owned = slot != nullptr && slot->owner;
+    // A state at another address was moved to a parameter that has taken the owner's place.
+    if (is_owned && slot->owner->expired() && slot->owner->_unsafe_get_target() == address) {
+      gone.push_back(address);
+    }
   }
   for (void* const address : gone) state_.erase(address);
 }
@@ -92,7 +96,9 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(torch::optim::OptimizerParamSta
   TORCH_CHECK(slot != nullptr, words(), ": the state of ", words().parameter(parameter),
               " is not a mezzo::optim::", name_,
               "ParamState; copy states only between optimizers of the same class");
-  if (!slot->owner) slot->owner.emplace(parameter.getIntrusivePtr());
+  if (!slot->owner || slot->owner->_unsafe_get_target() != parameter.unsafeGetTensorImpl()) {
+    slot->owner.emplace(parameter.getIntrusivePtr());
+  }
   return *slot;
 }
 
@@ -397,6 +403,7 @@ MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& number
   ParamSlot* const slot = open_slot(row, numbers);
   const at::Tensor& parameter = *row.parameter;
   StepSpan& span = row.span;
+  if (span.parameter == nullptr) set_addresses(row, slot, numbers);  // kernels were loaded since
   if (span.gradient == nullptr) {  // lazy, or no loop can walk it beside its parameter
     at::Tensor gradient = in_layout_of(parameter, row.gradient);
     if (clear && !gradient.is_same(row.gradient)) prepared.uncleared.push_back(row.gradient);
