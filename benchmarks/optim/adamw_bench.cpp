@@ -40,6 +40,7 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "shapes.h"
@@ -76,7 +77,7 @@ class Peer {
   virtual ~Peer() = default;
 
   /// What backward would leave; not timed.
-  void fill_gradients() {
+  virtual void fill_gradients() {
     const at::NoGradGuard no_grad;
     for (std::size_t i = 0; i < parameters_.size(); ++i) {
       parameters_[i].mutable_grad().copy_(originals_[i]);
@@ -103,7 +104,9 @@ class Mezzo : public Peer {
       : Peer(model, dtype),
         optimizer_(parameters_, mezzo::optim::AdamWOptions(kLr).weight_decay(kDecay),
                    {.weight_storage = weights}),
-        scaler_({.init_scale = kScale}) {
+        scaler_({.init_scale = kScale}) {}
+  void fill_gradients() override {
+    Peer::fill_gradients();
     (void)scaler_.scale(at::zeros({}));
   }
   void step() override {
@@ -122,7 +125,9 @@ class In8Bits : public Peer {
   In8Bits(const optim_bench::Model& model, at::ScalarType dtype)
       : Peer(model, dtype),
         optimizer_(parameters_, torch::optim::AdamWOptions(kLr).weight_decay(kDecay)),
-        scaler_({.init_scale = kScale}) {
+        scaler_({.init_scale = kScale}) {}
+  void fill_gradients() override {
+    Peer::fill_gradients();
     (void)scaler_.scale(at::zeros({}));
   }
   void step() override {
@@ -281,6 +286,35 @@ struct ReadKernel {
 /// The traffic of a step on streams of these bytes an element, of which the first is the
 /// gradient's.
 class BareTraffic {
+#if defined(__GNUC__) && defined(__x86_64__)
+  // Not by mezzo::detail::cpu_kernel, which tunes for loops with constants.
+  template <int kBytes>
+  using Lanes = mezzo::detail::VectorLanes<float, kBytes>;
+  __attribute__((target("avx512f,avx512bw"))) static bool read_avx512(const char* data, int64_t n) {
+    return ReadKernel<float, Lanes<64>>::run(data, n);
+  }
+  __attribute__((target("avx2"))) static bool read_avx2(const char* data, int64_t n) {
+    return ReadKernel<float, Lanes<32>>::run(data, n);
+  }
+  __attribute__((target("avx512f,avx512bw"))) static void stream_avx512(const Streams& streams) {
+    StreamKernel<float, Lanes<64>>::run(streams);
+  }
+  __attribute__((target("avx2"))) static void stream_avx2(const Streams& streams) {
+    StreamKernel<float, Lanes<32>>::run(streams);
+  }
+#endif
+  static auto kernels() {
+    using mezzo::detail::CpuIsa;
+    const CpuIsa isa = mezzo::detail::best_isa();
+    auto read = mezzo::detail::cpu_kernel<ReadKernel, float>(isa);
+    auto stream = mezzo::detail::cpu_kernel<StreamKernel, float>(isa);
+#if defined(__GNUC__) && defined(__x86_64__)
+    if (isa == CpuIsa::avx512) read = &read_avx512, stream = &stream_avx512;
+    if (isa == CpuIsa::avx2) read = &read_avx2, stream = &stream_avx2;
+#endif
+    return std::pair(read, stream);
+  }
+
  public:
   BareTraffic(const optim_bench::Model& model, const std::vector<int64_t>& bytes) {
     for (const auto& shape : model.shapes) {
@@ -306,9 +340,7 @@ class BareTraffic {
   }
 
   void step() const {
-    const auto isa = mezzo::detail::best_isa();
-    const auto read = mezzo::detail::cpu_kernel<ReadKernel, float>(isa);
-    const auto stream = mezzo::detail::cpu_kernel<StreamKernel, float>(isa);
+    const auto [read, stream] = kernels();
     const auto for_each = [this](const auto& work) {
       mezzo::detail::parallel_dynamic(static_cast<int64_t>(pieces_.size()), [&](int64_t i) {
         work(pieces_[static_cast<std::size_t>(i)]);
