@@ -25,6 +25,7 @@
 #include "../support/special_values.h"
 #include "../support/state_of.h"
 #include "../support/training.h"
+#include "../support/warnings.h"
 #include "host_gpu.h"
 
 namespace {
@@ -84,6 +85,29 @@ TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
     }).join();
   });
   graph.replay();
+  host_gpu::run_all();
+}
+
+// The host does not see the replays of a captured scale().
+TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
+  const at::Tensor ones = at::ones({3}, at::device(host_gpu::device()));
+  const at::Tensor x = at::ones({3}, at::device(host_gpu::device())).requires_grad_();
+  mezzo::optim::SGD optimizer({x}, 0.1);
+  mezzo::GradScaler scaler;
+  x.mutable_grad() = scaler.scale(ones);
+  scaler.step(optimizer);
+  scaler.update();
+  host_gpu::run_all();
+  const c10::StreamGuard stream(host_gpu::new_stream());
+  host_gpu::Graph graph;
+  host_gpu::capture(graph, [&] { x.mutable_grad().copy_(scaler.scale(ones)); });
+  const test_support::Warnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    graph.replay();
+    scaler.step(optimizer);
+    scaler.update();
+  }
+  EXPECT_THAT(warnings.texts, testing::IsEmpty());
   host_gpu::run_all();
 }
 
