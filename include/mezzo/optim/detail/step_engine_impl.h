@@ -152,9 +152,11 @@ inline void warn_of_unused_storage(optim::WeightStorage storage, const Optimizer
 }
 
 /// Begins to load the cache lines of an object, such as a tensor.
-inline void prefetch_object(const void* object, int lines = 4) {
+inline void prefetch_object([[maybe_unused]] const void* object, int lines = 4) {
   for (int line = 0; line < lines; ++line) {
+#ifdef __GNUC__
     __builtin_prefetch(static_cast<const char*>(object) + line * 64);
+#endif
   }
 }
 
