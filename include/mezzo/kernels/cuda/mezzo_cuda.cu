@@ -265,13 +265,11 @@ static constexpr CudaKernels kKernels{.serves = &serves,
                                       .step_adamw8bit_ = &step_adamw8bit_,
                                       .write_letter_ = &write_letter_,
                                       .count_steps_ = &count_steps_};
-#ifdef __GNUC__  // before static objects of the program, which may use the kernels
-__attribute__((constructor(101))) static void register_kernels();
-#endif
-static void register_kernels() { register_cuda_kernels(kKernels); }
-#ifndef __GNUC__
-[[maybe_unused]] static const bool kAreRegistered = (register_kernels(), true);
-#endif
+
+/// Runs before static objects of the program, which may use the kernels.
+__attribute__((constructor(101))) static void register_kernels() {
+  register_cuda_kernels(kKernels);
+}
 
 }  // namespace detail::cuda
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -156,15 +156,15 @@ class AppliedSteps {
   /// Returns whether the host counts.
   bool on_host() const noexcept { return on_host_ != kDeviceCounts; }
   /// Returns the device's count; undefined where the host counts.
-  const at::Tensor& on_device() const noexcept { return on_device_.tensor; }
+  const at::Tensor& on_device() const noexcept { return on_device_; }
   /// Returns the number. Waits for the device if that counts.
-  int64_t value() const { return steps_counted(on_host_, on_device_.tensor); }
+  int64_t value() const { return steps_counted(on_host_, on_device_); }
   /// Returns the number where it is counted, to be written.
-  StepCount count() noexcept { return {on_host_, on_device_.tensor}; }
+  StepCount count() noexcept { return {on_host_, on_device_}; }
 
  private:
   int64_t on_host_ = 0;
-  DeviceCount on_device_;
+  at::Tensor on_device_;
 };
 
 }  // namespace detail
