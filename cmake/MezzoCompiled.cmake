@@ -9,7 +9,7 @@ function(mezzo_add_compiled include_folder)
   add_library(mezzo_compiled STATIC EXCLUDE_FROM_ALL "${include_folder}/mezzo/compiled.cpp"
       "${include_folder}/mezzo/optim/compiled.cpp")
   target_link_libraries(mezzo_compiled PUBLIC mezzo::mezzo)
-  target_compile_definitions(mezzo_compiled PUBLIC MEZZO_COMPILED)
+  target_compile_definitions(mezzo_compiled PUBLIC MEZZO_COMPILED_LIB)
   target_compile_options(mezzo_compiled PRIVATE "$<$<OR:$<CONFIG:>,$<CONFIG:Debug>>:-O2>")
   set_target_properties(mezzo_compiled PROPERTIES POSITION_INDEPENDENT_CODE ON UNITY_BUILD OFF)
   add_library(mezzo::compiled ALIAS mezzo_compiled)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 INCLUDE = ROOT / "include"
-UNDEFINED = {"MEZZO_COMPILED"}  # whoever defines it needs the package
+UNDEFINED = {"MEZZO_COMPILED_LIB"}  # whoever defines it needs the package
 
 HEAD = """\
 // mezzo {version}, mixed precision for libtorch in C++20, as one header: #include "mezzo.h" and link libtorch.
@@ -16,7 +16,7 @@ HEAD = """\
 {licence}
 #pragma once
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 #error "mezzo as one header has no compiled library: use the CMake package for mezzo::compiled"
 #endif
 """

@@ -324,10 +324,11 @@ void updates(Bench& bench, int64_t count) {
                   {update<AdamW>(dtype, count, bytes, adamw), aten_update(dtype, count, bytes)});
   }
   for (const auto& [name, storage, bytes] :
-       {std::tuple("update AdamW bfloat16, master", WeightStorage::master, 28.0),
+       {std::tuple("update AdamW bfloat16, master", WeightStorage::fp32_master, 28.0),
         std::tuple("update AdamW bfloat16, split master", WeightStorage::split_master, 26.0),
-        std::tuple("update AdamW bfloat16, stochastic", WeightStorage::stochastic, 14.0)}) {
-    const WeightOptions weights{.weight_storage = storage, .seed = 1};
+        std::tuple("update AdamW bfloat16, stochastic", WeightStorage::stochastic_rounding,
+                   14.0)}) {
+    const WeightStorageOptions weights{.weight_storage = storage, .seed = 1};
     bench.compare(name, {update<AdamW>(torch::kBFloat16, count, bytes, adamw, weights)});
   }
   bench.compare("update Lion float", {update<Lion>(torch::kFloat, count, 20.0, LionOptions(kLr))});

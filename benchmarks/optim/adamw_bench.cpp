@@ -409,9 +409,9 @@ void compare(const optim_bench::Model& model, int rounds, const std::vector<std:
   };
   add("mezzo", mezzo(at::kFloat, WeightStorage::plain), {4, 4, 4, 4});
   add("8bit", in_8_bits(at::kFloat));
-  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic), {2, 2, 2, 2});
+  add("bf16", mezzo(at::kBFloat16, WeightStorage::stochastic_rounding), {2, 2, 2, 2});
   add("split", mezzo(at::kBFloat16, WeightStorage::split_master), {2, 2, 2, 4, 4});
-  add("master", mezzo(at::kBFloat16, WeightStorage::master), {2, 2, 4, 4, 4});
+  add("master", mezzo(at::kBFloat16, WeightStorage::fp32_master), {2, 2, 4, 4, 4});
   add("bf16/8", in_8_bits(at::kBFloat16));
   add("loop", [&] { return std::make_unique<Loop>(model); });
   add("chain", [&] { return std::make_unique<Chain>(model); });

@@ -53,13 +53,13 @@ const std::vector<Way>& ways() {
       {.name = "float32", .model = kFloat},
       {.name = "O1: at::autocast, torch::optim::AdamW", .autocast = true, .is_torchs = true},
       {.name = "O1: at::autocast, mezzo's AdamW", .autocast = true},
-      {.name = "O2: bfloat16, master", .model = kBFloat16, .storage = WeightStorage::master},
+      {.name = "O2: bfloat16, master", .model = kBFloat16, .storage = WeightStorage::fp32_master},
       {.name = "bfloat16, split master",
        .model = kBFloat16,
        .storage = WeightStorage::split_master},
       {.name = "bfloat16, stochastic rounding",
        .model = kBFloat16,
-       .storage = WeightStorage::stochastic},
+       .storage = WeightStorage::stochastic_rounding},
   };
   return all;
 }
@@ -73,8 +73,9 @@ class Training {
     if (way.is_torchs) {
       torchs_ = std::make_unique<torch::optim::AdamW>(model_->parameters(), 1e-4);
     } else {
-      ours_ = std::make_unique<AdamW>(model_->parameters(), AdamWOptions(1e-4),
-                                      mezzo::optim::WeightOptions{.weight_storage = way.storage});
+      ours_ = std::make_unique<AdamW>(
+          model_->parameters(), AdamWOptions(1e-4),
+          mezzo::optim::WeightStorageOptions{.weight_storage = way.storage});
     }
   }
 

@@ -5,7 +5,7 @@
     draw.py --check    says which of them are not as this script draws them, and exits with 1
 
 Each figure is computed here: what half and bfloat16 make of numbers by rounding to their digits, the loss scale by the rule of
-mezzo::LossScale. The one exception is bert_ner.svg, which shows the table of the README.
+mezzo::GradScalerOptions. The one exception is bert_ner.svg, which shows the table of the README.
 """
 
 import math

@@ -36,7 +36,7 @@ inline const std::vector<Precision>& precisions() {
                                            {"bf16-split-master", "bf16 + split master", off, false,
                                             false, Precision::Storage::split_master},
                                            {"bf16-stochastic", "bf16 + stochastic rounding", off,
-                                            false, false, Precision::Storage::stochastic},
+                                            false, false, Precision::Storage::stochastic_rounding},
                                            {"fp16", "fp16 dynamic scale", float16, true}};
   return rows;
 }

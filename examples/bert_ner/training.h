@@ -45,7 +45,8 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
   }
   return std::make_unique<mezzo::optim::AdamW>(
       groups, adamw,
-      mezzo::optim::WeightOptions{.weight_storage = precision.storage, .seed = options.seed});
+      mezzo::optim::WeightStorageOptions{.weight_storage = precision.storage,
+                                         .seed = options.seed});
 }
 
 /// Returns a rate that rises during the warm-up, and then falls to 0 at the last of `total` steps.

@@ -180,8 +180,8 @@ int main() {
   std::vector<Setting> settings = {
       {"bf16 autocast", torch::kBFloat16},
       {"fp16 autocast", torch::kHalf},
-      {"bf16 weights + masters", torch::kBFloat16, true, Storage::master},
-      {"bf16 weights, stochastic", torch::kBFloat16, true, Storage::stochastic}};
+      {"bf16 weights + masters", torch::kBFloat16, true, Storage::fp32_master},
+      {"bf16 weights, stochastic", torch::kBFloat16, true, Storage::stochastic_rounding}};
   const Setting float32{.name = "float32"};
   const torch::Tensor exact = gradient_of(float32, first);
   const Row reference = row_of(float32, batches, exact, {});

@@ -11,4 +11,4 @@
 #include <mezzo/autocast/cast_functions.h>         // IWYU pragma: export
 #include <mezzo/autocast/op_category.h>            // IWYU pragma: export
 #include <mezzo/autocast/op_policy.h>              // IWYU pragma: export
-#include <mezzo/base/precision.h>                  // IWYU pragma: export
+#include <mezzo/base/mixed_precision_policy.h>     // IWYU pragma: export

@@ -1,4 +1,4 @@
-// The functions of all rooms that units with MEZZO_COMPILED leave to this one: see
+// The functions of all rooms that units with MEZZO_COMPILED_LIB leave to this one: see
 // mezzo/optim/compiled.h. In one unit, since libtorch's headers are most of what each costs.
 #include <mezzo/autocast/op_policy.h>
 #include <mezzo/checkpoint/checkpoint.h>

@@ -2,7 +2,7 @@
 /// Loss scaling: GradScaler, and micro-batches that add up or are dropped.
 #pragma once
 
-#include <mezzo/base/loss_scale.h>                  // IWYU pragma: export
+#include <mezzo/base/grad_scaler_options.h>         // IWYU pragma: export
 #include <mezzo/optim/step_result.h>                // IWYU pragma: export
 #include <mezzo/scaling/accumulate.h>               // IWYU pragma: export
 #include <mezzo/scaling/finite_grad_accumulator.h>  // IWYU pragma: export

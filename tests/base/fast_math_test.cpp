@@ -3,13 +3,13 @@
 // come in an inline namespace of their own, or the linker might pick another unit's copy of them;
 // mezzo::compiled has none of that name.
 
-#undef MEZZO_COMPILED
+#undef MEZZO_COMPILED_LIB
 #include <mezzo/base/version.h>
 #undef MEZZO_ABI_NAMESPACE
 #define MEZZO_ABI_NAMESPACE fast_math
 
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/kernels/cpu_lanes.h>
 #include <mezzo/kernels/gradient_passes.h>
 
@@ -26,7 +26,7 @@
 
 namespace {
 
-using mezzo::fast_math::LossScale;
+using mezzo::fast_math::GradScalerOptions;
 using mezzo::fast_math::detail::CpuIsa;
 
 // By their bits: the compiler may take an infinity that it sees for something else.
@@ -107,17 +107,17 @@ TEST(FastMathOptions, NanIsOutOfEveryRange) {
 }
 
 TEST(FastMathLossScale, TakesNoGrowthToInfinity) {
-  const auto rule = LossScale::dynamic({.init_scale = 3e38, .growth_interval = 1});
-  EXPECT_EQ(rule.next(rule.initial_state(), false).scale, 3e38F);
+  const auto options = GradScalerOptions::dynamic({.init_scale = 3e38, .growth_interval = 1});
+  EXPECT_EQ(options.next(options.initial_state(), false).scale, 3e38F);
 }
 
 TEST(FastMathLossScale, RefusesNanAndInfinity) {
   const auto infinity = std::bit_cast<double>(uint64_t{0x7FF0000000000000U});
   const auto nan = std::bit_cast<double>(uint64_t{0x7FF8000000000000U});
   for (const double bad : {infinity, nan}) {
-    EXPECT_THROW(LossScale::dynamic({.init_scale = bad}), c10::Error);
-    EXPECT_THROW(LossScale::dynamic({.growth_factor = bad}), c10::Error);
-    EXPECT_THROW(LossScale::fixed(bad), c10::Error);
+    EXPECT_THROW(GradScalerOptions::dynamic({.init_scale = bad}), c10::Error);
+    EXPECT_THROW(GradScalerOptions::dynamic({.growth_factor = bad}), c10::Error);
+    EXPECT_THROW(GradScalerOptions::fixed(bad), c10::Error);
   }
 }
 

@@ -322,7 +322,7 @@ TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
   std::string bytes = bytes_of(saved.second);
   bytes.replace(bytes.rfind("format 2"), 8, "format 3");
   bytes.resize(bytes.size() - 8);
-  put_bytes(saved.second, bytes + mezzo::detail::crc32c_text(bytes.data(), bytes.size()));
+  put_bytes(saved.second, bytes + mezzo::detail::crc32c_hex(bytes.data(), bytes.size()));
   EXPECT_THAT(saved.load_error(), AllOf(HasSubstr("of format 3"), HasSubstr("update mezzo")));
   EXPECT_THAT(saved.warnings, IsEmpty());
 }

@@ -112,9 +112,9 @@ TEST(CheckpointIdentity, MezzosAndLibtorchsOptimizerOfOneNameTakeEachOthersState
             "no error");
   EXPECT_EQ(error_between(making<mezzo::optim::SGD>(), making<torch::optim::SGD>()), "no error");
   EXPECT_EQ(error_between(making<torch::optim::SGD>(), making<mezzo::optim::SGD>()), "no error");
-  EXPECT_EQ(
-      error_between(making(WeightStorage::master), making<torch::optim::AdamW>(), torch::kBFloat16),
-      "no error");
+  EXPECT_EQ(error_between(making(WeightStorage::fp32_master), making<torch::optim::AdamW>(),
+                          torch::kBFloat16),
+            "no error");
 }
 
 TEST(CheckpointIdentity, MasterWeightsAreNamedWithWhatTheyStep) {
@@ -139,13 +139,14 @@ TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
   const auto error = [](WeightStorage saved, WeightStorage loaded, at::ScalarType dtype) {
     return error_between(making(saved), making(loaded), dtype);
   };
-  EXPECT_THAT(error(WeightStorage::split_master, WeightStorage::stochastic, torch::kBFloat16),
-              HasSubstr("the weight storage is split_master in the file, and stochastic "
-                        "here"));
-  EXPECT_THAT(error(WeightStorage::master, WeightStorage::split_master, torch::kBFloat16),
-              HasSubstr("is master in the file"));
-  EXPECT_EQ(error(WeightStorage::plain, WeightStorage::master, torch::kBFloat16), "no error");
-  EXPECT_EQ(error(WeightStorage::master, WeightStorage::plain, torch::kFloat), "no error")
+  EXPECT_THAT(
+      error(WeightStorage::split_master, WeightStorage::stochastic_rounding, torch::kBFloat16),
+      HasSubstr("the weight storage is split_master in the file, and stochastic_rounding "
+                "here"));
+  EXPECT_THAT(error(WeightStorage::fp32_master, WeightStorage::split_master, torch::kBFloat16),
+              HasSubstr("is fp32_master in the file"));
+  EXPECT_EQ(error(WeightStorage::plain, WeightStorage::fp32_master, torch::kBFloat16), "no error");
+  EXPECT_EQ(error(WeightStorage::fp32_master, WeightStorage::plain, torch::kFloat), "no error")
       << "weights of float are stored in one way only";
 }
 
@@ -161,8 +162,8 @@ TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorage) {
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
     return loaded.weight_options().weight_storage;
   };
-  for (const auto storage :
-       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
+                             WeightStorage::stochastic_rounding}) {
     EXPECT_EQ(storage_after_load(storage), storage);
   }
 }

@@ -115,8 +115,8 @@ TEST(CheckpointFromPython, OptimizersGoOn) {
 }
 
 TEST(CheckpointFromPython, AdamWGoesOnInSplitWeights) {
-  const mezzo::optim::WeightOptions split{.weight_storage =
-                                              mezzo::optim::WeightStorage::split_master};
+  const mezzo::optim::WeightStorageOptions split{.weight_storage =
+                                                     mezzo::optim::WeightStorage::split_master};
   expect_to_go_on<mezzo::optim::AdamW>("adamw", torch::kBFloat16, torch::optim::AdamWOptions(),
                                        split);
 }

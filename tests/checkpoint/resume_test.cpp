@@ -118,8 +118,8 @@ void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_op
 }
 
 TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
-  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
-                             WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
+                             WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     expect_same_bits_after_resuming<mezzo::optim::AdamW>(
         storage == WeightStorage::plain ? torch::kFloat : torch::kBFloat16,
         [storage](auto parameters) { return make(parameters, storage); });

@@ -20,7 +20,7 @@ namespace {
 using cuda_test::ForbidSync;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
-using mezzo::LossScale;
+using mezzo::GradScalerOptions;
 
 class GradScalerCuda : public cuda_test::OnGpu {};
 
@@ -60,11 +60,11 @@ TEST_F(GradScalerCuda, FindsOneBadElementAnywhereAndProductsThatOverflow) {
 }
 
 TEST_F(GradScalerCuda, UpdatesAsTheRuleDoesWithoutASync) {
-  const auto rule = LossScale::dynamic({.init_scale = 64,
-                                        .growth_factor = 3,
-                                        .growth_interval = 2,
-                                        .min_scale = 8,
-                                        .max_scale = 300});
+  const auto rule = GradScalerOptions::dynamic({.init_scale = 64,
+                                                .growth_factor = 3,
+                                                .growth_interval = 2,
+                                                .min_scale = 8,
+                                                .max_scale = 300});
   auto state = rule.initial_state();
   const auto count = torch::dtype(torch::kInt).device(kGpu);
   const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale, kGpu),

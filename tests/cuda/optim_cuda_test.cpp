@@ -34,10 +34,10 @@ using cuda_test::ForbidSync;
 using cuda_test::KernelsCuda;
 using cuda_test::kGpu;
 using mezzo::GradScaler;
-using mezzo::LossScale;
+using mezzo::GradScalerOptions;
 using mezzo::detail::StepEngine;
-using mezzo::optim::WeightOptions;
 using mezzo::optim::WeightStorage;
+using mezzo::optim::WeightStorageOptions;
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
@@ -45,14 +45,14 @@ class OptimCuda : public cuda_test::OnGpu {};
 
 struct RuleCase {
   const char* name;
-  std::function<std::unique_ptr<StepEngine>(const Tensors&, const WeightOptions&)> make;
+  std::function<std::unique_ptr<StepEngine>(const Tensors&, const WeightStorageOptions&)> make;
   bool is_in_aten = true;
 };
 
 template <class Optimizer, class Options>
 RuleCase rule_case(const char* name, const Options& options, bool is_in_aten = true) {
   return {name,
-          [options](const Tensors& parameters, const WeightOptions& weights) {
+          [options](const Tensors& parameters, const WeightStorageOptions& weights) {
             return std::make_unique<Optimizer>(parameters, options, weights);
           },
           is_in_aten};
@@ -86,13 +86,13 @@ std::vector<StorageCase> storage_cases() {
           {"half", kHalf, kHalf},
           {"bfloat16, float gradients", kBFloat16, kFloat, plain, false},
           {"half, float gradients", kHalf, kFloat, plain, false},
-          {"master of bfloat16", kBFloat16, kBFloat16, master},
-          {"master of half", kHalf, kHalf, master},
-          {"master of bfloat16, float gradients", kBFloat16, kFloat, master},
+          {"master of bfloat16", kBFloat16, kBFloat16, fp32_master},
+          {"master of half", kHalf, kHalf, fp32_master},
+          {"master of bfloat16, float gradients", kBFloat16, kFloat, fp32_master},
           {"split master", kBFloat16, kBFloat16, split_master, false},
           {"split master, float gradients", kBFloat16, kFloat, split_master, false},
-          {"stochastic", kBFloat16, kBFloat16, stochastic, false},
-          {"stochastic, float gradients", kBFloat16, kFloat, stochastic, false}};
+          {"stochastic", kBFloat16, kBFloat16, stochastic_rounding, false},
+          {"stochastic, float gradients", kBFloat16, kFloat, stochastic_rounding, false}};
 }
 
 /// Returns whether this program has kernels for the rule and the storage. ATen's ops on the
@@ -259,7 +259,7 @@ class Twins {
   static constexpr double kNoClipping = std::numeric_limits<double>::infinity();
 
  private:
-  static constexpr LossScale kScale{
+  static constexpr GradScalerOptions kScale{
       .init_scale = 16, .growth_interval = 3, .allow_fp16_gradients = true};
 
   const ParameterPairs& parameters_;
@@ -270,7 +270,7 @@ class Twins {
 void expect_the_cpus_steps(const RuleCase& rule, const StorageCase& storage, double max_norm,
                            int more_parameters = 0) {
   const ParameterPairs parameters(storage.dtype, more_parameters);
-  const WeightOptions weights{.weight_storage = storage.storage, .seed = 7};
+  const WeightStorageOptions weights{.weight_storage = storage.storage, .seed = 7};
   Twins twins(parameters, rule.make(parameters.cpu, weights), rule.make(parameters.gpu, weights));
   twins.train(storage.gradient_dtype, max_norm);
 }
@@ -311,7 +311,7 @@ TEST_F(OptimCuda, ArchivesMoveFromGpuToCpu) {
   for_each_optimizer(rule_cases(), [](const RuleCase& rule, const StorageCase& storage) {
     if (storage.dtype != storage.gradient_dtype) return;
     const ParameterPairs parameters(storage.dtype);
-    const WeightOptions weights{.weight_storage = storage.storage, .seed = 7};
+    const WeightStorageOptions weights{.weight_storage = storage.storage, .seed = 7};
     Twins twins(parameters, rule.make(parameters.cpu, weights), rule.make(parameters.gpu, weights));
     parameters.set_gradients(storage.dtype, 1.0);
     twins.train(storage.dtype, Twins::kNoClipping);

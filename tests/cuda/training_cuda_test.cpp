@@ -391,7 +391,7 @@ TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
   const Tensor expected = torch::full({kTail}, 1.0, torch::kBFloat16);
   const Tensor gradient = torch::full({kTail}, 1.0);
   mezzo::optim::SGD({x}, torch::optim::SGDOptions(lr),
-                    {.weight_storage = WeightStorage::stochastic, .seed = 7})
+                    {.weight_storage = WeightStorage::stochastic_rounding, .seed = 7})
       .step();
   mezzo::detail::OptimizerStepKernel<c10::BFloat16, Rule, mezzo::detail::StochasticWeights,
                                      mezzo::detail::ScalarLanes<c10::BFloat16>>::

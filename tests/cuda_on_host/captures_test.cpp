@@ -117,12 +117,13 @@ const TrainingOptions kManyParameters{.parameters = 301, .elements = 1};
 std::vector<TrainingOptions> all_options() {
   std::vector<TrainingOptions> all(1);
   all.push_back({.adamw = AdamWOptions(0.1).amsgrad(true)});
-  for (const WeightStorage storage :
-       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const WeightStorage storage : {WeightStorage::fp32_master, WeightStorage::split_master,
+                                      WeightStorage::stochastic_rounding}) {
     all.push_back({.dtype = at::kBFloat16, .weights = {.weight_storage = storage}});
   }
-  for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
-                                      WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const WeightStorage storage :
+       {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master,
+        WeightStorage::stochastic_rounding}) {
     all.push_back({.dtype = at::kBFloat16,
                    .gradient_dtype = at::kFloat,
                    .weights = {.weight_storage = storage}});
@@ -130,12 +131,12 @@ std::vector<TrainingOptions> all_options() {
   all.push_back({.dtype = at::kHalf, .gradient_dtype = at::kFloat});
   all.push_back({.unscales = true});
   all.push_back({.dtype = at::kBFloat16,
-                 .weights = {.weight_storage = WeightStorage::master},
+                 .weights = {.weight_storage = WeightStorage::fp32_master},
                  .unscales = true});
   for (const int64_t elements : {int64_t{50}, int64_t{4100}}) {
     all.push_back({.elements = elements,
                    .dtype = at::kBFloat16,
-                   .weights = {.weight_storage = WeightStorage::stochastic}});
+                   .weights = {.weight_storage = WeightStorage::stochastic_rounding}});
   }
   return all;
 }
@@ -319,7 +320,8 @@ const std::vector<Asked> kAsked = {
     {"3 tensors, whose skips are told", {.tells = true}, 6, 40800},
     {"3 tensors, after unscale_", {.unscales = true}, 7, 49224},
     {"3 tensors of bfloat16 with masters",
-     {.dtype = at::kBFloat16, .weights = {.weight_storage = mezzo::optim::WeightStorage::master}},
+     {.dtype = at::kBFloat16,
+      .weights = {.weight_storage = mezzo::optim::WeightStorage::fp32_master}},
      6,
      40800},
     {"301 tensors", kManyParameters, 8, 77536},

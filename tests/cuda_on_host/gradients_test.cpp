@@ -261,16 +261,17 @@ TEST_F(GradientsOnHost, SummariesOfMoreTensorsThanATableHolds) {
 }
 
 struct ScaleStory {
-  mezzo::LossScale rule;
+  mezzo::GradScalerOptions rule;
   float scale;
 };
 
 TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
   const std::vector<ScaleStory> stories{
-      {mezzo::LossScale::dynamic({.growth_interval = 3}), 65536.0F},
-      {mezzo::LossScale::dynamic({.growth_factor = 3, .growth_interval = 1, .hysteresis = 2}),
+      {mezzo::GradScalerOptions::dynamic({.growth_interval = 3}), 65536.0F},
+      {mezzo::GradScalerOptions::dynamic(
+           {.growth_factor = 3, .growth_interval = 1, .hysteresis = 2}),
        7.0F},
-      {mezzo::LossScale::dynamic(
+      {mezzo::GradScalerOptions::dynamic(
            {.init_scale = 4, .growth_interval = 2, .min_scale = 0.5, .max_scale = 8}),
        4.0F}};
   for (const ScaleStory& story : stories) {
@@ -288,7 +289,7 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
       EXPECT_THAT(device.scale, SameBits(cpu.scale));
       EXPECT_THAT(device.inverse, SameBits(cpu.inverse));
       EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
-      EXPECT_TRUE(at::equal(device.hysteresis_left, cpu.hysteresis_left));
+      EXPECT_TRUE(at::equal(device.hysteresis_tracker, cpu.hysteresis_tracker));
     }
   }
 }

@@ -101,8 +101,8 @@ void for_each_storage(const Work& work) {
     visit.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(name, weights);
   };
   visit_plain.template operator()<float, float>("float", plain);
-  visit_plain.template operator()<float, BFloat16>("master of bfloat16", master);
-  visit_plain.template operator()<float, Half>("master of half", master);
+  visit_plain.template operator()<float, BFloat16>("master of bfloat16", fp32_master);
+  visit_plain.template operator()<float, Half>("master of half", fp32_master);
   visit_plain.template operator()<double, double>("double", plain);
   visit_plain.template operator()<double, float>("double with float", plain);
   visit_plain.template operator()<BFloat16, BFloat16>("bfloat16", plain);
@@ -111,9 +111,10 @@ void for_each_storage(const Work& work) {
   visit_plain.template operator()<Half, float>("half with float", plain);
   visit.template operator()<BFloat16, BFloat16, SplitWeights>("split", split_master);
   visit.template operator()<BFloat16, float, SplitWeights>("split with float", split_master);
-  visit.template operator()<BFloat16, BFloat16, StochasticWeights>("stochastic", stochastic);
+  visit.template operator()<BFloat16, BFloat16, StochasticWeights>("stochastic",
+                                                                   stochastic_rounding);
   visit.template operator()<BFloat16, float, StochasticWeights>("stochastic with float",
-                                                                stochastic);
+                                                                stochastic_rounding);
 }
 
 /// Parameters of one storage with their state. Every second one is not aligned; of each six one
@@ -398,7 +399,7 @@ TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
   mezzo::detail::StepRow row{};
   row.span = {address_of_first(weights), address_of_first(gradients), {}, kFirst + kTail};
   row.number = 5;
-  row.storage = WeightStorage::stochastic;
+  row.storage = WeightStorage::stochastic_rounding;
   row.parameter_dtype = at::kBFloat16;
   row.gradient_dtype = at::kFloat;
   mezzo::detail::StepTable table(mezzo::detail::cuda::kStepBlock);

@@ -129,7 +129,7 @@ TEST(AnomalyTrace, KeepsTheFramesBeforeTheFirstAnomalyAndCallsWhatSpreadsNone) {
 
 TEST(AnomalyTrace, NamesNumbersThatAnOpDoesNotTake) {
   const auto why = [](const auto& op) {
-    AnomalyTrace trace(mezzo::NamedTensors{});
+    AnomalyTrace trace(mezzo::TensorsByName{});
     (void)op(torch::tensor({0.0F, 1.0F}), torch::tensor({-2.0F, 2.0F}));
     const std::vector<Anomaly> anomalies = trace.anomalies();
     return anomalies.empty() ? "nothing" : anomalies[0].why;

@@ -153,7 +153,7 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
   const auto finding = std::find_if(findings.begin(), findings.end(),
                                     [](const auto& one) { return one.topic == "updates"; });
   ASSERT_NE(finding, findings.end());
-  EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::master"));
+  EXPECT_THAT(finding->remedy, HasSubstr("WeightStorage::fp32_master"));
 
   const torch::Tensor start = layer->weight.detach().clone();
   const auto unmoved = [&](mezzo::optim::WeightStorage storage, double gradient) {
@@ -173,7 +173,7 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
                        2;
   EXPECT_GT(share, 0.5);
   EXPECT_THAT(finding->where, HasSubstr(c10::str("weight (", std::lround(100 * share), " %)")));
-  EXPECT_EQ(unmoved(mezzo::optim::WeightStorage::master, 1), 0);
+  EXPECT_EQ(unmoved(mezzo::optim::WeightStorage::fp32_master, 1), 0);
   EXPECT_THAT(found(torch::kFloat, 1e-4), says_nothing);
 }
 

@@ -128,7 +128,8 @@ Run sgd(const std::function<mezzo::optim::SGDOptions(bool cured)>& options, doub
 
 /// AdamW with these options, where the gradient of one parameter is 0, with a scaler or without.
 Run adamw(const std::function<mezzo::optim::AdamWOptions(bool cured)>& options, bool scales,
-          at::ScalarType dtype = torch::kFloat, const mezzo::optim::WeightOptions& weights = {}) {
+          at::ScalarType dtype = torch::kFloat,
+          const mezzo::optim::WeightStorageOptions& weights = {}) {
   return [=](bool cured) {
     PatientImpl model;
     model.to(dtype);
@@ -305,7 +306,7 @@ std::vector<PlantedFault> divergences() {
       {"RateBeyondHalf",
        "weights of half with masters, and a rate of 1e5",
        adamw([](bool cured) { return AdamWOptions(cured ? 1e-3 : 1e5); }, true, torch::kHalf,
-             {.weight_storage = WeightStorage::master}),
+             {.weight_storage = WeightStorage::fp32_master}),
        {"holds inf or NaN", "what wrote it is not known"},
        "Look at the learning rate, at eps"},
       {"LogOfZeroInTheLoss",

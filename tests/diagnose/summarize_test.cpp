@@ -57,7 +57,7 @@ TEST(ExponentRange, HasTheRoundingOfLibtorchsConversions) {
         if (end < 1) continue;
 #endif
         const auto cast = torch::scalar_tensor(value, torch::kDouble).to(dtype).item<double>();
-        EXPECT_EQ(mezzo::detail::overflows(value, dtype), mezzo::detail::nonfinite_bits(cast))
+        EXPECT_EQ(mezzo::detail::overflows(value, dtype), mezzo::detail::is_nonfinite(cast))
             << value << " in " << dtype;
         EXPECT_EQ(mezzo::detail::vanishes(value, dtype), cast == 0) << value << " in " << dtype;
       }

@@ -115,7 +115,7 @@ TEST(Telemetry, RecordsWhatARunOfTheScalerDid) {
   Telemetry telemetry;
   telemetry.write_to(into(records));
   torch::nn::Linear model(4, 4);
-  mezzo::GradScaler scaler(mezzo::LossScale::dynamic({.init_scale = 16}));
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions::dynamic({.init_scale = 16}));
   scaler.on_skip(nullptr);
   mezzo::optim::AdamW optimizer(model->parameters());
   for (const float factor : {1.0F, std::numeric_limits<float>::infinity(), 1.0F}) {

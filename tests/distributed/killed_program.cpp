@@ -45,7 +45,7 @@ std::string digest_of(const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     bytes.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.nbytes());
   }
-  return mezzo::detail::crc32c_text(bytes.data(), bytes.size());
+  return mezzo::detail::crc32c_hex(bytes.data(), bytes.size());
 }
 
 /// `forward` and `optimizer` stand for either way to train together.

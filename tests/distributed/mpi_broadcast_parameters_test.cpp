@@ -14,12 +14,12 @@ namespace {
 
 using distributed_test::everyone;
 using distributed_test::Ranks;
-using mezzo::NamedTensors;
+using mezzo::TensorsByName;
 using test_support::error_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
-NamedTensors some_tensors() {
+TensorsByName some_tensors() {
   return {{"weight", torch::randn({3, 4}).requires_grad_()},
           {"half", torch::randn({5}).to(at::kHalf)},
           {"count", torch::randint(100, {2})},
@@ -30,10 +30,10 @@ NamedTensors some_tensors() {
 TEST(BroadcastParameters, EveryRankHasRank0sValuesAfterwards) {
   const Ranks world = everyone();
   torch::manual_seed(world->getRank());
-  const NamedTensors tensors = some_tensors();
+  const TensorsByName tensors = some_tensors();
   mezzo::broadcast_parameters(tensors, world);
   torch::manual_seed(0);
-  const NamedTensors wanted = some_tensors();
+  const TensorsByName wanted = some_tensors();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].second.defined()) continue;
     EXPECT_TRUE(at::equal(tensors[i].second, wanted[i].second)) << tensors[i].first;
@@ -45,9 +45,9 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
   const Ranks world = everyone();
   if (world->getSize() == 1) GTEST_SKIP() << "one rank agrees with itself";
   const int last = world->getSize() - 1;
-  const auto expect_error = [&](const NamedTensors& of_the_last, const std::string& its_words,
+  const auto expect_error = [&](const TensorsByName& of_the_last, const std::string& its_words,
                                 const std::string& the_roots_words) {
-    NamedTensors tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
+    TensorsByName tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world->getRank() == last) tensors = of_the_last;
     EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, world); }),
                 AllOf(HasSubstr("broadcast_parameters: "),

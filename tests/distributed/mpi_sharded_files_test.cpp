@@ -29,8 +29,8 @@ using distributed_test::SomeRanks;
 using mezzo::ShardedOptimizer;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
-using mezzo::optim::WeightOptions;
 using mezzo::optim::WeightStorage;
+using mezzo::optim::WeightStorageOptions;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::Model;
 using test_support::error_of;
@@ -61,7 +61,7 @@ struct Saved {
 
 /// Training by an optimizer alone, saved after 3 steps of 5.
 template <class Optimizer, class Options>
-Saved train_alone(Model model, const Options& options, const WeightOptions& weights) {
+Saved train_alone(Model model, const Options& options, const WeightStorageOptions& weights) {
   Optimizer optimizer(model->parameters(), options, weights);
   train(model, optimizer, 0, 3);
   Saved files{saved(model), saved(optimizer)};
@@ -72,7 +72,8 @@ Saved train_alone(Model model, const Options& options, const WeightOptions& weig
 /// The same training on the first `size` ranks, with rank 0's files; it ends with `wanted`'s
 /// weights.
 template <class Optimizer, class Options>
-Saved train_on_ranks(int size, const Options& options, const WeightOptions& weights, Model wanted) {
+Saved train_on_ranks(int size, const Options& options, const WeightStorageOptions& weights,
+                     Model wanted) {
   const SomeRanks group(size);
   Saved files;
   if (group.has_this()) {
@@ -100,7 +101,7 @@ void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model
 
 template <class Optimizer, class Options>
 void expect_to_go_on_anywhere(const Options& options, at::ScalarType dtype,
-                              const WeightOptions& weights = {}) {
+                              const WeightStorageOptions& weights = {}) {
   Model alone(dtype);
   std::vector<Saved> files{train_alone<Optimizer>(alone, options, weights)};
   for (const int size : numbers_of_ranks())
@@ -129,7 +130,7 @@ TEST(ShardedFiles, MastersGoAlong) {
   using mezzo::optim::SGD;
   using mezzo::optim::SGDOptions;
   expect_to_go_on_anywhere<AdamW>(AdamWOptions(0.01), at::kBFloat16,
-                                  {.weight_storage = WeightStorage::master});
+                                  {.weight_storage = WeightStorage::fp32_master});
   expect_to_go_on_anywhere<SGD>(SGDOptions(0.01).momentum(0.9), at::kBFloat16,
                                 {.weight_storage = WeightStorage::split_master});
 }
@@ -163,7 +164,7 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
   const SomeRanks group(numbers_of_ranks().back());  // of three, averages would be rounded
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     const AdamWOptions options(0.01);
-    const WeightOptions masters{.weight_storage = WeightStorage::master};
+    const WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
     Model alone(dtype), other(dtype);
     std::string archive;
     if (group.has_this()) {

@@ -100,14 +100,15 @@ struct SideBySide {
   Model model, alone;
   ShardedOptimizer<Optimizer> sharded;
   Optimizer whole;
-  mezzo::GradScaler scaler{mezzo::LossScale{.init_scale = 256., .allow_fp16_gradients = true}};
-  mezzo::GradScaler scaler_alone{scaler.rule()};
+  mezzo::GradScaler scaler{
+      mezzo::GradScalerOptions{.init_scale = 256., .allow_fp16_gradients = true}};
+  mezzo::GradScaler scaler_alone{scaler.options()};
 };
 
 /// With a scale, whose second step is skipped, with rates that move, and once without the scaler.
 template <class Optimizer, class Options>
 void expect_the_bits_of_one(const Options& options, at::ScalarType dtype, const std::string& what,
-                            const mezzo::optim::WeightOptions& weights = {}) {
+                            const mezzo::optim::WeightStorageOptions& weights = {}) {
   SideBySide<Optimizer> both(options, dtype, weights);
   both.sharded.set_lr_factors({0.25, 0.5, 1.0});
   both.whole.set_lr_factors({0.25, 0.5, 1.0});
@@ -142,8 +143,8 @@ TEST(ShardedOptimizer, LowPrecisionWeightsStepToTheBitAsWell) {
   const auto expect_with = [](WeightStorage storage, at::ScalarType dtype, const char* what) {
     expect_the_bits_of_one<AdamW>(AdamWOptions(0.01), dtype, what, {.weight_storage = storage});
   };
-  expect_with(WeightStorage::master, at::kBFloat16, "master, bfloat16");
-  expect_with(WeightStorage::master, at::kHalf, "master, half");
+  expect_with(WeightStorage::fp32_master, at::kBFloat16, "master, bfloat16");
+  expect_with(WeightStorage::fp32_master, at::kHalf, "master, half");
   expect_with(WeightStorage::split_master, at::kBFloat16, "split");
   expect_with(WeightStorage::plain, at::kBFloat16, "plain, bfloat16");
 }
@@ -153,7 +154,7 @@ TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
   for (const auto dtype : {at::kFloat, at::kBFloat16}) {
     SideBySide<mezzo::optim::AdamW> both(
         mezzo::optim::AdamWOptions(0.01), dtype,
-        mezzo::optim::WeightOptions{.weight_storage = WeightStorage::master});
+        mezzo::optim::WeightStorageOptions{.weight_storage = WeightStorage::fp32_master});
     for (const auto& batch : batches(4)) {
       both.backward(batch);
       both.scaler.unscale_(both.sharded);
@@ -168,9 +169,9 @@ TEST(ShardedOptimizer, UnscalesAndClipsToTheBitAsOneOptimizer) {
 // Between steps all ranks write the weights as a program would that clamps, loads or averages them.
 TEST(ShardedOptimizer, AWeightThatIsWrittenBetweenStepsCountsOnAllRanks) {
   using namespace mezzo::optim;  // NOLINT(google-build-using-namespace)
-  for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
+  for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
     SideBySide<AdamW> both(AdamWOptions(0.01), at::kBFloat16,
-                           WeightOptions{.weight_storage = storage});
+                           WeightStorageOptions{.weight_storage = storage});
     int number = 0;
     for (const auto& batch : batches(5)) {
       both.backward(batch, 1, /*scales=*/false);

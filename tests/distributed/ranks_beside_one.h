@@ -112,7 +112,7 @@ struct Course {
   MakeOptimizer optimizer;
   int64_t steps = 6;
   int64_t micro_batches = 1;
-  mezzo::LossScale scaler{.init_scale = 1024, .growth_interval = 3};
+  mezzo::GradScalerOptions scaler{.init_scale = 1024, .growth_interval = 3};
   StepWith step = [](auto& scaling, auto& stepped) {
     return scaling.step(stepped, {.max_norm = 0.5});
   };

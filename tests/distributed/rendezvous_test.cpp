@@ -188,7 +188,7 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
 }
 
 TEST(BroadcastParameters, RefuseANullGroup) {
-  const mezzo::NamedTensors tensors = {{"weight", at::zeros({2})}};
+  const mezzo::TensorsByName tensors = {{"weight", at::zeros({2})}};
   EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
               HasSubstr("broadcast_parameters: `group` is null"));
 }

@@ -68,7 +68,7 @@ std::string edited(std::string file, std::string_view edits) {
 std::string with_crc(std::string file) {
   if (file.size() < mezzo::detail::kCrcDigits) return file;
   file.resize(file.size() - mezzo::detail::kCrcDigits);
-  return file + mezzo::detail::crc_text(mezzo::detail::crc32c(file.data(), file.size(), 0));
+  return file + mezzo::detail::crc_to_hex(mezzo::detail::crc32c(file.data(), file.size(), 0));
 }
 
 }  // namespace

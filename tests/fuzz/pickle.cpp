@@ -399,7 +399,7 @@ std::string file_of(const Class& saved, std::string_view& decisions, bool& is_ch
   comment.append(mezzo::detail::kCheckpointFormat).append(mezzo::detail::kCommentEnd);
   file[file.size() - 2] = static_cast<char>(comment.size() + mezzo::detail::kCrcDigits);
   file += comment;
-  return file + mezzo::detail::crc32c_text(file.data(), file.size());
+  return file + mezzo::detail::crc32c_hex(file.data(), file.size());
 }
 
 void append_bits(std::string& all, const c10::IValue& value) {

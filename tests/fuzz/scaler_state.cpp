@@ -44,8 +44,8 @@ double take_number(std::string_view& bytes) {
 StateDict take_state(std::string_view& bytes) {
   StateDict state = mezzo::GradScaler().state_dict();
   constexpr std::array<const char*, 11> kKeys{
-      "scale",        "growth_factor", "backoff_factor", "growth_interval",  "_growth_tracker",
-      "min_scale",    "max_scale",     "hysteresis",     "_hysteresis_left", "_loss_scale_kind",
+      "scale",        "growth_factor", "backoff_factor", "growth_interval",     "_growth_tracker",
+      "min_scale",    "max_scale",     "hysteresis",     "_hysteresis_tracker", "_loss_scale_mode",
       "no key of its"};
   for (int edits = take_byte(bytes) % 16; edits > 0; --edits) {
     const unsigned char which = take_byte(bytes);

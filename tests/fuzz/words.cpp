@@ -1,7 +1,7 @@
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/base/mixed_precision_policy.h>
 #include <mezzo/levels/opt_level.h>
 
 #include <c10/util/Exception.h>
@@ -17,8 +17,8 @@ namespace fuzz {
 namespace {
 
 void precision(std::string_view text) {
-  const auto precision = mezzo::Precision::parse(text);
-  require(mezzo::Precision::parse(precision.to_string()) == precision,
+  const auto precision = mezzo::MixedPrecisionPolicy::parse(text);
+  require(mezzo::MixedPrecisionPolicy::parse(precision.to_string()) == precision,
           "a precision reads back what it printed");
 }
 
@@ -53,7 +53,7 @@ void words(std::string_view bytes) {
       case 2:
         return autocast(bytes);
       default:
-        static_cast<void>(mezzo::detail::dtype_named(bytes));
+        static_cast<void>(mezzo::detail::parse_dtype(bytes));
     }
   } catch (const c10::Error&) {
   }

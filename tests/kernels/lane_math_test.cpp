@@ -26,7 +26,7 @@
 namespace {
 
 using mezzo::detail::CpuIsa;
-using mezzo::detail::nan_bits;
+using mezzo::detail::is_nan;
 
 /// c = a * b + c over whole vectors: `count` is a multiple of every width.
 template <class Element, class Lanes>
@@ -70,8 +70,7 @@ struct SqrtKernel {
 template <class T>
 bool same(T left, T right) {
   using Bits = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
-  return std::bit_cast<Bits>(left) == std::bit_cast<Bits>(right) ||
-         (nan_bits(left) && nan_bits(right));
+  return std::bit_cast<Bits>(left) == std::bit_cast<Bits>(right) || (is_nan(left) && is_nan(right));
 }
 
 /// Triples where a second rounding shows: sums that cancel, ties, subnormals, overflow, inf, NaN.

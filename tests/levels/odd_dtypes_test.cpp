@@ -52,7 +52,7 @@ class OddDtypes : public testing::TestWithParam<torch::ScalarType> {
 TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   const auto x = parameter({1});
   mezzo::optim::AdamW fused({x, odd_}, mezzo::optim::AdamWOptions(1.0),
-                            {.weight_storage = mezzo::optim::WeightStorage::master});
+                            {.weight_storage = mezzo::optim::WeightStorage::fp32_master});
   torch::optim::SGD inner({x, odd_}, 1.0);
   mezzo::MasterWeights masters(inner);
   torch::optim::SGD plain({x, odd_}, 1.0);

@@ -102,7 +102,7 @@ struct Weights {
   std::vector<torch::ScalarType> gradients;
 
   bool has_masters() const {
-    return storage == WeightStorage::master || storage == WeightStorage::split_master;
+    return storage == WeightStorage::fp32_master || storage == WeightStorage::split_master;
   }
 };
 
@@ -113,16 +113,16 @@ std::vector<Weights> all_weights() {
   return {{"float", plain, {kFloat}, {kFloat}},
           {"double", plain, {kDouble}, {kDouble}},
           {"bfloat16", plain, {kBFloat16}, {kBFloat16}},
-          {"bfloat16_master", master, {kBFloat16}, {kBFloat16}},
+          {"bfloat16_master", fp32_master, {kBFloat16}, {kBFloat16}},
           {"bfloat16_split", split_master, {kBFloat16}, {kBFloat16}},
-          {"bfloat16_stochastic", stochastic, {kBFloat16}, {kBFloat16}},
+          {"bfloat16_stochastic", stochastic_rounding, {kBFloat16}, {kBFloat16}},
           {"half", plain, {kHalf}, {kHalf}},
-          {"half_master", master, {kHalf}, {kHalf}},
+          {"half_master", fp32_master, {kHalf}, {kHalf}},
           {"float_of_bfloat16", plain, {kFloat}, {kBFloat16}},
           {"float_of_half", plain, {kFloat}, {kHalf}},
           {"double_of_float", plain, {kDouble}, {kFloat}},
           {"mixed_master",
-           master,
+           fp32_master,
            {kFloat, kBFloat16, kHalf, kDouble},
            {kFloat, kBFloat16, kHalf, kDouble}}};
 }
@@ -137,7 +137,7 @@ Weights weights_named(const std::string& name) {
 /// Weights of 16 bits for which a MasterWeights keeps float masters.
 Weights with_masters(const std::string& name) {
   Weights weights = weights_named(name);
-  weights.storage = WeightStorage::master;
+  weights.storage = WeightStorage::fp32_master;
   return weights;
 }
 

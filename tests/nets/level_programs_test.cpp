@@ -119,11 +119,11 @@ class AmpProgram : public Program {
     is_dynamic_ = !random_.one_in(5);
     interval_ = 2 + random_.below(2);
     const double scale = std::ldexp(1.0, static_cast<int>(3 + random_.below(6)));
-    loss_scale_ = is_dynamic_ ? mezzo::LossScale::dynamic({.init_scale = scale,
-                                                           .growth_interval = interval_,
-                                                           .min_scale = 1,
-                                                           .max_scale = kMaxScale})
-                              : mezzo::LossScale::fixed(scale);
+    loss_scale_ = is_dynamic_ ? mezzo::GradScalerOptions::dynamic({.init_scale = scale,
+                                                                   .growth_interval = interval_,
+                                                                   .min_scale = 1,
+                                                                   .max_scale = kMaxScale})
+                              : mezzo::GradScalerOptions::fixed(scale);
     level_ = random_level();
     losses_.resize(static_cast<std::size_t>(1 + random_.below(3)));
     for (PlainLoss& loss : losses_) loss.scale = is_enabled_ ? scale : 1;
@@ -228,7 +228,7 @@ class AmpProgram : public Program {
   Recipe at_level(const Recipe& drawn) const {
     Recipe recipe = given_at_level(drawn);
     const bool is_plain = recipe.storage == WeightStorage::plain;
-    if (recipe.of_mezzo && is_plain && has_masters()) recipe.storage = WeightStorage::master;
+    if (recipe.of_mezzo && is_plain && has_masters()) recipe.storage = WeightStorage::fp32_master;
     return recipe;
   }
 
@@ -545,7 +545,8 @@ class AmpProgram : public Program {
     std::optional<torch::NoGradGuard> no_grad;
     if (random_.one_in(2)) no_grad.emplace();
     const std::vector<Tensor> products = forward(i, factors);
-    const double of_level = half_ulp(has_regions() ? level_->precision().compute : model_dtype());
+    const double of_level =
+        half_ulp(has_regions() ? level_->precision().compute_dtype : model_dtype());
     for (std::size_t j = 0; j < weights.size(); ++j) {
       const PlainWeight& weight = weights[j];
       const double unit = std::max(of_level, half_ulp(weight.dtype));
@@ -653,7 +654,7 @@ class AmpProgram : public Program {
     count("region");
     if (region_) return region_.reset();
     region_.emplace(
-        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute});
+        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute_dtype});
   }
 
   void meet_bad_gradient(std::size_t i) {
@@ -829,7 +830,7 @@ class AmpProgram : public Program {
 
   bool is_enabled_ = true;
   bool is_dynamic_ = true;
-  std::optional<mezzo::LossScale> loss_scale_;
+  std::optional<mezzo::GradScalerOptions> loss_scale_;
   std::optional<OptLevel> level_;
   int64_t interval_ = 2;
   bool likes_files_ = false;

@@ -237,7 +237,7 @@ TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
   for (const double bad : {1.0, kInfinity}) {
     for (const bool unscales : {false, true}) {
       const torch::Tensor parameter = weight();
-      Throwing optimizer({parameter}, 1.0, {.weight_storage = WeightStorage::master});
+      Throwing optimizer({parameter}, 1.0, {.weight_storage = WeightStorage::fp32_master});
       GradScaler scaler = quiet_scaler();
       const auto step = [&] {
         if (unscales) scaler.unscale_(optimizer);
@@ -261,7 +261,7 @@ TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {
   for (const bool gives_a_batch_up : {false, true}) {
     const torch::Tensor parameter = weight();
     mezzo::optim::AdamW adamw({parameter}, mezzo::optim::AdamWOptions(0.1).weight_decay(0),
-                              {.weight_storage = WeightStorage::master});
+                              {.weight_storage = WeightStorage::fp32_master});
     GradScaler scaler = quiet_scaler(false);
     for (int i = 0; i < 10; ++i) {
       adamw.zero_grad();
@@ -455,7 +455,8 @@ class Leveled {
                            : std::make_unique<torch::optim::SGD>(model->parameters(), 1.0)),
         amp(mezzo::initialize(
             model, *optimizer,
-            OptLevel::parse(level, {.loss_scale = mezzo::LossScale::dynamic({.init_scale = 64})}),
+            OptLevel::parse(level,
+                            {.loss_scale = mezzo::GradScalerOptions::dynamic({.init_scale = 64})}),
             {.num_losses = 2, .verbosity = 0})) {}
 
   torch::Tensor loss(double first, double second) {

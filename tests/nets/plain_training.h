@@ -263,7 +263,7 @@ struct Recipe {
 
   std::string text() const {
     const char* const kinds[] = {"SGD", "SGD with momentum", "Adam", "AdamW", "Lion", "LAMB"};
-    const char* const storages[] = {"plain", "master", "split_master", "stochastic"};
+    const char* const storages[] = {"plain", "fp32_master", "split_master", "stochastic_rounding"};
     std::ostringstream text;
     text << (of_mezzo ? "mezzo's " : "ordinary ") << kinds[static_cast<std::size_t>(kind)];
     if (in_master_weights) text << " in MasterWeights";
@@ -292,7 +292,7 @@ inline Recipe random_recipe(Random& random) {
     if (!random.one_in(4)) recipe.dtype = random.of(low);
   } else if (!random.one_in(4)) {
     recipe.storage = static_cast<WeightStorage>(random.below(3));
-    if (random.one_in(3)) recipe.storage = WeightStorage::master;
+    if (random.one_in(3)) recipe.storage = WeightStorage::fp32_master;
     const bool is_split = recipe.storage == WeightStorage::split_master;
     recipe.dtype = is_split ? torch::kBFloat16 : random.of(low);
     recipe.accumulates_in_float = random.one_in(5);
@@ -320,9 +320,9 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(
     const Recipe& recipe, const std::vector<Tensor>& parameters) {
   const auto make = [&]<class Optimizer, class Options>() {
     const auto options = options_of<Options>(recipe);
-    const mezzo::optim::WeightOptions weights{.weight_storage = recipe.storage};
+    const mezzo::optim::WeightStorageOptions weights{.weight_storage = recipe.storage};
     if constexpr (std::is_constructible_v<Optimizer, std::vector<Tensor>, Options,
-                                          mezzo::optim::WeightOptions>) {
+                                          mezzo::optim::WeightStorageOptions>) {
       return std::make_unique<Optimizer>(parameters, options, weights);
     } else {
       return std::make_unique<Optimizer>(parameters, options);
@@ -440,7 +440,7 @@ inline void keep_as(const Recipe& recipe, torch::ScalarType dtype, PlainWeight& 
   weight.dtype = dtype;
   const bool is_low = is_16_bit(dtype);
   weight.has_master =
-      is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::master);
+      is_low && (recipe.in_master_weights || recipe.storage == WeightStorage::fp32_master);
   weight.trains_float =
       !is_low || weight.has_master || recipe.storage == WeightStorage::split_master;
   weight.new_gradients = is_low && recipe.accumulates_in_float ? torch::kFloat : dtype;

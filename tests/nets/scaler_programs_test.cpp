@@ -28,7 +28,7 @@ namespace {
 using namespace step_programs;
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::LossScale;
+using mezzo::GradScalerOptions;
 using test_support::OwnedOptimizer;
 
 /// A GradScaler as numbers.
@@ -93,7 +93,7 @@ class ScalerProgram : public Program {
     scaler_.interval = 2 + random_.below(3);
     for (const PlainSide& side : plain_) {  // of weights that are added later too
       const bool has_masters =
-          side.recipe.in_master_weights || side.recipe.storage == WeightStorage::master;
+          side.recipe.in_master_weights || side.recipe.storage == WeightStorage::fp32_master;
       has_rough_half_ |= side.recipe.dtype == torch::kHalf && !has_masters;
     }
     make_library();
@@ -181,12 +181,12 @@ class ScalerProgram : public Program {
       if (plain.recipe.accumulates_in_float) mezzo::accumulate_in_float(parameters);
       sides_.push_back({parameters, {std::move(optimizer), plain.recipe.in_master_weights}});
     }
-    library_.emplace(LossScale{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
-                               .growth_interval = scaler_.interval,
-                               .enabled = scaler_.is_enabled,
-                               .min_scale = 1,
-                               .max_scale = scaler_.max_scale,
-                               .allow_fp16_gradients = scaler_.allows_half});
+    library_.emplace(GradScalerOptions{.init_scale = scaler_.is_enabled ? scaler_.scale : 1,
+                                       .growth_interval = scaler_.interval,
+                                       .enabled = scaler_.is_enabled,
+                                       .min_scale = 1,
+                                       .max_scale = scaler_.max_scale,
+                                       .allow_fp16_gradients = scaler_.allows_half});
     library_->on_skip(nullptr);
   }
 

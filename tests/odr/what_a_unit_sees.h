@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <tuple>
@@ -14,5 +14,5 @@ using WhatAUnitSees =
 static WhatAUnitSees what_this_unit_sees() {
   mezzo::GradScaler scaler;
   return {&mezzo::GradScaler::is_enabled, &mezzo::GradScaler::set_growth_factor,
-          &mezzo::kDefaultMinScale, sizeof(scaler), scaler.rule().initial_state().scale};
+          &mezzo::kDefaultMinScale, sizeof(scaler), scaler.options().initial_state().scale};
 }

@@ -186,7 +186,7 @@ TEST(AdamWErrors, RefuseGradientsThatItCannotUseBeforeItWritesAny) {
 }
 
 TEST(AdamWErrors, RefuseAStateOfAnotherShape) {
-  for (const auto storage : {WeightStorage::plain, WeightStorage::master}) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master}) {
     const auto small = torch::ones({4}, torch::kBFloat16);
     small.mutable_grad() = torch::ones({4}, torch::kBFloat16);
     AdamW saved({small}, {}, {.weight_storage = storage});

@@ -279,7 +279,7 @@ mezzo::optim::AdamW make(const torch::Tensor& parameter, WeightStorage storage) 
 
 mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage storage) {
   mezzo::EmaOptions options{.decay = 0.9};
-  if (storage == WeightStorage::master) {
+  if (storage == WeightStorage::fp32_master) {
     options.masters = [&optimizer] { return mezzo::master_params(optimizer); };
   }
   return options;
@@ -322,7 +322,7 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
 // A master or a file that is made in the scope would be made from the average.
 TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   torch::Tensor parameter = torch::ones({3}, torch::kBFloat16).requires_grad_();
-  auto optimizer = make(parameter, WeightStorage::master);
+  auto optimizer = make(parameter, WeightStorage::fp32_master);
   step(optimizer, parameter);
   Ema ema({parameter});
   {
@@ -337,10 +337,10 @@ TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
 
 TEST(EmaScope, LeavesTrainingAsItWasToTheBit) {
   expect_training_undisturbed(WeightStorage::plain, torch::kFloat);
-  expect_training_undisturbed(WeightStorage::master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::master, torch::kHalf);
+  expect_training_undisturbed(WeightStorage::fp32_master, torch::kBFloat16);
+  expect_training_undisturbed(WeightStorage::fp32_master, torch::kHalf);
   expect_training_undisturbed(WeightStorage::split_master, torch::kBFloat16);
-  expect_training_undisturbed(WeightStorage::stochastic, torch::kBFloat16);
+  expect_training_undisturbed(WeightStorage::stochastic_rounding, torch::kBFloat16);
 }
 
 TEST(EmaScope, RefusesAParameterOfAnotherShapeAndChangesNothing) {
@@ -358,7 +358,7 @@ TEST(EmaScope, RefusesAParameterOfAnotherShapeAndChangesNothing) {
 
 TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
   for (const auto storage :
-       {WeightStorage::plain, WeightStorage::master, WeightStorage::split_master}) {
+       {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
     auto optimizer = make(parameter, storage);
     Ema ema({parameter}, {.decay = 0.5});
@@ -379,7 +379,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
 
 TEST(EmaScope, GivesWeightsBackToWhoTrainedInside) {
   for (const auto storage :
-       {WeightStorage::plain, WeightStorage::master, WeightStorage::split_master}) {
+       {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master}) {
     torch::Tensor parameter = torch::linspace(-1, 1, 37).to(torch::kBFloat16).requires_grad_();
     auto optimizer = make(parameter, storage);
     Ema ema({parameter}, {.decay = 0.5});
@@ -402,7 +402,7 @@ TEST(EmaScope, GivesWeightsBackToWhoTrainedInside) {
 TEST(Ema, OfMastersKeepsNoGradientAlive) {
   const torch::Tensor parameter = torch::ones({4}, torch::kBFloat16).requires_grad_();
   mezzo::optim::AdamW optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2),
-                                {.weight_storage = WeightStorage::master});
+                                {.weight_storage = WeightStorage::fp32_master});
   Ema ema({parameter}, {.masters = [&] { return mezzo::master_params(optimizer); }});
   parameter.sum().backward();
   optimizer.step();

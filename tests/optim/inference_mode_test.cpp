@@ -67,8 +67,9 @@ using AllThere = testing::Types<AdamWThere, SgdThere>;
 TYPED_TEST_SUITE(StepUnderInference, AllThere);
 
 TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
-  for (const WeightStorage storage : {WeightStorage::plain, WeightStorage::master,
-                                      WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const WeightStorage storage :
+       {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master,
+        WeightStorage::stochastic_rounding}) {
     const auto wanted = this->train({false, false, false, false}, storage);
     EXPECT_THAT(this->train({true, false, true, false}, storage), SameBits(wanted));
     EXPECT_THAT(this->train({false, true, false, true}, storage), SameBits(wanted));
@@ -196,7 +197,7 @@ TEST(ScalerUnderInference, IsUpdatedOutsideOfIt) {
 TEST(ScalerUnderInference, GradientsOfMastersThatItMadeFloatAreClearedOutsideOfIt) {
   const auto parameter = torch::ones({kNumel}, torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0.5),
-                              {.weight_storage = WeightStorage::master});
+                              {.weight_storage = WeightStorage::fp32_master});
   mezzo::GradScaler scaler({.init_scale = 4.F});
   scaler.scale(parameter.sum()).backward();
   {

@@ -191,8 +191,8 @@ TYPED_TEST(LibtorchIdioms, GroupsHaveTheirOwnOptionsAndInheritWhatALibtorchsDoes
 TYPED_TEST(LibtorchIdioms, AFileBringsItsStorageAndSeedAndKeepsReferencesToOptions) {
   using Options = typename TypeParam::Options;
   const auto parameter = some_parameter(1);
-  constexpr mezzo::optim::WeightOptions kWeights{.weight_storage = WeightStorage::master,
-                                                 .seed = 0xFFFFFFFFFFFFFFF1U};
+  constexpr mezzo::optim::WeightStorageOptions kWeights{
+      .weight_storage = WeightStorage::fp32_master, .seed = 0xFFFFFFFFFFFFFFF1U};
   std::stringstream file;
   torch::save(typename TypeParam::Ours({parameter}, Options(0.5), kWeights), file);
   typename TypeParam::Ours optimizer({parameter}, Options(1.0));

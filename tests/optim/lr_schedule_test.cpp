@@ -160,7 +160,7 @@ std::vector<double> train(torch::Tensor parameter, Optimizer& optimizer, Schedul
 }
 
 mezzo::GradScaler scaler_of_four() {
-  mezzo::GradScaler scaler(mezzo::LossScale::dynamic({.init_scale = 4}));
+  mezzo::GradScaler scaler(mezzo::GradScalerOptions::dynamic({.init_scale = 4}));
   scaler.on_skip(nullptr);
   return scaler;
 }

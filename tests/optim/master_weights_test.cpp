@@ -388,7 +388,7 @@ TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   EXPECT_THAT(error_with(torch::optim::LBFGS({x})),
               HasSubstr("LBFGS calls its closure several times"));
   EXPECT_THAT(error_with(mezzo::optim::SGD({x}, 0.1)),
-              HasSubstr("{.weight_storage = WeightStorage::master}"));
+              HasSubstr("{.weight_storage = WeightStorage::fp32_master}"));
   EXPECT_THAT(error_with(torch::optim::SGD({x, part}, 0.1)), HasSubstr("share memory"));
   EXPECT_THAT(error_with(torch::optim::SGD({x, x}, 0.1)), HasSubstr("is given twice"));
 }
@@ -495,7 +495,7 @@ TEST(MasterWeightsOptions, MayBeLacking) {
 
 // --- unscale_ gives true gradients in float, to be clipped at master_params(optimizer).
 
-constexpr mezzo::optim::WeightOptions kMasters{.weight_storage = WeightStorage::master};
+constexpr mezzo::optim::WeightStorageOptions kMasters{.weight_storage = WeightStorage::fp32_master};
 
 using MakeKeeper = std::function<OwnedOptimizer(const Groups&)>;
 
@@ -652,7 +652,7 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
   torch::optim::SGD theirs(model.groups(), torch::optim::SGDOptions(1.0));
   mezzo::optim::SGD plain(model.groups(), mezzo::optim::SGDOptions(1.0));
   mezzo::optim::SGD stochastic(model.groups(), mezzo::optim::SGDOptions(1.0),
-                               {.weight_storage = WeightStorage::stochastic});
+                               {.weight_storage = WeightStorage::stochastic_rounding});
   for (torch::optim::Optimizer* optimizer : {static_cast<torch::optim::Optimizer*>(&theirs),
                                              static_cast<torch::optim::Optimizer*>(&plain),
                                              static_cast<torch::optim::Optimizer*>(&stochastic)}) {

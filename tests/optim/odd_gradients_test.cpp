@@ -105,15 +105,15 @@ const StepPath kPaths[] = {
     plain<mo::Lion>("Lion", mo::LionOptions(0.5)),
     plain<mo::AdamW>("AdamWOfBfloat16", mo::AdamWOptions(0.5), torch::kBFloat16),
     plain<mo::AdamW>("AdamWWithMasters", mo::AdamWOptions(0.5), torch::kBFloat16,
-                     mo::WeightOptions{WeightStorage::master}),
+                     mo::WeightStorageOptions{WeightStorage::fp32_master}),
     plain<mo::AdamW>("AdamWWithSplitMasters", mo::AdamWOptions(0.5), torch::kBFloat16,
-                     mo::WeightOptions{WeightStorage::split_master}),
+                     mo::WeightStorageOptions{WeightStorage::split_master}),
     with_masters<to::AdamW>("MastersOfTorchAdamW", to::AdamWOptions(0.5)),
     with_masters<to::SGD>("MastersOfTorchSgd", to::SGDOptions(0.5).momentum(0.9)),
     over_buckets<to::AdamW>("TorchAdamWOverBuckets", to::AdamWOptions(0.5)),
     over_buckets<mo::AdamW>("AdamWOverBuckets", mo::AdamWOptions(0.5)),
     over_buckets<mo::AdamW>("AdamWWithMastersOverBuckets", mo::AdamWOptions(0.5), torch::kBFloat16,
-                            mo::WeightOptions{WeightStorage::master}),
+                            mo::WeightStorageOptions{WeightStorage::fp32_master}),
 };
 
 constexpr double kLossScale = 1024;

@@ -54,7 +54,7 @@ template <class Optimizer, class Options>
 OptimizerCase fused(const std::string& name, Options options, torch::ScalarType dtype,
                     WeightStorage storage = WeightStorage::plain) {
   return {name, dtype, [=](const std::vector<Tensor>& parameters) {
-            const mo::WeightOptions weights{.weight_storage = storage};
+            const mo::WeightStorageOptions weights{.weight_storage = storage};
             return OwnedOptimizer(std::make_unique<Optimizer>(parameters, options, weights), false);
           }};
 }
@@ -76,13 +76,13 @@ std::vector<OptimizerCase> optimizer_cases() {
   return {
       fused<mo::AdamW>("AdamW", adamw, torch::kFloat),
       fused<mo::AdamW>("AdamW, plain bfloat16", adamw, torch::kBFloat16),
-      fused<mo::AdamW>("AdamW, stochastic", adamw, torch::kBFloat16, stochastic),
-      fused<mo::AdamW>("AdamW, master", adamw, torch::kBFloat16, master),
+      fused<mo::AdamW>("AdamW, stochastic", adamw, torch::kBFloat16, stochastic_rounding),
+      fused<mo::AdamW>("AdamW, master", adamw, torch::kBFloat16, fp32_master),
       fused<mo::AdamW>("AdamW, split master", adamw, torch::kBFloat16, split_master),
       fused<mo::Adam>("Adam", adam, torch::kFloat),
-      fused<mo::Adam>("Adam, master of float16", adam, torch::kHalf, master),
+      fused<mo::Adam>("Adam, master of float16", adam, torch::kHalf, fp32_master),
       fused<mo::SGD>("SGD", sgd, torch::kFloat),
-      fused<mo::SGD>("SGD, master", sgd, torch::kBFloat16, master),
+      fused<mo::SGD>("SGD, master", sgd, torch::kBFloat16, fp32_master),
       fused<mo::SGD>("SGD, split master", sgd, torch::kBFloat16, split_master),
       fused<mo::Lion>("Lion", mo::LionOptions(0.05), torch::kFloat),
       fused<mo::Lion>("Lion, split master", mo::LionOptions(0.05), torch::kBFloat16, split_master),
@@ -261,7 +261,7 @@ TYPED_TEST(FusedOptimizerState, ACopyCountsByItself) {
 }
 
 TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
-  for (const auto storage : {WeightStorage::master, WeightStorage::split_master}) {
+  for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master}) {
     {
       const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
       TypeParam optimizer({weight}, this->options(), {.weight_storage = storage});
@@ -295,7 +295,8 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
   const Tensor first = torch::ones({3}).requires_grad_();
-  TypeParam optimizer({first, weight}, this->options(), {.weight_storage = WeightStorage::master});
+  TypeParam optimizer({first, weight}, this->options(),
+                      {.weight_storage = WeightStorage::fp32_master});
   optimizer.step();
   first.mutable_grad() = torch::ones({3});
   const Tensor before = weight.detach().clone();
@@ -338,7 +339,7 @@ TEST(SgdState, DampeningSwitchedOnLateThrows) {
   const Tensor weight = torch::ones({3}, torch::kBFloat16).requires_grad_();
   weight.mutable_grad() = torch::ones({3}, torch::kBFloat16);
   // With masters a state remembers steps without momentum.
-  mo::SGD optimizer({weight}, mo::SGDOptions(0.5), {.weight_storage = WeightStorage::master});
+  mo::SGD optimizer({weight}, mo::SGDOptions(0.5), {.weight_storage = WeightStorage::fp32_master});
   optimizer.step();
   auto& options = static_cast<mo::SGDOptions&>(optimizer.param_groups()[0].options());
   options.momentum(0.5).dampening(0.25);

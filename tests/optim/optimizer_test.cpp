@@ -103,13 +103,13 @@ TEST(StepPlan, WritesNothingWhereItIsRefused) {
 TEST(StepPlan, TellsOfHalfThatNoMasterWidens) {
   const auto half = with_gradient({1}, torch::kHalf);
   EXPECT_TRUE(SGD({half}, SGDOptions(1.0)).plan().has_bare_half);
-  SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
+  SGD with_master({half}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
   EXPECT_FALSE(with_master.plan().has_bare_half);
 }
 
 TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
-  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
-                             WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
+                             WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const auto wide = with_gradient({1.5, -2}, torch::kBFloat16);
     const auto narrow = with_gradient({1.5, -2}, torch::kBFloat16);
     wide.mutable_grad() = wide.grad().to(torch::kFloat);
@@ -126,7 +126,7 @@ TEST(StepPlan, TakesGradientsOfFloatForWeightsOf16Bits) {
 TEST(StepPlan, PassesOverAParameterWithoutGradientWhoseMasterIsOfAnotherShape) {
   const auto p = torch::ones({4}, torch::kBFloat16).requires_grad_();
   const auto q = torch::ones({4}, torch::kBFloat16).requires_grad_();
-  SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::master});
+  SGD optimizer({p, q}, SGDOptions(1.0), {.weight_storage = WeightStorage::fp32_master});
   (p.sum() + q.sum()).backward();
   optimizer.step();
   optimizer.zero_grad();
@@ -294,7 +294,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
   };
   const auto ours = cast(parameters());
   const auto aten = cast(parameters());
-  const mezzo::optim::WeightOptions masters{.weight_storage = WeightStorage::master};
+  const mezzo::optim::WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
   Optimizer left(ours, options, masters);
   SteppedByAten<Optimizer> right(aten, options, masters);
   for (int i = 0; i < 12; ++i) {
@@ -367,12 +367,13 @@ TEST(AtenStep, GivesWhatMezzosKernelsGiveForMasters) {
 TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   const auto expect_refused = [](auto optimizer, const torch::Tensor& x) {
     EXPECT_THAT([&] { optimizer.apply(optimizer.plan()); },
-                ThrowsMessage<c10::Error>(HasSubstr("split_master and stochastic need mezzo's k")));
+                ThrowsMessage<c10::Error>(
+                    HasSubstr("split_master and stochastic_rounding need mezzo's k")));
     EXPECT_TRUE(x.equal(torch::ones({2}, torch::kBFloat16)));
     EXPECT_EQ(optimizer.applied_steps(), 0);
   };
-  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
-    const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
+    const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
     const auto x = with_gradient({1, 2}, torch::kBFloat16);
     expect_refused(SteppedByAten<AdamW>({x}, AdamWOptions(0.5), weights), x);
     expect_refused(SteppedByAten<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),

@@ -139,7 +139,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
   void expect_plain_results(int64_t first) {
     constexpr DtypePair kDtypes{torch::kBFloat16, torch::kBFloat16};
     const auto loop = mezzo::detail::step_loop<AdamRule<kAmsgrad>>(
-        mezzo::optim::WeightStorage::stochastic, torch::kBFloat16, GetParam());
+        mezzo::optim::WeightStorage::stochastic_rounding, torch::kBFloat16, GetParam());
     const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
     const mezzo::detail::StepUse use{
         .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .parameter = 3};
@@ -150,7 +150,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
       mezzo::detail::StepRow row{.span = buffers.span(),
                                  .number = 3,
-                                 .storage = mezzo::optim::WeightStorage::stochastic,
+                                 .storage = mezzo::optim::WeightStorage::stochastic_rounding,
                                  .parameter_dtype = kDtypes.parameter,
                                  .gradient_dtype = kDtypes.gradient};
       row.span.first = first;
@@ -190,7 +190,7 @@ torch::Tensor trained(int number_of_threads, uint64_t seed) {
   torch::manual_seed(1);
   const auto parameter = torch::randn({100000}).to(torch::kBFloat16).requires_grad_();
   AdamW optimizer({parameter}, AdamWOptions(1e-4),
-                  {.weight_storage = WeightStorage::stochastic, .seed = seed});
+                  {.weight_storage = WeightStorage::stochastic_rounding, .seed = seed});
   for (int step = 0; step < 3; ++step) {
     parameter.mutable_grad() = torch::randn({100000}).to(torch::kBFloat16);
     optimizer.step();
@@ -207,7 +207,7 @@ TEST(StochasticRounding, FollowsFromTheSeedWhateverTheThreads) {
 TEST(StochasticRounding, DrawsOtherBitsInEachStepWithoutMomentsToo) {
   const auto parameter = torch::full({10000}, 1.5F).to(torch::kBFloat16).requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-10),
-                              {.weight_storage = WeightStorage::stochastic});
+                              {.weight_storage = WeightStorage::stochastic_rounding});
   parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
   for (int step = 0; step < 32; ++step) optimizer.step();
   const auto moved = (1.5F - parameter.detach().to(torch::kFloat)) * 128;  // binomial: 32, 1/8
@@ -220,7 +220,7 @@ TEST(StochasticRounding, DrawsOtherBitsWhenMomentumIsTurnedOn) {
   const auto start = torch::full({10000}, 1.5F).to(torch::kBFloat16);
   const auto parameter = start.clone().requires_grad_();
   mezzo::optim::SGD optimizer({parameter}, mezzo::optim::SGDOptions(0x1p-8),
-                              {.weight_storage = WeightStorage::stochastic});
+                              {.weight_storage = WeightStorage::stochastic_rounding});
   parameter.mutable_grad() = torch::ones({10000}, torch::kBFloat16);
   optimizer.step();
   const auto first = parameter.detach().clone();
@@ -256,8 +256,9 @@ double loss_after_training(torch::ScalarType dtype, WeightStorage storage) {
 TEST(StochasticRounding, LearnsInAThousandStepsWhatFloatLearnsWhereNearestStalls) {
   const double with_float = loss_after_training(torch::kFloat, WeightStorage::plain);
   const double nearest = loss_after_training(torch::kBFloat16, WeightStorage::plain);
-  const double stochastic = loss_after_training(torch::kBFloat16, WeightStorage::stochastic);
-  const double master = loss_after_training(torch::kBFloat16, WeightStorage::master);
+  const double stochastic =
+      loss_after_training(torch::kBFloat16, WeightStorage::stochastic_rounding);
+  const double master = loss_after_training(torch::kBFloat16, WeightStorage::fp32_master);
   const double split = loss_after_training(torch::kBFloat16, WeightStorage::split_master);
   EXPECT_GT(nearest, 2 * with_float);
   EXPECT_NEAR(stochastic, with_float, 0.02 * with_float);

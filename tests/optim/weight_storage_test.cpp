@@ -184,7 +184,7 @@ TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
   for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
     const Models models(dtype);
     typename TypeParam::Optimizer low(models.low, TypeParam::options(),
-                                      {.weight_storage = WeightStorage::master});
+                                      {.weight_storage = WeightStorage::fp32_master});
     typename TypeParam::Optimizer floats(models.floats, TypeParam::options());
     models.step(low, floats, 20);
     for (std::size_t i = 0; i < models.low.size(); ++i) {
@@ -210,8 +210,8 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
 }
 
 TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
-  for (const auto storage : {WeightStorage::plain, WeightStorage::master,
-                             WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::plain, WeightStorage::fp32_master,
+                             WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const Models models;
     typename TypeParam::Optimizer first(models.low, TypeParam::options(),
                                         {.weight_storage = storage, .seed = 5});
@@ -252,8 +252,8 @@ TEST(SplitWeights, TakeAMastersTiesOverThatRoundTheOtherWay) {
 }
 
 TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
-  for (const auto storage :
-       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
+                             WeightStorage::stochastic_rounding}) {
     const auto ours = torch::ones({50}).requires_grad_();
     const auto plain = torch::ones({50}).requires_grad_();
     AdamW with(std::vector{ours}, AdamWOptions(1e-2), {.weight_storage = storage});
@@ -278,25 +278,25 @@ TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
     optimizer.step();
     return warnings.texts;
   };
-  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic}) {
+  for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     EXPECT_THAT(warned(storage, torch::kFloat),
                 testing::ElementsAre(HasSubstr("Cast it with model->to(torch::kBFloat16)")));
     EXPECT_THAT(warned(storage, torch::kBFloat16), testing::ElementsAre());
   }
-  EXPECT_THAT(warned(WeightStorage::master, torch::kFloat), testing::ElementsAre());
+  EXPECT_THAT(warned(WeightStorage::fp32_master, torch::kFloat), testing::ElementsAre());
 }
 
 TEST(WeightStorage, OfHalfCannotBeSplitOrStochastic) {
   for (const auto& [storage, name] : std::vector<std::pair<WeightStorage, std::string>>{
            {WeightStorage::split_master, "split_master"},
-           {WeightStorage::stochastic, "stochastic"}}) {
+           {WeightStorage::stochastic_rounding, "stochastic"}}) {
     const auto parameter = torch::ones({3}, torch::kHalf).requires_grad_();
     parameter.mutable_grad() = torch::ones({3}, torch::kHalf);
     AdamW optimizer({parameter}, AdamWOptions(1e-2), {.weight_storage = storage});
     EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(testing::AllOf(
                                                HasSubstr("WeightStorage::" + name),
                                                HasSubstr("not parameter 0 of group 0 (float16 ["),
-                                               HasSubstr("use WeightStorage::master"))));
+                                               HasSubstr("use WeightStorage::fp32_master"))));
   }
 }
 
@@ -306,10 +306,11 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   models.set_gradients();
   theirs.step();
   const std::string file = test_support::saved(theirs);
-  AdamW ours(models.low, AdamWOptions(7), {.weight_storage = WeightStorage::master, .seed = 9});
+  AdamW ours(models.low, AdamWOptions(7),
+             {.weight_storage = WeightStorage::fp32_master, .seed = 9});
   test_support::load(ours, file);
   EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 1e-3);
-  EXPECT_EQ(ours.weight_options().weight_storage, WeightStorage::master);
+  EXPECT_EQ(ours.weight_options().weight_storage, WeightStorage::fp32_master);
   EXPECT_EQ(ours.weight_options().seed, 9U);
   EXPECT_EQ(ours.applied_steps(), 1);
   models.set_gradients();
@@ -328,12 +329,12 @@ TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
     optimizer.step();
     return warnings.texts;
   };
-  EXPECT_THAT(
-      warnings_of(WeightStorage::plain, models.low),
-      testing::Contains(testing::AllOf(HasSubstr("AdamW: parameter 0 of group 0 (bfloat16"),
-                                       HasSubstr("Use WeightStorage::master, or stochastic"))));
-  for (const auto storage :
-       {WeightStorage::master, WeightStorage::split_master, WeightStorage::stochastic}) {
+  EXPECT_THAT(warnings_of(WeightStorage::plain, models.low),
+              testing::Contains(
+                  testing::AllOf(HasSubstr("AdamW: parameter 0 of group 0 (bfloat16"),
+                                 HasSubstr("Use WeightStorage::fp32_master, or stochastic"))));
+  for (const auto storage : {WeightStorage::fp32_master, WeightStorage::split_master,
+                             WeightStorage::stochastic_rounding}) {
     EXPECT_THAT(warnings_of(storage, models.low), testing::IsEmpty());
   }
   EXPECT_THAT(warnings_of(WeightStorage::plain, models.floats), testing::IsEmpty());

@@ -24,7 +24,7 @@
 namespace {
 
 using mezzo::GradScaler;
-using mezzo::LossScale;
+using mezzo::GradScalerOptions;
 using test_support::error_of;
 using test_support::sgd;
 using testing::Contains;
@@ -51,13 +51,15 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
 
 TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
   for (const auto& rule :
-       {LossScale::dynamic({.init_scale = 4,
+       {GradScalerOptions::dynamic({.init_scale = 4,
        .growth_factor = 8,
        .growth_interval = 2,
        .min_scale = 2,
        .max_scale = 16}),
-        LossScale::dynamic({.init_scale = 0x1p122, .growth_factor = 8, .growth_interval = 1}),
-        LossScale::dynamic({.init_scale = 0x1p127, .growth_factor = 1.5, .growth_interval = 1})}) {
+        GradScalerOptions::dynamic(
+            {.init_scale = 0x1p122, .growth_factor = 8, .growth_interval = 1}),
+        GradScalerOptions::dynamic(
+            {.init_scale = 0x1p127, .growth_factor = 1.5, .growth_interval = 1})}) {
     auto state = rule.initial_state();
     const mezzo::detail::ScaleTensors tensors{torch::full({}, state.scale), torch::empty({}),
                                               torch::zeros({}, torch::kInt), torch::Tensor()};
@@ -74,10 +76,11 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
 
 TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
   const auto refused = [] {
-    mezzo::detail::require_update_kernel(LossScale::dynamic({.hysteresis = 2}), torch::kXPU);
+    mezzo::detail::require_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}),
+                                         torch::kXPU);
   };
   EXPECT_THAT(error_of(refused), HasSubstr("mezzo::cuda"));
-  EXPECT_NO_THROW(mezzo::detail::require_update_kernel(LossScale::dynamic(), torch::kXPU));
+  EXPECT_NO_THROW(mezzo::detail::require_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
 // A step divides by the inverse, which is written wherever the scale is.

@@ -34,8 +34,8 @@ namespace {
 using namespace test_support;
 using mezzo::AnyOptimizer;
 using mezzo::GradScaler;
-using mezzo::LossScale;
-using mezzo::LossScaleKind;
+using mezzo::GradScalerOptions;
+using mezzo::LossScaleMode;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -56,7 +56,7 @@ TEST(GradScaler, HasTorchsDefaults) {
 static_assert(!std::is_constructible_v<GradScaler, double>);
 static_assert(!std::is_constructible_v<GradScaler, int>);
 static_assert(!std::is_constructible_v<GradScaler, bool>);
-static_assert(std::is_aggregate_v<LossScale>);
+static_assert(std::is_aggregate_v<GradScalerOptions>);
 
 TEST(GradScaler, TakesOptionsInBracesAsTorchTakesArguments) {
   const GradScaler scaler({.init_scale = 1024, .growth_factor = 4, .backoff_factor = 0.25});
@@ -174,7 +174,7 @@ TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
       auto scaler = quiet_scaler(
-          LossScale{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
+          GradScalerOptions{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
       const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
       auto optimizer = sgd({x});
       (void)scaler.scale(torch::zeros({}));
@@ -209,9 +209,9 @@ TEST(GradScalerBounds, RefusesWhatRoundsToZeroAsAFloat) {
 }
 
 TEST(GradScalerBounds, HoldForAFixedScaleToo) {
-  GradScaler scaler({.init_scale = 128, .max_scale = 1024, .kind = LossScaleKind::fixed});
+  GradScaler scaler({.init_scale = 128, .max_scale = 1024, .mode = LossScaleMode::fixed});
   (void)scaler.scale(torch::zeros({}));
-  EXPECT_EQ(scaler.rule().max_scale, 1024.0F);
+  EXPECT_EQ(scaler.options().max_scale, 1024.0F);
   EXPECT_THAT([&] { scaler.update(4096.0); },
               ThrowsMessage<c10::Error>(HasSubstr("new_scale is 4096")));
   EXPECT_EQ(scaler.get_scale(), 128.0);
@@ -235,7 +235,7 @@ TEST_F(GradScalerSharing, UnscalesACopyOnWriteGradientAndLeavesTheOtherAlone) {
 
 TEST_F(GradScalerSharing, ReadsAZeroTensorWithoutMemory) {
   x_.mutable_grad() = at::_efficientzerotensor({4}, torch::kFloat);
-  GradScaler constant{mezzo::LossScale::none()};
+  GradScaler constant{mezzo::GradScalerOptions::none()};
   (void)constant.scale(torch::zeros({}));
   EXPECT_TRUE(constant.step(sgd_).ran());
   EXPECT_TRUE(torch::equal(x_, torch::zeros({4})));
@@ -335,23 +335,23 @@ TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
 }
 
 TEST(GradScaler, ANewScaleForNoScaleThrows) {
-  auto scaler = quiet_scaler(LossScale::none());
+  auto scaler = quiet_scaler(GradScalerOptions::none());
   for (const auto& error : {error_of([&] { scaler.update(2.0); }),
                             error_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
-    EXPECT_THAT(error, HasSubstr("this scaler has LossScaleKind::none"));
+    EXPECT_THAT(error, HasSubstr("this scaler has LossScaleMode::none"));
   }
   EXPECT_EQ(scaler.get_scale(), 1);
 }
 
 TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
-  GradScaler scaler(LossScale::fixed(2));
+  GradScaler scaler(GradScalerOptions::fixed(2));
   EXPECT_THAT(error_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
   EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
   EXPECT_THAT(error_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
 }
 
 TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
-  OneWeight one(LossScale::fixed(128));
+  OneWeight one(GradScalerOptions::fixed(128));
   EXPECT_FALSE(one.step(kInfinity).ran());
   EXPECT_EQ(one.scaler.get_scale(), 128.0);
   EXPECT_TRUE(one.step(128).ran());
@@ -359,7 +359,7 @@ TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
 }
 
 TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
-  OneWeight one(LossScale::none());
+  OneWeight one(GradScalerOptions::none());
   const auto loss = one.x.sum();
   EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
   set_gradient(one.x, {3});
@@ -368,7 +368,7 @@ TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
   EXPECT_EQ(one.x.grad()._version(), version);
   one.scaler.update();
   EXPECT_FALSE(one.step(kInfinity).ran());
-  EXPECT_THAT(error_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleKind::none"));
+  EXPECT_THAT(error_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
 TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
@@ -713,7 +713,7 @@ void run(GradScaler& scaler, const std::vector<float>& gradients) {
   }
 }
 
-LossScale unusual_options() {
+GradScalerOptions unusual_options() {
   return {.init_scale = 64,
           .growth_factor = 3,
           .backoff_factor = 0.25,
@@ -736,7 +736,7 @@ TEST(GradScalerState, InAnArchiveHasCountsAsIntegers) {
     EXPECT_EQ(value.item<double>(), number) << key;
     const bool is_count = key.find("interval") != std::string::npos ||
                           key.find("hysteresis") != std::string::npos || key == "_growth_tracker" ||
-                          key == "_loss_scale_kind";
+                          key == "_loss_scale_mode";
     EXPECT_EQ(value.scalar_type(), is_count ? torch::kLong : torch::kDouble) << key;
   }
 }
@@ -776,8 +776,8 @@ TEST(GradScalerState, ComesBackWhole) {
 
 TEST(GradScalerState, AFixedScaleStaysFixed) {
   GradScaler restored;
-  restored.load_state_dict(GradScaler(LossScale::fixed(128)).state_dict());
-  EXPECT_EQ(restored.rule().kind, mezzo::LossScaleKind::fixed);
+  restored.load_state_dict(GradScaler(GradScalerOptions::fixed(128)).state_dict());
+  EXPECT_EQ(restored.options().mode, mezzo::LossScaleMode::fixed);
   EXPECT_EQ(restored.get_scale(), 128.0);
 }
 
@@ -793,7 +793,7 @@ TEST(GradScalerState, TakesWhatTorchWroteAndKeepsItsOwnBounds) {
   EXPECT_EQ(state.at("_growth_tracker"), 4);
   EXPECT_EQ(state.at("max_scale"), 1024);
   EXPECT_EQ(state.at("hysteresis"), 3);
-  EXPECT_EQ(state.at("_hysteresis_left"), 3);
+  EXPECT_EQ(state.at("_hysteresis_tracker"), 3);
 }
 
 TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
@@ -811,8 +811,8 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
   const GradScaler::StateDict given{
       {"scale", 64},          {"growth_factor", 4},   {"backoff_factor", 0.25},
       {"growth_interval", 5}, {"_growth_tracker", 2}, {"min_scale", 2},
-      {"max_scale", 512},     {"hysteresis", 4},      {"_hysteresis_left", 1},
-      {"_loss_scale_kind", 2}};
+      {"max_scale", 512},     {"hysteresis", 4},      {"_hysteresis_tracker", 1},
+      {"_loss_scale_mode", 2}};
   int refused = 0;
   for (const bool has_scaled : {false, true}) {
     for (const auto& [key, good] : given) {
@@ -829,7 +829,7 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
           ++refused;
           EXPECT_THAT(error, HasSubstr(key)) << value;
         }
-        if (key != "_loss_scale_kind" || !loads) {  // a constant scale has fixed options
+        if (key != "_loss_scale_mode" || !loads) {  // a constant scale has fixed options
           EXPECT_EQ(scaler.state_dict(), loads ? state : before) << key << " = " << value;
         }
       }

@@ -97,7 +97,7 @@ TYPED_TEST(GradScalerScaledGradients, ManualScalingDoesNotWarn) {
 
 TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
   auto optimizer = this->sgd({this->x});
-  this->scaler = GradScaler(mezzo::LossScale::fixed(8));
+  this->scaler = GradScaler(mezzo::GradScalerOptions::fixed(8));
   (void)this->scaler.scale(torch::ones({}));
   for (int i = 0; i < 2; ++i) {
     set_gradient(this->x, {8});
@@ -300,8 +300,8 @@ TYPED_TEST(GradScalerScaledGradients, UpdateToNewScaleReportsUnscaledInf) {
 TEST(GradScalerState, LoadKeepsOptionsThatAreNotInIt) {
   GradScaler scaler({.allow_fp16_gradients = true, .loss_id = 3});
   scaler.load_state_dict(GradScaler({.init_scale = 2}).state_dict());
-  EXPECT_TRUE(scaler.rule().allow_fp16_gradients);
-  EXPECT_EQ(scaler.rule().loss_id, 3);
+  EXPECT_TRUE(scaler.options().allow_fp16_gradients);
+  EXPECT_EQ(scaler.options().loss_id, 3);
   EXPECT_EQ(scaler.get_scale(), 2);
 }
 

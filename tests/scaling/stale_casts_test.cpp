@@ -31,7 +31,7 @@ Writer stepped_by_scaler(const char* name, bool with_options, bool enabled = tru
   return {name, [=](torch::nn::Conv2d& model) {
             const auto optimizer = std::make_shared<Optimizer>(model->parameters(), kRate);
             const auto scaler = std::make_shared<mezzo::GradScaler>(
-                mezzo::LossScale{.init_scale = 4, .enabled = enabled});
+                mezzo::GradScalerOptions{.init_scale = 4, .enabled = enabled});
             (void)scaler->scale(torch::zeros({}));
             return [=] {
               with_options ? scaler->step(*optimizer, {.max_norm = 1e6}) : scaler->step(*optimizer);

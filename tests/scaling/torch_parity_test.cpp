@@ -237,7 +237,7 @@ class Player {
     return {};
   }
 
-  mezzo::LossScale options_;
+  mezzo::GradScalerOptions options_;
   std::vector<std::vector<torch::Tensor>> parameters_;
   std::vector<std::unique_ptr<CountingSgd>> optimizers_;
   std::unique_ptr<mezzo::GradScaler> scaler_;

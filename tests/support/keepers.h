@@ -24,7 +24,7 @@ struct Keeper {
 inline std::vector<Keeper> keepers() {
   const auto mezzos = [](mezzo::optim::WeightStorage storage) {
     return [storage](const std::vector<torch::Tensor>& parameters) {
-      const mezzo::optim::WeightOptions weights{.weight_storage = storage};
+      const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
       return OwnedOptimizer(std::make_unique<mezzo::optim::SGD>(parameters, 1.0, weights), false);
     };
   };

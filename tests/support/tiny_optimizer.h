@@ -26,7 +26,8 @@ inline void set_gradient(const torch::Tensor& parameter, std::vector<float> valu
 }
 
 /// A scaler that has seen a loss, and tells nobody of its skips.
-inline mezzo::GradScaler quiet_scaler(const mezzo::LossScale& options = {.init_scale = 1024}) {
+inline mezzo::GradScaler quiet_scaler(const mezzo::GradScalerOptions& options = {
+                                          .init_scale = 1024}) {
   mezzo::GradScaler scaler(options);
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));
@@ -38,7 +39,7 @@ struct OneWeight {
   explicit OneWeight(mezzo::GradScaler own) : scaler(std::move(own)) {
     (void)scaler.scale(torch::zeros({}));
   }
-  explicit OneWeight(const mezzo::LossScale& options = {.init_scale = 1024})
+  explicit OneWeight(const mezzo::GradScalerOptions& options = {.init_scale = 1024})
       : OneWeight(quiet_scaler(options)) {}
 
   /// One iteration whose gradient is `gradient`.

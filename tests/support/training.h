@@ -20,7 +20,7 @@ struct TrainingOptions {
   at::ScalarType dtype = at::kFloat;
   std::optional<at::ScalarType> gradient_dtype{};  ///< the parameters' if not set
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
-  mezzo::optim::WeightOptions weights{};
+  mezzo::optim::WeightStorageOptions weights{};
   double max_norm = 5.0;
   bool unscales = false;  ///< calls unscale_ before the step
   bool tells = false;     ///< of skipped steps, to a callback

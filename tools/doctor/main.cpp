@@ -42,7 +42,7 @@ torch::Tensor input_of(const std::string& spec) {
   if (name == "int64") return torch::randint(2, sizes, torch::kInt64);
   if (name == "int32") return torch::randint(2, sizes, torch::kInt32);
   if (name == "bool") return torch::randint(2, sizes, torch::kInt64).to(torch::kBool);
-  const auto dtype = mezzo::detail::dtype_named(name);
+  const auto dtype = mezzo::detail::parse_dtype(name);
   if (!dtype) {
     throw std::invalid_argument("--input " + spec + ": the dtype is none of " +
                                 mezzo::detail::kKnownDtypes + ", int64, int32 and bool");

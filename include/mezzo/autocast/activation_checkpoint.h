@@ -58,7 +58,7 @@ auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& funct
   // Stored as std::bind_front stores them, but for a TensorList, which would dangle.
   return detail::first_run(std::make_shared<std::decay_t<F>>(std::forward<F>(function)),
                            std::make_shared<std::tuple<detail::OwningType<Args>...>>(
-                               detail::owned(std::forward<Args>(args))...),
+                               detail::to_owning(std::forward<Args>(args))...),
                            options.preserve_random_state);
 }
 

@@ -7,7 +7,7 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/region.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
-#include <mezzo/base/model_list.h>
+#include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
 
 #include <c10/util/Exception.h>

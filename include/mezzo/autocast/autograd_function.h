@@ -7,8 +7,8 @@
 
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -54,7 +54,7 @@ struct CastFunction : torch::autograd::Function<CastFunction<T, CastInputs>> {
  private:
   template <class... Args>
   static auto forward_uncast(Context* ctx, Args&&... args) {
-    const AutocastOff off;
+    const AutocastDisabledGuard off;
     save_state(ctx);
     return T::forward(ctx, std::forward<Args>(args)...);
   }

@@ -22,8 +22,8 @@
 
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -49,7 +49,7 @@ inline bool autocast_is_on() {
 /// `R`, or a value where it is a reference to tensors, which may lead into a cast argument.
 template <class R>
 using WithoutTensorReference =
-    std::conditional_t<std::is_reference_v<R> && carries_tensors<R>(), std::decay_t<R>, R>;
+    std::conditional_t<std::is_reference_v<R> && contains_tensors<R>(), std::decay_t<R>, R>;
 
 /// Says to which dtype a cast function's tensors are cast.
 enum class CastTarget { fixed, of_region, widest };
@@ -76,7 +76,7 @@ struct WithCasts {
     // Braces, so that the casts happen before autocast is switched off.
     std::tuple<decltype(map_tensors(std::forward<Args>(args), cast))...> arguments{
         map_tensors(std::forward<Args>(args), cast)...};
-    const AutocastOff off;
+    const AutocastDisabledGuard off;
     return std::apply(
         [&function](
             auto&&... each) -> WithoutTensorReference<std::invoke_result_t<F&, decltype(each)...>> {

@@ -170,6 +170,6 @@ MEZZO_INLINE OpPolicy install_op_overrides(OpPolicy policy);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_COMPILED
+#ifndef MEZZO_COMPILED_LIB
 #include <mezzo/autocast/detail/op_policy/op_policy_impl.h>
 #endif

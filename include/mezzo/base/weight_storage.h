@@ -22,28 +22,29 @@ enum class WeightStorage : std::uint8_t {
   plain,
   /// Trains a float copy in the state; the parameter is that copy rounded to nearest. Moments are
   /// floats. 16 bytes. Apex's O2 calls the copies master weights.
-  master,
-  /// Trains the same values as `master` without a second copy: the state holds the 16 bits that
+  fp32_master,
+  /// Trains the same values as `fp32_master` without a second copy: the state holds the 16 bits
+  /// that
   /// complete the bfloat16 parameter to a float. Moments are floats. 14 bytes. bfloat16 only.
   split_master,
   /// Like `plain`, but parameters and moments are rounded stochastically: up or down with the
   /// probabilities that make the mean exact, so small updates are not lost. 8 bytes. bfloat16 only.
   /// The random bits follow from `seed`, the step and the element's index: they are the same for
   /// any number of threads, on any device, and in a resumed run.
-  stochastic,
+  stochastic_rounding,
 };
 
 /// What mezzo's optimizers take beside libtorch's options, for all of their groups:
 ///
 ///     mezzo::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(2e-5),
-///                                   {.weight_storage = WeightStorage::stochastic, .seed = 7});
-struct WeightOptions {
+///                                   {.weight_storage = WeightStorage::stochastic_rounding, .seed = 7});
+struct WeightStorageOptions {
   /// How weights of 16 bits are kept.
   WeightStorage weight_storage = WeightStorage::plain;
-  /// Seed of the random bits of WeightStorage::stochastic.
+  /// Seed of the random bits of WeightStorage::stochastic_rounding.
   std::uint64_t seed = 0;
   /// Compares both.
-  bool operator==(const WeightOptions&) const = default;
+  bool operator==(const WeightStorageOptions&) const = default;
 };
 
 }  // namespace optim

@@ -255,6 +255,6 @@ void load_state_dict(const std::filesystem::path& file, M& model) {
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_COMPILED
+#ifndef MEZZO_COMPILED_LIB
 #include <mezzo/checkpoint/detail/checkpoint_impl.h>  // IWYU pragma: export
 #endif

@@ -4,11 +4,11 @@
 #pragma once
 
 #include <mezzo/autocast/detail/op_arguments.h>
-#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/detail/rng_state.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -97,7 +97,7 @@ inline c10::StorageImpl* storage_of(const at::Tensor& tensor) {
 /// that lie in one flat buffer.
 class Names {
  public:
-  explicit Names(NamedTensors tensors) : tensors_(std::move(tensors)) {}
+  explicit Names(TensorsByName tensors) : tensors_(std::move(tensors)) {}
 
   /// Returns the name of the tensor that `tensor` is or is a view of; empty of another one.
   std::string name_of(const at::Tensor& tensor) const {
@@ -121,7 +121,7 @@ class Names {
   }
 
  private:
-  NamedTensors tensors_;
+  TensorsByName tensors_;
 };
 
 /// An op that has begun, as one observer sees it.
@@ -154,7 +154,7 @@ class OpObserver {
   bool saw_backward() const { return link_->saw_backward; }
 
  protected:
-  explicit OpObserver(NamedTensors names) : names_(std::move(names)) {}
+  explicit OpObserver(TensorsByName names) : names_(std::move(names)) {}
   virtual ~OpObserver() = default;  // after stop(), which the destructor of a final class calls
 
   /// Called before an op and after it, one op at a time. Ops of their own run under Unobserved.
@@ -380,7 +380,7 @@ inline std::optional<std::vector<TensorSummary>> run_again(const ObservedOp& op,
   const c10::FunctionSchema& schema = op.handle.schema();
   const bool is_libtorchs = schema.name().starts_with("aten::");  // not a collective, say
   if (!is_libtorchs || schema.arguments().size() != op.inputs.size()) return std::nullopt;
-  const RandomState random;
+  const RngState random;
   std::optional<std::vector<TensorSummary>> summaries;
   try {
     torch::jit::Stack stack;
@@ -392,7 +392,7 @@ inline std::optional<std::vector<TensorSummary>> run_again(const ObservedOp& op,
     if (!results.empty()) summaries = summarize(results);
   } catch (const std::exception&) {  // an op that knows only the narrow type, say
   }
-  random.install();
+  random.restore();
   return summaries;
 }
 
@@ -459,7 +459,7 @@ class AnomalyTrace final : private detail::OpObserver {
   explicit AnomalyTrace(const torch::nn::Module& model, AnomalyTraceOptions options = {})
       : AnomalyTrace(name_parameters(model), std::move(options)) {}
   /// Names the modules of these parameters.
-  explicit AnomalyTrace(const NamedTensors& parameters, AnomalyTraceOptions options = {})
+  explicit AnomalyTrace(const TensorsByName& parameters, AnomalyTraceOptions options = {})
       : OpObserver(parameters), options_(std::move(options)) {
     std::vector<at::Tensor> gradients;  // a step before may have left inf in them
     for (const auto& [name, parameter] : parameters) gradients.push_back(parameter.grad());
@@ -615,7 +615,7 @@ class AnomalyTrace final : private detail::OpObserver {
     bool arrives = false, asks_low = false, asks_high = false;  // for -inf, and for inf
     for (const c10::IValue& input : op.inputs) {
       const double value = input.isDouble() ? input.toDouble() : 0;
-      if (detail::nonfinite_bits(value)) (value < 0 ? asks_low : asks_high) = true;
+      if (detail::is_nonfinite(value)) (value < 0 ? asks_low : asks_high) = true;
     }
     for (std::size_t i = 0; i < read.size(); ++i) {
       TensorSummary& input = anomaly.inputs[i];

@@ -6,13 +6,13 @@
 #include <mezzo/autocast/autocast.h>
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/recommended.h>
-#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/hardware.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/model_list.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/detail/rng_state.h>
+#include <mezzo/base/model_refs.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/summarize.h>
@@ -105,7 +105,7 @@ class Doctor final : OpObserver {
  public:
   /// \param inputs   the sample's tensors: "input 0", ...
   /// \param forward  runs the sample, and gives the outputs; null: there is none
-  Doctor(const NamedTensors& parameters, NamedTensors buffers, NamedTensors inputs,
+  Doctor(const TensorsByName& parameters, TensorsByName buffers, TensorsByName inputs,
          std::function<std::vector<at::Tensor>()> forward, c10::Device device,
          const DoctorOptions& options)
       : OpObserver(parameters),
@@ -113,7 +113,7 @@ class Doctor final : OpObserver {
         buffers_(std::move(buffers)),
         inputs_(std::move(inputs)),
         all_([this] {
-          NamedTensors all = parameters_;
+          TensorsByName all = parameters_;
           all.insert(all.end(), buffers_.begin(), buffers_.end());
           all.insert(all.end(), inputs_.begin(), inputs_.end());
           return all;
@@ -272,7 +272,7 @@ class Doctor final : OpObserver {
 
   Outcome run(std::optional<at::ScalarType> low) {
     Outcome outcome;
-    const RandomState random;
+    const RngState random;
     std::vector<at::Tensor> kept;  // the buffers' memory; the pass gets other memory
     for (const auto& [name, buffer] : buffers_) {
       const Unobserved unobserved;
@@ -284,7 +284,7 @@ class Doctor final : OpObserver {
       stop();
       const Unobserved unobserved;
       for (std::size_t i = 0; i < kept.size(); ++i) buffers_[i].second.set_data(kept[i]);
-      random.install();
+      random.restore();
     });
     try {
       const AutocastGuard region({.device = found_.device.type(),
@@ -356,7 +356,7 @@ class Doctor final : OpObserver {
   void compare(const Outcome& exact, const Outcome& low, const std::string& under) {
     if (low.output.numel() != exact.output.numel()) return;
     const double error = ((low.output - exact.output).norm() / exact.output.norm()).item<double>();
-    if (nonfinite_bits(error) || error <= 0.1) return;
+    if (is_nonfinite(error) || error <= 0.1) return;
     add(FindingSeverity::warning, "forward", "(model)",
         "the result " + under + " differs from float32's by " + digits(100 * error, 2) +
             " % of it: which op loses it is not known; run parts of the model with autocast off");
@@ -364,7 +364,7 @@ class Doctor final : OpObserver {
 
   /// Tensors whose values the dtype does not hold, if an op casts them or no run tells. A mask of
   /// -inf is fine; a weight of inf is not.
-  void examine_values(const std::string& kind, const NamedTensors& tensors) {
+  void examine_values(const std::string& kind, const TensorsByName& tensors) {
     const bool is_parameter = kind == "parameter";
     std::vector<std::string> bad, large, lost;
     double largest = 0;
@@ -416,10 +416,11 @@ class Doctor final : OpObserver {
         "an update of " + digits(rate) +
             ", as Adam makes, rounds to nothing at this share of the values with "
             "WeightStorage::plain",
-        "mezzo::optim::WeightStorage::master  // or stochastic, in the optimizer's options");
+        "mezzo::optim::WeightStorage::fp32_master  // or stochastic_rounding, in the optimizer's "
+        "options");
   }
 
-  NamedTensors parameters_, buffers_, inputs_;
+  TensorsByName parameters_, buffers_, inputs_;
   Names all_;
   std::function<std::vector<at::Tensor>()> forward_;
   DoctorOptions options_;
@@ -466,7 +467,7 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
   } else {
     // What TorchScript's interpreter runs is then the graph's own ops, and not what they fuse to.
     const torch::jit::GraphOptimizerEnabledGuard as_written(false);
-    NamedTensors inputs;
+    TensorsByName inputs;
     detail::for_each_tensor(sample, [&inputs](const at::Tensor& tensor) {
       const std::string name = "input " + std::to_string(inputs.size());
       if (tensor.defined()) inputs.emplace_back(name, tensor);
@@ -488,8 +489,9 @@ Diagnosis diagnose(Model&& model, const Sample& sample, c10::Device device,
     if constexpr (std::is_same_v<Sample, std::vector<c10::IValue>>) {
       if (sample.empty()) forward = nullptr;
     }
-    const auto parameters = detail::NamedOnce().floating(model.named_parameters());
-    const auto buffers = detail::NamedOnce().all(model.named_buffers());
+    const auto parameters =
+        detail::UniqueTensorCollector().collect_floating(model.named_parameters());
+    const auto buffers = detail::UniqueTensorCollector().collect(model.named_buffers());
     return detail::Doctor(parameters, buffers, inputs, forward, device, options).examine();
   }
 }

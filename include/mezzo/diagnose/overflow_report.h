@@ -3,10 +3,10 @@
 /// UnderflowReport, would these numbers survive in a low type; DivergenceWatch, is the run lost.
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/tensor_words.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/diagnose/telemetry.h>
@@ -47,7 +47,7 @@ namespace detail {
 
 /// Returns the name of the first tensor that holds inf or NaN; empty if there is none. Waits for
 /// the device.
-inline std::string name_of_nonfinite(const NamedTensors& tensors) {
+inline std::string name_of_nonfinite(const TensorsByName& tensors) {
   for (const auto& [name, tensor] : tensors) {
     if (is_readable(tensor) && !ordered_values(tensor).isfinite().all().item<bool>()) return name;
   }
@@ -97,7 +97,7 @@ struct Overflow {
 
 /// Reads the gradients that `parameters` have now; waits for the device. Writes nothing.
 /// \param loss_scale  that the gradients carry, or carried
-inline Overflow find_overflow(const NamedTensors& parameters, double loss_scale = 1) {
+inline Overflow find_overflow(const TensorsByName& parameters, double loss_scale = 1) {
   const at::NoGradGuard no_grad;
   std::vector<at::Tensor> all;  // of a sparse gradient its rows
   for (const auto& [name, parameter] : parameters) {
@@ -190,8 +190,8 @@ class OverflowReport {
   }
 
  private:
-  NamedTensors parameters_;
-  NamedTensors buffers_;
+  TensorsByName parameters_;
+  TensorsByName buffers_;
   OverflowReportOptions options_;
 };
 
@@ -238,7 +238,7 @@ class UnderflowReport {
   void add(const std::string& layer, const at::Tensor& values) {
     if (!values.defined() || values.numel() == 0) return;
     TORCH_CHECK(values.is_floating_point(), "UnderflowReport::add: ", layer, " is ",
-                detail::tensor_words(values), "; give it values of a floating dtype");
+                detail::describe(values), "; give it values of a floating dtype");
     const at::NoGradGuard no_grad;
     const at::Tensor dense = values.is_sparse() ? values.detach().to_dense() : values.detach();
     const at::Tensor flat = dense.reshape({-1});
@@ -283,7 +283,7 @@ class UnderflowReport {
   void count(LayerExponents& counts, double value) const {
     ++counts.sampled;
     if (value == 0) return static_cast<void>(++counts.zero);
-    if (detail::nonfinite_bits(value)) return static_cast<void>(++counts.non_finite);
+    if (detail::is_nonfinite(value)) return static_cast<void>(++counts.non_finite);
     const int exponent = std::ilogb(value);
     counts.smallest = std::min(counts.smallest.value_or(exponent), exponent);
     counts.largest = std::max(counts.largest.value_or(exponent), exponent);
@@ -431,7 +431,7 @@ class DivergenceWatch {
 
  private:
   static bool is_lost(const TelemetryRecord& record) {
-    return record.loss && detail::nonfinite_bits(*record.loss);
+    return record.loss && detail::is_nonfinite(*record.loss);
   }
 
   std::string bad_weight() const { return detail::name_of_nonfinite(parameters_); }
@@ -484,8 +484,8 @@ class DivergenceWatch {
   }
 
   DivergenceOptions options_;
-  NamedTensors parameters_;
-  NamedTensors buffers_;
+  TensorsByName parameters_;
+  TensorsByName buffers_;
   bool began_bad_;
   std::int64_t last_step_ = 0;
   std::int64_t skips_ = 0;

@@ -5,7 +5,7 @@
 
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -134,11 +134,11 @@ namespace detail {
 
 /// Returns the floating tensors of `list(model)` for all models, each once, as "model.tensor".
 template <class List>
-NamedTensors name_tensors(const std::vector<NamedModel>& models, const List& list) {
-  NamedTensors all;
-  NamedOnce once;
+TensorsByName name_tensors(const std::vector<NamedModel>& models, const List& list) {
+  TensorsByName all;
+  UniqueTensorCollector once;
   for (const auto& [name, model] : models) {
-    for (auto& [own, tensor] : once.floating(list(model.get()))) {
+    for (auto& [own, tensor] : once.collect_floating(list(model.get()))) {
       all.emplace_back(name + "." + own, std::move(tensor));
     }
   }
@@ -148,23 +148,23 @@ NamedTensors name_tensors(const std::vector<NamedModel>& models, const List& lis
 }  // namespace detail
 
 /// Returns all parameters of a floating dtype, as `named_parameters` orders them, each once.
-inline NamedTensors name_parameters(const torch::nn::Module& model) {
-  return detail::NamedOnce().floating(model.named_parameters());
+inline TensorsByName name_parameters(const torch::nn::Module& model) {
+  return detail::UniqueTensorCollector().collect_floating(model.named_parameters());
 }
 
 /// Returns all parameters of a floating dtype of `models`, each once: "generator.0.weight".
-inline NamedTensors name_parameters(const std::vector<NamedModel>& models) {
+inline TensorsByName name_parameters(const std::vector<NamedModel>& models) {
   return detail::name_tensors(
       models, [](const torch::nn::Module& model) { return model.named_parameters(); });
 }
 
 /// Returns all buffers of a floating dtype, each once.
-inline NamedTensors named_float_buffers(const torch::nn::Module& model) {
-  return detail::NamedOnce().floating(model.named_buffers());
+inline TensorsByName named_float_buffers(const torch::nn::Module& model) {
+  return detail::UniqueTensorCollector().collect_floating(model.named_buffers());
 }
 
 /// Returns all buffers of a floating dtype of `models`, each once: "generator.1.running_mean".
-inline NamedTensors named_float_buffers(const std::vector<NamedModel>& models) {
+inline TensorsByName named_float_buffers(const std::vector<NamedModel>& models) {
   return detail::name_tensors(models,
                               [](const torch::nn::Module& model) { return model.named_buffers(); });
 }
@@ -254,7 +254,7 @@ inline at::Tensor ordered_values(const at::Tensor& tensor) {
 
 // c10's own conversions are inlined, and wrong under -ffast-math.
 inline bool has_rounding_ends(double value, at::ScalarType dtype) {
-  return !nonfinite_bits(value) &&
+  return !is_nonfinite(value) &&
          (dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat);
 }
 
@@ -296,7 +296,7 @@ inline std::vector<TensorSummary> summarize(const std::vector<at::Tensor>& tenso
     if (!detail::is_readable(tensors[i])) continue;
     TensorSummary& summary = summaries[i];
     const at::Tensor values = detail::ordered_values(tensors[i]);
-    if (detail::nonfinite_bits(number[0]) || detail::nonfinite_bits(number[1])) {
+    if (detail::is_nonfinite(number[0]) || detail::is_nonfinite(number[1])) {
       summary = summarize({values.masked_select(values.isfinite())}).front();
       summary.infs = values.isinf().sum().item<int64_t>();
       summary.negative_infs = values.isneginf().sum().item<int64_t>();

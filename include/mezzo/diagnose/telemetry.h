@@ -5,7 +5,7 @@
 
 #include <mezzo/base/detail/crc32c.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 #include <mezzo/diagnose/summarize.h>
 #include <mezzo/kernels/graph_capture.h>
@@ -136,7 +136,7 @@ inline std::optional<double> memory_in_use(const at::Tensor& loss) {
     constexpr auto kAll = static_cast<std::size_t>(c10::CachingAllocator::StatType::AGGREGATE);
     return static_cast<double>(stats.allocated_bytes[kAll].peak);
   }
-  return resident_bytes();
+  return resident_memory_bytes();
 }
 
 /// A file that is written a record at a time, and shared by its copies. What was written is the
@@ -257,7 +257,7 @@ inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRec
       points.emplace_back(step, kGap);
       sum = count = 0;
     }
-    if (value && !nonfinite_bits(*value)) points.back().second = (sum += *value) / ++count;
+    if (value && !is_nonfinite(*value)) points.back().second = (sum += *value) / ++count;
     const std::string why = chart.mark(records[i]);
     if (why.empty()) continue;
     marks += "<path class=mark d='M" + across(step) + " 0V100'><title>" + why + "</title></path>";
@@ -266,7 +266,7 @@ inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRec
   double low = std::numeric_limits<double>::max(), high = std::numeric_limits<double>::lowest();
   for (auto& [x, y] : points) {
     if (chart.logarithmic) y = y > 0 ? std::log2(y) : kGap;
-    if (nonfinite_bits(y)) continue;
+    if (is_nonfinite(y)) continue;
     low = std::min(low, y);
     high = std::max(high, y);
   }
@@ -286,7 +286,7 @@ inline std::string chart_html(const Chart& chart, const std::vector<TelemetryRec
   }
   bool is_drawing = false;
   for (const auto& [x, y] : points) {
-    const bool is_gap = nonfinite_bits(y);
+    const bool is_gap = is_nonfinite(y);
     // A lone point is seen by "h0", since ends of lines are round.
     if (!is_gap) curve += (is_drawing ? "L" : "M") + across(x) + " " + down(y) + "h0";
     is_drawing = !is_gap;
@@ -576,7 +576,7 @@ class RunReport {
                detail::html_text(name) + "</dt><dd>" + detail::html_text(value) + "</dd></div>";
     };
     for (const auto& [name, value] : scores_) {
-      const bool is_nothing = !(value > 0) || detail::nonfinite_bits(value);
+      const bool is_nothing = !(value > 0) || detail::is_nonfinite(value);
       add(name, digits(value, 3), is_nothing);
       if (!is_nothing) continue;
       troubles += (troubles.empty() ? "" : ", ") + detail::html_text(name) + " is " + digits(value);
@@ -598,7 +598,7 @@ class RunReport {
       const TelemetryRecord& last = records_.back();
       add("steps", std::to_string(last.step - records_.front().step + 1));
       add("skipped", std::to_string(skipped));
-      if (last.loss) add("last loss", digits(*last.loss, 4), detail::nonfinite_bits(*last.loss));
+      if (last.loss) add("last loss", digits(*last.loss, 4), detail::is_nonfinite(*last.loss));
       add("loss scale", digits(last.scale, 8));
       if (seconds > 0) add("mean tokens/s", digits(std::round(tokens / seconds * 10) / 10, 8));
       if (memory > 0) add("most memory at a step, MiB", digits(memory / 1048576, 5));
@@ -609,7 +609,7 @@ class RunReport {
   std::string charts_html() const {
     using Record = TelemetryRecord;
     const auto is_bad = [](const Record& record) {
-      const bool bad = record.loss && detail::nonfinite_bits(*record.loss);
+      const bool bad = record.loss && detail::is_nonfinite(*record.loss);
       return bad ? "loss is " + detail::number_text(*record.loss) : "";
     };
     const auto is_skipped = [](const Record& record) {
@@ -633,7 +633,7 @@ class RunReport {
   }
 
   std::string options_html() const {
-    const std::tm utc = detail::utc_of(std::time(nullptr));
+    const std::tm utc = detail::to_utc(std::time(nullptr));
     std::array<char, 32> date{};
     std::strftime(date.data(), date.size(), "%Y-%m-%d %H:%M UTC", &utc);
     std::string text;

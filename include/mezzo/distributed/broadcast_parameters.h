@@ -2,7 +2,7 @@
 /// All ranks begin with the same model.
 #pragma once
 
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/ranks.h>
 
@@ -23,7 +23,7 @@ namespace detail {
 
 /// Compares names, dtypes, shapes and whether gradients are wanted, and lines of `options` before;
 /// then gives every rank rank 0's values. Returns the tensors that want gradients.
-inline std::vector<at::Tensor> broadcast_alike(const NamedTensors& tensors, const GroupPtr& group,
+inline std::vector<at::Tensor> broadcast_alike(const TensorsByName& tensors, const GroupPtr& group,
                                                const std::string& options) {
   checked(group, "broadcast_parameters");
   std::ostringstream lines;
@@ -53,7 +53,7 @@ inline std::vector<at::Tensor> broadcast_alike(const NamedTensors& tensors, cons
 /// Waits until the values are there.
 /// \throws c10::Error, on every rank and before anything is written, naming the first rank that
 ///   differs from rank 0 and the tensor in which it does
-inline void broadcast_parameters(const NamedTensors& tensors,
+inline void broadcast_parameters(const TensorsByName& tensors,
                                  c10::intrusive_ptr<c10d::Backend> group) {
   detail::broadcast_alike(tensors, group, "");
 }

@@ -183,7 +183,7 @@ class DistributedCheckpointManager {
           if (with_parameters) {
             const at::Tensor bytes = tensor.detach().cpu().contiguous();
             lines << ", bits with the CRC-32C "
-                  << detail::crc32c_text(bytes.const_data_ptr(), bytes.nbytes());
+                  << detail::crc32c_hex(bytes.const_data_ptr(), bytes.nbytes());
           }
           lines << '\n';
         }

@@ -4,8 +4,8 @@
 /// (grad_all_reduce.h does not include libtorch's modules, which take twelve seconds to compile.)
 #pragma once
 
-#include <mezzo/base/model_list.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/model_refs.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/ranks.h>
@@ -44,8 +44,8 @@ class Replica {
  public:
   Replica(const torch::nn::Module& module, const GroupPtr& group,
           const DataParallelOptions& options)
-      : parameters_(once_.all(module.named_parameters())),
-        buffers_(once_.all(module.named_buffers())),
+      : parameters_(once_.collect(module.named_parameters())),
+        buffers_(once_.collect(module.named_buffers())),
         group_(checked(group, "DataParallel")),
         broadcasts_(options.broadcast_buffers),
         all_reduce_(
@@ -80,7 +80,7 @@ class Replica {
  private:
   /// Gives all ranks rank 0's values; returns the parameters that require grad.
   std::vector<at::Tensor> broadcast_and_select_trained() const {
-    NamedTensors all = parameters_;  // a buffer is no parameter, though it may require grad
+    TensorsByName all = parameters_;  // a buffer is no parameter, though it may require grad
     for (const auto& [name, buffer] : buffers_) all.emplace_back(name, buffer.detach());
     auto trained = broadcast_alike(
         all, group_, broadcasts_ ? "broadcast_buffers: on\n" : "broadcast_buffers: off\n");
@@ -90,8 +90,8 @@ class Replica {
     return trained;
   }
 
-  NamedOnce once_;  // has a tensor of several names under the first one
-  NamedTensors parameters_, buffers_, frozen_;
+  UniqueTensorCollector once_;  // has a tensor of several names under the first one
+  TensorsByName parameters_, buffers_, frozen_;
   GroupPtr group_;
   bool broadcasts_;
   GradAllReduce all_reduce_;

@@ -2,8 +2,8 @@
 /// Gradients averaged over the ranks, bucket by bucket, under the rest of the backward pass.
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/ranks.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -163,11 +163,11 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
     begin_pass();
     const at::Tensor& parameter = buckets_.parameters()[number];
     TORCH_CHECK(!parameter.grad().requires_grad(), "GradAllReduce on rank ", group_->getRank(),
-                ": the gradient of ", parameter_words(number, parameter),
+                ": the gradient of ", describe_param(number, parameter),
                 " has a history (create_graph), which ends with this process; run that backward "
                 "pass without synchronisation (no_sync)");
     TORCH_CHECK(bucket_of_[number] >= next_, "GradAllReduce on rank ", group_->getRank(),
-                ": the gradient of ", parameter_words(number, parameter),
+                ": the gradient of ", describe_param(number, parameter),
                 " came once more in one backward pass, after its bucket was sent: a pass inside of "
                 "this one reached it; use mezzo::activation_checkpoint, which runs none over "
                 "parameters, or call the shared layer outside of other checkpoints");
@@ -186,7 +186,7 @@ class Reducer final : public std::enable_shared_from_this<Reducer> {
       while (const auto* const hook = dynamic_cast<const Hook*>(link)) {
         const auto alive = hook->reducer.lock();
         TORCH_CHECK(alive == nullptr || alive.get() == this, "GradAllReduce on rank ",
-                    group_->getRank(), ": the gradient of ", parameter_words(number, parameter),
+                    group_->getRank(), ": the gradient of ", describe_param(number, parameter),
                     " is reduced by another DataParallel, GradAllReduce or ShardedOptimizer too; "
                     "leave it to one of them, and destroy the other");
         link = hook->previous.get();

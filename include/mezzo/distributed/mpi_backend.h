@@ -6,8 +6,8 @@
 #error "this header needs MPI: link the target mezzo::mpi, find_package(mezzo COMPONENTS mpi)"
 #endif
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -336,7 +336,7 @@ class MpiBackend final : public c10d::Backend {
                     output.numel() == input.numel() * size_,
                 call, " on rank ", rank_,
                 ": `output` must be contiguous, on the CPU, of the dtype of `input` and ", size_,
-                " times as long, but is ", detail::tensor_words(output));
+                " times as long, but is ", detail::describe(output));
     const at::Tensor own = input.is_alias_of(output) ? input.detach().clone() : input.detach();
     return launch(std::move(call), {output},
                   [this, own, all = output.detach()] { gather(own, all); });
@@ -477,7 +477,7 @@ class MpiBackend final : public c10d::Backend {
         collective, " on rank ", rank_,
         ": a tensor must be dense, contiguous and on the CPU, with fewer than 2^31 elements, "
         "but is ",
-        detail::tensor_words(tensor), "; pass tensor.contiguous(), or a part at a time");
+        detail::describe(tensor), "; pass tensor.contiguous(), or a part at a time");
     return c10::str(collective, " of ", tensor.numel(), " ", c10::toString(tensor.scalar_type()));
   }
 

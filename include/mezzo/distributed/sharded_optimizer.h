@@ -4,8 +4,8 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
-#include <mezzo/base/detail/tensor_words.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/detail/describe.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/broadcast_parameters.h>
 #include <mezzo/distributed/detail/ranks.h>
@@ -71,7 +71,7 @@ class Shards {
   /// \throws c10::Error for a parameter whose gradients are not averaged
   int owner_of(const at::Tensor& parameter) const {
     const auto found = owners_.find(parameter.unsafeGetTensorImpl());
-    TORCH_CHECK(found != owners_.end(), "ShardedOptimizer: a parameter (", tensor_words(parameter),
+    TORCH_CHECK(found != owners_.end(), "ShardedOptimizer: a parameter (", describe(parameter),
                 ") has a gradient, and was frozen or in no group when the optimizer was made; make "
                 "a new ShardedOptimizer with all parameters that are trained");
     return found->second;
@@ -95,7 +95,7 @@ class Shards {
  private:
   std::vector<at::Tensor> start_alike(
       const std::vector<torch::optim::OptimizerParamGroup>& groups) const {
-    NamedTensors named;
+    TensorsByName named;
     std::string options;
     for (std::size_t i = 0; i < groups.size(); ++i) {
       torch::serialize::OutputArchive archive;
@@ -105,7 +105,7 @@ class Shards {
       const std::string text = bytes.str();
       options +=
           c10::str("group ", i, ": lr ", groups[i].options().get_lr(),
-                   ", options with the CRC-32C ", crc32c_text(text.data(), text.size()), "\n");
+                   ", options with the CRC-32C ", crc32c_hex(text.data(), text.size()), "\n");
       for (std::size_t k = 0; k < groups[i].params().size(); ++k) {
         const at::Tensor& parameter = groups[i].params()[k];
         named.emplace_back(c10::str("parameter ", k, " of group ", i), parameter);
@@ -302,12 +302,12 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
   ShardedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                    c10::intrusive_ptr<c10d::Backend> group, const Options& defaults,
                    const GradAllReduceOptions& options = {},
-                   const optim::WeightOptions& weights = {})
+                   const optim::WeightStorageOptions& weights = {})
       : detail::Sharded<OptimizerType>(groups, std::move(group), options, defaults, weights) {}
   /// Makes one group of `parameters`.
   ShardedOptimizer(std::vector<at::Tensor> parameters, c10::intrusive_ptr<c10d::Backend> group,
                    const Options& defaults, const GradAllReduceOptions& options = {},
-                   const optim::WeightOptions& weights = {})
+                   const optim::WeightStorageOptions& weights = {})
       : ShardedOptimizer({torch::optim::OptimizerParamGroup(std::move(parameters))},
                          std::move(group), defaults, options, weights) {}
 

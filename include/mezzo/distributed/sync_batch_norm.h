@@ -96,8 +96,8 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
   static torch::autograd::variable_list forward(Context* context, const at::Tensor& input,
                                                 const at::Tensor& weight, const at::Tensor& bias,
                                                 double eps, const GroupPtr& group) {
-    const AutocastOff autocast_off;
-    const at::Tensor wide = input.to(wide_dtype(input));
+    const AutocastDisabledGuard autocast_off;
+    const at::Tensor wide = input.to(accum_dtype(input));
     const ChannelStatistics statistics = statistics_of_all_ranks(wide, group);
     const at::Tensor inverse = statistics.variance.add(eps).rsqrt();
     at::Tensor output = wide.sub(spread(statistics.mean, input));
@@ -114,7 +114,7 @@ struct NormaliseOverRanks : torch::autograd::Function<NormaliseOverRanks> {
     TORCH_CHECK(
         !c10::GradMode::is_enabled(),
         "SyncBatchNorm has no gradient of its gradient: call backward without create_graph");
-    const AutocastOff autocast_off;
+    const AutocastDisabledGuard autocast_off;
     const auto saved = context->get_saved_variables();
     const at::Tensor &input = saved[0], &weight = saved[1], &mean = saved[2], &inverse = saved[3];
     const auto dims = dims_within_channel(input);

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/MemoryOverlap.h>

@@ -253,7 +253,7 @@ inline UnscaleLoop unscale_loop(at::ScalarType dtype, CpuIsa isa) {
   MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::Half) \
   MEZZO_COMPILED_GRADIENT_LOOPS_OF(EXTERN, c10::BFloat16)
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 MEZZO_COMPILED_GRADIENT_LOOPS(extern)
 #endif
 

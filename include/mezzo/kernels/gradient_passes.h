@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
@@ -213,7 +213,7 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   }
   for (const at::Tensor& gradient : gradients) bump_version(gradient);  // of copies again, below
   for (const auto& [gradient, copy] : copies) {
-    const NoGraphGuard no_graph(gradient.is_inference());
+    const NoGradInferenceGuard no_graph(gradient.is_inference());
     gradient.copy_(copy);
   }
 }

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 
@@ -23,7 +23,7 @@ namespace detail {
 inline uint64_t capture_by_driver(void* stream) {
   using Query = int(void* stream, int* status, uint64_t* id);
   static Query* const query = [] {
-    auto* const found = function_in<Query>(kCudaDriver, "cuStreamGetCaptureInfo");
+    auto* const found = load_symbol<Query>(kCudaDriver, "cuStreamGetCaptureInfo");
     TORCH_CHECK(found != nullptr,
                 "mezzo cannot ask CUDA's driver whether a stream is being captured: ", kCudaDriver,
                 " has no cuStreamGetCaptureInfo; link the CMake target mezzo::cuda, or update the "
@@ -70,7 +70,7 @@ inline int exchange_capture_mode(at::Device device, int mode) {
   }
   if (!device.is_cuda()) return mode;
   static auto* const exchange =
-      function_in<int(int* mode)>(kCudaDriver, "cuThreadExchangeStreamCaptureMode");
+      load_symbol<int(int* mode)>(kCudaDriver, "cuThreadExchangeStreamCaptureMode");
   TORCH_CHECK(
       exchange != nullptr && exchange(&mode) == 0,
       "CUDA's driver cannot set a thread's capture mode: ", kCudaDriver,

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@
 // mezzo's CPU loops, or otherwise ATen's.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-struct LossScale;
+struct GradScalerOptions;
 struct Verdict;
 
 namespace detail {
@@ -54,8 +54,9 @@ struct CudaKernels {
   /// buffer are one stretch.
   void (*summarize_)(const std::vector<Stretch>& gradients, const Verdict& verdict);
 
-  /// LossScale::next on the device, in one launch; found_inf is a float of one element there.
-  void (*update_scale_)(const LossScale& rule, const ScaleTensors& tensors,
+  /// GradScalerOptions::next on the device, in one launch; found_inf is a float of one element
+  /// there.
+  void (*update_scale_)(const GradScalerOptions& rule, const ScaleTensors& tensors,
                         const at::Tensor& found_inf);
 
   /// Takes one step of a rule over parameters of one device. One launch for each combination of
@@ -92,7 +93,7 @@ inline constinit std::atomic<const CudaKernels*> registered_cuda_kernels = nullp
 /// mezzo_cuda.cu calls it when it is loaded; its library is not unloaded afterwards.
 inline void register_cuda_kernels(const CudaKernels& kernels) {
   const CudaKernels* none = nullptr;
-  if (registered_cuda_kernels.compare_exchange_strong(none, &kernels)) keep_loaded(&kernels);
+  if (registered_cuda_kernels.compare_exchange_strong(none, &kernels)) pin_library(&kernels);
 }
 
 /// Returns the registered kernels; null in a program that does not link mezzo::cuda.

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 
@@ -19,10 +19,10 @@ namespace detail {
 
 /// A loss scale's state on a device, as tensors of one element.
 struct ScaleTensors {
-  at::Tensor scale;            ///< float
-  at::Tensor inverse;          ///< float: inverse_scale(scale), always written with it
-  at::Tensor growth_tracker;   ///< int32
-  at::Tensor hysteresis_left;  ///< int32
+  at::Tensor scale;               ///< float
+  at::Tensor inverse;             ///< float: inverse_scale(scale), always written with it
+  at::Tensor growth_tracker;      ///< int32
+  at::Tensor hysteresis_tracker;  ///< int32
 };
 
 /// Returns 1 / scale, correctly rounded: the bits of torch.amp and at::reciprocal. Computed in
@@ -33,29 +33,29 @@ C10_HOST_DEVICE inline float inverse_scale(float scale) {
 }
 
 /// Throws if `rule` needs an option that ATen's kernel lacks, on a device without mezzo's kernels.
-inline void require_update_kernel(const LossScale& rule, at::Device device) {
-  TORCH_CHECK(rule.hysteresis == 1 || rule.kind != LossScaleKind::dynamic ||
+inline void require_update_kernel(const GradScalerOptions& rule, at::Device device) {
+  TORCH_CHECK(rule.hysteresis == 1 || rule.mode != LossScaleMode::dynamic ||
                   kernel_backend(device) != KernelBackend::aten,
               "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
               " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
 }
 
-inline void update_scale_on_host_(const LossScale& rule, const ScaleTensors& tensors,
+inline void update_scale_on_host_(const GradScalerOptions& rule, const ScaleTensors& tensors,
                                   const at::Tensor& found_inf) {
   auto* scale_value = tensors.scale.mutable_data_ptr<float>();
   auto* tracker_value = tensors.growth_tracker.mutable_data_ptr<int32_t>();
-  auto* hysteresis_value = tensors.hysteresis_left.mutable_data_ptr<int32_t>();
+  auto* hysteresis_value = tensors.hysteresis_tracker.mutable_data_ptr<int32_t>();
   const LossScaleState next = rule.next({*scale_value, *tracker_value, *hysteresis_value},
                                         *found_inf.const_data_ptr<float>() != 0.0F);
   *scale_value = next.scale;
   *tensors.inverse.mutable_data_ptr<float>() = inverse_scale(next.scale);
   *tracker_value = next.growth_tracker;
-  *hysteresis_value = next.hysteresis_left;
+  *hysteresis_value = next.hysteresis_tracker;
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
-inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
+inline void update_scale_with_aten_(const GradScalerOptions& rule, ScaleTensors tensors,
                                     const at::Tensor& found_inf) {
   const at::Tensor highest = tensors.scale.clamp_min(kMaxGrownScale);
   at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor,
@@ -67,11 +67,12 @@ inline void update_scale_with_aten_(const LossScale& rule, ScaleTensors tensors,
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
-/// LossScale::next on a device: updates the state in place. `found_inf` is a float, not 0 if an inf
-/// was found. All tensors have one element and are on one device. One launch with mezzo's kernel.
-inline void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
+/// GradScalerOptions::next on a device: updates the state in place. `found_inf` is a float, not 0
+/// if an inf was found. All tensors have one element and are on one device. One launch with mezzo's
+/// kernel.
+inline void update_scale_(const GradScalerOptions& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
-  if (rule.kind != LossScaleKind::dynamic) return;
+  if (rule.mode != LossScaleMode::dynamic) return;
   switch (kernel_backend(tensors.scale.device())) {
     case KernelBackend::cuda:
       return cuda_kernels()->update_scale_(rule, tensors, found_inf);

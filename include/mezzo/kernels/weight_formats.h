@@ -81,7 +81,7 @@ void for_each_weights(const Visit& visit) {
 template <class Weights>
 bool keeps_as(optim::WeightStorage storage, at::ScalarType kept) {
   return Weights::kIsSplit == (storage == optim::WeightStorage::split_master) &&
-         Weights::kIsStochastic == (storage == optim::WeightStorage::stochastic) &&
+         Weights::kIsStochastic == (storage == optim::WeightStorage::stochastic_rounding) &&
          kept == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
 }
 

@@ -6,7 +6,7 @@
 
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/region.h>
-#include <mezzo/base/model_list.h>
+#include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
@@ -94,7 +94,7 @@ class Amp {
   using StateDict = std::map<std::string, GradScaler::StateDict>;
 
   /// Prepares models and optimizers for a level. Called by `initialize`, which documents it.
-  Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
+  Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLevel& level,
       const InitializeOptions& options);
 
   /// Calls `model->forward(args...)`, with its own signature and default arguments. `model` is a
@@ -102,8 +102,8 @@ class Amp {
   ///
   /// At O0, O2 and O3, floating tensors in `args` are cast to `level().cast_model_type()`, and
   /// those in the result to `cast_model_outputs()`, in nested containers and structs with
-  /// `tensors()` too (see Precision). At O1 the call runs under autocast on the model's devices.
-  /// Other arguments and results pass unchanged, structs without `tensors()` among them.
+  /// `tensors()` too (see MixedPrecisionPolicy). At O1 the call runs under autocast on the model's
+  /// devices. Other arguments and results pass unchanged, structs without `tensors()` among them.
   /// \throws c10::Error for any other model
   template <class Model, class... Args>
   decltype(auto) operator()(Model&& model, Args&&... args) const;
@@ -123,7 +123,7 @@ class Amp {
   /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
   ///   given to `initialize`, a parameter that two optimizers hold, or within the backward pass of
   ///   another call
-  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
+  void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                   const ScaleLossOptions& options = {});
 
   /// Runs a backward pass of your own, which is called once with the scaled loss: the body of
@@ -133,11 +133,11 @@ class Amp {
   ///     amp.scale_loss(loss, {first, second}, {.loss_id = 1},
   ///                    [&](const torch::Tensor& scaled) { scaled.backward({}, true); });
   template <std::invocable<const at::Tensor&> Backward>
-  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
+  void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                   const ScaleLossOptions& options, Backward&& backward);
   /// Runs a backward pass of your own with default options: loss_id 0.
   template <std::invocable<const at::Tensor&> Backward>
-  void scale_loss(const at::Tensor& loss, const OptimizerList& optimizers, Backward&& backward) {
+  void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers, Backward&& backward) {
     scale_loss(loss, optimizers, ScaleLossOptions{}, std::forward<Backward>(backward));
   }
 
@@ -216,7 +216,7 @@ class Amp {
   void enter(const torch::nn::Module& wanted, ForwardRegions& regions) const;
   Given& given(const torch::optim::Optimizer& optimizer);
   Loss& loss_of(int64_t loss_id);
-  Pass begin_pass(const at::Tensor& value, const OptimizerList& optimizers,
+  Pass begin_pass(const at::Tensor& value, const OptimizerRefs& optimizers,
                   const ScaleLossOptions& options);
   void end_pass(const Pass& pass, bool delays);
   void take_scale_off(Loss& loss);
@@ -232,7 +232,7 @@ class Amp {
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
   std::vector<Loss> losses_;
-  GradScaler verdict_{{.kind = LossScaleKind::none, .allow_fp16_gradients = true}};
+  GradScaler verdict_{{.mode = LossScaleMode::none, .allow_fp16_gradients = true}};
   bool has_verdict_scale_ = false;
   bool is_in_backward_ = false;
 };
@@ -252,38 +252,38 @@ class Amp {
 /// optimizers still hold them. With keep_batchnorm_fp32, batch norms stay float32, running
 /// statistics too, and accept low-precision input: BatchNorm1d to 3d, and every module, in
 /// TorchScript too, that has a buffer "running_var" of its own. Integer buffers are not cast. At O2
-/// parameters get float32 masters: mezzo's optimizers keep them (`WeightStorage::master` in groups
-/// that store weights `plain`), and any other optimizer is stepped through a MasterWeights. Pass
-/// models in float32, on their device, and optimizers before their first step; load a checkpoint
-/// afterwards.
+/// parameters get float32 masters: mezzo's optimizers keep them (`WeightStorage::fp32_master` in
+/// groups that store weights `plain`), and any other optimizer is stepped through a MasterWeights.
+/// Pass models in float32, on their device, and optimizers before their first step; load a
+/// checkpoint afterwards.
 /// \throws c10::Error, before anything is changed, for a model not in float32, or on a device other
 ///   than CPU and CUDA, a model or optimizer given twice, an optimizer without a parameter of the
 ///   models, an optimizer that has already stepped if the model is to be cast, num_losses below 1,
 ///   and a policy with a level without op lists
-inline Amp initialize(ModelList models, const OptimizerList& optimizers,
+inline Amp initialize(ModelRefs models, const OptimizerRefs& optimizers,
                       const OptLevel& level = OptLevel::O1(),
                       const InitializeOptions& options = {}) {
   return {std::move(models), optimizers, level, options};
 }
 
 /// Prepares models without optimizers, for evaluation.
-inline Amp initialize(ModelList models, const OptLevel& level,
+inline Amp initialize(ModelRefs models, const OptLevel& level,
                       const InitializeOptions& options = {}) {
   return {std::move(models), {}, level, options};
 }
 
 /// Rejects other argument types with a readable compiler error.
 template <class Models, class Optimizers>
-requires(!std::convertible_to<Models, ModelList> ||
-         !(std::convertible_to<Optimizers, OptimizerList> ||
+requires(!std::convertible_to<Models, ModelRefs> ||
+         !(std::convertible_to<Optimizers, OptimizerRefs> ||
            std::convertible_to<Optimizers, OptLevel>)) Amp
     initialize(Models&&, Optimizers&&, const OptLevel& = OptLevel::O1(),
                const InitializeOptions& = {}) {
-  static_assert(std::convertible_to<Models, ModelList>,
+  static_assert(std::convertible_to<Models, ModelRefs>,
                 "mezzo::initialize: the first argument is no model; give a module that is not "
                 "const, a module holder (TORCH_MODULE), a shared_ptr to a module, or "
                 "several in braces");
-  static_assert(!std::convertible_to<Models, ModelList>,
+  static_assert(!std::convertible_to<Models, ModelRefs>,
                 "mezzo::initialize: the second argument is no optimizer and no level; give an "
                 "optimizer by reference (`*pointer`), several in braces, or a mezzo::OptLevel");
   std::terminate();  // for the compiler; nothing of this is ever compiled

@@ -4,7 +4,7 @@
 /// returned one.
 #pragma once
 
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -21,7 +21,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The loss scale of Keras's LossScaleOptimizer: it starts at 2^15, and is otherwise torch's.
-inline constexpr LossScale kKerasLossScale{.init_scale = 32768.0};
+inline constexpr GradScalerOptions kKerasLossScale{.init_scale = 32768.0};
 
 /// An optimizer together with its loss scale, Keras's LossScaleOptimizer:
 ///
@@ -40,13 +40,14 @@ inline constexpr LossScale kKerasLossScale{.init_scale = 32768.0};
 class LossScaleOptimizer {
  public:
   /// \param options  Keras's initial_scale is `init_scale`, its dynamic_growth_steps
-  ///   `growth_interval`, and dynamic=False is `LossScale::fixed(128)`. Members omitted in braces
+  ///   `growth_interval`, and dynamic=False is `GradScalerOptions::fixed(128)`. Members omitted in braces
   ///   have torch's defaults: `init_scale` is then 2^16, not kKerasLossScale's 2^15
   /// \throws c10::Error if an option is out of range
-  explicit LossScaleOptimizer(AnyOptimizer inner, const LossScale& options = kKerasLossScale)
+  explicit LossScaleOptimizer(AnyOptimizer inner,
+                              const GradScalerOptions& options = kKerasLossScale)
       : inner_(inner), initial_scale_(options.init_scale), scaler_(options) {}
   /// Refuses a bare number, which is ambiguous: write `{.init_scale = 128}` or, for a constant
-  /// scale, `LossScale::fixed(128)`.
+  /// scale, `GradScalerOptions::fixed(128)`.
   LossScaleOptimizer(AnyOptimizer, detail::BareNumber auto) = delete;
 
   /// Returns the loss, a tensor or a nest of tensors, times the scale: Keras's scale_loss. See
@@ -90,7 +91,7 @@ class LossScaleOptimizer {
   /// Returns how many steps without a skip come before the scale doubles.
   int64_t dynamic_growth_steps() const noexcept { return scaler_.get_growth_interval(); }
   /// Returns whether the scale changes by itself.
-  bool dynamic() const noexcept { return scaler_.rule().kind == LossScaleKind::dynamic; }
+  bool dynamic() const noexcept { return scaler_.options().mode == LossScaleMode::dynamic; }
 
   /// Returns the optimizer that takes the steps.
   torch::optim::Optimizer& inner_optimizer() noexcept { return inner_.optimizer(); }
@@ -116,11 +117,11 @@ class LossScaleOptimizer {
 
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
 /// here use mezzo::Autocast around the forward pass.
-inline LossScaleOptimizer enable_mixed_precision(AnyOptimizer optimizer,
-                                                 const LossScale& options = kKerasLossScale) {
+inline LossScaleOptimizer enable_mixed_precision(
+    AnyOptimizer optimizer, const GradScalerOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);
 }
-/// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `LossScale::fixed(128)`.
+/// Refuses a bare number: TensorFlow's `loss_scale=128.0` is `GradScalerOptions::fixed(128)`.
 void enable_mixed_precision(AnyOptimizer, detail::BareNumber auto) = delete;
 
 /// Writes the inner optimizer's state, the scaler's and the count of iterations:

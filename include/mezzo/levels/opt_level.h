@@ -5,8 +5,8 @@
 #pragma once
 
 #include <mezzo/base/detail/dtype_names.h>
-#include <mezzo/base/loss_scale.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/base/grad_scaler_options.h>
+#include <mezzo/base/mixed_precision_policy.h>
 #include <mezzo/base/version.h>
 #include <mezzo/scaling/skipped_step.h>
 
@@ -25,30 +25,30 @@
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
-/// A loss scale, given as 128.0, "128.0", "dynamic" or a LossScale.
+/// A loss scale, given as 128.0, "128.0", "dynamic" or a GradScalerOptions.
 class LossScaleChoice {
  public:
-  /// Takes a rule as it is. \throws c10::Error as LossScale::checked does
-  LossScaleChoice(const LossScale& rule) : rule_(rule.checked()) {}
+  /// Takes a rule as it is. \throws c10::Error as GradScalerOptions::validated does
+  LossScaleChoice(const GradScalerOptions& rule) : rule_(rule.validated()) {}
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
-  LossScaleChoice(double scale) : rule_(LossScale::fixed(scale)) {}
+  LossScaleChoice(double scale) : rule_(GradScalerOptions::fixed(scale)) {}
 
   /// Parses a number, or "dynamic": Apex's rule, which starts at 2^16, doubles after 2000 clean
   /// steps up to 2^24, and halves after an overflow. For other bounds use
-  /// `LossScale::dynamic({...})`.
+  /// `GradScalerOptions::dynamic({...})`.
   /// \throws c10::Error for any other text
   template <std::convertible_to<std::string_view> Text>
   LossScaleChoice(const Text& text) : rule_(parsed(text)) {}
 
   /// Returns the rule of the loss scale.
-  const LossScale& rule() const noexcept { return rule_; }
+  const GradScalerOptions& rule() const noexcept { return rule_; }
 
  private:
-  static LossScale parsed(std::string_view text);
+  static GradScalerOptions parsed(std::string_view text);
 
-  LossScale rule_;
+  GradScalerOptions rule_;
 };
 
 /// Overrides of a level's properties, by Apex's names. Unset members keep the level's value.
@@ -61,7 +61,7 @@ struct OptLevelOverrides {
   std::optional<bool> keep_batchnorm_fp32 = std::nullopt;
   /// Whether the optimizer keeps float32 copies of low-precision weights.
   std::optional<bool> master_weights = std::nullopt;
-  /// The loss scale: 128.0, "dynamic" or a LossScale. Allowed at every level.
+  /// The loss scale: 128.0, "dynamic" or a GradScalerOptions. Allowed at every level.
   std::optional<LossScaleChoice> loss_scale = std::nullopt;
   /// The dtype that the model's outputs are cast to. Unset: float32 if the model is cast.
   std::optional<at::ScalarType> cast_model_outputs = std::nullopt;
@@ -123,18 +123,18 @@ class OptLevel {
     if (own_.cast_model_outputs) return own_.cast_model_outputs;
     return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
   }
-  /// Whether the forward pass runs under autocast, in the dtype `precision().compute`.
+  /// Whether the forward pass runs under autocast, in the dtype `precision().compute_dtype`.
   bool uses_op_lists() const noexcept { return own_.op_lists; }
   /// Returns whether batch norms stay in float32.
   bool keep_batchnorm_fp32() const noexcept { return own_.keep_batchnorm_fp32.value_or(false); }
   /// Returns whether 16-bit weights have float32 masters.
   bool master_weights() const noexcept { return own_.master_weights.value_or(false); }
-  /// Returns the loss scale; LossScale::none() for 1.
-  const LossScale& loss_scale() const noexcept { return loss_scale_; }
+  /// Returns the loss scale; GradScalerOptions::none() for 1.
+  const GradScalerOptions& loss_scale() const noexcept { return loss_scale_; }
 
   /// Returns the dtypes of the level. `param` is the dtype of the weights in the optimizer: float32
   /// with master weights. `output` equals `compute` if outputs are not cast.
-  Precision precision() const;
+  MixedPrecisionPolicy precision() const;
 
   /// Returns the text that Apex prints, from "Selected optimization level O1:" to the options after
   /// overrides.
@@ -161,16 +161,16 @@ class OptLevel {
   std::string listing() const;
 
   Properties own_;
-  LossScale loss_scale_;
+  GradScalerOptions loss_scale_;
 };
 
-inline LossScale LossScaleChoice::parsed(std::string_view text) {
-  if (text == "dynamic") return LossScale::dynamic({.max_scale = kApexMaxScale});
+inline GradScalerOptions LossScaleChoice::parsed(std::string_view text) {
+  if (text == "dynamic") return GradScalerOptions::dynamic({.max_scale = kApexMaxScale});
   double scale = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
   TORCH_CHECK(error == std::errc() && end == text.data() + text.size(), "loss_scale \"", text,
               "\" is neither a number nor \"dynamic\"; write 128.0, \"128.0\" or \"dynamic\"");
-  return LossScale::fixed(scale);
+  return GradScalerOptions::fixed(scale);
 }
 
 inline const OptLevel::Properties& OptLevel::properties_of(std::string_view name) {
@@ -202,7 +202,7 @@ inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& set)
     : own_(level),
       loss_scale_(set.loss_scale        ? set.loss_scale->rule()
                   : level.dynamic_scale ? LossScaleChoice("dynamic").rule()
-                                        : LossScale::none()) {
+                                        : GradScalerOptions::none()) {
   check(level, set);
   if (set.cast_model_type) own_.cast_model_type = set.cast_model_type;
   if (set.cast_model_outputs) own_.cast_model_outputs = set.cast_model_outputs;
@@ -259,12 +259,12 @@ inline void OptLevel::check(const Properties& level, const OptLevelOverrides& se
   }
 }
 
-inline Precision OptLevel::precision() const {
+inline MixedPrecisionPolicy OptLevel::precision() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
   const at::ScalarType compute = uses_op_lists() ? own_.low_precision : model;
-  return {.param = master_weights() ? at::ScalarType::Float : model,
-          .compute = compute,
-          .output = cast_model_outputs().value_or(compute)};
+  return {.param_dtype = master_weights() ? at::ScalarType::Float : model,
+          .compute_dtype = compute,
+          .output_dtype = cast_model_outputs().value_or(compute)};
 }
 
 inline std::string OptLevel::describe() const {
@@ -296,7 +296,7 @@ inline std::string OptLevel::listing() const {
   line("patch_torch_functions", flag(uses_op_lists()));
   line("keep_batchnorm_fp32", flag(own_.keep_batchnorm_fp32));
   line("master_weights", flag(own_.master_weights));
-  line("loss_scale", loss_scale_.kind == LossScaleKind::dynamic
+  line("loss_scale", loss_scale_.mode == LossScaleMode::dynamic
                          ? "dynamic"
                          : detail::python_float(static_cast<float>(loss_scale_.init_scale)));
   if (own_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));

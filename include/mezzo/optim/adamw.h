@@ -71,8 +71,8 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
 
 namespace optim {
 
-/// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-/// `eps` does not underflow with half weights, since arithmetic is in float.
+/// libtorch's options, with its names, defaults and keys in an archive; WeightStorageOptions adds
+/// mezzo's. `eps` does not underflow with half weights, since arithmetic is in float.
 using AdamWOptions = torch::optim::AdamWOptions;
 /// Adam has the same options; its `weight_decay` (0) adds weight_decay * parameter to the gradient.
 using AdamOptions = torch::optim::AdamOptions;
@@ -123,8 +123,8 @@ class AdamW : public detail::OptimizerShell<
  public:
   /// Takes param groups or parameters, and options, which have defaults:
   ///
-  ///     AdamW(groups, const AdamWOptions&, const WeightOptions&)
-  ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&, const WeightOptions&)
+  ///     AdamW(groups, const AdamWOptions&, const WeightStorageOptions&)
+  ///     AdamW(std::vector<at::Tensor> parameters, const AdamWOptions&, const WeightStorageOptions&)
   ///
   /// \throws c10::Error unless lr, eps and weight_decay are at least 0 and the betas in [0, 1), or
   ///   if there is no parameter, a parameter is given twice, or two share memory
@@ -146,6 +146,6 @@ class Adam : public detail::OptimizerShell<
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 #include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

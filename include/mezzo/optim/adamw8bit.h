@@ -164,7 +164,7 @@ inline void AdamW8bit::check_gradient(const at::Tensor& parameter) {
                   (gradient.scalar_type() == dtype || gradient.scalar_type() == at::kFloat),
               "AdamW8bit takes parameters of float32 or bfloat16 with gradients of the same dtype "
               "or float32, and that of ",
-              words().parameter(parameter), " is ", detail::tensor_words(gradient),
+              words().parameter(parameter), " is ", detail::describe(gradient),
               "; cast the model before its optimizer is made");
   const auto found = state_.find(parameter.unsafeGetTensorImpl());
   if (found == state_.end()) return;

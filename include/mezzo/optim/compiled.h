@@ -9,9 +9,9 @@
 /// For CUDA kernels link `mezzo::cuda` beside it. Results are the same bits. The library also holds
 /// GradScaler, MasterWeights, op policies and checkpoints (`mezzo/compiled.cpp`).
 ///
-/// The target defines MEZZO_COMPILED for its users' units, which then leave these functions to the
-/// library. It is a choice for the whole program: define it nowhere else. Units without it hold the
-/// same functions inline, and still link.
+/// The target defines MEZZO_COMPILED_LIB for its users' units, which then leave these functions to
+/// the library. It is a choice for the whole program: define it nowhere else. Units without it hold
+/// the same functions inline, and still link.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -41,7 +41,7 @@ namespace detail {
   EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 /// \endcond
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 MEZZO_COMPILED_RULES(extern)
 #endif
 

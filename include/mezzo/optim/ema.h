@@ -3,12 +3,12 @@
 /// with them.
 #pragma once
 
+#include <mezzo/base/detail/autocast_mode.h>
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_groups.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
@@ -101,14 +101,14 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
     const at::Tensor& parameter = parameters_[i];
     TORCH_CHECK(parameter.defined() && parameter.layout() == at::kStrided &&
                     at::isFloatingType(parameter.scalar_type()),
-                "Ema: parameter ", i, " is ", detail::tensor_words(parameter),
+                "Ema: parameter ", i, " is ", detail::describe(parameter),
                 "; it should be a dense tensor of a floating dtype: leave others out");
   }
-  const detail::NoGraphGuard no_graph;
+  const detail::NoGradInferenceGuard no_graph;
   const std::vector<at::Tensor> begin = weights();
   for (std::size_t i = 0; i < begin.size(); ++i) {
     detail::check_is_warm(begin[i].device(), "an average");
-    averages_[i] = begin[i].detach().to(detail::wide_dtype(begin[i]), /*non_blocking=*/false,
+    averages_[i] = begin[i].detach().to(detail::accum_dtype(begin[i]), /*non_blocking=*/false,
                                         /*copy=*/true);
   }
 }
@@ -117,10 +117,10 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
 inline void Ema::check_parameters() const {
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     TORCH_CHECK(!detail::holds_average(parameters_[i]),
-                "Ema: ", detail::parameter_words(i, parameters_[i]),
+                "Ema: ", detail::describe_param(i, parameters_[i]),
                 " holds its average, for an EmaScope is alive; let that scope end first");
     TORCH_CHECK(parameters_[i].sizes() == averages_[i].sizes(),
-                "Ema: ", detail::parameter_words(i, parameters_[i]), " had the shape ",
+                "Ema: ", detail::describe_param(i, parameters_[i]), " had the shape ",
                 averages_[i].sizes(), " when this Ema was made; make a new Ema");
   }
 }
@@ -141,8 +141,8 @@ inline std::vector<at::Tensor> Ema::weights() const {
     // master_params shows the parameter's gradient at its master, which must not outlive this call.
     if (weights[i].grad().is_same(parameter.grad())) weights[i].mutable_grad() = at::Tensor();
     TORCH_CHECK(weights[i].sizes() == parameter.sizes(),
-                "Ema: ", detail::parameter_words(i, parameter), " has a master that is ",
-                detail::tensor_words(weights[i]),
+                "Ema: ", detail::describe_param(i, parameter), " has a master that is ",
+                detail::describe(weights[i]),
                 "; options.masters should return one of the parameter's shape, or undefined");
   }
   return weights;
@@ -172,14 +172,14 @@ inline void Ema::move(const std::vector<at::Tensor>& averages,
 /// Updates all averages. Weights that need a conversion are updated one at a time, so that only one
 /// converted copy exists at any time.
 inline void Ema::move_all(const at::Tensor& found_inf) {
-  const detail::NoGraphGuard no_graph;
+  const detail::NoGradInferenceGuard no_graph;
   const std::vector<at::Tensor> trained = weights();
   using Together = std::pair<std::vector<at::Tensor>, std::vector<at::Tensor>>;
   detail::TensorGroups<Together> all;
   for (std::size_t i = 0; i < averages_.size(); ++i) {
     const at::Tensor weight = trained[i].detach();
     at::Tensor& average = averages_[i];
-    average = average.to(weight.device(), detail::wide_dtype(weight));  // if it was moved or cast
+    average = average.to(weight.device(), detail::accum_dtype(weight));  // if it was moved or cast
     if (weight.scalar_type() != average.scalar_type() || weight.strides() != average.strides()) {
       move({average}, {at::empty_like(average).copy_(weight)}, found_inf);
       continue;
@@ -233,7 +233,7 @@ class [[nodiscard]] EmaScope {
       lent_[i].parameter.mutable_grad() = at::Tensor();
       lent_[i].parameter.set_data(rounded[i]);  // leaves version and hooks as they are
     }
-    detail::drop_weight_casts();
+    detail::clear_autocast_cache();
   }
   /// Does not throw: set_data fails only for a tensor of another kind, and each parameter gets back
   /// its own.
@@ -247,7 +247,7 @@ class [[nodiscard]] EmaScope {
     detail::averaged_parameters().withLock([&](auto& all) {
       for (const Lent& one : lent_) all.erase(one.parameter.unsafeGetTensorImpl());
     });
-    detail::drop_weight_casts();
+    detail::clear_autocast_cache();
   }
   EmaScope(const EmaScope&) = delete;
   EmaScope& operator=(const EmaScope&) = delete;
@@ -286,8 +286,8 @@ inline std::vector<at::Tensor> averages_in(torch::serialize::InputArchive& archi
   for (std::size_t i = 0; i < averages.size(); ++i) {
     TORCH_CHECK(
         averages[i].sizes() == own[i].sizes() && averages[i].scalar_type() == own[i].scalar_type(),
-        "The archive of an Ema has the average ", tensor_words(averages[i]), " for ",
-        parameter_words(i, ema.parameters()[i]), ", whose own is ", tensor_words(own[i]),
+        "The archive of an Ema has the average ", describe(averages[i]), " for ",
+        describe_param(i, ema.parameters()[i]), ", whose own is ", describe(own[i]),
         "; build the model as it was when the Ema was saved");
   }
   return averages;

@@ -2,9 +2,9 @@
 /// Gradients of many parameters in a few flat buffers.
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/detail/tensor_groups.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -120,14 +120,14 @@ inline GradBuckets::GradBuckets(const std::vector<at::Tensor>& parameters,
     TORCH_CHECK(parameter.defined(), "GradBuckets: parameter ", i, " is undefined; leave it out");
     TORCH_CHECK(
         parameter.layout() == at::kStrided && detail::is_training_dtype(parameter.scalar_type()),
-        "GradBuckets: ", detail::parameter_words(i, parameter),
+        "GradBuckets: ", detail::describe_param(i, parameter),
         " should be dense, and of float32, float64, bfloat16 or float16; leave it out");
     TORCH_CHECK(parameter.is_leaf() && !parameter.is_inference(),
-                "GradBuckets: ", detail::parameter_words(i, parameter),
+                "GradBuckets: ", detail::describe_param(i, parameter),
                 " is no leaf, or was made under c10::InferenceMode; give the tensor that the "
                 "module registered, made outside of inference mode");
     TORCH_CHECK(seen.insert(parameter.unsafeGetTensorImpl()).second,
-                "GradBuckets: ", detail::parameter_words(i, parameter),
+                "GradBuckets: ", detail::describe_param(i, parameter),
                 " is given twice, as model->parameters() gives a weight that two modules share; "
                 "give it once");
   }
@@ -195,22 +195,22 @@ inline void GradBuckets::reattach_gradient(std::size_t number) {
   }
   TORCH_CHECK(parameter.device() == place.device() && parameter.sizes() == place.sizes() &&
                   gradient_dtype(parameter) == place.scalar_type(),
-              "GradBuckets: gradients of ", detail::parameter_words(number, parameter), " are in ",
+              "GradBuckets: gradients of ", detail::describe_param(number, parameter), " are in ",
               detail::dtype_name(gradient_dtype(parameter)), ", and their place is ",
-              detail::tensor_words(place),
+              detail::describe(place),
               "; cast and move the model first, and choose the gradients' dtype "
               "(accumulate_in_float, set_grad_dtype), then make these GradBuckets (or the "
               "DataParallel that made them)");
   TORCH_CHECK(gradient.layout() == at::kStrided &&
                   detail::is_training_dtype(gradient.scalar_type()) &&
                   gradient.device() == place.device() && gradient.sizes() == place.sizes(),
-              "GradBuckets: the gradient of ", detail::parameter_words(number, parameter), " is ",
-              detail::tensor_words(gradient),
+              "GradBuckets: the gradient of ", detail::describe_param(number, parameter), " is ",
+              detail::describe(gradient),
               "; it should be dense, and of its parameter's shape and device: set the parameter's "
               "mutable_grad() to such a tensor, or to torch::Tensor()");
   TORCH_CHECK(
       !detail::is_low_precision(place) || gradient.scalar_type() != at::kFloat,
-      "GradBuckets: the gradient of ", detail::parameter_words(number, parameter),
+      "GradBuckets: the gradient of ", detail::describe_param(number, parameter),
       " is float32, and its bucket would round it to ", detail::dtype_name(place.scalar_type()),
       "; take the step and zero_grad() before the next backward pass, or keep gradients in "
       "float32: call accumulate_in_float before these GradBuckets (or the DataParallel that "

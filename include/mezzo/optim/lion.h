@@ -95,6 +95,6 @@ class Lion : public detail::OptimizerShell<detail::LionTraits<LionOptions, LionP
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 #include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

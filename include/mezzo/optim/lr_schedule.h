@@ -94,8 +94,8 @@ struct PolynomialCurve {
 
   /// Returns the factor after `applied_steps` steps.
   double factor(int64_t applied_steps) const {
-    detail::check_curve(detail::is_above(power, 0) && !detail::nonfinite_bits(power), "power",
-                        power, "positive and finite");
+    detail::check_curve(detail::is_above(power, 0) && !detail::is_nonfinite(power), "power", power,
+                        "positive and finite");
     return detail::warmed_up(*this, applied_steps, [this](double /*done*/, double remaining) {
       return std::pow(remaining, power);
     });
@@ -153,7 +153,7 @@ struct FiledSchedule {
     TORCH_CHECK(base_lrs.size() == groups, "The archive of a schedule has ", base_lrs.size(),
                 " parameter groups, and this optimizer ", groups,
                 "; make the groups that were there when it was saved");
-    const auto is_broken = [](double lr) { return nonfinite_bits(lr); };
+    const auto is_broken = [](double lr) { return is_nonfinite(lr); };
     TORCH_CHECK(applied_steps >= 0 && std::none_of(base_lrs.begin(), base_lrs.end(), is_broken),
                 "The archive of a schedule has ", applied_steps,
                 " applied steps, and the learning rates ", c10::Join(", ", base_lrs),

@@ -26,7 +26,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// train the 16-bit weights. MasterWeights is no optimizer: groups, options, rates and `zero_grad`
 /// are those of `sgd`, which must outlive it. Everything that takes an AnyOptimizer (GradScaler,
 /// clipping, LrSchedule, TrainingState) takes it. mezzo's own optimizers do the same by
-/// WeightStorage::master, in one pass.
+/// WeightStorage::fp32_master, in one pass.
 ///
 /// docs/optimizers.md tells what a step does, what writing to a parameter between steps means, and
 /// what becomes of state from before. A skipped step leaves parameters, masters and the inner state
@@ -101,7 +101,7 @@ class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker
 
 /// Returns the tensors that `optimizer` trains, in the order of its groups: for each parameter its
 /// float master where there is one (MasterWeights, and mezzo's optimizers with
-/// WeightStorage::master), otherwise the parameter itself. Apex's `amp.master_params`:
+/// WeightStorage::fp32_master), otherwise the parameter itself. Apex's `amp.master_params`:
 ///
 ///     scaler.unscale_(optimizer);
 ///     torch::nn::utils::clip_grad_norm_(mezzo::master_params(optimizer), 1.0);
@@ -115,6 +115,6 @@ std::vector<at::Tensor> master_params(AnyOptimizer optimizer);
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_COMPILED
+#ifndef MEZZO_COMPILED_LIB
 #include <mezzo/optim/detail/master_weights_impl.h>  // IWYU pragma: export
 #endif

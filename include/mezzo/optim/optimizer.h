@@ -4,8 +4,8 @@
 /// a reference to any optimizer.
 #pragma once
 
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/devices.h>
@@ -214,7 +214,7 @@ class FusedOptimizer {
     if (archive.try_read("base_lrs", value)) {
       if (value.isDoubleList()) progress.base_lrs = value.toDoubleVector();
       const auto& lrs = progress.base_lrs;
-      const auto is_bad = [](double lr) { return detail::nonfinite_bits(lr); };
+      const auto is_bad = [](double lr) { return detail::is_nonfinite(lr); };
       TORCH_CHECK(lrs.size() == groups && std::ranges::none_of(lrs, is_bad),
                   "The archive of an optimizer has the base rates [", c10::Join(", ", lrs),
                   "] for ", groups, " param groups; it is damaged: load an earlier one");
@@ -287,7 +287,7 @@ class AnyOptimizer {
   at::Tensor step(torch::optim::Optimizer::LossClosure closure = nullptr) const {
     if (mezzos_ != nullptr) return mezzos_->step(std::move(closure));
     at::Tensor loss = optimizer_->step(std::move(closure));
-    detail::drop_weight_casts();
+    detail::clear_autocast_cache();
     return loss;
   }
   /// Writes the optimizer's file.

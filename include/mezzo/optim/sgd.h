@@ -20,8 +20,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace optim {
 
-/// libtorch's options, with its names, defaults and keys in an archive; WeightOptions adds mezzo's.
-/// Set `dampening`, with momentum, before the first step; it is 0 where ATen's kernels step.
+/// libtorch's options, with its names, defaults and keys in an archive; WeightStorageOptions adds
+/// mezzo's. Set `dampening`, with momentum, before the first step; it is 0 where ATen's kernels
+/// step.
 using SGDOptions = torch::optim::SGDOptions;
 
 /// SGD's state of a parameter: `torch::optim::SGDParamState` with `momentum_buffer()`, of the
@@ -61,7 +62,7 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true
     check_numbers(kName, {{"lr", options.lr()},
                           {"momentum", options.momentum()},
                           {"weight_decay", options.weight_decay()}});
-    TORCH_CHECK(!nan_bits(options.dampening()), "SGD: dampening is ", options.dampening(),
+    TORCH_CHECK(!is_nan(options.dampening()), "SGD: dampening is ", options.dampening(),
                 "; it should be a number");
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
@@ -114,6 +115,6 @@ class SGD : public detail::OptimizerShell<detail::SgdTraits<SGDOptions, SGDParam
 }  // namespace optim
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifdef MEZZO_COMPILED
+#ifdef MEZZO_COMPILED_LIB
 #include <mezzo/optim/compiled.h>  // IWYU pragma: keep
 #endif

@@ -46,9 +46,9 @@ struct StepOptions {
 /// parameters makes a plan and checks all of it; `apply` consumes it. No plan is kept for another
 /// step.
 struct StepPlan {
-  /// A parameter with a gradient. Every optimizer sets `storage` (`master` in a MasterWeights);
-  /// mezzo's own also set group, number and the addresses that there are before the step. Between
-  /// `plan` and `apply` they stay as they are.
+  /// A parameter with a gradient. Every optimizer sets `storage` (`fp32_master` in a
+  /// MasterWeights); mezzo's own also set group, number and the addresses that there are before the
+  /// step. Between `plan` and `apply` they stay as they are.
   struct Row : detail::StepRow {
     const at::Tensor* parameter = nullptr;  ///< in the groups of the optimizer
     at::Tensor gradient{};                  ///< of the parameter, dense

@@ -3,7 +3,7 @@
 #pragma once
 
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/optimizer.h>
@@ -67,10 +67,10 @@ class GradScaler {
   using SkipCallback = detail::SkipReporter::Callback;
 
   /// \throws c10::Error if an option is out of range, naming it and its range; also when disabled
-  explicit GradScaler(const LossScale& options = {});
+  explicit GradScaler(const GradScalerOptions& options = {});
   /// Refuses a number alone, which does not say what it is: write
   /// `GradScaler({.init_scale = 1024})` or, for a constant scale,
-  /// `GradScaler(LossScale::fixed(128))`.
+  /// `GradScaler(GradScalerOptions::fixed(128))`.
   explicit GradScaler(detail::BareNumber auto) = delete;  // GradScaler({.init_scale = 1024})
 
   /// Returns `outputs` times the scale. Differentiable; never mutates its argument. No host sync
@@ -87,7 +87,7 @@ class GradScaler {
   /// whether any quotient is inf or NaN. Undefined gradients are left out, sparse ones coalesced
   /// first (`.grad` is replaced). No host sync, except to coalesce.
   ///
-  /// A weight with a float master (WeightStorage::master, MasterWeights) gets a new `.grad` of
+  /// A weight with a float master (WeightStorage::fp32_master, MasterWeights) gets a new `.grad` of
   /// float, in which nothing underflows; the step takes that tensor, and libtorch's clipping and
   /// zero_grad find it there. A disabled scaler makes it float too, and divides nothing.
   /// \return found_inf: a float32 tensor of one element on the scale's device, not 0 if a quotient
@@ -158,7 +158,7 @@ class GradScaler {
   /// \throws c10::Error as `set_growth_factor` does
   void set_growth_interval(int64_t growth_interval);
 
-  /// Returns LossScale::enabled. A disabled scaler scales, unscales and skips nothing.
+  /// Returns GradScalerOptions::enabled. A disabled scaler scales, unscales and skips nothing.
   bool is_enabled() const noexcept { return rule_.enabled; }
 
   /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
@@ -173,7 +173,7 @@ class GradScaler {
   bool is_in_iteration() const noexcept { return !per_optimizer_states_.empty(); }
 
   /// Returns the rule that the scale follows.
-  const LossScale& rule() const noexcept { return rule_; }
+  const GradScalerOptions& rule() const noexcept { return rule_; }
 
   /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
   /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
@@ -184,7 +184,7 @@ class GradScaler {
 
   /// Returns the whole state under torch's keys (scale, growth_factor, backoff_factor,
   /// growth_interval, _growth_tracker), which torch.amp's `load_state_dict` accepts, and mezzo's
-  /// own (min_scale, max_scale, hysteresis, _hysteresis_left, _loss_scale_kind). Empty when
+  /// own (min_scale, max_scale, hysteresis, _hysteresis_tracker, _loss_scale_mode). Empty when
   /// disabled. Waits for the device. Call it after `update`. docs/loss-scaling.md shows how a state
   /// goes to Python and back as JSON.
   StateDict state_dict() const;
@@ -218,9 +218,9 @@ class GradScaler {
   void lazy_init_scale(at::Device device);
   LossScaleState read_state() const;
   template <class Number>
-  void change_rule(const char* name, Number LossScale::*option, Number value);
+  void change_rule(const char* name, Number GradScalerOptions::*option, Number value);
 
-  LossScale rule_;
+  GradScalerOptions rule_;
   LossScaleState initial_state_;
   detail::ScaleTensors scale_;  // written in place, where a captured graph reads it
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of calls of `scale`
@@ -234,7 +234,7 @@ namespace detail {
 
 /// The keys of a scaler's state that are counts.
 inline constexpr std::array<std::string_view, 5> kScalerCounts{
-    "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_left", "_loss_scale_kind"};
+    "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_tracker", "_loss_scale_mode"};
 
 /// Whether a `T` holds tensors and nothing else, except for the keys of maps.
 template <class T>
@@ -265,7 +265,7 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   mark_cleared_grads();
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
     const at::Tensor scale = scale_on(output.device());
-    return rule_.kind == LossScaleKind::none ? output : output.mul(scale);
+    return rule_.mode == LossScaleMode::none ? output : output.mul(scale);
   });
 }
 
@@ -305,12 +305,12 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 /// Throws what loading the archive would throw, and changes nothing.
 inline void check_archive(torch::serialize::InputArchive& archive, const GradScaler& scaler) {
-  GradScaler trial(scaler.is_enabled() ? scaler.rule() : LossScale{.enabled = false});
+  GradScaler trial(scaler.is_enabled() ? scaler.options() : GradScalerOptions{.enabled = false});
   archive >> trial;
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_COMPILED
+#ifndef MEZZO_COMPILED_LIB
 #include <mezzo/scaling/detail/grad_scaler_impl.h>  // IWYU pragma: export
 #endif

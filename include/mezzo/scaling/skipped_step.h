@@ -14,7 +14,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 /// An iteration in which a GradScaler skipped a step, as its `on_skip` callback gets it: at
 /// `update` or, where a device decides, at one of the next.
 struct SkippedStep {
-  int64_t loss_id = 0;      ///< LossScale::loss_id
+  int64_t loss_id = 0;      ///< GradScalerOptions::loss_id
   float scale = 1.0F;       ///< the scale that overflowed
   float next_scale = 1.0F;  ///< the scale from here on
   /// The number of skipped iterations in a row, this one included, that found the scale at

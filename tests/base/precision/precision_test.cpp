@@ -1,4 +1,4 @@
-#include <mezzo/base/precision.h>
+#include <mezzo/base/mixed_precision_policy.h>
 
 #include <torch/torch.h>
 
@@ -16,29 +16,33 @@
 
 namespace {
 
-using mezzo::Precision;
+using mezzo::MixedPrecisionPolicy;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
-Precision make(at::ScalarType param, at::ScalarType compute, at::ScalarType output) {
-  return {.param = param, .compute = compute, .output = output};
+MixedPrecisionPolicy make(at::ScalarType param, at::ScalarType compute, at::ScalarType output) {
+  return {.param_dtype = param, .compute_dtype = compute, .output_dtype = output};
 }
 
-const Precision kMixed{.compute = torch::kBFloat16};
+const MixedPrecisionPolicy kMixed{.compute_dtype = torch::kBFloat16};
 
-TEST(Precision, IsFloat32ThroughoutUnlessSaid) {
-  EXPECT_EQ(Precision(), make(torch::kFloat, torch::kFloat, torch::kFloat));
+TEST(MixedPrecisionPolicy, IsFloat32ThroughoutUnlessSaid) {
+  EXPECT_EQ(MixedPrecisionPolicy(), make(torch::kFloat, torch::kFloat, torch::kFloat));
   EXPECT_EQ(kMixed, make(torch::kFloat, torch::kBFloat16, torch::kFloat));
 }
 
-TEST(Precision, RefusesDtypesThatNobodyTrainsInAndNamesTheMember) {
+TEST(MixedPrecisionPolicy, RefusesDtypesThatNobodyTrainsInAndNamesTheMember) {
   const torch::Tensor x = torch::ones({1});
-  EXPECT_THAT([&] { (void)Precision{.param = torch::kLong}.cast_to_param(x); },
-              ThrowsMessage<c10::Error>(HasSubstr("Precision: param is Long; it should be float32, "
-                                                  "bfloat16, float16 or float64")));
-  EXPECT_THAT([&] { (void)Precision{.compute = torch::kFloat8_e4m3fn}.cast_to_compute(x); },
-              ThrowsMessage<c10::Error>(HasSubstr("compute is Float8_e4m3fn")));
-  EXPECT_THAT([&] { (void)Precision{.output = torch::kBool}.cast_to_output(x); },
+  EXPECT_THAT([&] { (void)MixedPrecisionPolicy{.param_dtype = torch::kLong}.cast_to_param(x); },
+              ThrowsMessage<c10::Error>(
+                  HasSubstr("MixedPrecisionPolicy: param_dtype is Long; it should be float32, "
+                            "bfloat16, float16 or float64")));
+  EXPECT_THAT(
+      [&] {
+        (void)MixedPrecisionPolicy{.compute_dtype = torch::kFloat8_e4m3fn}.cast_to_compute(x);
+      },
+      ThrowsMessage<c10::Error>(HasSubstr("compute is Float8_e4m3fn")));
+  EXPECT_THAT([&] { (void)MixedPrecisionPolicy{.output_dtype = torch::kBool}.cast_to_output(x); },
               ThrowsMessage<c10::Error>(HasSubstr("output is Bool")));
 }
 
@@ -55,8 +59,8 @@ TEST(PrecisionText, IsReadBackAsItIsWritten) {
   for (const auto param : dtypes) {
     for (const auto compute : dtypes) {
       for (const auto output : dtypes) {
-        const Precision precision = make(param, compute, output);
-        EXPECT_EQ(Precision::parse(precision.to_string()), precision) << precision;
+        const MixedPrecisionPolicy precision = make(param, compute, output);
+        EXPECT_EQ(MixedPrecisionPolicy::parse(precision.to_string()), precision) << precision;
       }
     }
   }
@@ -66,7 +70,7 @@ TEST(PrecisionText, TakesShortFormsAnyOrderAndWhiteSpace) {
   for (const char* text : {"p=f32,c=bf16,o=f32", "o=full,p=float,c=bfloat16",
                            " compute = bf16 ,\t"
                            "output= float32 , param =f32\n"}) {
-    EXPECT_EQ(Precision::parse(text), kMixed) << text;
+    EXPECT_EQ(MixedPrecisionPolicy::parse(text), kMixed) << text;
   }
 }
 
@@ -75,22 +79,23 @@ TEST(PrecisionText, MeansAllThreeByALoneDtype) {
       {"float32", torch::kFloat}, {"full", torch::kFloat}, {"bfloat16", torch::kBFloat16},
       {"half", torch::kHalf},     {"f16", torch::kHalf},   {" double ", torch::kDouble}};
   for (const auto& [name, dtype] : names) {
-    EXPECT_EQ(Precision::parse(name), make(dtype, dtype, dtype)) << name;
+    EXPECT_EQ(MixedPrecisionPolicy::parse(name), make(dtype, dtype, dtype)) << name;
   }
 }
 
 TEST(PrecisionText, FillsInWhatIsLeftOutAsJmpDoes) {
-  EXPECT_EQ(Precision::parse("c=f16"), make(torch::kFloat, torch::kHalf, torch::kHalf));
-  EXPECT_EQ(Precision::parse("p=f16"), make(torch::kHalf, torch::kHalf, torch::kHalf));
-  EXPECT_EQ(Precision::parse("p=f16,c=bf16"),
+  EXPECT_EQ(MixedPrecisionPolicy::parse("c=f16"), make(torch::kFloat, torch::kHalf, torch::kHalf));
+  EXPECT_EQ(MixedPrecisionPolicy::parse("p=f16"), make(torch::kHalf, torch::kHalf, torch::kHalf));
+  EXPECT_EQ(MixedPrecisionPolicy::parse("p=f16,c=bf16"),
             make(torch::kHalf, torch::kBFloat16, torch::kBFloat16));
-  EXPECT_EQ(Precision::parse("o=f16"), make(torch::kFloat, torch::kFloat, torch::kHalf));
+  EXPECT_EQ(MixedPrecisionPolicy::parse("o=f16"), make(torch::kFloat, torch::kFloat, torch::kHalf));
 }
 
 TEST(PrecisionText, NamesTheBadPartAndWhatIsKnown) {
   const std::vector<std::pair<const char*, const char*>> errors{
       {"c=int8",
-       "Precision \"c=int8\": \"int8\" is not a dtype; known are float32 (f32, float, full)"},
+       "MixedPrecisionPolicy \"c=int8\": \"int8\" is not a dtype; known are float32 (f32, float, "
+       "full)"},
       {"Float32", "\"Float32\" is not a dtype"},
       {"", "\"\" is not a dtype"},
       {"c=", "\"\" is not a dtype"},
@@ -101,14 +106,14 @@ TEST(PrecisionText, NamesTheBadPartAndWhatIsKnown) {
       {"c=f16,compute=bf16", "\"compute\" is given twice"},
       {"c=f16=f16", "\"f16=f16\" is not a dtype"}};
   for (const auto& [text, error] : errors) {
-    EXPECT_THAT([text = text] { Precision::parse(text); },
+    EXPECT_THAT([text = text] { MixedPrecisionPolicy::parse(text); },
                 ThrowsMessage<c10::Error>(HasSubstr(error)))
         << text;
   }
 }
 
 TEST(PrecisionCast, GoesToTheDtypeOfItsName) {
-  const Precision precision = make(torch::kDouble, torch::kBFloat16, torch::kHalf);
+  const MixedPrecisionPolicy precision = make(torch::kDouble, torch::kBFloat16, torch::kHalf);
   const torch::Tensor x = torch::ones({2});
   EXPECT_EQ(precision.cast_to_param(x).scalar_type(), torch::kDouble);
   EXPECT_EQ(precision.cast_to_compute(x).scalar_type(), torch::kBFloat16);

@@ -1,7 +1,7 @@
 // A user's program, compiled against mezzo in each of the ways that its CMake package offers. It
 // runs a step of mezzo and an op of libtorch, so that a library that is linked but does not load,
 // or has no operators, is noticed.
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 #include <iostream>
 
 int main() {
-  const auto rule = mezzo::LossScale::dynamic({.init_scale = 1024.});
+  const auto rule = mezzo::GradScalerOptions::dynamic({.init_scale = 1024.});
   const auto after_overflow = rule.next(rule.initial_state(), /*found_inf=*/true);
   const at::Tensor sum = at::full({2}, after_overflow.scale).sum();
   std::cout << "mezzo " << MEZZO_VERSION_MAJOR << '.' << MEZZO_VERSION_MINOR << ": scale "

@@ -229,9 +229,9 @@ TEST(Initialize, TakesAModelThatIsAVariableItself) {
   EXPECT_EQ(both(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
 }
 
-static_assert(std::convertible_to<PlainNet&, mezzo::ModelList>);
-static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelList>, "its forward is not const");
-static_assert(!std::convertible_to<PlainNet, mezzo::ModelList>, "it would be gone after the call");
+static_assert(std::convertible_to<PlainNet&, mezzo::ModelRefs>);
+static_assert(!std::convertible_to<const PlainNet&, mezzo::ModelRefs>, "its forward is not const");
+static_assert(!std::convertible_to<PlainNet, mezzo::ModelRefs>, "it would be gone after the call");
 
 /// A batch norm of another class than torch's, as mezzo's SyncBatchNorm is.
 struct OwnNormImpl : torch::nn::NormImplBase<0, OwnNormImpl, torch::nn::BatchNormOptions> {
@@ -396,7 +396,7 @@ TEST(InitializeErrors, NameWhatWasWrongAndChangeNothing) {
   const auto make = [&](auto&& models, const auto& list) {
     return [&, list] { mezzo::initialize(models, list, level, kQuiet); };
   };
-  expect_error(make(other, mezzo::OptimizerList(optimizer)),
+  expect_error(make(other, mezzo::OptimizerRefs(optimizer)),
                "optimizer 0 holds no parameter of the models that were given");
   expect_error(
       [&] {

@@ -69,7 +69,7 @@ TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
   test_support::load(resumed, file);
   EXPECT_EQ(resumed.dynamic_growth_steps(), 7);
   EXPECT_TRUE(resumed.dynamic());
-  auto fixed = mezzo::enable_mixed_precision(sgd, mezzo::LossScale::fixed(8));
+  auto fixed = mezzo::enable_mixed_precision(sgd, mezzo::GradScalerOptions::fixed(8));
   EXPECT_FALSE(fixed.dynamic());
   test_support::load(resumed, test_support::saved(fixed));
   EXPECT_FALSE(resumed.dynamic());
@@ -137,7 +137,7 @@ TEST(LossScaleOptimizer, KeepsAFixedScaleAndTrainsHalfWeightsThroughMasters) {
   const torch::Tensor weight = torch::ones({3}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd({weight}, 1.0);
   mezzo::MasterWeights masters(sgd);
-  auto optimizer = mezzo::enable_mixed_precision(masters, mezzo::LossScale::fixed(1024));
+  auto optimizer = mezzo::enable_mixed_precision(masters, mezzo::GradScalerOptions::fixed(1024));
   optimizer.scaler().on_skip(nullptr);
   EXPECT_TRUE(step_with(optimizer, weight, 0.25));
   EXPECT_FALSE(step_with(optimizer, weight, kInfinity));

@@ -15,8 +15,8 @@ inline constexpr double kScale = 128;
 inline const mezzo::InitializeOptions kQuiet{.verbosity = 0};
 
 inline mezzo::OptLevel scaled(const mezzo::OptLevel& level) {
-  return mezzo::OptLevel::parse(level.name(),
-                                {.loss_scale = mezzo::LossScale::dynamic({.init_scale = kScale})});
+  return mezzo::OptLevel::parse(
+      level.name(), {.loss_scale = mezzo::GradScalerOptions::dynamic({.init_scale = kScale})});
 }
 
 /// One weight vector of 4; its gradient is the factor of whatever loss it is used in.

@@ -14,11 +14,11 @@
 
 namespace {
 
-using mezzo::LossScale;
-using mezzo::LossScaleKind;
+using mezzo::GradScalerOptions;
+using mezzo::LossScaleMode;
+using mezzo::MixedPrecisionPolicy;
 using mezzo::OptLevel;
 using mezzo::OptLevelOverrides;
-using mezzo::Precision;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -55,13 +55,13 @@ TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
     EXPECT_EQ(level.uses_op_lists(), row.op_lists) << level;
     EXPECT_EQ(level.keep_batchnorm_fp32(), row.keeps_norms) << level;
     EXPECT_EQ(level.master_weights(), row.masters) << level;
-    EXPECT_EQ(level.loss_scale().kind, row.scales ? LossScaleKind::dynamic : LossScaleKind::none);
+    EXPECT_EQ(level.loss_scale().mode, row.scales ? LossScaleMode::dynamic : LossScaleMode::none);
     EXPECT_EQ(precision_of(level), row.precision);
   }
 }
 
 TEST(OptLevel, ScalesDynamicallyAsApexDoes) {
-  const LossScale rule = OptLevel::O2().loss_scale();
+  const GradScalerOptions rule = OptLevel::O2().loss_scale();
   EXPECT_EQ(rule.init_scale, 65536);
   EXPECT_EQ(rule.growth_factor, 2);
   EXPECT_EQ(rule.backoff_factor, 0.5);
@@ -77,12 +77,12 @@ TEST(OptLevelOverrides, ReplaceWhatTheyNameAndNothingElse) {
   EXPECT_EQ(level.cast_model_type(), torch::kBFloat16);
   EXPECT_FALSE(level.keep_batchnorm_fp32());
   EXPECT_TRUE(level.master_weights());
-  EXPECT_EQ(level.loss_scale().kind, LossScaleKind::fixed);
+  EXPECT_EQ(level.loss_scale().mode, LossScaleMode::fixed);
   EXPECT_EQ(level.loss_scale().init_scale, 128);
   EXPECT_EQ(precision_of(level), "params=float32,compute=bfloat16,output=float16");
 
-  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().kind,
-            LossScaleKind::dynamic);
+  EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kBFloat16}).loss_scale().mode,
+            LossScaleMode::dynamic);
   EXPECT_EQ(precision_of(OptLevel::O2({.master_weights = false})),
             "params=float16,compute=float16,output=float32");
   EXPECT_EQ(precision_of(OptLevel::O1({.cast_model_outputs = torch::kFloat})),
@@ -95,7 +95,7 @@ TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
   EXPECT_EQ(OptLevel::O3({.loss_scale = "dynamic"}).loss_scale().max_scale, 16777216);
   EXPECT_EQ(OptLevel::O3({.loss_scale = std::string("128.0")}).loss_scale().init_scale, 128);
   EXPECT_EQ(OptLevel::O3({.loss_scale = 64}).loss_scale().init_scale, 64);
-  const LossScale rule = LossScale::dynamic({.init_scale = 8, .min_scale = 2});
+  const GradScalerOptions rule = GradScalerOptions::dynamic({.init_scale = 8, .min_scale = 2});
   EXPECT_EQ(OptLevel::O3({.loss_scale = rule}).loss_scale().min_scale, 2);
   for (const char* text : {"dynamics", "", "128x", " 1"}) {
     EXPECT_THAT([&] { OptLevel::O2({.loss_scale = text}); },
@@ -106,8 +106,8 @@ TEST(OptLevelOverrides, TakeALossScaleAsPeopleWriteIt) {
 }
 
 TEST(OptLevelOverrides, MayScaleDynamicallyWithoutAnythingInHalf) {
-  EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().kind, LossScaleKind::dynamic);
-  EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().kind, LossScaleKind::dynamic);
+  EXPECT_EQ(OptLevel::O0({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
+  EXPECT_EQ(OptLevel::O3_bf16({.loss_scale = "dynamic"}).loss_scale().mode, LossScaleMode::dynamic);
 }
 
 using Make = std::function<OptLevel()>;
@@ -154,7 +154,7 @@ TEST(OptLevelContradictions, LeaveOutWhatSaysTheSame) {
   EXPECT_NO_THROW(OptLevel::O2({.patch_torch_functions = false}));
   EXPECT_NO_THROW(OptLevel::O2_bf16({.cast_model_type = torch::kBFloat16}));
   EXPECT_EQ(OptLevel::O2({.cast_model_type = torch::kFloat, .master_weights = false}).precision(),
-            Precision());
+            MixedPrecisionPolicy());
   EXPECT_NO_THROW(OptLevel::O0({.keep_batchnorm_fp32 = true, .master_weights = false}));
 }
 

@@ -4,8 +4,8 @@
 #pragma once
 
 #include <mezzo/autocast/autocast.h>
-#include <mezzo/base/detail/default_generators.h>
 #include <mezzo/base/detail/for_each_tensor.h>
+#include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/Context.h>
@@ -201,7 +201,7 @@ struct Recomputation {
   std::function<std::vector<at::Tensor>()> arguments;  ///< returns the tensors among its arguments
   std::vector<std::int64_t> versions;
   // The thread's state at the first run, which the second run gets again.
-  std::optional<RandomState> random;
+  std::optional<RngState> random;
   AutocastState autocast = AutocastState::capture();
   std::optional<c10::Device> cuda_device =
       at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
@@ -288,7 +288,7 @@ class CheckpointNode final : public torch::autograd::Node {
     check_arguments(again.arguments(), again.versions, "between its forward and its backward");
     const c10::AutoGradMode recording(true);
     const c10::OptionalDeviceGuard device(again.cuda_device);
-    std::optional<RandomState::Scope> random;
+    std::optional<RngStateGuard> random;
     if (again.random) random.emplace(*again.random);
     const AutocastState::Scope autocast(again.autocast);
     at::autocast::set_autocast_cache_enabled(false);  // as in the first run
@@ -342,7 +342,7 @@ auto first_run(const std::shared_ptr<F>& function, const std::shared_ptr<std::tu
     return std::apply([&](Args&... each) { return call_stored(*function, each...); }, *args);
   };
   const auto arguments = [args] { return tensors_in(std::as_const(*args)); };
-  static_assert(carries_tensors<decltype(run())>(),
+  static_assert(contains_tensors<decltype(run())>(),
                 "mezzo::activation_checkpoint: no tensors in the function's result; return "
                 "tensors, or a struct with a member tensors() that lists them");
   if (!c10::GradMode::is_enabled()) return run();
@@ -359,7 +359,7 @@ auto first_run(const std::shared_ptr<F>& function, const std::shared_ptr<std::tu
           },
       .arguments = arguments,
       .versions = versions_of(arguments()),
-      .random = preserve_random_state ? std::optional(RandomState()) : std::nullopt};
+      .random = preserve_random_state ? std::optional(RngState()) : std::nullopt};
   const GraphMark start;
   auto result = [&] {
     // A cast that was cached before the first run is gone by the second: the graphs would differ.

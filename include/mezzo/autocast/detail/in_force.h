@@ -5,7 +5,7 @@
 
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/op_category.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/Tensor.h>

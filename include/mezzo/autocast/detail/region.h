@@ -5,7 +5,7 @@
 #include <mezzo/autocast/autocast_setting.h>
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/recommended.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/version.h>
 
 #include <c10/core/DeviceType.h>

@@ -27,7 +27,7 @@ inline at::Tensor raised(const at::Tensor& tensor, at::ScalarType dtype) {
 
 /// Whether the tensors of a `T` are found.
 template <class T>
-inline constexpr bool kIsRaised = !std::is_reference_v<T> && carries_tensors<T>();
+inline constexpr bool kIsRaised = !std::is_reference_v<T> && contains_tensors<T>();
 
 /// Calls `function()` and returns its result, with tensors of the dtype that `output` asks for.
 /// \throws c10::Error if `output` is set and nobody knows the tensors of the result

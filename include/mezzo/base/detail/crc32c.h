@@ -45,14 +45,14 @@ inline std::uint32_t crc32c(const void* data, std::size_t size, std::uint32_t cr
 }
 
 /// Returns `crc` as eight hexadecimal digits.
-inline std::string crc_text(std::uint32_t crc) {
+inline std::string crc_to_hex(std::uint32_t crc) {
   std::string text;
   for (int shift = 28; shift >= 0; shift -= 4) text += "0123456789abcdef"[(crc >> shift) & 15];
   return text;
 }
 
-inline std::string crc32c_text(const void* data, std::size_t size) {
-  return crc_text(crc32c(data, size));
+inline std::string crc32c_hex(const void* data, std::size_t size) {
+  return crc_to_hex(crc32c(data, size));
 }
 
 }  // namespace detail

@@ -44,7 +44,7 @@ inline std::string_view dtype_name(at::ScalarType dtype) {
   return dtype == at::ScalarType::Undefined ? "Undefined" : c10::toString(dtype);
 }
 
-inline std::optional<at::ScalarType> dtype_named(std::string_view name) {
+inline std::optional<at::ScalarType> parse_dtype(std::string_view name) {
   for (const auto& known : kDtypeNames) {
     if (known.name == name) return known.dtype;
   }

@@ -17,27 +17,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-C10_HOST_DEVICE inline bool nonfinite_bits(float value) {
+C10_HOST_DEVICE inline bool is_nonfinite(float value) {
   uint32_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7F800000U) == 0x7F800000U;
 }
 
-C10_HOST_DEVICE inline bool nonfinite_bits(double value) {
+C10_HOST_DEVICE inline bool is_nonfinite(double value) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FF0000000000000U) == 0x7FF0000000000000U;
 }
 
-inline bool nan_bits(double value) {
+inline bool is_nan(double value) {
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(bits));
   return (bits & 0x7FFFFFFFFFFFFFFFU) > 0x7FF0000000000000U;
 }
 
 /// Comparisons that are false for NaN. Under -ffast-math `value >= low` may become !(value < low).
-inline bool is_at_least(double value, double low) { return !nan_bits(value) && value >= low; }
-inline bool is_above(double value, double low) { return !nan_bits(value) && value > low; }
+inline bool is_at_least(double value, double low) { return !is_nan(value) && value >= low; }
+inline bool is_above(double value, double low) { return !is_nan(value) && value > low; }
 
 inline bool is_positive_infinity(double value) {
   uint64_t bits = 0;

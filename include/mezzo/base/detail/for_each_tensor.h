@@ -29,7 +29,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 template <class T>
-concept ListsTensors = requires(T& value) {
+concept HasTensorsMethod = requires(T& value) {
   value.tensors();
 };
 
@@ -49,26 +49,27 @@ template <class T>
 inline constexpr bool kIsOptional<std::optional<T>> = true;
 
 template <class T>
-consteval bool carries_tensors();
+consteval bool contains_tensors();
 
 template <class T, std::size_t... I>
-consteval bool any_element_carries_tensors(std::index_sequence<I...>) {
-  return (carries_tensors<std::tuple_element_t<I, T>>() || ...);
+consteval bool any_element_contains_tensors(std::index_sequence<I...>) {
+  return (contains_tensors<std::tuple_element_t<I, T>>() || ...);
 }
 
 /// Whether a value of type `T` can hold tensors that for_each_tensor reaches.
 template <class T>
-consteval bool carries_tensors() {
+consteval bool contains_tensors() {
   using Value = std::remove_cvref_t<T>;
   if constexpr (std::derived_from<Value, at::Tensor> || std::same_as<Value, c10::IValue> ||
-                ListsTensors<Value>) {
+                HasTensorsMethod<Value>) {
     return true;
   } else if constexpr (kIsOptional<Value>) {
-    return carries_tensors<typename Value::value_type>();
+    return contains_tensors<typename Value::value_type>();
   } else if constexpr (TupleLike<Value>) {
-    return any_element_carries_tensors<Value>(std::make_index_sequence<std::tuple_size_v<Value>>());
+    return any_element_contains_tensors<Value>(
+        std::make_index_sequence<std::tuple_size_v<Value>>());
   } else if constexpr (Collection<Value>) {
-    return carries_tensors<std::ranges::range_reference_t<Value>>();
+    return contains_tensors<std::ranges::range_reference_t<Value>>();
   } else {
     return false;
   }
@@ -109,7 +110,7 @@ c10::IValue map_ivalue(const c10::IValue& value, const Map& map) {
 template <class T, class Visit>
 void for_each_tensor(T& value, const Visit& visit) {
   using Value = std::remove_cv_t<T>;
-  if constexpr (!carries_tensors<Value>()) {
+  if constexpr (!contains_tensors<Value>()) {
     return;
   } else if constexpr (std::derived_from<Value, at::Tensor>) {
     visit(value);
@@ -119,10 +120,10 @@ void for_each_tensor(T& value, const Visit& visit) {
       return tensor;
     });
     if constexpr (!std::is_const_v<T>) value = std::move(mapped);
-  } else if constexpr (ListsTensors<T>) {
+  } else if constexpr (HasTensorsMethod<T>) {
     auto&& listed = value.tensors();
     for_each_tensor(listed, visit);
-  } else if constexpr (ListsTensors<Value>) {  // a const value, whose tensors() is not
+  } else if constexpr (HasTensorsMethod<Value>) {  // a const value, whose tensors() is not
     Value copy = value;
     for_each_tensor(copy, [&visit](const at::Tensor& tensor) { visit(tensor); });
   } else if constexpr (kIsOptional<Value>) {
@@ -152,7 +153,7 @@ using OwningType = typename Owning<std::decay_t<T>>::Type;
 
 /// Returns an owning copy of `value`; an rvalue is moved from.
 template <class T>
-OwningType<T> owned(T&& value) {
+OwningType<T> to_owning(T&& value) {
   if constexpr (std::same_as<OwningType<T>, std::decay_t<T>>) {
     return std::forward<T>(value);
   } else {
@@ -164,8 +165,8 @@ OwningType<T> owned(T&& value) {
 /// `map(tensor)`. If its type cannot hold tensors, returns `value` itself, as a reference.
 template <class T, class Map>
 decltype(auto) map_tensors(T&& value, const Map& map) {
-  if constexpr (carries_tensors<T>()) {
-    OwningType<T> mapped = owned(std::forward<T>(value));
+  if constexpr (contains_tensors<T>()) {
+    OwningType<T> mapped = to_owning(std::forward<T>(value));
     for_each_tensor(mapped, [&map](at::Tensor& tensor) { tensor = map(tensor); });
     return mapped;
   } else {

@@ -3,7 +3,7 @@
 /// capability.
 #pragma once
 
-#include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 
 #include <cstdint>
@@ -49,9 +49,9 @@ inline std::optional<ComputeCapability> query_compute_capability(
     int ordinal, const char* driver_library = kCudaDriver) {
   // cuInit, cuDeviceGet and cuDeviceGetAttribute as cuda.h declares them; CUresult, CUdevice and
   // the attribute enum are ints, and 0 is success.
-  auto* const init = function_in<int(unsigned)>(driver_library, "cuInit");
-  auto* const get = function_in<int(int*, int)>(driver_library, "cuDeviceGet");
-  auto* const attribute = function_in<int(int*, int, int)>(driver_library, "cuDeviceGetAttribute");
+  auto* const init = load_symbol<int(unsigned)>(driver_library, "cuInit");
+  auto* const get = load_symbol<int(int*, int)>(driver_library, "cuDeviceGet");
+  auto* const attribute = load_symbol<int(int*, int, int)>(driver_library, "cuDeviceGetAttribute");
   if (init == nullptr || get == nullptr || attribute == nullptr) {
     return std::nullopt;
   }

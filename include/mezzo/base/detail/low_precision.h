@@ -17,7 +17,7 @@ inline bool is_low_precision(const at::Tensor& tensor) {
 }
 
 /// The dtype of a weight's master: double for double, otherwise float.
-inline at::ScalarType wide_dtype(const at::Tensor& weight) {
+inline at::ScalarType accum_dtype(const at::Tensor& weight) {
   return weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 

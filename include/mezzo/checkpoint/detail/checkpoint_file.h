@@ -121,7 +121,7 @@ inline void write_zip(AtomicFile& file, const c10::IValue& document) {
   end[end.size() - 2] = static_cast<char>(comment.size() + kCrcDigits);
   end += comment;
   file.write(end.data(), end.size());
-  const std::string digits = crc_text(file.crc());
+  const std::string digits = crc_to_hex(file.crc());
   file.write(digits.data(), digits.size());
 }
 
@@ -132,8 +132,8 @@ inline void write_zip(AtomicFile& file, const c10::IValue& document) {
 class MappedFile {
  public:
   /// Checks the CRC of a file that has one.
-  explicit MappedFile(const std::filesystem::path& path) : file_(path, FileUse::read) {
-    if (!file_.is_open()) throw_unopened(reason(errno));
+  explicit MappedFile(const std::filesystem::path& path) : file_(path, OpenMode::read) {
+    if (!file_.is_open()) throw_unopened(errno_message(errno));
     std::error_code error;
     const bool is_regular = std::filesystem::is_regular_file(path, error);
     if (!is_regular) throw_unopened(error ? error.message() : "it is not a regular file");
@@ -141,8 +141,8 @@ class MappedFile {
     if (error) throw_unopened(error.message());
     check_comment();
     if (size_ == 0) throw_damaged("it has 0 bytes");
-    memory_ = map_privately(file_, size_);
-    if (memory_ == nullptr) throw_unopened(reason(errno));
+    memory_ = mmap_copy_on_write(file_, size_);
+    if (memory_ == nullptr) throw_unopened(errno_message(errno));
   }
   ~MappedFile() {
     if (memory_ != nullptr) unmap(memory_, size_);
@@ -163,7 +163,7 @@ class MappedFile {
     while (count > 0) {
       const std::ptrdiff_t got = file_.read(bytes, count, offset);
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0) throw_damaged("it cannot be read: " + reason(errno));
+      if (got < 0) throw_damaged("it cannot be read: " + errno_message(errno));
       if (got == 0) throw_damaged("it became shorter while it was read");
       bytes += got, offset += static_cast<std::uint64_t>(got);
       count -= static_cast<std::size_t>(got);
@@ -208,14 +208,14 @@ class MappedFile {
     }
     std::string digits(kCrcDigits, '\0');
     read_all(end, digits.data(), digits.size());
-    if (digits != crc_text(crc)) {
+    if (digits != crc_to_hex(crc)) {
       throw_damaged(
           "its checksum does not fit its bytes, some of which are others than were written, or "
           "missing");
     }
   }
 
-  OpenFile file_;
+  FileDescriptor file_;
   std::size_t size_ = 0, comment_size_ = 0;
   std::string format_;
   char* memory_ = nullptr;

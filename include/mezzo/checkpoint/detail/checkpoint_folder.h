@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/crc32c.h>
-#include <mezzo/base/detail/system.h>
-#include <mezzo/base/detail/system_file.h>
+#include <mezzo/base/detail/platform.h>
+#include <mezzo/base/detail/platform_file.h>
 #include <mezzo/base/version.h>
 
 #include <c10/macros/Export.h>
@@ -53,10 +53,10 @@ void remove_stale_temporaries(const std::filesystem::path& folder, const Pick& i
                               number.size() > 1 &&
                               number.find_first_not_of("0123456789", 1) == std::string::npos;
     if (!is_temporary || !is_ours(name.substr(1))) continue;
-    OpenFile left(folder / file, FileUse::write);
+    FileDescriptor left(folder / file, OpenMode::write);
     if (!left.is_open() || left.lock() != 0) continue;
     if (remove_file(folder / file) != 0) {  // where an open file cannot be removed
-      left = OpenFile();
+      left = FileDescriptor();
       (void)remove_file(folder / file);
     }
   }
@@ -72,9 +72,9 @@ class AtomicFile {
     do {  // until the temporary is ours: others take names, and remove what nobody has locked
       temporary_ = target_.parent_path() /
                    ("." + target_.filename().string() + "." + std::to_string(number++) + ".tmp");
-      file_ = OpenFile(temporary_, FileUse::create);
+      file_ = FileDescriptor(temporary_, OpenMode::create);
       if (!file_.is_open() && errno != EEXIST) fail("cannot be created", errno);
-    } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.is_at(temporary_));
+    } while (!file_.is_open() || file_.lock() == EWOULDBLOCK || !file_.refers_to(temporary_));
     std::error_code none;
     const auto status = std::filesystem::status(target_, none);
     if (std::filesystem::exists(status)) {  // 0600 stays 0600
@@ -83,7 +83,7 @@ class AtomicFile {
   }
   ~AtomicFile() {
     if (is_committed_) return;
-    file_ = OpenFile();
+    file_ = FileDescriptor();
     (void)remove_file(temporary_);
   }
   AtomicFile(const AtomicFile&) = delete;
@@ -111,24 +111,24 @@ class AtomicFile {
   /// failed, closing the file or flushing the folder: the file is then in place, but may not
   /// survive a crash
   [[nodiscard]] int commit() {
-    if (const int error = file_.flush()) fail("cannot be brought to the disk", error);
+    if (const int error = file_.fsync()) fail("cannot be brought to the disk", error);
     if (const int error = replace_file(temporary_, target_, file_)) {
       fail("cannot be put in its place", error);
     }
     is_committed_ = true;
-    const int of_file = file_.close(), of_folder = flush_folder(target_.parent_path());
+    const int of_file = file_.close(), of_folder = fsync_directory(target_.parent_path());
     return of_file != 0 ? of_file : of_folder;
   }
 
  private:
   [[noreturn]] void fail(const char* what, int error) const {
-    TORCH_CHECK(false, target_.string(), " ", what, ": ", reason(error),
+    TORCH_CHECK(false, target_.string(), " ", what, ": ", errno_message(error),
                 "; see to the disk, to room on it and to the folder's permissions. The checkpoints "
                 "that were there before are untouched");
   }
 
   std::filesystem::path temporary_, target_;
-  OpenFile file_;
+  FileDescriptor file_;
   std::uint64_t total_ = 0;
   std::uint32_t crc_ = 0;
   bool is_committed_ = false;
@@ -188,7 +188,7 @@ inline int make_folder(const std::filesystem::path& folder) {
   const int of_parent = make_folder(parent);
   std::filesystem::create_directory(folder, error);
   TORCH_CHECK(!error, folder.string(), " cannot be made: ", error.message());
-  const int own = flush_folder(parent.empty() ? std::filesystem::path(".") : parent);
+  const int own = fsync_directory(parent.empty() ? std::filesystem::path(".") : parent);
   return own != 0 ? own : of_parent;
 }
 
@@ -198,16 +198,16 @@ inline int make_folder(const std::filesystem::path& folder) {
 struct LockedFolders {
   struct Owner {
     int process = 0;
-    std::weak_ptr<const OpenFile> file{};
+    std::weak_ptr<const FileDescriptor> file{};
   };
   std::mutex mutex{};
   std::map<std::filesystem::path, Owner> owners{};  // a forked child finds its parent's entries
 
   /// Returns the file of the lock that this process has; null if it has none, or it was removed.
-  std::shared_ptr<const OpenFile> file_of(const std::filesystem::path& folder) {
+  std::shared_ptr<const FileDescriptor> file_of(const std::filesystem::path& folder) {
     const Owner& owner = owners[folder];
     const auto file = owner.process == process_id() ? owner.file.lock() : nullptr;
-    return file != nullptr && file->is_at(folder / ".lock") ? file : nullptr;
+    return file != nullptr && file->refers_to(folder / ".lock") ? file : nullptr;
   }
 };
 C10_EXPORT inline LockedFolders& locked_folders() {
@@ -229,7 +229,7 @@ class FolderLock {
 
   /// Takes the lock, unless this object has it. Call it before each save: in the meantime the
   /// folder or its lock may have been removed, or the process may be a forked child.
-  /// \returns as OpenFile::lock
+  /// \returns as FileDescriptor::lock
   int hold(const std::filesystem::path& existing_folder) {
     const auto folder = std::filesystem::canonical(existing_folder);
     LockedFolders& locked = locked_folders();
@@ -237,12 +237,12 @@ class FolderLock {
     if (const auto own = locked.file_of(folder)) return own == file_ ? 0 : EWOULDBLOCK;
     file_ = nullptr;
     do {  // until what is locked is there: others may remove it
-      OpenFile file(folder / ".lock", FileUse::lock);
+      FileDescriptor file(folder / ".lock", OpenMode::lock);
       TORCH_CHECK(file.is_open(), (folder / ".lock").string(),
-                  " cannot be opened: ", reason(errno));
+                  " cannot be opened: ", errno_message(errno));
       if (const int error = file.lock_for_process()) return error;
-      file_ = std::make_shared<OpenFile>(std::move(file));
-    } while (!file_->is_at(folder / ".lock"));
+      file_ = std::make_shared<FileDescriptor>(std::move(file));
+    } while (!file_->refers_to(folder / ".lock"));
     locked.owners[folder] = {process_id(), file_};
     return 0;
   }
@@ -253,11 +253,11 @@ class FolderLock {
     const auto own = std::filesystem::canonical(folder, error);
     const std::lock_guard guard(locked_folders().mutex);
     if (error || locked_folders().file_of(own) != nullptr) return 0;
-    return OpenFile(own / ".lock", FileUse::read).process_with_lock();
+    return FileDescriptor(own / ".lock", OpenMode::read).lock_owner_pid();
   }
 
  private:
-  std::shared_ptr<const OpenFile> file_;
+  std::shared_ptr<const FileDescriptor> file_;
 };
 
 }  // namespace detail

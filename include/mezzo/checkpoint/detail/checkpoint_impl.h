@@ -83,7 +83,8 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
       " is being saved to by another process, or by another CheckpointManager of this one; give "
       "each a folder of its own, or let one of them save");
   if (lock_error != 0 && !std::exchange(told_no_locks_, true)) {
-    warn(folder_.string() + " lies on a file system without locks (" + detail::reason(lock_error) +
+    warn(folder_.string() + " lies on a file system without locks (" +
+         detail::errno_message(lock_error) +
          "): see to it that one process saves there, and remove what a kill leaves, "
          ".checkpoint-*.tmp, yourself");
   }
@@ -104,7 +105,7 @@ MEZZO_INLINE SavedCheckpoint CheckpointManager::write(const c10::IValue& documen
     if (kept < options_.keep) {
       if (damaged_.count(file) == 0) ++kept;
     } else if (const int error = detail::remove_file(file); error != 0 && error != ENOENT) {
-      warn(file.string() + " cannot be removed: " + detail::reason(error));
+      warn(file.string() + " cannot be removed: " + detail::errno_message(error));
     }
   }
   return {target, bytes};

@@ -1,10 +1,10 @@
 #pragma once
 
-#include <mezzo/base/detail/default_generators.h>
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/tensor_words.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/detail/rng_state.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/archive_value.h>
 #include <mezzo/checkpoint/detail/part_of.h>
@@ -49,9 +49,9 @@ inline at::Tensor savable(const at::Tensor& tensor) {
 // --- Modules, and tensors whose memory stays -----------------------------------------------------
 
 /// Returns the tensors of a module under the names that Python's `state_dict` gives them.
-inline NamedTensors state_dict_of(const torch::nn::Module& module) {
-  NamedTensors tensors = module.named_parameters().pairs();
-  const NamedTensors buffers = module.named_buffers().pairs();
+inline TensorsByName state_dict_of(const torch::nn::Module& module) {
+  TensorsByName tensors = module.named_parameters().pairs();
+  const TensorsByName buffers = module.named_buffers().pairs();
   tensors.insert(tensors.end(), buffers.begin(), buffers.end());
   std::erase_if(tensors, [](const auto& one) { return !one.second.defined(); });
   return tensors;
@@ -62,7 +62,8 @@ inline std::string shape_words(const at::Tensor& tensor) {
 }
 
 /// Checks that the file has the names, dtypes and shapes of `own`. Returns the file's values.
-inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const NamedTensors& own) {
+inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value,
+                                                const TensorsByName& own) {
   check_value(value.isGenericDict(), value, "a module's state_dict");
   const auto found = value.toGenericDict();
   std::vector<at::Tensor> values;
@@ -91,7 +92,7 @@ inline std::vector<at::Tensor> check_state_dict(const c10::IValue& value, const 
 }
 
 /// The part of tensors that `tensors` returns. Loading copies into their memory.
-inline CheckpointPart named_tensors_part(const std::function<NamedTensors()>& tensors) {
+inline CheckpointPart named_tensors_part(const std::function<TensorsByName()>& tensors) {
   return {
       .save =
           [tensors](const ParameterNames&) {
@@ -127,7 +128,7 @@ module_part(const std::function<std::shared_ptr<torch::nn::Module>()>& find) {
 
 MEZZO_INLINE CheckpointPart tensors_part(std::vector<at::Tensor>& tensors) {
   return named_tensors_part([&tensors] {
-    NamedTensors all;
+    TensorsByName all;
     for (const at::Tensor& one : tensors) {
       const std::string name = std::to_string(all.size());
       TORCH_CHECK(one.defined(), "tensor ", name, " is undefined; give it a value first");
@@ -159,7 +160,8 @@ inline std::string storage_in_files(const torch::optim::Optimizer& optimizer) {
     return std::any_of(group.params().begin(), group.params().end(),
                        [](const at::Tensor& one) { return is_low_precision(one); });
   });
-  constexpr std::array<const char*, 4> kNames{"plain", "master", "split_master", "stochastic"};
+  constexpr std::array<const char*, 4> kNames{"plain", "fp32_master", "split_master",
+                                              "stochastic_rounding"};
   return mezzos == nullptr || !has_low
              ? ""
              : kNames.at(static_cast<std::size_t>(mezzos->weight_options().weight_storage));
@@ -400,12 +402,11 @@ MEZZO_INLINE CheckpointPart tensor_part(at::Tensor& tensor) {
       .load = [&tensor](const c10::IValue& value, const ParameterNames&) -> CheckpointPart::Apply {
         check_value(value.isTensor(), value, "a tensor");
         const at::Tensor read = value.toTensor();
-        TORCH_CHECK(
-            !tensor.defined() ||
-                (tensor.scalar_type() == read.scalar_type() && tensor.layout() == read.layout()),
-            "the file has ", tensor_words(read), ", and the tensor here is ", tensor_words(tensor),
-            "; make it of the dtype and layout that it had, or give an undefined "
-            "torch::Tensor");
+        TORCH_CHECK(!tensor.defined() || (tensor.scalar_type() == read.scalar_type() &&
+                                          tensor.layout() == read.layout()),
+                    "the file has ", describe(read), ", and the tensor here is ", describe(tensor),
+                    "; make it of the dtype and layout that it had, or give an undefined "
+                    "torch::Tensor");
         return [&tensor, read] {
           const c10::Device device = tensor.defined() ? tensor.device() : at::kCPU;
           const at::Tensor copy = copied(read, {}, device).toTensor();
@@ -425,7 +426,7 @@ inline CheckpointPart generators_part(const std::function<std::vector<at::Genera
   return {.save =
               [generators, as_list](const ParameterNames&) {
                 auto states = python_list();
-                for (const at::Generator& one : generators()) states.push_back(state_of(one));
+                for (const at::Generator& one : generators()) states.push_back(get_rng_state(one));
                 return as_list ? c10::IValue(states) : c10::IValue(states.get(0));
               },
           .load = [generators, as_list](const c10::IValue& value,
@@ -440,7 +441,7 @@ inline CheckpointPart generators_part(const std::function<std::vector<at::Genera
             }
             const std::vector<at::Generator> present = generators();
             for (std::size_t i = 0; i < std::min(states.size(), present.size()); ++i) {
-              set_state(present[i].clone(), states[i]);  // throws before anything is loaded
+              set_rng_state(present[i].clone(), states[i]);  // throws before anything is loaded
             }
             return [states = std::move(states), own = present] {
               if (states.size() != own.size()) {
@@ -450,7 +451,7 @@ inline CheckpointPart generators_part(const std::function<std::vector<at::Genera
                            "repeat bit for bit what it would have been.");
               }
               for (std::size_t i = 0; i < std::min(states.size(), own.size()); ++i) {
-                set_state(own[i], states[i]);
+                set_rng_state(own[i], states[i]);
               }
             };
           }};

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/model_list.h>
-#include <mezzo/base/named_tensors.h>
+#include <mezzo/base/model_refs.h>
+#include <mezzo/base/tensors_by_name.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/optimizer.h>
 
@@ -85,9 +85,9 @@ struct CheckpointPart {
   /// itself. The tensors of a value are views of the file.
   std::function<Apply(const c10::IValue& value, const ParameterNames& names)> load;
   /// Returns the parameters of a module with their names; null for other objects.
-  std::function<NamedTensors()> parameters = nullptr;
+  std::function<TensorsByName()> parameters = nullptr;
   /// Returns the tensors of a module under the names of its state_dict; null for other objects.
-  std::function<NamedTensors()> state_dict = nullptr;
+  std::function<TensorsByName()> state_dict = nullptr;
   /// Whether the object goes through torch's archives, as a schedule does. Such an object is loaded
   /// after others: loading an optimizer replaces the learning rates that its schedule has set.
   bool is_archive = false;
@@ -241,7 +241,7 @@ T value_read(const c10::IValue& value) {
   } else if constexpr (std::floating_point<T>) {
     check_value(value.isDouble() || value.isInt(), value, "a real number");
     const double number = value.toScalar().toDouble();
-    TORCH_CHECK(nonfinite_bits(number) ||
+    TORCH_CHECK(is_nonfinite(number) ||
                     std::abs(number) <= static_cast<double>(std::numeric_limits<T>::max()),
                 "the file has the real number ", number,
                 ", which the variable's type cannot hold; load it into a double");

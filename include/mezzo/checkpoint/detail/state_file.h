@@ -1,7 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/dtype_names.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
 #include <mezzo/base/version.h>
 #include <mezzo/checkpoint/detail/checkpoint_file.h>
 #include <mezzo/checkpoint/detail/checkpoint_folder.h>
@@ -102,7 +102,7 @@ inline std::uint64_t write_file(const std::filesystem::path& target, const c10::
     warn(target.string() +
          " is in its place, but whether it would survive a crash of the machine is not known: it "
          "cannot be closed, or its folder not be flushed to the disk: " +
-         reason(error));
+         errno_message(error));
   }
   return file.total();
 }
@@ -161,7 +161,7 @@ inline void name_state_dict(ReadCheckpoint& read, const std::vector<NamedPart>& 
 /// Returns a state_dict with its floating tensors cast to the dtypes of `own`, as Python's
 /// load_state_dict does. Adds a note with the number of tensors that were cast.
 inline c10::IValue cast_state_dict(const c10::IValue& value, const std::string& name,
-                                   const NamedTensors& own, std::vector<std::string>& notes) {
+                                   const TensorsByName& own, std::vector<std::string>& notes) {
   if (!value.isGenericDict()) return value;
   PythonDict cast = value.toGenericDict().copy();
   std::string first;
@@ -235,7 +235,7 @@ inline CheckedLoad check_file(const std::filesystem::path& path,
 /// Gives the objects their values, in their order.
 inline void apply(CheckedLoad& checked) {
   const c10::NoGradGuard no_grad;
-  const auto end = c10::make_scope_exit([] { drop_weight_casts(); });
+  const auto end = c10::make_scope_exit([] { clear_autocast_cache(); });
   for (auto& [name, apply_one] : checked.pending) {
     try {
       apply_one();

@@ -2,7 +2,7 @@
 /// What mezzo asks of a c10d backend, and how ranks find out that they differ.
 #pragma once
 
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 
@@ -81,7 +81,7 @@ inline void broadcast(const GroupPtr& group, const std::vector<at::Tensor>& tens
     for (const auto& pack : torch::utils::take_tensors(all, std::size_t{25} << 20))
       send(pack.tensors);
   }
-  if (group->getRank() != root) drop_weight_casts();
+  if (group->getRank() != root) clear_autocast_cache();
 }
 
 /// Returns a device whose tensors the group takes, for messages of mezzo's own.

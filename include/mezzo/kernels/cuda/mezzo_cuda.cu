@@ -2,7 +2,7 @@
 // them, which register themselves. Two objects with all of this link into one program: what
 // is not weak is static. (nvcc 13 makes the functions of an unnamed namespace global.)
 
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/adam_element.h>
 #include <mezzo/kernels/block8.h>
@@ -33,7 +33,7 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-static_assert(std::is_trivially_copyable_v<LossScale>, "a kernel takes it by value");
+static_assert(std::is_trivially_copyable_v<GradScalerOptions>, "a kernel takes it by value");
 
 /// Gradients as rows: their memory, and the index of each stretch's first partial result. The last
 /// entry of `first_partials` is the number of all.
@@ -124,25 +124,25 @@ static at::Tensor empty_pinned(at::IntArrayRef sizes, at::ScalarType dtype) {
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(true));
 }
 
-static __global__ void update_scale_kernel(const LossScale rule, float* scale, float* inverse,
-                                           int32_t* growth_tracker, int32_t* hysteresis_left,
-                                           const float* found_inf) {
+static __global__ void update_scale_kernel(const GradScalerOptions rule, float* scale,
+                                           float* inverse, int32_t* growth_tracker,
+                                           int32_t* hysteresis_tracker, const float* found_inf) {
   const LossScaleState next =
-      rule.next({*scale, *growth_tracker, *hysteresis_left}, *found_inf != 0.0F);
+      rule.next({*scale, *growth_tracker, *hysteresis_tracker}, *found_inf != 0.0F);
   *scale = next.scale;
   *inverse = inverse_scale(next.scale);
   *growth_tracker = next.growth_tracker;
-  *hysteresis_left = next.hysteresis_left;
+  *hysteresis_tracker = next.hysteresis_tracker;
 }
 
-static void update_scale_(const LossScale& rule, const ScaleTensors& tensors,
+static void update_scale_(const GradScalerOptions& rule, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
   const DeviceGuard guard(tensors.scale.device());
   const Stream stream = current_stream();
   launch<update_scale_kernel>(
       1, 1, stream, rule, tensors.scale.mutable_data_ptr<float>(),
       tensors.inverse.mutable_data_ptr<float>(), tensors.growth_tracker.mutable_data_ptr<int32_t>(),
-      tensors.hysteresis_left.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
+      tensors.hysteresis_tracker.mutable_data_ptr<int32_t>(), found_inf.const_data_ptr<float>());
   // A graph may still hold the scale for its backward.
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }

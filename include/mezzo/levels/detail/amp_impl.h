@@ -14,8 +14,8 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/model_list.h>
-#include <mezzo/base/precision.h>
+#include <mezzo/base/mixed_precision_policy.h>
+#include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/levels/opt_level.h>
@@ -141,7 +141,7 @@ inline bool has_stepped(const torch::optim::Optimizer& optimizer) {
 }
 
 /// Refuses what cannot be trained at `level`, before the cast, which cannot be undone.
-inline void check_models_and_optimizers(const ModelList& models, const OptimizerList& optimizers,
+inline void check_models_and_optimizers(const ModelRefs& models, const OptimizerRefs& optimizers,
                                         const OptLevel& level) {
   std::unordered_set<const c10::TensorImpl*> of_models;
   for (const auto& model : models.modules()) {
@@ -197,7 +197,7 @@ inline GradScaler::StateDict full_scaler_state(const std::string& key,
 template <class T>
 decltype(auto) cast_if(std::optional<at::ScalarType> dtype, T&& value) {
   return map_tensors(std::forward<T>(value), [dtype](const at::Tensor& tensor) {
-    return dtype ? as_training_dtype(tensor, *dtype) : tensor;
+    return dtype ? cast_if_training_dtype(tensor, *dtype) : tensor;
   });
 }
 
@@ -244,7 +244,7 @@ inline void share_inf(const std::vector<const torch::optim::Optimizer*>& optimiz
 
 }  // namespace detail
 
-inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLevel& level,
+inline Amp::Amp(ModelRefs models, const OptimizerRefs& optimizers, const OptLevel& level,
                 const InitializeOptions& options)
     : level_(level), enabled_(options.enabled), policy_(options.policy) {
   TORCH_CHECK(options.num_losses >= 1, "num_losses is ", options.num_losses,
@@ -259,7 +259,7 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
     one.stepper = AnyOptimizer(*one.masters);
   }
   for (int64_t i = 0; i < options.num_losses; ++i) {
-    LossScale rule = level.loss_scale();
+    GradScalerOptions rule = level.loss_scale();
     rule.enabled = enabled_;
     rule.allow_fp16_gradients = level.cast_model_type() == at::kHalf && !level.master_weights();
     rule.loss_id = i;
@@ -281,7 +281,7 @@ inline Amp::Amp(ModelList models, const OptimizerList& optimizers, const OptLeve
 
 template <class Model, class... Args>
 decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
-  static_assert(std::convertible_to<Model, ModelList>,
+  static_assert(std::convertible_to<Model, ModelRefs>,
                 "amp(model, ...): the first argument is no model; give one that was given to "
                 "mezzo::initialize, or a module inside one");
   ForwardRegions regions;
@@ -295,7 +295,7 @@ decltype(auto) Amp::operator()(Model&& model, Args&&... args) const {
   const auto forward = [&]() -> decltype(auto) {
     return module->forward(detail::cast_if(inputs, std::forward<Args>(args))...);
   };
-  if constexpr (detail::carries_tensors<decltype(forward())>()) {
+  if constexpr (detail::contains_tensors<decltype(forward())>()) {
     return detail::cast_if(outputs, forward());
   } else {
     return forward();
@@ -318,19 +318,19 @@ inline void Amp::enter(const torch::nn::Module& wanted, ForwardRegions& regions)
     const auto is_there = [device](const at::Tensor& one) { return one.device().type() == device; };
     if (!model->parameters.empty() && std::ranges::none_of(model->parameters, is_there)) continue;
     regions[i].emplace(detail::checked_setting(
-        {.device = device, .dtype = level_.precision().compute, .policy = policy_}));
+        {.device = device, .dtype = level_.precision().compute_dtype, .policy = policy_}));
   }
 }
 
 // --- Losses and steps ----------------------------------------------------------------------------
 
-inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
+inline void Amp::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                             const ScaleLossOptions& options) {
   scale_loss(loss, optimizers, options, [](const at::Tensor& scaled) { scaled.backward(); });
 }
 
 template <std::invocable<const at::Tensor&> Backward>
-void Amp::scale_loss(const at::Tensor& loss, const OptimizerList& optimizers,
+void Amp::scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
                      const ScaleLossOptions& options, Backward&& backward) {
   const Pass pass = begin_pass(loss, optimizers, options);
   try {
@@ -353,7 +353,7 @@ inline void Amp::refuse_within_backward(const char* call) const {
               ": called within the backward pass of a scale_loss; let that return first");
 }
 
-inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerList& optimizers,
+inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerRefs& optimizers,
                                  const ScaleLossOptions& options) {
   refuse_within_backward("scale_loss");
   Pass pass{&loss_of(options.loss_id), value};
@@ -531,7 +531,7 @@ inline void Amp::check_state_dict(const StateDict& state) const {
     TORCH_CHECK(state.count(key) == 1, "load_state_dict: the state lacks \"", key,
                 "\"; it should be what Amp::state_dict or Apex's amp.state_dict returned");
     const GradScaler& scaler = losses_[i].scaler;
-    GradScaler(scaler.rule())
+    GradScaler(scaler.options())
         .load_state_dict(detail::full_scaler_state(key, state.at(key), scaler.state_dict()));
   }
 }

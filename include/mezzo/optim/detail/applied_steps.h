@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
 
@@ -41,7 +41,7 @@ struct DeviceCount {
 
  private:
   static at::Tensor copy_of(const at::Tensor& count) {
-    const NoGraphGuard no_graph;
+    const NoGradInferenceGuard no_graph;
     return count.defined() ? count.clone() : count;
   }
 };
@@ -123,7 +123,7 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
   }
   if (!newcomers.empty()) {
     check_is_warm(device, "a number of steps");
-    const NoGraphGuard no_graph;  // plain tensors, also in a step of inference tensors
+    const NoGradInferenceGuard no_graph;  // plain tensors, also in a step of inference tensors
     const at::Tensor together = at::tensor(values).to(device);
     for (std::size_t i = 0; i < newcomers.size(); ++i) {
       newcomers[i].move_to(together.select(0, static_cast<int64_t>(i)));

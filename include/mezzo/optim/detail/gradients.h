@@ -1,7 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/detail/optimizer_words.h>
@@ -39,7 +39,7 @@ void for_each_parameter(const torch::optim::Optimizer& optimizer, const Visit& v
 
 inline void zero_gradients(const torch::optim::Optimizer& optimizer) {
   for_each_parameter(optimizer, [](const at::Tensor& parameter) {
-    if (parameter.grad().defined()) clear_gradient(parameter.grad());
+    if (parameter.grad().defined()) zero_grad_(parameter.grad());
   });
 }
 
@@ -49,7 +49,7 @@ inline void check_gradient(const at::Tensor& parameter, const OptimizerWords& wo
   const at::ScalarType dtype = gradient.scalar_type();
   const auto check = [&](bool is_right, const char* remedy) {
     TORCH_CHECK(is_right, "GradScaler: the gradient of ", words.parameter(parameter), " is ",
-                tensor_words(gradient), "; ", remedy);
+                describe(gradient), "; ", remedy);
   };
   check(dtype == at::kFloat || dtype == at::kDouble || dtype == at::kBFloat16 || dtype == at::kHalf,
         "it should be of float32, float64, bfloat16 or float16");
@@ -94,7 +94,7 @@ inline StepPlan plain_plan(const torch::optim::Optimizer& optimizer, bool keeps_
     check_gradient(parameter, {"", optimizer.param_groups()});
     const bool has_master = keeps_masters && is_low_precision(parameter);
     StepPlan::Row row{{}, &parameter, parameter.grad()};
-    if (has_master) row.storage = optim::WeightStorage::master;
+    if (has_master) row.storage = optim::WeightStorage::fp32_master;
     plan.rows.push_back(std::move(row));
     plan.has_bare_half =
         plan.has_bare_half || (!has_master && parameter.grad().scalar_type() == at::kHalf);

@@ -92,7 +92,7 @@ class LrFactors {
   /// \throws c10::Error if a factor is negative or not finite
   void set(std::vector<double> factors, Groups& groups, int64_t applied_steps) {
     for (std::size_t i = 0; i < factors.size(); ++i) {
-      TORCH_CHECK(!nonfinite_bits(factors[i]) && factors[i] >= 0, "set_lr_factors: factors[", i,
+      TORCH_CHECK(!is_nonfinite(factors[i]) && factors[i] >= 0, "set_lr_factors: factors[", i,
                   "] is ", factors[i], "; it should be finite and at least 0");
     }
     if (empty()) scheduled_.take_written(groups);

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
@@ -107,7 +107,7 @@ MEZZO_INLINE MasterWeights::MasterWeights(torch::optim::Optimizer& optimizer) : 
               "float, or use an optimizer that takes a step from one gradient");
   TORCH_CHECK(AnyOptimizer(optimizer).mezzos() == nullptr,
               "MasterWeights is for optimizers that keep no masters, and this one is mezzo's: give "
-              "its constructor {.weight_storage = WeightStorage::master} instead");
+              "its constructor {.weight_storage = WeightStorage::fp32_master} instead");
   meet_parameters();
 }
 
@@ -121,7 +121,7 @@ MEZZO_INLINE at::Tensor MasterWeights::master_param(const at::Tensor& parameter)
 
 /// Returns the master, in agreement with the parameter as it is now; made if there is none.
 MEZZO_INLINE detail::KeptWeights& MasterWeights::settled(const at::Tensor& parameter) {
-  const detail::NoGraphGuard no_graph;
+  const detail::NoGradInferenceGuard no_graph;
   Kept& kept = masters_[parameter.unsafeGetTensorImpl()];
   kept.parameter = parameter;
   detail::KeptWeights& weights = kept.weights;
@@ -157,7 +157,7 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
   meet_parameters();
   StepPlan plan = detail::plain_plan(*inner_, /*keeps_masters=*/true);
   for (const StepPlan::Row& row : plan.rows) {  // whose value would become the master
-    if (row.storage == optim::WeightStorage::master) {
+    if (row.storage == optim::WeightStorage::fp32_master) {
       detail::refuse_average(*row.parameter, words());
     }
   }
@@ -196,13 +196,13 @@ MEZZO_INLINE void MasterWeights::step_inner(const StepPlan& plan,
     for (const Lent& one : lent) {  // what may throw
       if (one.master.defined()) one.parameter.detach().copy_(one.master);
     }
-    detail::drop_weight_casts();
+    detail::clear_autocast_cache();
   };
   try {
     for (const StepPlan::Row& row : plan.rows) {
       const at::Tensor& parameter = *row.parameter;
       Lent own{parameter, parameter.grad(), {}, {}};
-      if (row.storage == optim::WeightStorage::master) {
+      if (row.storage == optim::WeightStorage::fp32_master) {
         own.master = settled(parameter).master;
         own.memory = parameter.variable_data();
         const auto state = inner_->state().find(parameter.unsafeGetTensorImpl());
@@ -261,7 +261,7 @@ MEZZO_INLINE void MasterWeights::save(torch::serialize::OutputArchive& archive) 
 
 MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
     torch::serialize::InputArchive& archive) const {
-  const detail::NoGraphGuard no_graph;
+  const detail::NoGradInferenceGuard no_graph;
   c10::IValue format, name;
   TORCH_CHECK(
       archive.try_read(detail::kMasterWeightsKey, format),
@@ -286,7 +286,7 @@ MEZZO_INLINE MasterWeights::ArchiveContents MasterWeights::read_archive(
     TORCH_CHECK(master.defined() && detail::is_low_precision(parameter) &&
                     master.sizes() == parameter.sizes() && master.layout() == at::kStrided &&
                     master.scalar_type() == at::kFloat,
-                "MasterWeights: the archive has the master ", detail::tensor_words(master), " for ",
+                "MasterWeights: the archive has the master ", detail::describe(master), " for ",
                 words().parameter(parameter),
                 "; it is another model's, or this one was cast: load the file of this model, cast "
                 "as it was then");
@@ -307,7 +307,7 @@ MEZZO_INLINE void MasterWeights::check_load(torch::serialize::InputArchive& arch
 }
 
 MEZZO_INLINE void MasterWeights::load(torch::serialize::InputArchive& archive) {
-  const detail::NoGraphGuard no_graph;
+  const detail::NoGradInferenceGuard no_graph;
   ArchiveContents all = read_archive(archive);
   detail::load_whole(all.inner, *inner_);
   masters_ = std::move(all.masters);  // the next step compares them with the parameters

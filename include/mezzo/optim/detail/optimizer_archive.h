@@ -178,8 +178,7 @@ inline void check_state_archive(torch::serialize::InputArchive& state, const Arc
         at::isFloatingType(tensor.scalar_type()) || (parameter.is_complex() && tensor.is_complex());
     TORCH_CHECK(
         (tensor.layout() == at::kStrided || (may_be_sparse && tensor.is_sparse())) && is_number,
-        optimizer, ": \"", key, "\" of ", optimizer.parameter(parameter), " is ",
-        tensor_words(tensor),
+        optimizer, ": \"", key, "\" of ", optimizer.parameter(parameter), " is ", describe(tensor),
         " in the archive; it should be dense and of a floating dtype: load the file of an "
         "optimizer that was made as this one");
   }

@@ -49,7 +49,8 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   // Derived classes inherit the constructors: constructors of their own, being no templates, would
   // instantiate this class in every unit that sees them.
   explicit OptimizerShell(const std::vector<torch::optim::OptimizerParamGroup>& groups,
-                          const Options& defaults = {}, const optim::WeightOptions& weights = {})
+                          const Options& defaults = {},
+                          const optim::WeightStorageOptions& weights = {})
       : StepEngine(groups, std::make_unique<Options>(defaults), weights, Traits::kName,
                    Traits::Rule::kCudaRule) {
     (void)numbers_of(defaults);
@@ -62,7 +63,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   }
 
   explicit OptimizerShell(std::vector<at::Tensor> parameters, const Options& defaults = {},
-                          const optim::WeightOptions& weights = {})
+                          const optim::WeightStorageOptions& weights = {})
       : OptimizerShell(one_group(std::move(parameters), Traits::kName), defaults, weights) {}
 
   /// Adds a group.
@@ -120,7 +121,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   struct ArchiveContents {
     FiledOptimizer filed;
     Progress progress;
-    optim::WeightOptions weights;
+    optim::WeightStorageOptions weights;
   };
   ArchiveContents read_archive(torch::serialize::InputArchive& archive) const;
 
@@ -137,7 +138,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
 template <class Traits>
 typename OptimizerShell<Traits>::ArchiveContents OptimizerShell<Traits>::read_archive(
     torch::serialize::InputArchive& archive) const {
-  const NoGraphGuard no_graph;
+  const NoGradInferenceGuard no_graph;
   for (std::size_t group = 0; group < param_groups_.size(); ++group) {
     (void)group_numbers(group);  // of this class, or it throws
   }
@@ -158,7 +159,7 @@ typename OptimizerShell<Traits>::ArchiveContents OptimizerShell<Traits>::read_ar
 
 template <class Traits>
 void OptimizerShell<Traits>::load(torch::serialize::InputArchive& archive) {
-  const NoGraphGuard no_graph;
+  const NoGradInferenceGuard no_graph;
   ArchiveContents all = read_archive(archive);
   weights_ = all.weights;
   take_archive<Options>(std::move(all.filed), *this);

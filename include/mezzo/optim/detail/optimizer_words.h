@@ -1,7 +1,7 @@
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
@@ -39,10 +39,10 @@ struct OptimizerWords {
       const std::vector<at::Tensor>& own = groups[group].params();
       for (std::size_t i = 0; i < own.size(); ++i) {
         if (!own[i].is_same(parameter)) continue;
-        return c10::str("parameter ", i, " of group ", group, " (", tensor_words(parameter), ")");
+        return c10::str("parameter ", i, " of group ", group, " (", describe(parameter), ")");
       }
     }
-    return c10::str("a parameter (", tensor_words(parameter), ")");
+    return c10::str("a parameter (", describe(parameter), ")");
   }
 
   /// Returns the parameters of all groups.
@@ -200,12 +200,12 @@ inline void check_dense_gradient(const at::Tensor& parameter, const OptimizerWor
               "outside of it");
   TORCH_CHECK(gradient.layout() == at::kStrided && parameter.layout() == at::kStrided, optimizer,
               " takes dense parameters and gradients, and the gradient of ",
-              optimizer.parameter(parameter), " is ", tensor_words(gradient),
+              optimizer.parameter(parameter), " is ", describe(gradient),
               "; give this parameter to a torch::optim::SGD of its own, which takes sparse ones, "
               "or make the embedding with sparse(false)");
   TORCH_CHECK(gradient.device() == parameter.device() && gradient.sizes() == parameter.sizes(),
               optimizer, ": ", optimizer.parameter(parameter), " has a gradient that is ",
-              tensor_words(gradient),
+              describe(gradient),
               "; call zero_grad() after the model was moved or resized, and backward() after that");
   TORCH_CHECK(
       is_dense_memory(parameter), optimizer, ": ", optimizer.parameter(parameter),

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
@@ -79,7 +79,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
       }
     }
     own().update();
-    drop_weight_casts();
+    clear_autocast_cache();
     return loss;
   }
 
@@ -135,7 +135,7 @@ class OrdinaryOptimizer : public torch::optim::Optimizer, public optim::ArchiveC
  private:
   /// Returns the groups and states of an archive, checked.
   FiledOptimizer read_archive(torch::serialize::InputArchive& archive) const {
-    const NoGraphGuard no_graph;
+    const NoGradInferenceGuard no_graph;
     for (std::size_t group = 0; group < param_groups_.size(); ++group) check_group(group);
     FiledOptimizer read = read_optimizer_archive<State, Options>(archive, words());
     for (std::size_t group = 0; group < read.param_groups().size(); ++group) {

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
@@ -37,8 +37,8 @@ namespace detail {
 
 /// The value of a parameter in more bits than the parameter has.
 struct KeptWeights {
-  /// With WeightStorage::master, and in a MasterWeights: the float tensor that the parameter is
-  /// rounded from.
+  /// With WeightStorage::fp32_master, and in a MasterWeights: the float tensor that the parameter
+  /// is rounded from.
   at::Tensor master{};
   /// With WeightStorage::split_master, int16: see join_halves.
   at::Tensor lower_half{};
@@ -94,14 +94,14 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
   const at::ScalarType dtype = parameter.scalar_type();
   if (dtype != at::kBFloat16 && dtype != at::kHalf) return WeightStorage::plain;
   const bool is_for_bfloat16 =
-      wanted == WeightStorage::split_master || wanted == WeightStorage::stochastic;
+      wanted == WeightStorage::split_master || wanted == WeightStorage::stochastic_rounding;
   TORCH_CHECK(dtype == at::kBFloat16 || !is_for_bfloat16, optimizer, ": WeightStorage::",
-              wanted == WeightStorage::stochastic ? "stochastic" : "split_master",
+              wanted == WeightStorage::stochastic_rounding ? "stochastic" : "split_master",
               " takes parameters of bfloat16, not ", optimizer.parameter(parameter),
-              "; use WeightStorage::master for a float16 model");
+              "; use WeightStorage::fp32_master for a float16 model");
   if (wanted == WeightStorage::plain) {
     warn_of_rounded_weights(parameter, optimizer,
-                            "WeightStorage::master, or stochastic for bfloat16");
+                            "WeightStorage::fp32_master, or stochastic for bfloat16");
   }
   return wanted;
 }
@@ -109,8 +109,8 @@ inline optim::WeightStorage storage_of(const at::Tensor& parameter, optim::Weigh
 /// Returns the dtype of moments.
 inline at::ScalarType moment_dtype(const at::Tensor& parameter, optim::WeightStorage storage) {
   const bool has_floats =
-      storage == optim::WeightStorage::master || storage == optim::WeightStorage::split_master;
-  return has_floats ? wide_dtype(parameter) : parameter.scalar_type();
+      storage == optim::WeightStorage::fp32_master || storage == optim::WeightStorage::split_master;
+  return has_floats ? accum_dtype(parameter) : parameter.scalar_type();
 }
 
 /// \throws c10::Error where `kept`, which may come from a file, is of another model
@@ -132,7 +132,7 @@ inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
     kept.master = parameter.detach().to(at::kFloat);
   } else if (kept.shown_version && *kept.shown_version != before._version()) {
     parameter.detach().copy_(before);
-    drop_weight_casts();
+    clear_autocast_cache();
     kept.shown_version = before._version();
   }
   kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
@@ -159,7 +159,7 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
     const at::Tensor is_current = is_rounded_from(master, parameter);
     const at::Tensor own = parameter.detach().view(at::kShort);
     own.copy_(at::where(is_current, upper_half_of(master), own));  // ties may differ
-    drop_weight_casts();
+    clear_autocast_cache();
     kept.lower_half = lower_half_of(master).masked_fill(is_current.logical_not(), 0);
     kept.master = at::Tensor();
   } else if (!kept.lower_half.defined() || kept.lower_half.sizes() != parameter.sizes()) {
@@ -206,7 +206,7 @@ inline std::unique_ptr<torch::optim::OptimizerParamState> filed_state(
   if (slot->master.defined()) return filed;
   const bool fits = weights.scalar_type() == at::kBFloat16 && lower_half.sizes() == weights.sizes();
   slot->master = fits ? joined(weights, lower_half)
-                      : weights.detach().to(wide_dtype(weights), /*non_blocking=*/false,
+                      : weights.detach().to(accum_dtype(weights), /*non_blocking=*/false,
                                             /*copy=*/true);
   return filed;
 }
@@ -232,7 +232,7 @@ class ParamState : public Base, public ParamSlot {
     return own();
   }
 
-  /// Returns the float tensor that the parameter is rounded from, with WeightStorage::master.
+  /// Returns the float tensor that the parameter is rounded from, with WeightStorage::fp32_master.
   const at::Tensor& master() const noexcept { return KeptWeights::master; }
   at::Tensor& master() noexcept { return KeptWeights::master; }
   Own& master(at::Tensor master) {

@@ -61,10 +61,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   }
 
   /// Returns how the weights of all groups are kept.
-  const optim::WeightOptions& weight_options() const noexcept { return weights_; }
+  const optim::WeightStorageOptions& weight_options() const noexcept { return weights_; }
   void enable_master_weights() override {
     if (weights_.weight_storage == optim::WeightStorage::plain) {
-      weights_.weight_storage = optim::WeightStorage::master;
+      weights_.weight_storage = optim::WeightStorage::fp32_master;
     }
   }
   MEZZO_INLINE at::Tensor master_param(const at::Tensor& parameter) override;
@@ -76,7 +76,8 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
  protected:
   MEZZO_INLINE StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                          const optim::WeightOptions& weights, const char* name, CudaRule rule);
+                          const optim::WeightStorageOptions& weights, const char* name,
+                          CudaRule rule);
 
   // The rule: AdamW and Adam, SGD, or Lion.
 
@@ -115,9 +116,10 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void write_file(torch::serialize::OutputArchive& archive,
                                const FiledOptimizer& filed) const;
   /// Returns how a file's weights are kept; as here, where the file does not say.
-  MEZZO_INLINE optim::WeightOptions filed_weights(torch::serialize::InputArchive& archive) const;
+  MEZZO_INLINE optim::WeightStorageOptions filed_weights(
+      torch::serialize::InputArchive& archive) const;
 
-  optim::WeightOptions weights_;
+  optim::WeightStorageOptions weights_;
   const char* name_;
 
  private:
@@ -166,6 +168,6 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#ifndef MEZZO_COMPILED
+#ifndef MEZZO_COMPILED_LIB
 #include <mezzo/optim/detail/step_engine_impl.h>
 #endif

@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/base/detail/inference_tensors.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/devices.h>
@@ -31,7 +31,7 @@ namespace detail {
 
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
-                                    const optim::WeightOptions& weights, const char* name,
+                                    const optim::WeightStorageOptions& weights, const char* name,
                                     CudaRule rule)
     : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), rule_(rule) {}
 
@@ -56,10 +56,10 @@ MEZZO_INLINE at::Tensor StepEngine::master_param(const at::Tensor& parameter) {
   const WeightStorage storage = storage_of(parameter, weights_.weight_storage, words());
   TORCH_CHECK(storage != WeightStorage::split_master, name_,
               ": WeightStorage::split_master keeps no master as a tensor; clip with "
-              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::master");
-  if (storage != WeightStorage::master) return parameter;
+              "scaler.step(optimizer, {.max_norm = ...}), or use WeightStorage::fp32_master");
+  if (storage != WeightStorage::fp32_master) return parameter;
   refuse_average(parameter, words());
-  const NoGraphGuard no_graph;
+  const NoGradInferenceGuard no_graph;
   ParamSlot& slot = make_slot(parameter);
   check_shape_of(slot.master, "a master", parameter, words());
   settle_master(parameter, slot);
@@ -138,17 +138,19 @@ inline bool takes_gradient(at::ScalarType parameter, at::ScalarType gradient) {
 
 /// Warns once where the storage is for bfloat16 and no weight has 16 bits.
 inline void warn_of_unused_storage(optim::WeightStorage storage, const OptimizerWords& optimizer) {
-  if (storage != optim::WeightStorage::split_master && storage != optim::WeightStorage::stochastic)
+  if (storage != optim::WeightStorage::split_master &&
+      storage != optim::WeightStorage::stochastic_rounding)
     return;
   for (const auto& group : optimizer.groups) {
     for (const at::Tensor& parameter : group.params()) {
       if (is_low_precision(parameter)) return;
     }
   }
-  TORCH_WARN_ONCE(optimizer,
-                  ": WeightStorage::split_master and stochastic are for weights of bfloat16, and "
-                  "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
-                  "before its optimizer is made.");
+  TORCH_WARN_ONCE(
+      optimizer,
+      ": WeightStorage::split_master and stochastic_rounding are for weights of bfloat16, and "
+      "this model has none: they do nothing. Cast it with model->to(torch::kBFloat16) "
+      "before its optimizer is made.");
 }
 
 /// Begins to load the cache lines of an object, such as a tensor.
@@ -227,7 +229,7 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   const at::Tensor& gradient = parameter.grad();
   if (!gradient.defined()) return;
   const auto storage = storage_of(parameter, weights_.weight_storage, words());
-  const bool has_master = storage == optim::WeightStorage::master;
+  const bool has_master = storage == optim::WeightStorage::fp32_master;
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   Row row{{.group = static_cast<std::uint32_t>(group),
@@ -299,16 +301,17 @@ MEZZO_INLINE void StepEngine::check_for_aten(const Row& row, const GroupNumbers&
   TORCH_CHECK(numbers.missing_in_aten == nullptr, name_, ": ", words().parameter(*row.parameter),
               " has gradients on a device where mezzo has no kernel, and ", numbers.missing_in_aten,
               "; link the CMake target mezzo::cuda, or keep the parameters on the CPU");
-  TORCH_CHECK(
-      row.storage == optim::WeightStorage::plain || row.storage == optim::WeightStorage::master,
-      name_, ": WeightStorage::split_master and stochastic need mezzo's kernels, which ",
-      "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
-      words().parameter(*row.parameter), " has none; use WeightStorage::master there");
+  TORCH_CHECK(row.storage == optim::WeightStorage::plain ||
+                  row.storage == optim::WeightStorage::fp32_master,
+              name_,
+              ": WeightStorage::split_master and stochastic_rounding need mezzo's kernels, which ",
+              "there are for the CPU, and for CUDA where the CMake target mezzo::cuda is linked; ",
+              words().parameter(*row.parameter), " has none; use WeightStorage::fp32_master there");
 }
 
 MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
                                                const StepOptions& options, bool with_aten) {
-  const NoGraphGuard no_graph;  // what is made are plain tensors under InferenceMode too
+  const NoGradInferenceGuard no_graph;  // what is made are plain tensors under InferenceMode too
   bool is_counted = false;
   set_lrs(plan);
   for (const Row& row : plan.rows) {  // before any device has stepped
@@ -335,7 +338,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     }
     begin = end;
   }
-  drop_weight_casts();
+  clear_autocast_cache();
   if (!is_counted) count_applied(plan, verdict);
 }
 
@@ -380,7 +383,7 @@ MEZZO_INLINE ParamSlot* StepEngine::open_slot(Row& row, const GroupNumbers& numb
                                                : nullptr;
   if (slot == nullptr) return nullptr;
   if (row.state == nullptr) row.state = state_[row.parameter->unsafeGetTensorImpl()].get();
-  if (row.storage == WeightStorage::master) {
+  if (row.storage == WeightStorage::fp32_master) {
     settle_master(*row.parameter, *slot);
   } else if (row.storage == WeightStorage::split_master) {
     settle_lower_half(*row.parameter, *slot);
@@ -418,7 +421,7 @@ MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& number
     if (span.moments[k] != nullptr) continue;
     span.moments[k] = fitting_moment(*slot, k, row.storage, parameter).mutable_data_ptr();
   }
-  if (row.storage == optim::WeightStorage::master) {
+  if (row.storage == optim::WeightStorage::fp32_master) {
     span.low_half_or_copy = span.parameter;
     span.parameter = slot->master.mutable_data_ptr();
   } else if (row.storage == optim::WeightStorage::split_master) {
@@ -429,9 +432,9 @@ MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& number
 
 MEZZO_INLINE void StepEngine::finish(Rows rows, std::span<const StepCall> calls, bool clears,
                                      bool are_cleared, const Prepared& prepared) {
-  for (const at::Tensor& gradient : prepared.uncleared) clear_gradient(gradient);
+  for (const at::Tensor& gradient : prepared.uncleared) zero_grad_(gradient);
   for (const Row& row : rows) {
-    if (clears && !are_cleared) clear_gradient(row.gradient);
+    if (clears && !are_cleared) zero_grad_(row.gradient);
     if (are_cleared) bump_version(row.gradient);
     bump_version(*row.parameter);
     if (row.state == nullptr) continue;
@@ -450,7 +453,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   if (!multipliers) {
     for (const Row& row : rows) {
       if (row.state != nullptr) slot_in(*row.state)->end_step();
-      if (options.zero_grad) clear_gradient(row.gradient);
+      if (options.zero_grad) zero_grad_(row.gradient);
     }
     return;
   }
@@ -568,7 +571,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   for (const Row& row : rows) {
     at::Tensor parameter = *row.parameter;
     ParamSlot* const slot = row.state != nullptr ? slot_in(*row.state) : nullptr;
-    if (row.storage == optim::WeightStorage::master) {
+    if (row.storage == optim::WeightStorage::fp32_master) {
       heal_master(parameter, *slot);
       parameter = slot->master;
     }
@@ -592,7 +595,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
   if (!counts.empty()) at::_foreach_add_(counts, 1);
   const auto round_masters = [&] {
     for (const Row& row : rows) {
-      if (row.storage != optim::WeightStorage::master) continue;
+      if (row.storage != optim::WeightStorage::fp32_master) continue;
       row.parameter->copy_(slot_in(*row.state)->master);
     }
   };
@@ -636,26 +639,26 @@ MEZZO_INLINE void StepEngine::write_file(torch::serialize::OutputArchive& archiv
       archive, filed);
   archive.write(kClassKey, c10::IValue(std::string(name_)));
   save_progress(archive);
-  if (weights_ == optim::WeightOptions()) return;
+  if (weights_ == optim::WeightStorageOptions()) return;
   archive.write("storage", c10::IValue(static_cast<int64_t>(weights_.weight_storage)));
   archive.write("seed", c10::IValue(static_cast<int64_t>(weights_.seed)));
 }
 
 /// Reads the storage and the seed. A file without them is of plain weights, which need no state of
 /// their own and can go on in any storage.
-MEZZO_INLINE optim::WeightOptions StepEngine::filed_weights(
+MEZZO_INLINE optim::WeightStorageOptions StepEngine::filed_weights(
     torch::serialize::InputArchive& archive) const {
   using optim::WeightStorage;
   c10::IValue storage, seed;
   if (!archive.try_read("storage", storage)) return weights_;
   const int64_t number = storage.toInt();
   TORCH_CHECK(
-      number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic),
+      number >= 0 && number <= static_cast<int64_t>(WeightStorage::stochastic_rounding),
       "The archive of an optimizer has the weight_storage ", number,
       ", which this version of mezzo does not know; read it with the version that wrote it");
   archive.read("seed", seed);
-  optim::WeightOptions filed{static_cast<WeightStorage>(number),
-                             static_cast<std::uint64_t>(seed.toInt())};
+  optim::WeightStorageOptions filed{static_cast<WeightStorage>(number),
+                                    static_cast<std::uint64_t>(seed.toInt())};
   if (filed.weight_storage == WeightStorage::plain) filed.weight_storage = weights_.weight_storage;
   return filed;
 }

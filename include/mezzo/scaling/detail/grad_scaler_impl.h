@@ -1,9 +1,9 @@
 #pragma once
 
+#include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/detail/inference_tensors.h>
+#include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/base/detail/tensor_words.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/gradients.h>
@@ -32,7 +32,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 inline bool has_master(const StepPlan::Row& row) {
-  return row.storage == optim::WeightStorage::master;
+  return row.storage == optim::WeightStorage::fp32_master;
 }
 
 inline void check_has_gradients(bool has_gradients, const torch::optim::Optimizer& optimizer) {
@@ -53,7 +53,7 @@ inline void set_master_grads(optim::FusedOptimizer* fused, StepPlan& plan) {
   for (StepPlan::Row& row : plan.rows) {
     if (!has_master(row)) continue;
     if (is_low_precision(row.gradient)) {
-      const NoGraphGuard no_graph(row.gradient.is_inference());
+      const NoGradInferenceGuard no_graph(row.gradient.is_inference());
       row.gradient = row.parameter->grad().to(at::kFloat);
       row.parameter->mutable_grad() = row.gradient;
     }
@@ -83,8 +83,8 @@ inline void add_flag(at::Tensor& sum, const at::Tensor& flag) {
 
 }  // namespace detail
 
-MEZZO_INLINE GradScaler::GradScaler(const LossScale& options)
-    : rule_(options.checked()), initial_state_(rule_.initial_state()) {}
+MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
+    : rule_(options.validated()), initial_state_(rule_.initial_state()) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
@@ -104,14 +104,14 @@ MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimi
   const bool refuses_half = plan.has_bare_half && !rule_.allow_fp16_gradients;
   for (const StepPlan::Row& row : plan.rows) {
     const bool is_half = row.gradient.scalar_type() == at::kHalf && !detail::has_master(row);
-    TORCH_CHECK(!refuses_half || !is_half,
-                "Attempting to unscale FP16 gradients. In C++: the gradient of ",
-                detail::parameter_words(optimizer, *row.parameter),
-                " is float16, in which it underflows without the loss scale; keep the weights in "
-                "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
-                "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
-                "{.weight_storage = WeightStorage::master} (GradScaler({.allow_fp16_gradients = "
-                "true}) unscales in float16 all the same)");
+    TORCH_CHECK(
+        !refuses_half || !is_half, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
+        detail::describe_param(optimizer, *row.parameter),
+        " is float16, in which it underflows without the loss scale; keep the weights in "
+        "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
+        "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
+        "{.weight_storage = WeightStorage::fp32_master} (GradScaler({.allow_fp16_gradients = "
+        "true}) unscales in float16 all the same)");
   }
   State::check_not_unscaled(per_optimizer_states_, optimizer, plan);
 }
@@ -158,7 +158,7 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
   for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
     TORCH_CHECK(detail::can_unscale(gradient, detail::on_device(inverse, gradient.device())),
                 "GradScaler: the gradient of ",
-                detail::parameter_words(optimizer.optimizer(), *row->parameter),
+                detail::describe_param(optimizer.optimizer(), *row->parameter),
                 " has elements that share memory, as an expanded tensor has, and cannot be "
                 "unscaled in place; clone() it first");
     ++row;
@@ -172,7 +172,7 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
     detail::add_flag(state.found_inf, detail::on_device(found, inverse.device()));
   });
   state.stage = OptState::unscaled;
-  if (rule_.kind != LossScaleKind::none) state.set_unscaled_grads(plan);
+  if (rule_.mode != LossScaleMode::none) state.set_unscaled_grads(plan);
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
@@ -313,15 +313,15 @@ MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
 MEZZO_INLINE bool GradScaler::takes_new_scale() const {
   if (!rule_.enabled) return false;
   check_scale_initialized("update");
-  TORCH_CHECK(rule_.kind != LossScaleKind::none,
-              "update(new_scale): this scaler has LossScaleKind::none, whose scale stays 1; make "
-              "it with {.kind = LossScaleKind::fixed} or dynamic, or call update()");
+  TORCH_CHECK(rule_.mode != LossScaleMode::none,
+              "update(new_scale): this scaler has LossScaleMode::none, whose scale stays 1; make "
+              "it with {.mode = LossScaleMode::fixed} or dynamic, or call update()");
   return true;
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
   if (!takes_new_scale()) return;
-  const double high = std::min<double>(rule_.max_scale, detail::kLargestFloat);
+  const double high = std::min<double>(rule_.max_scale, detail::kFloatMax);
   detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
   set_scale(at::full({}, new_scale, scale_.scale.options()));
 }
@@ -332,7 +332,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False. In C++: pass a double, or a tensor of "
               "one element that requires no grad, not one that is ",
-              detail::tensor_words(new_scale),
+              detail::describe(new_scale),
               new_scale.defined() && new_scale.requires_grad() ? " and requires grad" : "");
   set_scale(new_scale);
 }
@@ -379,7 +379,7 @@ MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
   scale_ = {at::full({}, state.scale, number),
             at::full({}, detail::inverse_scale(state.scale), number),
             at::full({}, state.growth_tracker, number.dtype(at::kInt)),
-            at::full({}, state.hysteresis_left, number.dtype(at::kInt))};
+            at::full({}, state.hysteresis_tracker, number.dtype(at::kInt))};
 }
 
 // --- State -------------------------------------------------------------------------------------
@@ -391,25 +391,25 @@ MEZZO_INLINE double GradScaler::get_scale() const {
 }
 
 template <class Number>
-void GradScaler::change_rule(const char* name, Number LossScale::*option, Number value) {
-  TORCH_CHECK(rule_.kind == LossScaleKind::dynamic, name,
+void GradScaler::change_rule(const char* name, Number GradScalerOptions::*option, Number value) {
+  TORCH_CHECK(rule_.mode == LossScaleMode::dynamic, name,
               " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
-              "with {.kind = LossScaleKind::dynamic}, the default");
-  LossScale options = rule_;
+              "with {.mode = LossScaleMode::dynamic}, the default");
+  GradScalerOptions options = rule_;
   options.*option = value;
-  rule_ = options.checked();
+  rule_ = options.validated();
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  change_rule("growth_factor", &LossScale::growth_factor, growth_factor);
+  change_rule("growth_factor", &GradScalerOptions::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  change_rule("backoff_factor", &LossScale::backoff_factor, backoff_factor);
+  change_rule("backoff_factor", &GradScalerOptions::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  change_rule("growth_interval", &LossScale::growth_interval, growth_interval);
+  change_rule("growth_interval", &GradScalerOptions::growth_interval, growth_interval);
 }
 
 /// Returns the state for a caller, who may multiply a loss by the scale.
@@ -418,7 +418,7 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
   if (!scale_.scale.defined()) return initial_state_;
   return {.scale = scale_.scale.item<float>(),
           .growth_tracker = scale_.growth_tracker.item<int32_t>(),
-          .hysteresis_left = scale_.hysteresis_left.item<int32_t>()};
+          .hysteresis_tracker = scale_.hysteresis_tracker.item<int32_t>()};
 }
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
@@ -432,8 +432,8 @@ MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
           {"min_scale", rule_.min_scale},
           {"max_scale", rule_.max_scale},
           {"hysteresis", static_cast<double>(rule_.hysteresis)},
-          {"_hysteresis_left", state.hysteresis_left},
-          {"_loss_scale_kind", static_cast<double>(rule_.kind)}};
+          {"_hysteresis_tracker", state.hysteresis_tracker},
+          {"_loss_scale_mode", static_cast<double>(rule_.kind)}};
 }
 
 MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
@@ -457,11 +457,11 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
                 "; it should be a whole number from 0 to 2147483647");
     return static_cast<int64_t>(number);
   };
-  const int64_t kind = count("_loss_scale_kind", static_cast<double>(rule_.kind));
-  TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleKind::dynamic),
-              "The source state dict has _loss_scale_kind = ", kind,
+  const int64_t kind = count("_loss_scale_mode", static_cast<double>(rule_.kind));
+  TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleMode::dynamic),
+              "The source state dict has _loss_scale_mode = ", kind,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  LossScale rule = rule_;
+  GradScalerOptions rule = rule_;
   rule.init_scale = value("scale");
   rule.growth_factor = value("growth_factor");
   rule.backoff_factor = value("backoff_factor");
@@ -469,11 +469,12 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   rule.min_scale = value("min_scale", rule_.min_scale);
   rule.max_scale = value("max_scale", rule_.max_scale);
   rule.hysteresis = count("hysteresis", static_cast<double>(rule_.hysteresis));
-  rule.kind = static_cast<LossScaleKind>(kind);
-  rule = rule.checked();
+  rule.mode = static_cast<LossScaleMode>(kind);
+  rule = rule.validated();
   LossScaleState next = rule.initial_state();
   next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
-  next.hysteresis_left = static_cast<int32_t>(count("_hysteresis_left", next.hysteresis_left));
+  next.hysteresis_tracker =
+      static_cast<int32_t>(count("_hysteresis_tracker", next.hysteresis_tracker));
   if (scale_.scale.defined()) detail::require_update_kernel(rule, scale_.scale.device());
   rule_ = rule;
   initial_state_ = next;
@@ -481,7 +482,7 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   scale_.scale.fill_(next.scale);
   scale_.inverse.fill_(detail::inverse_scale(next.scale));
   scale_.growth_tracker.fill_(next.growth_tracker);
-  scale_.hysteresis_left.fill_(next.hysteresis_left);
+  scale_.hysteresis_tracker.fill_(next.hysteresis_tracker);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

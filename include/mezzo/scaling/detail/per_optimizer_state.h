@@ -20,8 +20,8 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string parameter_words(const torch::optim::Optimizer& optimizer,
-                                   const at::Tensor& parameter) {
+inline std::string describe_param(const torch::optim::Optimizer& optimizer,
+                                  const at::Tensor& parameter) {
   return OptimizerWords{"", optimizer.param_groups()}.parameter(parameter);
 }
 
@@ -76,7 +76,7 @@ class PerOptimizerState {
     for (const UnscaledGrad& one : unscaled_grads_) {
       const at::Tensor param(one.is_cleared ? one.param.lock() : nullptr);
       TORCH_CHECK(!param.defined() || !param.grad().defined(), "GradScaler: the gradient of ",
-                  parameter_words(optimizer, param),
+                  describe_param(optimizer, param),
                   " came after unscale_, from a backward pass of a scaled loss: it carries the "
                   "loss scale, and step() would take it as unscaled; call unscale_ after the last "
                   "backward pass or, between two passes of one iteration, as SAM needs them, "
@@ -101,7 +101,7 @@ class PerOptimizerState {
       const at::Tensor& gradient = row.parameter->grad();
       const auto found = versions.find(gradient.unsafeGetTensorImpl());
       TORCH_CHECK(found == versions.end() || found->second != version_of(gradient),
-                  "GradScaler: ", parameter_words(optimizer, *row.parameter),
+                  "GradScaler: ", describe_param(optimizer, *row.parameter),
                   " belongs to two optimizers, and its gradient was unscaled for the other one "
                   "already; train it with one of them, or let optimizers of mezzo's step without "
                   "unscale_, which leaves gradients as they are");

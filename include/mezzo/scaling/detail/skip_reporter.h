@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
-#include <mezzo/base/loss_scale.h>
+#include <mezzo/base/grad_scaler_options.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/step_result.h>
@@ -34,7 +34,7 @@ class ScaledClipDetector {
   /// Looks at one step. Steps without a norm, and with an inf or NaN, are ignored.
   void observe(const StepResult& step) {
     const double bound = step.grad_norm().value_or(HUGE_VAL);
-    if (has_warned_ || nonfinite_bits(bound)) return;
+    if (has_warned_ || is_nonfinite(bound)) return;
     const double norm = bound * step.scale();
     const double largest = *step.grad_max_abs() * step.scale();
     if (!is_same(norm, norm_)) {
@@ -90,8 +90,8 @@ class SkipReporter {
   }
 
   /// Warns once if gradients cannot carry the present scale: it was not used in this iteration.
-  void warn_unless_used(const LossScale& rule, const char* call) {
-    if (rule.kind != LossScaleKind::dynamic || is_used_ || std::exchange(has_warned_, true)) return;
+  void warn_unless_used(const GradScalerOptions& rule, const char* call) {
+    if (rule.mode != LossScaleMode::dynamic || is_used_ || std::exchange(has_warned_, true)) return;
     TORCH_WARN(
         "GradScaler: ", call,
         "() is called, and no loss was scaled since the last update(). It divides gradients by "
@@ -110,7 +110,7 @@ class SkipReporter {
   /// waits: on a device a skip is reported once the next iteration's results are there, which have
   /// the scale that followed.
   /// \param scale  of the next iteration
-  void finish_iteration(const LossScale& rule, const at::Tensor& scale) {
+  void finish_iteration(const GradScalerOptions& rule, const at::Tensor& scale) {
     Results results = std::exchange(results_, {});
     is_used_ = false;
     if (capture_on(scale.device()) != 0) return;  // no callback in a graph
@@ -145,7 +145,7 @@ class SkipReporter {
     if (!line.empty()) std::cerr << line + "\n";
   }
 
-  void notify(const LossScale& rule, float scale, float next_scale) {
+  void notify(const GradScalerOptions& rule, float scale, float next_scale) {
     const bool is_at_floor = scale == next_scale && next_scale <= rule.min_scale;
     times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
     ++times_in_a_row_;

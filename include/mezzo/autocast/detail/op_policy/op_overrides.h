@@ -11,9 +11,9 @@
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/detail/op_policy/probe.h>
 #include <mezzo/autocast/op_category.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
-#include <mezzo/base/detail/system.h>
+#include <mezzo/base/detail/platform.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -187,7 +187,7 @@ class OverrideKernel final : public c10::OperatorKernel {
 /// Hidden, so that each library that holds mezzo has its own.
 MEZZO_HIDDEN inline constexpr char kInThisLibrary = 0;
 /// Hidden for the same reason. The dispatcher calls the kernels for the life of the process.
-MEZZO_HIDDEN inline void keep_this_library_loaded() { keep_loaded(&kInThisLibrary); }
+MEZZO_HIDDEN inline void keep_this_library_loaded() { pin_library(&kInThisLibrary); }
 
 class OverrideRegistry {
  public:

@@ -7,7 +7,7 @@
 #include <mezzo/autocast/detail/in_force.h>
 #include <mezzo/autocast/detail/op_arguments.h>
 #include <mezzo/autocast/op_category.h>
-#include <mezzo/base/detail/libtorch_autocast.h>
+#include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/version.h>
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -16,7 +16,7 @@ namespace detail {
 
 /// Returns a text such as "float32 [64, 3, 7, 7] on cuda:0". A layout other than dense precedes the
 /// dtype.
-inline std::string tensor_words(const at::Tensor& tensor) {
+inline std::string describe(const at::Tensor& tensor) {
   if (!tensor.defined()) return "undefined";
   std::string layout;
   if (tensor.layout() != at::kStrided) layout = c10::str(tensor.layout(), " ");
@@ -26,8 +26,8 @@ inline std::string tensor_words(const at::Tensor& tensor) {
 
 /// Returns a text such as "parameter 3 (float32 [10] on cpu)". `number` is the parameter's index in
 /// `model->parameters()`.
-inline std::string parameter_words(std::size_t number, const at::Tensor& parameter) {
-  return c10::str("parameter ", number, " (", tensor_words(parameter), ")");
+inline std::string describe_param(std::size_t number, const at::Tensor& parameter) {
+  return c10::str("parameter ", number, " (", describe(parameter), ")");
 }
 
 }  // namespace detail

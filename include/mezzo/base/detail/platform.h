@@ -39,7 +39,7 @@ namespace detail {
 /// Returns a function of a library, which stays loaded for the life of the process; null if there
 /// is no such library, or it lacks the function.
 template <class Function>
-Function* function_in(const char* library, const char* name) {
+Function* load_symbol(const char* library, const char* name) {
   try {
     return reinterpret_cast<Function*>(
         at::DynamicLibrary(library, nullptr, /*leak_handle=*/true).sym(name));
@@ -53,7 +53,7 @@ Function* function_in(const char* library, const char* name) {
 inline constexpr const char* kCudaDriver = "nvcuda.dll";
 
 /// Keeps the library that holds `address` loaded after its last unload.
-inline void keep_loaded(const void* address) {
+inline void pin_library(const void* address) {
   HMODULE library = nullptr;
   GetModuleHandleExA(GET_MODULE_HANDLE_EX_FLAG_FROM_ADDRESS | GET_MODULE_HANDLE_EX_FLAG_PIN,
                      static_cast<const char*>(address), &library);
@@ -61,14 +61,14 @@ inline void keep_loaded(const void* address) {
 
 inline int process_id() noexcept { return _getpid(); }
 
-inline std::tm utc_of(std::time_t time) noexcept {
+inline std::tm to_utc(std::time_t time) noexcept {
   std::tm utc{};
   gmtime_s(&utc, &time);
   return utc;
 }
 
 /// Returns the bytes of memory that the process holds; none where the system does not say.
-inline std::optional<double> resident_bytes() noexcept {
+inline std::optional<double> resident_memory_bytes() noexcept {
   PROCESS_MEMORY_COUNTERS counters{};
   if (!K32GetProcessMemoryInfo(GetCurrentProcess(), &counters, sizeof(counters))) return {};
   return static_cast<double>(counters.WorkingSetSize);
@@ -80,7 +80,7 @@ inline constexpr const char* kCudaDriver = "libcuda.so.1";
 
 /// Keeps the library that holds `address` loaded after its last dlclose. The program itself cannot
 /// be closed.
-inline void keep_loaded(const void* address) {
+inline void pin_library(const void* address) {
   Dl_info library;
   if (dladdr(address, &library) != 0) {
     dlopen(library.dli_fname, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
@@ -89,14 +89,14 @@ inline void keep_loaded(const void* address) {
 
 inline int process_id() noexcept { return getpid(); }
 
-inline std::tm utc_of(std::time_t time) noexcept {
+inline std::tm to_utc(std::time_t time) noexcept {
   std::tm utc{};
   gmtime_r(&time, &utc);
   return utc;
 }
 
 /// Returns the bytes of memory that the process holds; none where the system does not say.
-inline std::optional<double> resident_bytes() noexcept {
+inline std::optional<double> resident_memory_bytes() noexcept {
 #if defined(__APPLE__)
   mach_task_basic_info_data_t info{};
   mach_msg_type_number_t count = MACH_TASK_BASIC_INFO_COUNT;

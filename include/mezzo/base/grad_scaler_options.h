@@ -1,6 +1,6 @@
 /// \file
-/// Loss scaling as a value: the options of a loss scale, and the rule by which it moves. It knows
-/// no tensor, optimizer or device, and runs on the host and in a kernel.
+/// Loss scaling as a value: the options of a loss scale, and the options by which it moves. It
+/// knows no tensor, optimizer or device, and runs on the host and in a kernel.
 #pragma once
 
 #include <mezzo/base/detail/float_bits.h>
@@ -30,7 +30,7 @@ inline constexpr float kMaxGrownScale = 1 / std::numeric_limits<float>::min();
 inline constexpr double kApexMaxScale = 16777216.0;
 
 /// How a loss scale moves.
-enum class LossScaleKind : uint8_t {
+enum class LossScaleMode : uint8_t {
   none,    ///< constant 1
   fixed,   ///< constant
   dynamic  ///< up after clean iterations, down after an inf or NaN
@@ -46,9 +46,9 @@ concept BareNumber = std::is_arithmetic_v<T>;
 
 /// The part of a loss scale that changes from one iteration to the next.
 struct LossScaleState {
-  float scale = 1.0F;           ///< factor of the loss, positive and finite
-  int32_t growth_tracker = 0;   ///< clean iterations since the scale last moved
-  int32_t hysteresis_left = 1;  ///< overflows in a row, from now, until the scale backs off
+  float scale = 1.0F;              ///< factor of the loss, positive and finite
+  int32_t growth_tracker = 0;      ///< clean iterations since the scale last moved
+  int32_t hysteresis_tracker = 1;  ///< overflows in a row, from now, until the scale backs off
 
   friend bool operator==(const LossScaleState&, const LossScaleState&) = default;
 };
@@ -57,14 +57,14 @@ struct LossScaleState {
 /// order, then mezzo's own. An aggregate: `GradScaler({.init_scale = 1024, .enabled = is_half})`.
 /// Defaults are those of torch.amp.GradScaler, except `min_scale`.
 ///
-/// The rule by which the scale moves is `next`:
+/// The options by which the scale moves is `next`:
 /// \code
-///   auto rule = mezzo::LossScale::dynamic({.init_scale = 1024, .growth_interval = 100});
-///   auto state = rule.initial_state();
-///   state = rule.next(state, /*found_inf=*/true);  // 512
+///   auto options = mezzo::GradScalerOptions::dynamic({.init_scale = 1024, .growth_interval = 100});
+///   auto state = options.initial_state();
+///   state = options.next(state, /*found_inf=*/true);  // 512
 /// \endcode
-struct LossScale {
-  /// The scale before the first iteration, or the constant scale if `kind` is fixed; above 0.
+struct GradScalerOptions {
+  /// The scale before the first iteration, or the constant scale if `mode` is fixed; above 0.
   double init_scale = 65536.0;
   /// The scale is multiplied by this after `growth_interval` clean iterations in a row; above 1.
   double growth_factor = 2.0;
@@ -84,7 +84,7 @@ struct LossScale {
   /// At least 1.
   int64_t hysteresis = 1;
   /// `none` and `fixed` keep the scale at 1 or init_scale, and still skip a step with inf or NaN.
-  LossScaleKind kind = LossScaleKind::dynamic;
+  LossScaleMode mode = LossScaleMode::dynamic;
 
   /// Whether `unscale_` accepts fp16 gradients (of fp16 parameters without master weights). They
   /// underflow easily, so torch.amp refuses them.
@@ -93,35 +93,35 @@ struct LossScale {
   int64_t loss_id = 0;
 
   /// Returns a scale that stays 1.
-  static LossScale none() { return {.init_scale = 1.0, .kind = LossScaleKind::none}; }
+  static GradScalerOptions none() { return {.init_scale = 1.0, .mode = LossScaleMode::none}; }
 
   /// Returns a constant scale, such as 128. The bounds apply to a scale that is set by hand
-  /// (GradScaler::update). \throws c10::Error as `checked` does
-  static LossScale fixed(double scale, double min_scale = kDefaultMinScale,
-                         double max_scale = kNoMaxScale) {
-    return LossScale{.init_scale = scale,
-                     .min_scale = min_scale,
-                     .max_scale = max_scale,
-                     .kind = LossScaleKind::fixed}
-        .checked();
+  /// (GradScaler::update). \throws c10::Error as `validated` does
+  static GradScalerOptions fixed(double scale, double min_scale = kDefaultMinScale,
+                                 double max_scale = kNoMaxScale) {
+    return GradScalerOptions{.init_scale = scale,
+                             .min_scale = min_scale,
+                             .max_scale = max_scale,
+                             .mode = LossScaleMode::fixed}
+        .validated();
   }
 
   /// Returns a scale that backs off on overflow and grows after `growth_interval` clean iterations
-  /// in a row. \throws c10::Error as `checked` does
-  static LossScale dynamic(const LossScale& options) {
-    TORCH_CHECK(options.kind == LossScaleKind::dynamic,
-                "LossScale::dynamic: kind is another; leave it out, or give it to "
+  /// in a row. \throws c10::Error as `validated` does
+  static GradScalerOptions dynamic(const GradScalerOptions& options) {
+    TORCH_CHECK(options.mode == LossScaleMode::dynamic,
+                "GradScalerOptions::dynamic: mode is another; leave it out, or give it to "
                 "GradScaler({...})");
-    return options.checked();
+    return options.validated();
   }
   /// Returns torch.amp's default.
-  static LossScale dynamic() { return {}; }
+  static GradScalerOptions dynamic() { return {}; }
 
   /// Returns these options, with the scale and its bounds rounded to float, and 1 for
-  /// LossScaleKind::none. Whoever takes a LossScale calls it.
-  /// \throws c10::Error for a number out of range, even one that `kind` does not use, naming it and
+  /// LossScaleMode::none. Whoever takes a GradScalerOptions calls it.
+  /// \throws c10::Error for a number out of range, even one that `mode` does not use, naming it and
   ///   its range
-  LossScale checked() const;
+  GradScalerOptions validated() const;
 
   /// Returns the state before the first iteration.
   LossScaleState initial_state() const noexcept;
@@ -132,10 +132,10 @@ struct LossScale {
   ///
   ///     if found_inf:
   ///         growth_tracker = 0
-  ///         if hysteresis_left > 1: hysteresis_left -= 1
+  ///         if hysteresis_tracker > 1: hysteresis_tracker -= 1
   ///         else:                   scale = clamp(float(scale * backoff_factor))
   ///     else:
-  ///         hysteresis_left = hysteresis
+  ///         hysteresis_tracker = hysteresis
   ///         growth_tracker += 1
   ///         if growth_tracker == growth_interval:
   ///             growth_tracker = 0
@@ -153,16 +153,16 @@ struct LossScale {
     return scale > max_scale ? static_cast<float>(max_scale) : scale;
   }
 
-  friend bool operator==(const LossScale&, const LossScale&) = default;
+  friend bool operator==(const GradScalerOptions&, const GradScalerOptions&) = default;
 };
 
 namespace detail {
 
-inline constexpr double kLargestFloat = std::numeric_limits<float>::max();
+inline constexpr double kFloatMax = std::numeric_limits<float>::max();
 
 /// Whether `value` is neither inf nor NaN. Reads the bits, since under -ffast-math the compiler may
 /// assume that there is no NaN. Callers test this before they compare.
-inline bool is_finite(double value) noexcept { return !nonfinite_bits(value); }
+inline bool is_finite(double value) noexcept { return !is_nonfinite(value); }
 
 /// Whether `value` rounds to a positive float.
 inline bool is_positive_float(double value) noexcept {
@@ -177,63 +177,62 @@ inline void check_scale_value(const char* name, double value, double low, double
 
 }  // namespace detail
 
-inline LossScale LossScale::checked() const {
-  using detail::is_finite, detail::is_positive_float, detail::kLargestFloat;
+inline GradScalerOptions GradScalerOptions::validated() const {
+  using detail::is_finite, detail::is_positive_float, detail::kFloatMax;
   TORCH_CHECK(is_finite(growth_factor) && growth_factor > 1.0,
               "The growth factor must be > 1.0. (growth_factor is ", growth_factor,
               "; 2 is usual)");
   TORCH_CHECK(is_finite(backoff_factor) && backoff_factor > 0.0 && backoff_factor < 1.0,
               "The backoff factor must be < 1.0. (backoff_factor is ", backoff_factor,
               "; it must be > 0.0 too: 0.5 is usual)");
-  constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK(growth_interval >= 1 && growth_interval <= kLargest, "growth_interval is ",
-              growth_interval, "; it must be between 1 and ", kLargest);
-  TORCH_CHECK(hysteresis >= 1 && hysteresis <= kLargest, "hysteresis is ", hysteresis,
-              "; it must be between 1 (every overflow backs off) and ", kLargest);
+  constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK(growth_interval >= 1 && growth_interval <= kInt32Max, "growth_interval is ",
+              growth_interval, "; it must be between 1 and ", kInt32Max);
+  TORCH_CHECK(hysteresis >= 1 && hysteresis <= kInt32Max, "hysteresis is ", hysteresis,
+              "; it must be between 1 (every overflow backs off) and ", kInt32Max);
   TORCH_CHECK(is_finite(min_scale) && (min_scale == 0 || is_positive_float(min_scale)) &&
-                  min_scale <= kLargestFloat,
+                  min_scale <= kFloatMax,
               "min_scale is ", min_scale,
               "; it must be 0 (no floor, as in torch) or a positive, finite float");
-  const bool is_nan = !is_finite(max_scale) && !detail::is_positive_infinity(max_scale);
-  TORCH_CHECK(!is_nan && is_positive_float(max_scale) && max_scale >= min_scale, "max_scale is ",
-              max_scale, "; it must be positive and not below min_scale (", min_scale, ")");
-  detail::check_scale_value("init_scale", init_scale, min_scale,
-                            std::min(max_scale, kLargestFloat));
+  const bool max_scale_is_nan = !is_finite(max_scale) && !detail::is_positive_infinity(max_scale);
+  TORCH_CHECK(!max_scale_is_nan && is_positive_float(max_scale) && max_scale >= min_scale,
+              "max_scale is ", max_scale, "; it must be positive and not below min_scale (",
+              min_scale, ")");
+  detail::check_scale_value("init_scale", init_scale, min_scale, std::min(max_scale, kFloatMax));
   TORCH_CHECK(
-      kind == LossScaleKind::none || kind == LossScaleKind::fixed || kind == LossScaleKind::dynamic,
-      "kind is not a LossScaleKind; use LossScaleKind::none, fixed or dynamic");
-  LossScale rounded = *this;
-  rounded.init_scale = kind == LossScaleKind::none ? 1.0 : static_cast<float>(init_scale);
+      mode == LossScaleMode::none || mode == LossScaleMode::fixed || mode == LossScaleMode::dynamic,
+      "mode is not a LossScaleMode; use LossScaleMode::none, fixed or dynamic");
+  GradScalerOptions rounded = *this;
+  rounded.init_scale = mode == LossScaleMode::none ? 1.0 : static_cast<float>(init_scale);
   rounded.min_scale = static_cast<float>(min_scale);
-  rounded.max_scale =
-      max_scale > kLargestFloat ? kNoMaxScale : double{static_cast<float>(max_scale)};
+  rounded.max_scale = max_scale > kFloatMax ? kNoMaxScale : double{static_cast<float>(max_scale)};
   return rounded;
 }
 
-inline LossScaleState LossScale::initial_state() const noexcept {
+inline LossScaleState GradScalerOptions::initial_state() const noexcept {
   return {.scale = static_cast<float>(init_scale),
           .growth_tracker = 0,
-          .hysteresis_left = static_cast<int32_t>(hysteresis)};
+          .hysteresis_tracker = static_cast<int32_t>(hysteresis)};
 }
 
-C10_HOST_DEVICE inline LossScaleState LossScale::next(LossScaleState state,
-                                                      bool found_inf) const noexcept {
-  if (kind != LossScaleKind::dynamic) return state;
+C10_HOST_DEVICE inline LossScaleState GradScalerOptions::next(LossScaleState state,
+                                                              bool found_inf) const noexcept {
+  if (mode != LossScaleMode::dynamic) return state;
   if (found_inf) {
     state.growth_tracker = 0;
-    if (state.hysteresis_left > 1) {
-      --state.hysteresis_left;
+    if (state.hysteresis_tracker > 1) {
+      --state.hysteresis_tracker;
       return state;
     }
     state.scale = clamp(static_cast<float>(state.scale * backoff_factor));
     return state;
   }
-  state.hysteresis_left = static_cast<int32_t>(hysteresis);
+  state.hysteresis_tracker = static_cast<int32_t>(hysteresis);
   if (state.growth_tracker < INT32_MAX) ++state.growth_tracker;
   if (state.growth_tracker != growth_interval) return state;
   state.growth_tracker = 0;
   const auto grown = static_cast<float>(state.scale * growth_factor);
-  if (!detail::nonfinite_bits(grown)) {
+  if (!detail::is_nonfinite(grown)) {
     constexpr float kMost = kMaxGrownScale;  // which device code knows only as a local constant
     const float highest = state.scale > kMost ? state.scale : kMost;
     state.scale = clamp(grown < highest ? grown : highest);

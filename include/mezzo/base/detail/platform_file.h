@@ -27,25 +27,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string reason(int error) { return std::generic_category().message(error); }
+inline std::string errno_message(int error) { return std::generic_category().message(error); }
 
-/// What a file is opened for. read: without waiting for whoever writes to a pipe. create: a file
-/// that is not there yet. lock: to read and write, created if it is not there.
-enum class FileUse { read, write, create, lock };
+/// What a file is open_descriptor for. read: without waiting for whoever writes to a pipe. create:
+/// a file that is not path_stat yet. lock: to read and write, created if it is not path_stat.
+enum class OpenMode { read, write, create, lock };
 
 /// Owns a file descriptor, and closes it in the destructor. A program that is started has it not.
-class OpenFile {
+class FileDescriptor {
  public:
-  OpenFile() = default;
-  OpenFile(const std::filesystem::path& path, FileUse use) : descriptor_(opened(path, use)) {}
-  OpenFile(OpenFile&& other) noexcept : descriptor_(std::exchange(other.descriptor_, -1)) {}
-  OpenFile& operator=(OpenFile&& other) noexcept {
+  FileDescriptor() = default;
+  FileDescriptor(const std::filesystem::path& path, OpenMode mode)
+      : descriptor_(open_descriptor(path, mode)) {}
+  FileDescriptor(FileDescriptor&& other) noexcept
+      : descriptor_(std::exchange(other.descriptor_, -1)) {}
+  FileDescriptor& operator=(FileDescriptor&& other) noexcept {
     std::swap(descriptor_, other.descriptor_);
     return *this;
   }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  ~OpenFile() { (void)close(); }
+  FileDescriptor(const FileDescriptor&) = delete;
+  FileDescriptor& operator=(const FileDescriptor&) = delete;
+  ~FileDescriptor() { (void)close(); }
 
   bool is_open() const noexcept { return descriptor_ >= 0; }
   int descriptor() const noexcept { return descriptor_; }
@@ -54,7 +56,7 @@ class OpenFile {
   std::ptrdiff_t write(const void* from, std::size_t count) const noexcept;
   std::ptrdiff_t read(void* to, std::size_t count, std::uint64_t offset) const noexcept;
   /// Brings the file to the disk. \returns 0 or the system's error
-  int flush() const noexcept;
+  int fsync() const noexcept;
   /// \returns 0 or the system's error; the file is closed in any case
   int close() noexcept;
   /// Locks the file, for as long as this process or a child that it forked has it open.
@@ -65,38 +67,39 @@ class OpenFile {
   int lock_for_process() const noexcept;
   /// Returns the process that has the lock of lock_for_process(); 0 if it is this one, none, or not
   /// known.
-  std::int64_t process_with_lock() const noexcept;
+  std::int64_t lock_owner_pid() const noexcept;
   /// Whether the file has this path.
-  bool is_at(const std::filesystem::path& path) const noexcept;
+  bool refers_to(const std::filesystem::path& path) const noexcept;
 
  private:
-  static int opened(const std::filesystem::path& path, FileUse use) noexcept;
+  static int open_descriptor(const std::filesystem::path& path, OpenMode mode) noexcept;
 
   int descriptor_ = -1;
 };
 
 #if defined(_WIN32)
 
-inline int OpenFile::opened(const std::filesystem::path& path, FileUse use) noexcept {
-  const int flags = use == FileUse::read     ? _O_RDONLY
-                    : use == FileUse::write  ? _O_RDWR
-                    : use == FileUse::create ? _O_WRONLY | _O_CREAT | _O_EXCL
-                                             : _O_RDWR | _O_CREAT;
+inline int FileDescriptor::open_descriptor(const std::filesystem::path& path,
+                                           OpenMode mode) noexcept {
+  const int flags = mode == OpenMode::read     ? _O_RDONLY
+                    : mode == OpenMode::write  ? _O_RDWR
+                    : mode == OpenMode::create ? _O_WRONLY | _O_CREAT | _O_EXCL
+                                               : _O_RDWR | _O_CREAT;
   return _wopen(path.c_str(), flags | _O_BINARY | _O_NOINHERIT, _S_IREAD | _S_IWRITE);
 }
-inline int OpenFile::close() noexcept {
+inline int FileDescriptor::close() noexcept {
   return !is_open() || _close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno;
 }
-inline std::ptrdiff_t OpenFile::write(const void* from, std::size_t count) const noexcept {
+inline std::ptrdiff_t FileDescriptor::write(const void* from, std::size_t count) const noexcept {
   return _write(descriptor_, from, static_cast<unsigned>(count < (1U << 30) ? count : 1U << 30));
 }
-inline std::ptrdiff_t OpenFile::read(void* to, std::size_t count,
-                                     std::uint64_t offset) const noexcept {
+inline std::ptrdiff_t FileDescriptor::read(void* to, std::size_t count,
+                                           std::uint64_t offset) const noexcept {
   if (_lseeki64(descriptor_, static_cast<std::int64_t>(offset), SEEK_SET) < 0) return -1;
   return _read(descriptor_, to, static_cast<unsigned>(count < (1U << 30) ? count : 1U << 30));
 }
-inline int OpenFile::flush() const noexcept { return _commit(descriptor_) == 0 ? 0 : errno; }
-inline int OpenFile::lock() const noexcept {
+inline int FileDescriptor::fsync() const noexcept { return _commit(descriptor_) == 0 ? 0 : errno; }
+inline int FileDescriptor::lock() const noexcept {
   OVERLAPPED behind{};  // the bytes themselves stay readable
   behind.OffsetHigh = 1U << 30;
   const auto file = reinterpret_cast<HANDLE>(_get_osfhandle(descriptor_));
@@ -105,13 +108,15 @@ inline int OpenFile::lock() const noexcept {
   }
   return GetLastError() == ERROR_LOCK_VIOLATION ? EWOULDBLOCK : EIO;
 }
-inline int OpenFile::lock_for_process() const noexcept { return lock(); }
-inline std::int64_t OpenFile::process_with_lock() const noexcept { return 0; }
-/// No file is removed or renamed there while it is open.
-inline bool OpenFile::is_at(const std::filesystem::path&) const noexcept { return is_open(); }
+inline int FileDescriptor::lock_for_process() const noexcept { return lock(); }
+inline std::int64_t FileDescriptor::lock_owner_pid() const noexcept { return 0; }
+/// No file is removed or renamed path_stat while it is open.
+inline bool FileDescriptor::refers_to(const std::filesystem::path&) const noexcept {
+  return is_open();
+}
 
 /// The names in a folder are in the file system's journal.
-inline int flush_folder(const std::filesystem::path&) noexcept { return 0; }
+inline int fsync_directory(const std::filesystem::path&) noexcept { return 0; }
 /// \returns 0 or the system's error
 inline int remove_file(const std::filesystem::path& path) noexcept {
   return _wunlink(path.c_str()) == 0 ? 0 : errno;
@@ -119,8 +124,8 @@ inline int remove_file(const std::filesystem::path& path) noexcept {
 /// Puts `from` in the place of `to`; an open file is closed for it. \returns 0 or the system's
 /// error
 inline int replace_file(const std::filesystem::path& from, const std::filesystem::path& to,
-                        OpenFile& open) noexcept {
-  open = OpenFile();
+                        FileDescriptor& open) noexcept {
+  open = FileDescriptor();
   if (MoveFileExW(from.c_str(), to.c_str(), MOVEFILE_REPLACE_EXISTING | MOVEFILE_WRITE_THROUGH)) {
     return 0;
   }
@@ -128,7 +133,7 @@ inline int replace_file(const std::filesystem::path& from, const std::filesystem
 }
 
 /// Returns a copy of the file's bytes whose pages are read when they are needed; null for an error.
-inline char* map_privately(const OpenFile& file, std::size_t /*size*/) noexcept {
+inline char* mmap_copy_on_write(const FileDescriptor& file, std::size_t /*size*/) noexcept {
   const auto handle = reinterpret_cast<HANDLE>(_get_osfhandle(file.descriptor()));
   const HANDLE mapping = CreateFileMappingW(handle, nullptr, PAGE_WRITECOPY, 0, 0, nullptr);
   if (mapping == nullptr) return nullptr;
@@ -140,61 +145,62 @@ inline void unmap(char* memory, std::size_t /*size*/) noexcept { UnmapViewOfFile
 
 #else
 
-inline int OpenFile::opened(const std::filesystem::path& path, FileUse use) noexcept {
-  const int flags = use == FileUse::read     ? O_RDONLY | O_NONBLOCK
-                    : use == FileUse::write  ? O_RDWR
-                    : use == FileUse::create ? O_WRONLY | O_CREAT | O_EXCL
-                                             : O_RDWR | O_CREAT;
+inline int FileDescriptor::open_descriptor(const std::filesystem::path& path,
+                                           OpenMode mode) noexcept {
+  const int flags = mode == OpenMode::read     ? O_RDONLY | O_NONBLOCK
+                    : mode == OpenMode::write  ? O_RDWR
+                    : mode == OpenMode::create ? O_WRONLY | O_CREAT | O_EXCL
+                                               : O_RDWR | O_CREAT;
   return ::open(path.c_str(), flags | O_CLOEXEC, 0666);
 }
-inline int OpenFile::close() noexcept {
+inline int FileDescriptor::close() noexcept {
   return !is_open() || ::close(std::exchange(descriptor_, -1)) == 0 ? 0 : errno;
 }
-inline std::ptrdiff_t OpenFile::write(const void* from, std::size_t count) const noexcept {
+inline std::ptrdiff_t FileDescriptor::write(const void* from, std::size_t count) const noexcept {
   return ::write(descriptor_, from, count);
 }
-inline std::ptrdiff_t OpenFile::read(void* to, std::size_t count,
-                                     std::uint64_t offset) const noexcept {
+inline std::ptrdiff_t FileDescriptor::read(void* to, std::size_t count,
+                                           std::uint64_t offset) const noexcept {
   return ::pread(descriptor_, to, count, static_cast<off_t>(offset));
 }
-inline int OpenFile::flush() const noexcept {
+inline int FileDescriptor::fsync() const noexcept {
   while (::fsync(descriptor_) != 0) {
     if (errno != EINTR) return errno;
   }
   return 0;
 }
-inline int OpenFile::lock() const noexcept {
+inline int FileDescriptor::lock() const noexcept {
   return ::flock(descriptor_, LOCK_EX | LOCK_NB) == 0 ? 0 : errno;
 }
 
-inline struct flock lock_of_whole_file() noexcept {
+inline struct flock whole_file_lock() noexcept {
   struct flock record {};
   record.l_type = F_WRLCK;
   record.l_whence = SEEK_SET;
   return record;
 }
-inline int OpenFile::lock_for_process() const noexcept {
-  struct flock record = lock_of_whole_file();
+inline int FileDescriptor::lock_for_process() const noexcept {
+  struct flock record = whole_file_lock();
   if (::fcntl(descriptor_, F_SETLK, &record) == 0) return 0;
   return errno == EACCES || errno == EAGAIN ? EWOULDBLOCK : errno;
 }
-inline std::int64_t OpenFile::process_with_lock() const noexcept {
-  struct flock record = lock_of_whole_file();
+inline std::int64_t FileDescriptor::lock_owner_pid() const noexcept {
+  struct flock record = whole_file_lock();
   if (!is_open() || ::fcntl(descriptor_, F_GETLK, &record) != 0) return 0;
   return record.l_type == F_UNLCK ? 0 : record.l_pid;
 }
 
-inline bool OpenFile::is_at(const std::filesystem::path& path) const noexcept {
-  struct stat own {
-  }, there{};
-  return ::fstat(descriptor_, &own) == 0 && ::stat(path.c_str(), &there) == 0 &&
-         own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+inline bool FileDescriptor::refers_to(const std::filesystem::path& path) const noexcept {
+  struct stat open_stat {
+  }, path_stat{};
+  return ::fstat(descriptor_, &open_stat) == 0 && ::stat(path.c_str(), &path_stat) == 0 &&
+         open_stat.st_dev == path_stat.st_dev && open_stat.st_ino == path_stat.st_ino;
 }
 
 /// Brings the names in a folder to the disk. \returns 0 or the system's error
-inline int flush_folder(const std::filesystem::path& folder) noexcept {
-  const OpenFile file(folder, FileUse::read);
-  return file.is_open() ? file.flush() : errno;
+inline int fsync_directory(const std::filesystem::path& folder) noexcept {
+  const FileDescriptor file(folder, OpenMode::read);
+  return file.is_open() ? file.fsync() : errno;
 }
 /// \returns 0 or the system's error
 inline int remove_file(const std::filesystem::path& path) noexcept {
@@ -202,12 +208,12 @@ inline int remove_file(const std::filesystem::path& path) noexcept {
 }
 /// Puts `from` in the place of `to`. \returns 0 or the system's error
 inline int replace_file(const std::filesystem::path& from, const std::filesystem::path& to,
-                        OpenFile& /*open*/) noexcept {
+                        FileDescriptor& /*open*/) noexcept {
   return ::rename(from.c_str(), to.c_str()) == 0 ? 0 : errno;
 }
 
 /// Returns a copy of the file's bytes whose pages are read when they are needed; null for an error.
-inline char* map_privately(const OpenFile& file, std::size_t size) noexcept {
+inline char* mmap_copy_on_write(const FileDescriptor& file, std::size_t size) noexcept {
   void* const memory = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE,
                               file.descriptor(), 0);
   return memory == MAP_FAILED ? nullptr : static_cast<char*>(memory);

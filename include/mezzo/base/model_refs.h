@@ -55,11 +55,11 @@ std::shared_ptr<M> module_pointer(M& model) {
 }
 
 /// One model of a list.
-struct ListedModel {
+struct ModelRef {
   template <ModelHandle M>
-  ListedModel(const M& model) : module(module_pointer(model)) {}
+  ModelRef(const M& model) : module(module_pointer(model)) {}
   template <ModuleVariable M>
-  ListedModel(M& model) : module(module_pointer(model)) {}
+  ModelRef(M& model) : module(module_pointer(model)) {}
   std::shared_ptr<torch::nn::Module> module;
 };
 
@@ -68,22 +68,22 @@ struct ListedModel {
 /// `model`, `{generator, discriminator}`, or a range of models. A model is a module holder, a
 /// shared_ptr to a module, or a module itself. A module passed by itself is
 /// referenced, not copied: it must stay at its address while the list is in use.
-class ModelList {
+class ModelRefs {
  public:
   /// Lists one model: the ownership of a holder or shared_ptr is shared; a module must stay at its
   /// address while the list is in use. \throws c10::Error for an empty holder or pointer
-  template <std::convertible_to<detail::ListedModel> M>  // which no ModelList is
+  template <std::convertible_to<detail::ModelRef> M>  // which no ModelRefs is
   // NOLINTNEXTLINE(bugprone-forwarding-reference-overload)
-  ModelList(M&& model) : ModelList({detail::ListedModel(std::forward<M>(model))}) {}
+  ModelRefs(M&& model) : ModelRefs({detail::ModelRef(std::forward<M>(model))}) {}
   /// Lists several models. \throws c10::Error for none, an empty one, or the same one twice
-  ModelList(std::initializer_list<detail::ListedModel> models) {
-    for (const detail::ListedModel& model : models) modules_.push_back(model.module);
+  ModelRefs(std::initializer_list<detail::ModelRef> models) {
+    for (const detail::ModelRef& model : models) modules_.push_back(model.module);
     check();
   }
   /// Lists the models of a range. \throws c10::Error for none, an empty one, or the same one twice
   template <std::ranges::input_range Models>
   requires(!detail::ModelHandle<Models> && !std::derived_from<Models, torch::nn::Module>) &&
-      detail::ModelHandle<std::ranges::range_value_t<Models>> ModelList(const Models& models) {
+      detail::ModelHandle<std::ranges::range_value_t<Models>> ModelRefs(const Models& models) {
     for (const auto& model : models) modules_.push_back(detail::module_pointer(model));
     check();
   }
@@ -120,20 +120,20 @@ concept OptimizerPointer = requires(const P& pointer) {
 }  // namespace detail
 
 /// `optimizer`, `{first, second}`, `{}` for none, or a range of pointers to optimizers.
-class OptimizerList {
+class OptimizerRefs {
  public:
-  OptimizerList() = default;
+  OptimizerRefs() = default;
   /// Lists one optimizer, which must outlive the list.
-  OptimizerList(torch::optim::Optimizer& optimizer) : optimizers_{&optimizer} {}
+  OptimizerRefs(torch::optim::Optimizer& optimizer) : optimizers_{&optimizer} {}
   /// Lists several optimizers, or none. \throws c10::Error for the same one twice
-  OptimizerList(std::initializer_list<std::reference_wrapper<torch::optim::Optimizer>> optimizers) {
+  OptimizerRefs(std::initializer_list<std::reference_wrapper<torch::optim::Optimizer>> optimizers) {
     for (torch::optim::Optimizer& listed : optimizers) optimizers_.push_back(&listed);
     check();
   }
   /// Lists the optimizers that a range of pointers points to.
   /// \throws c10::Error for a null pointer, or the same optimizer twice
   template <std::ranges::input_range Optimizers>
-  requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerList(
+  requires detail::OptimizerPointer<std::ranges::range_value_t<Optimizers>> OptimizerRefs(
       const Optimizers& optimizers) {
     for (const auto& pointer : optimizers) {
       TORCH_CHECK(pointer != nullptr, "optimizer ", optimizers_.size(),

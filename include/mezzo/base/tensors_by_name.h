@@ -16,32 +16,32 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// Parameters or buffers under the names that errors and reports call them by, such as
 /// `model->named_parameters().pairs()`. The tensors are the model's own.
-using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+using TensorsByName = std::vector<std::pair<std::string, at::Tensor>>;
 
 namespace detail {
 
 /// Collects the defined tensors of a module's lists, each once, under its first name. Tied weights
 /// have several names. A list is libtorch's, of a module in C++ or in TorchScript.
-class NamedOnce {
+class UniqueTensorCollector {
  public:
   template <class List>
-  NamedTensors all(const List& list) {
-    return taken(list, [](const at::Tensor&) { return true; });
+  TensorsByName collect(const List& list) {
+    return collect_if(list, [](const at::Tensor&) { return true; });
   }
 
   /// Collects only tensors of a floating dtype.
   template <class List>
-  NamedTensors floating(const List& list) {
-    return taken(list, [](const at::Tensor& tensor) { return tensor.is_floating_point(); });
+  TensorsByName collect_floating(const List& list) {
+    return collect_if(list, [](const at::Tensor& tensor) { return tensor.is_floating_point(); });
   }
 
  private:
-  template <class List, class Wanted>
-  NamedTensors taken(const List& list, const Wanted& wanted) {
-    NamedTensors tensors;
+  template <class List, class Predicate>
+  TensorsByName collect_if(const List& list, const Predicate& predicate) {
+    TensorsByName tensors;
     const auto add = [&](const std::string& name, const at::Tensor& tensor) {
-      if (!tensor.defined() || !wanted(tensor)) return;
-      if (known_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
+      if (!tensor.defined() || !predicate(tensor)) return;
+      if (seen_.insert(tensor.unsafeGetTensorImpl()).second) tensors.emplace_back(name, tensor);
     };
     for (const auto& entry : list) {
       if constexpr (requires { entry.key(); }) {
@@ -53,7 +53,7 @@ class NamedOnce {
     return tensors;
   }
 
-  std::unordered_set<const c10::TensorImpl*> known_;
+  std::unordered_set<const c10::TensorImpl*> seen_;
 };
 
 }  // namespace detail

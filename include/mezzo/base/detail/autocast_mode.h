@@ -35,14 +35,14 @@ namespace detail {
 
 /// Switches autocast off for every device type in this thread while it exists, by excluding the
 /// dispatch keys.
-struct AutocastOff {
+struct AutocastDisabledGuard {
   c10::impl::ExcludeDispatchKeyGuard excluded{c10::autocast_dispatch_keyset};
 };
 
 /// Drops libtorch's 16-bit casts of weights, which autocast otherwise uses until this process's
 /// outermost region ends. mezzo calls it after it has written weights (steps, averages, loads,
 /// broadcasts): the next use casts them again, in all threads.
-inline void drop_weight_casts() { at::autocast::clear_cache(); }
+inline void clear_autocast_cache() { at::autocast::clear_cache(); }
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

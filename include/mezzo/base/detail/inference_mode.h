@@ -13,18 +13,18 @@ namespace detail {
 
 /// Disables graph recording for a scope, and makes new tensors ordinary ones in any mode. With
 /// `true`, new tensors are inference tensors, and existing inference tensors can be written.
-class NoGraphGuard {
+class NoGradInferenceGuard {
  public:
-  explicit NoGraphGuard(bool inference_tensors = false) : inference_(inference_tensors) {}
+  explicit NoGradInferenceGuard(bool inference_tensors = false) : inference_(inference_tensors) {}
 
  private:
   c10::InferenceMode inference_;  // first, since InferenceMode(false) enables graphs
   c10::NoGradGuard no_grad_;
 };
 
-inline void clear_gradient(const at::Tensor& gradient) {
+inline void zero_grad_(const at::Tensor& gradient) {
   if (gradient._is_zerotensor()) return;  // a zero tensor has no memory and refuses writes
-  const NoGraphGuard no_graph(gradient.is_inference());
+  const NoGradInferenceGuard no_graph(gradient.is_inference());
   gradient.zero_();
 }
 
