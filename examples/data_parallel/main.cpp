@@ -45,14 +45,14 @@ bool train(Optimizer& optimizer, const Forward& forward, const NoSync& no_sync,
             torch::data::transforms::Stack<torch::data::TensorExample>()),
         sampler, 64 / ranks);
     torch::Tensor loss;
-    for (auto& batch : mezzo::accumulate(*loader, 2)) {
+    for (auto& batch : mezzo::micro_batches(*loader, 2)) {
       std::optional<mezzo::NoSync> guard;
       if (!batch.is_last()) guard.emplace(no_sync());  // the last one adds the ranks up
       loss = mezzo::autocast({.device = torch::kCPU}, [&] {
         return torch::nn::functional::cross_entropy(forward(batch.data.narrow(1, 0, 16)),
                                                     batch.data.select(1, 16).to(torch::kLong));
       });
-      scaler.scale(batch.divide(loss)).backward();
+      scaler.scale(batch.normalize_loss(loss)).backward();
       if (!batch.is_last()) continue;
       scaler.step(optimizer, {.max_norm = 1.0});  // or skips, on all ranks alike
       scaler.update();

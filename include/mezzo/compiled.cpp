@@ -11,4 +11,4 @@
 #include <mezzo/checkpoint/detail/checkpoint_impl.h>
 #include <mezzo/optim/detail/master_weights_impl.h>
 #include <mezzo/optim/detail/step_engine_impl.h>
-#include <mezzo/scaling/detail/grad_scaler_impl.h>
+#include <mezzo/scaling/detail/grad_scaler_inl.h>

@@ -12,11 +12,11 @@
 #include <cstdint>
 #include <tuple>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 namespace {
 
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -50,7 +50,7 @@ Tensor with_additive_mask(torch::nn::MultiheadAttention& model, const Tensor& x)
 TEST(MultiheadAttention, KeyPaddingMaskThrowsIn16Bits) {
   auto model = attention();
   const mezzo::Autocast<torch::kCPU, torch::kBFloat16> autocast;
-  EXPECT_THAT(error_of([&] { with_padding(model, input()); }),
+  EXPECT_THAT(message_of([&] { with_padding(model, input()); }),
               HasSubstr("\"attn_output_weights.masked_fill\" not implemented for 'BFloat16'"))
       << "if libtorch does it now, docs/errors.md and docs/pitfalls.md need not speak of it";
 }
@@ -81,7 +81,7 @@ TEST(MultiheadAttention, AdditiveMaskTrainsWith16BitWeights) {
   const Tensor expected = with_padding(model, input());
   model->to(torch::kBFloat16);
   const Tensor x = input().to(torch::kBFloat16);
-  EXPECT_THAT(error_of([&] { with_padding(model, x); }), HasSubstr("not implemented for"));
+  EXPECT_THAT(message_of([&] { with_padding(model, x); }), HasSubstr("not implemented for"));
   const Tensor output = with_additive_mask(model, x);
   EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.05, 0.05));
   output.sum().backward();

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
@@ -28,7 +28,7 @@ using testing::IsEmpty;
 /// As in a process that has not warned yet.
 std::vector<std::string> first_warnings(const std::function<void()>& work) {
   const c10::WarningUtils::WarnAlways always;
-  const test_support::Warnings warnings;
+  const test_support::WarningRecorder warnings;
   work();
   return warnings.texts;
 }
@@ -59,10 +59,10 @@ TEST(HardwareWarnings, AreGivenOnceAProcess) {
     const Autocast<torch::kCPU, torch::kHalf> half;
   };
   {
-    const test_support::Warnings first;
+    const test_support::WarningRecorder first;
     enter();
   }
-  const test_support::Warnings warnings;
+  const test_support::WarningRecorder warnings;
   enter();
   EXPECT_THAT(warnings.texts, IsEmpty());
 }

@@ -11,7 +11,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../support/saved.h"
+#include "../support/save_to_string.h"
 
 namespace {
 
@@ -162,12 +162,12 @@ TEST(AutocastModule, ReadsAndWritesTheModulesOwnCheckpoints) {
   torch::manual_seed(2);
   const Gated plain;
   AutocastModule wrapped(Gated(), kBf16);
-  test_support::load(wrapped, test_support::saved(plain));
+  test_support::load_from_string(wrapped, test_support::save_to_string(plain));
   EXPECT_TRUE(torch::equal(wrapped->module()->linear->weight, plain->linear->weight));
 
-  const std::string from_wrapped = test_support::saved(wrapped);
+  const std::string from_wrapped = test_support::save_to_string(wrapped);
   Gated restored;
-  test_support::load(restored, from_wrapped);
+  test_support::load_from_string(restored, from_wrapped);
   EXPECT_TRUE(torch::equal(restored->linear->weight, plain->linear->weight));
 }
 

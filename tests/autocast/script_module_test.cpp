@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/saved.h"
+#include "../support/message_of.h"
+#include "../support/save_to_string.h"
 #include "../support/script_model.h"
 
 namespace {
@@ -174,11 +174,11 @@ TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
   EXPECT_EQ(net->named_buffers()["counter.calls"].item<float>(), 2);
 
   torch::jit::Module(script).forward({images()});  // not by way of the ScriptModule
-  const std::string file = test_support::saved(net.ptr());
+  const std::string file = test_support::save_to_string(net.ptr());
   ScriptModule loaded(counter());
   loaded(images());
   auto pointer = loaded.ptr();
-  test_support::load(pointer, file);
+  test_support::load_from_string(pointer, file);
   EXPECT_EQ(loaded->script().attr("counter").toModule().attr("calls").toTensor().item<float>(), 3);
 }
 
@@ -224,7 +224,7 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
     ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
     EXPECT_NO_THROW(net(torch::ones({2, 8})));
     const mezzo::Autocast<torch::kCPU> autocast;
-    return test_support::error_of([&] { net(torch::ones({2, 8})); });
+    return test_support::message_of([&] { net(torch::ones({2, 8})); });
   };
   EXPECT_THAT(refused("many_forks.pt"),
               testing::AllOf(testing::HasSubstr("the result of a torch.jit.fork is kept in a list"),

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/special_values.h"
 
 namespace {
@@ -203,7 +203,7 @@ TEST(GradScalerOptions, RefusesValuesOutOfRangeByName) {
       {"scale is inf;", [=] { return GradScalerOptions::fixed(kInfinity); }},
   };
   for (const Refusal& refusal : refusals) {
-    EXPECT_THAT(test_support::error_of(refusal.make), testing::HasSubstr(refusal.what));
+    EXPECT_THAT(test_support::message_of(refusal.make), testing::HasSubstr(refusal.what));
   }
 }
 

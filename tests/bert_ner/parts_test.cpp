@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "model_folder.h"
 #include "tagging.h"
 
@@ -79,11 +79,11 @@ TEST(WordPieces, AreThoseOfTokenizers) {
       {std::string(101, 'a'), {1}, {1}, {1}, {1}},
       {"a\u00a0b", {23, 1}, {23, 1}, {23, 1}, {23, 1}},
       {"\u200b", {1}, {1}, {1}, {1}}};  // here a word has a piece
-  const test_support::Scratch scratch;
-  scratch.write("vocab.txt", vocabulary);
+  const test_support::TempDir temp_dir;
+  temp_dir.write("vocab.txt", vocabulary);
   const auto expect = [&](const char* json, WordPiece::Ids Recorded::*ids) {
-    scratch.write("tokenizer_config.json", json);
-    const WordPiece tokenizer(scratch.path());
+    temp_dir.write("tokenizer_config.json", json);
+    const WordPiece tokenizer(temp_dir.path());
     for (const auto& one : all) EXPECT_EQ(tokenizer.encode_word(one.word), one.*ids) << one.word;
   };
   expect(R"({"do_lower_case": true, "strip_accents": null})", &Recorded::uncased);

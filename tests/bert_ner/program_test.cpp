@@ -21,12 +21,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 namespace fs = std::filesystem;
-using test_support::bytes_of;
+using test_support::read_file;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::MatchesRegex;
@@ -79,7 +79,7 @@ class Program : public testing::Test {
     std::vector<char*> pointers;
     for (auto& argument : arguments) pointers.push_back(argument.data());
     pointers.push_back(nullptr);
-    const auto out = (scratch_ / "stdout").string(), err = (scratch_ / "stderr").string();
+    const auto out = (temp_dir_ / "stdout").string(), err = (temp_dir_ / "stderr").string();
     const pid_t child = fork();
     if (child != 0) return child;
     dup2(open(out.c_str(), O_CREAT | O_TRUNC | O_WRONLY, 0600), STDOUT_FILENO);
@@ -94,7 +94,7 @@ class Program : public testing::Test {
     int status = 0;
     waitpid(start(std::move(arguments), largest_file), &status, 0);
     return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status),
-            bytes_of(scratch_ / "stdout"), bytes_of(scratch_ / "stderr")};
+            read_file(temp_dir_ / "stdout"), read_file(temp_dir_ / "stderr")};
   }
 
   /// A short run of the tiny model.
@@ -124,13 +124,13 @@ class Program : public testing::Test {
     }
   }
 
-  test_support::Scratch scratch_;
-  fs::path corpus_ = scratch_.write("corpus.txt", tiny_corpus(36));
-  std::string saved_ = (scratch_ / "saved").string();
+  test_support::TempDir temp_dir_;
+  fs::path corpus_ = temp_dir_.write("corpus.txt", tiny_corpus(36));
+  std::string saved_ = (temp_dir_ / "saved").string();
 };
 
 TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
-  const auto json = scratch_ / "results.json";
+  const auto json = temp_dir_ / "results.json";
   const auto outcome = run(training({"--learning-rate", "0.01", "--json", json.string()}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
   EXPECT_THAT(
@@ -146,7 +146,7 @@ TEST_F(Program, PrintsATableOfAllPrecisionsEachFromAProcessOfItsOwn) {
                    "\\| bf16 . stochastic rounding +\\| [^\n]* +8\\.0 \\| [^\n]*\n"
                    "(\\| fp16 dynamic scale +\\| [^\n]*\n)?"
                    "(\nThe speeds do not compare[^\n]*\n)?"));  // where others run too
-  const auto results = nlohmann::json::parse(bytes_of(json));
+  const auto results = nlohmann::json::parse(read_file(json));
   ASSERT_GE(results.at("rows").size(), 5U);
   EXPECT_EQ(results.at("float32_speeds").size(), results.at("rows").size() + 1);
   EXPECT_EQ(results.at("rows")[0].at("autocast"), "off");
@@ -171,11 +171,11 @@ TEST_F(Program, RunsEachRowWithAllSeeds) {
 }
 
 TEST_F(Program, WritesTheRunAsAPage) {
-  const auto page = scratch_ / "run.html";
+  const auto page = temp_dir_ / "run.html";
   const auto outcome =
       run(training({"--precision", "amp", "--max-steps", "5", "--report", page.string()}));
   ASSERT_EQ(outcome.status, 0) << outcome.err;
-  EXPECT_THAT(bytes_of(page),
+  EXPECT_THAT(read_file(page),
               AllOf(StartsWith("<!doctype html>"),
                     HasSubstr("<h1>BERT, amp dynamic scale (autocast bfloat16)</h1>"),
                     HasSubstr("<dt>steps</dt><dd>5</dd>"), HasSubstr("<svg"),
@@ -186,8 +186,8 @@ TEST_F(Program, WritesTheRunAsAPage) {
 
 TEST_F(Program, LeavesAPageAndACheckpointWhenItIsStopped) {
   for (const int signal : {SIGTERM, SIGINT}) {
-    const auto page = scratch_ / "stopped.html";
-    const auto saved = scratch_ / ("stopped" + std::to_string(signal));
+    const auto page = temp_dir_ / "stopped.html";
+    const auto saved = temp_dir_ / ("stopped" + std::to_string(signal));
     const pid_t child = start(training({"--precision", "amp", "--report", page.string(), "--save",
                                         saved.string(), "--save-every", "1"},
                                        "100000"));
@@ -196,7 +196,7 @@ TEST_F(Program, LeavesAPageAndACheckpointWhenItIsStopped) {
     int status = 0;
     waitpid(child, &status, 0);
     EXPECT_TRUE(WIFSIGNALED(status) && WTERMSIG(status) == signal) << status;
-    EXPECT_THAT(bytes_of(page), HasSubstr(signal == SIGTERM ? "by SIGTERM" : "by Ctrl-C"));
+    EXPECT_THAT(read_file(page), HasSubstr(signal == SIGTERM ? "by SIGTERM" : "by Ctrl-C"));
     EXPECT_GT(steps_in(checkpoints_in(saved).front()), 0);
   }
 }
@@ -215,7 +215,7 @@ TEST_F(Program, LabelsTextWithWhatItSaved) {
 TEST_F(Program, ARunThatIsResumedEndsBitForBitWhereTheStraightOneDoes) {
   for (const char* precision : {"amp", "amp-8bit", "bf16-split-master", "bf16-stochastic"}) {
     SCOPED_TRACE(precision);
-    const auto straight = (scratch_ / precision).string(), resumed = straight + " resumed";
+    const auto straight = (temp_dir_ / precision).string(), resumed = straight + " resumed";
     // 29 sentences: 8 steps an epoch; step 12 lies in the middle of the second.
     const auto train = [&](const std::string& folder, const Arguments& more) {
       auto arguments =
@@ -229,7 +229,7 @@ TEST_F(Program, ARunThatIsResumedEndsBitForBitWhereTheStraightOneDoes) {
     train(resumed, {"--resume"});
     EXPECT_EQ(steps_in(checkpoints_in(resumed).front()), 24);
     for (const char* file : {"model.safetensors", "config.json", "vocab.txt"}) {
-      EXPECT_EQ(bytes_of(fs::path(straight) / file), bytes_of(fs::path(resumed) / file)) << file;
+      EXPECT_EQ(read_file(fs::path(straight) / file), read_file(fs::path(resumed) / file)) << file;
     }
   }
 }
@@ -243,9 +243,9 @@ TEST_F(Program, RefusesToResumeAnotherRun) {
   expect_failure(resumed({"--resume"}), 1, {"saved/checkpoints: holds no checkpoint"});
   ASSERT_EQ(resumed({}).status, 0);
   expect_failure(resumed({"--resume", "--learning-rate", "0.5"}), 1, {"had other learning_rate"});
-  scratch_.write("corpus.txt", tiny_corpus(35));
+  temp_dir_.write("corpus.txt", tiny_corpus(35));
   expect_failure(resumed({"--resume"}), 1, {"had other sentences"});
-  scratch_.write("corpus.txt", tiny_corpus(36));
+  temp_dir_.write("corpus.txt", tiny_corpus(36));
   const auto file = checkpoints_in(saved_).front();
   fs::resize_file(file, 1000);
   expect_failure(resumed({"--resume"}), 1, {file.string(), "is damaged"});
@@ -272,7 +272,7 @@ TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {
 TEST_F(Program, SaysWhichFileAndLineIsWrong) {
   const auto refused = [&](std::string_view text, const Arguments& parts) {
     expect_failure(run({"--model", BERT_NER_TEST_DATA "/tiny_bert", "--precision", "amp", "--data",
-                        scratch_.write("bad.txt", text).string()}),
+                        temp_dir_.write("bad.txt", text).string()}),
                    1, parts);
   };
   refused("alice\tB-person\nlives\n\n", {"bad.txt:2: "});
@@ -286,14 +286,14 @@ TEST_F(Program, RefusesAModelFolderThatDoesNotFitTogether) {
   fs::copy(BERT_NER_TEST_DATA "/tiny_bert", saved_);
   const auto refused = [&](const char* file, const std::string& bytes, const Arguments& parts) {
     const auto path = fs::path(saved_) / file;
-    const auto before = bytes_of(path);
-    test_support::put_bytes(path, bytes);
+    const auto before = read_file(path);
+    test_support::write_file(path, bytes);
     expect_failure(run({"--model", saved_, "--data", corpus_.string(), "--precision", "amp"}), 1,
                    parts);
-    test_support::put_bytes(path, before);
+    test_support::write_file(path, before);
   };
-  auto config = nlohmann::json::parse(bytes_of(fs::path(saved_) / "config.json"));
-  const auto weights = bytes_of(fs::path(saved_) / "model.safetensors");
+  auto config = nlohmann::json::parse(read_file(fs::path(saved_) / "config.json"));
+  const auto weights = read_file(fs::path(saved_) / "model.safetensors");
   refused("config.json", "{", {"config.json", "not valid JSON"});
   refused("model.safetensors", weights.substr(0, 5), {"model.safetensors", "cut off"});
   refused("model.safetensors", weights.substr(0, weights.size() - 4), {"model.safetensors: \""});
@@ -322,7 +322,7 @@ TEST_F(Program, SurvivesKillsWhileItSaves) {
     const auto before = checkpoints_in(saved_);
     const pid_t child = start(arguments);
     wait_for_a_save(saved_, before);
-    ASSERT_NE(checkpoints_in(saved_), before) << bytes_of(scratch_ / "stderr");
+    ASSERT_NE(checkpoints_in(saved_), before) << read_file(temp_dir_ / "stderr");
     // In the middle of one of the next saves.
     std::this_thread::sleep_for(std::chrono::milliseconds(round * 7 % 60));
     kill(child, SIGKILL);

@@ -26,21 +26,21 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/scratch.h"
-#include "../support/system_calls.h"
+#include "../support/message_of.h"
+#include "../support/scoped_syscalls.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
-using test_support::bytes_of;
-using test_support::error_of;
-using test_support::put_bytes;
-using test_support::real_calls;
-using test_support::Scratch;
-using test_support::SystemCalls;
-using test_support::WithCalls;
+using test_support::libc_syscalls;
+using test_support::message_of;
+using test_support::read_file;
+using test_support::ScopedSyscalls;
+using test_support::Syscalls;
+using test_support::TempDir;
+using test_support::write_file;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -87,7 +87,7 @@ std::vector<std::string> temporaries_in(const std::filesystem::path& folder) {
 class Damaged {
  public:
   Damaged() {
-    CheckpointManager checkpoints(scratch_.path());
+    CheckpointManager checkpoints(temp_dir_.path());
     file_ = save(checkpoints, run_, 7);
     size_ = std::filesystem::file_size(file_);
     descriptor_ = ::open(file_.c_str(), O_RDWR);
@@ -105,14 +105,14 @@ class Damaged {
   void append(char byte) { ASSERT_EQ(::pwrite(descriptor_, &byte, 1, size()), 1); }
 
   bool is_noticed() {
-    const std::string error = error_of([this] { mezzo::load_checkpoint(file_, run_.state); });
+    const std::string error = message_of([this] { mezzo::load_checkpoint(file_, run_.state); });
     return error.find("is damaged") != std::string::npos;
   }
   const std::filesystem::path& file() const { return file_; }
   Training& run() { return run_; }
 
  private:
-  Scratch scratch_;
+  TempDir temp_dir_;
   Training run_;
   std::filesystem::path file_;
   std::uintmax_t size_ = 0;
@@ -145,31 +145,32 @@ TEST(CheckpointDamage, NothingIsLoadedFromADamagedFile) {
   damaged.flip(damaged.size() / 2, 3);
   damaged.run().set(1);
   EXPECT_THAT(
-      error_of([&] { mezzo::load_checkpoint(damaged.file(), damaged.run().state); }),
+      message_of([&] { mezzo::load_checkpoint(damaged.file(), damaged.run().state); }),
       AllOf(HasSubstr(damaged.file().string()), HasSubstr("is damaged"), HasSubstr("checksum")));
   EXPECT_TRUE(damaged.run().is(1));
 }
 
 TEST(CheckpointDamage, TheHeadOfOneFileWithTheTailOfAnotherIsNoticed) {
-  const Scratch scratch;
-  CheckpointManager checkpoints(scratch.path());
+  const TempDir temp_dir;
+  CheckpointManager checkpoints(temp_dir.path());
   Training run;
-  const std::string first = bytes_of(save(checkpoints, run, 1));
+  const std::string first = read_file(save(checkpoints, run, 1));
   const auto file = save(checkpoints, run, 2);
-  const std::string second = bytes_of(file);
+  const std::string second = read_file(file);
   ASSERT_EQ(first.size(), second.size());
   std::size_t begin = 0;
   while (first[begin] == second[begin]) ++begin;
   for (std::size_t cut = begin + 1; cut < first.size(); cut += 61) {
-    put_bytes(file, first.substr(0, cut) + second.substr(cut));
-    ASSERT_THAT(error_of([&] { mezzo::load_checkpoint(file, run.state); }), HasSubstr("is damaged"))
+    write_file(file, first.substr(0, cut) + second.substr(cut));
+    ASSERT_THAT(message_of([&] { mezzo::load_checkpoint(file, run.state); }),
+                HasSubstr("is damaged"))
         << cut;
   }
 }
 
 /// A file of Python's has no checksum.
 TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
   dict.insert("weights", torch::zeros({77}, torch::kLong));
   const std::vector<char> saved = torch::pickle_save(dict);
@@ -177,8 +178,8 @@ TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
   torch::Tensor weights;
   TrainingState state;
   state.add("weights", weights);
-  const auto file = scratch.path() / "python.pt";
-  put_bytes(file, bytes);
+  const auto file = temp_dir.path() / "python.pt";
+  write_file(file, bytes);
   mezzo::load_checkpoint(file, state);
   EXPECT_EQ(weights.numel(), 77);
   std::string longer = bytes;
@@ -188,25 +189,25 @@ TEST(CheckpointDamage, ATensorThatIsLongerThanItsBytesIsRefused) {
     ++changed;
   }
   EXPECT_EQ(changed, 2) << "numbers of elements, in the storage and in the shape";
-  put_bytes(file, longer);
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, state); }),
+  write_file(file, longer);
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, state); }),
               HasSubstr("longer than its bytes"));
 }
 
 /// A folder with two checkpoints, of the values 1 and 2, and the run that saved them at 9.
 struct TwoSaved {
   TwoSaved()
-      : checkpoints(scratch.path(), hearing(warnings)),
+      : checkpoints(temp_dir.path(), hearing(warnings)),
         first(save(checkpoints, run, 1)),
         second(save(checkpoints, run, 2)) {
     run.set(9);
   }
 
   std::string load_error() {
-    return error_of([this] { checkpoints.load_newest(run.state); });
+    return message_of([this] { checkpoints.load_newest(run.state); });
   }
 
-  Scratch scratch;
+  TempDir temp_dir;
   std::vector<std::string> warnings;
   Training run;
   CheckpointManager checkpoints;
@@ -215,7 +216,7 @@ struct TwoSaved {
 
 TEST(CheckpointDamage, FallsBackToTheOneBeforeWithAWarningThatNamesFileAndDamage) {
   TwoSaved saved;
-  put_bytes(saved.second, bytes_of(saved.second).substr(0, 100));
+  write_file(saved.second, read_file(saved.second).substr(0, 100));
   const auto loaded = saved.checkpoints.load_newest(saved.run.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 1);
@@ -253,13 +254,13 @@ TEST(CheckpointDamage, ANameThatIsNoCheckpointDoesNotHideTheOneBefore) {
 TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
   for (const int error : {EIO, EACCES}) {
     TwoSaved saved;
-    SystemCalls calls = real_calls();
+    Syscalls calls = libc_syscalls();
     calls.open = [&, real = calls.open](const char* path, int flags, mode_t mode) {
       if (path != saved.second.string()) return real(path, flags, mode);
       errno = error;
       return -1;
     };
-    const WithCalls failing(calls);
+    const ScopedSyscalls failing(calls);
     EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
     EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be opened")));
     EXPECT_TRUE(saved.run.is(1));
@@ -267,39 +268,39 @@ TEST(CheckpointDamage, AFileThatTheSystemDoesNotOpenDoesNotHideTheOneBefore) {
 }
 
 TEST(CheckpointDamage, AFileByTorchSaveIsNotCalledDamaged) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Training run;
-  const auto file = scratch.path() / "model.pt";
+  const auto file = temp_dir.path() / "model.pt";
   torch::save(torch::nn::Linear(2, 2), file.string());
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, run.state); }),
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, run.state); }),
               AllOf(HasSubstr(file.string()), HasSubstr("is not a checkpoint"),
                     HasSubstr("torch::load"), Not(HasSubstr("damaged"))));
-  put_pipe(scratch.path() / "pipe");
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(scratch.path() / "pipe", run.state); }),
+  put_pipe(temp_dir.path() / "pipe");
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(temp_dir.path() / "pipe", run.state); }),
               HasSubstr("it is not a regular file"));
 }
 
 TEST(CheckpointDamage, AFileOfAnotherKindIsNotCalledDamaged) {
   TwoSaved saved;
-  put_bytes(saved.second, "%PDF-1.7, a document that was saved under the wrong name");
+  write_file(saved.second, "%PDF-1.7, a document that was saved under the wrong name");
   EXPECT_THAT(
-      error_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
+      message_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
       AllOf(HasSubstr("is not a checkpoint (it is not a zip file)"), Not(HasSubstr("damaged"))));
   EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->file, saved.first);
 }
 
 TEST(CheckpointDamage, ACheckpointWithAnotherBeginningIsDamaged) {
   TwoSaved saved;
-  std::string bytes = bytes_of(saved.second);
+  std::string bytes = read_file(saved.second);
   bytes.replace(0, 4, "....");
-  put_bytes(saved.second, bytes);
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
+  write_file(saved.second, bytes);
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(saved.second, saved.run.state); }),
               HasSubstr("is damaged"));
 }
 
 TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
   TwoSaved saved;
-  put_bytes(saved.second, "");
+  write_file(saved.second, "");
   saved.checkpoints.load_newest(saved.run.state);
   const auto third = save(saved.checkpoints, saved.run, 3);
   EXPECT_THAT(saved.checkpoints.files(), ElementsAre(third, saved.second, saved.first));
@@ -309,8 +310,8 @@ TEST(CheckpointDamage, ADamagedFileTakesNoWholeOnesPlaceWhenOldOnesAreRemoved) {
 
 TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
   TwoSaved saved;
-  put_bytes(saved.first, "");
-  put_bytes(saved.second, "MEZZOCKP");
+  write_file(saved.first, "");
+  write_file(saved.second, "MEZZOCKP");
   EXPECT_THAT(saved.load_error(),
               AllOf(HasSubstr("no checkpoint that is whole"), HasSubstr(saved.first.string()),
                     HasSubstr(saved.second.string())));
@@ -319,10 +320,10 @@ TEST(CheckpointDamage, WithoutAWholeFileThereIsNoFreshStart) {
 
 TEST(CheckpointDamage, ANewerFormatIsRefusedAndNotTakenForDamage) {
   TwoSaved saved;
-  std::string bytes = bytes_of(saved.second);
+  std::string bytes = read_file(saved.second);
   bytes.replace(bytes.rfind("format 2"), 8, "format 3");
   bytes.resize(bytes.size() - 8);
-  put_bytes(saved.second, bytes + mezzo::detail::crc32c_hex(bytes.data(), bytes.size()));
+  write_file(saved.second, bytes + mezzo::detail::crc32c_hex(bytes.data(), bytes.size()));
   EXPECT_THAT(saved.load_error(), AllOf(HasSubstr("of format 3"), HasSubstr("update mezzo")));
   EXPECT_THAT(saved.warnings, IsEmpty());
 }
@@ -344,8 +345,8 @@ struct Faults {
     return true;
   }
 
-  SystemCalls calls() {
-    SystemCalls calls = real_calls();
+  Syscalls calls() {
+    Syscalls calls = libc_syscalls();
     calls.open = [this, real = calls.open](const char* path, int flags, mode_t mode) {
       const bool creates = (flags & O_EXCL) != 0;
       if (fails(creates ? "create" : "open")) return -1;
@@ -380,12 +381,12 @@ struct Faults {
 constexpr int64_t kLarge = 1 << 18;
 
 TEST(CheckpointFaults, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Faults faults;
-  CheckpointManager checkpoints(scratch.path());
+  CheckpointManager checkpoints(temp_dir.path());
   Training run;
   {
-    const WithCalls logging(faults.calls());
+    const ScopedSyscalls logging(faults.calls());
     save(checkpoints, run, 1);
   }
   faults.log.erase(std::unique(faults.log.begin(), faults.log.end()), faults.log.end());
@@ -396,29 +397,29 @@ TEST(CheckpointFaults, TheFileIsFlushedBeforeItIsRenamedAndTheFolderAfter) {
 /// Lets the `number`-th call of `name` fail while a second checkpoint is saved, and returns whether
 /// it came to that; whatever happens, the newest is the old one or the new one, whole.
 bool survives(const std::string& name, int number, int error, bool is_short) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   std::vector<std::string> warnings;
   Training run(kLarge);
   {
-    CheckpointManager checkpoints(scratch.path(), hearing(warnings));
+    CheckpointManager checkpoints(temp_dir.path(), hearing(warnings));
     save(checkpoints, run, 1);
   }
   Faults faults{.failing = name, .number = number, .error = error, .is_short = is_short};
   bool saved = true;
   std::filesystem::path file;
   {
-    CheckpointManager checkpoints(scratch.path(), hearing(warnings));
-    const WithCalls failing(faults.calls());
+    CheckpointManager checkpoints(temp_dir.path(), hearing(warnings));
+    const ScopedSyscalls failing(faults.calls());
     run.set(2);
-    const std::string message = error_of([&] { file = checkpoints.save(run.state, 2).file; });
+    const std::string message = message_of([&] { file = checkpoints.save(run.state, 2).file; });
     saved = message == kNoError;
     if (!saved) {
       EXPECT_THAT(message, HasSubstr(std::strerror(error)));
     }
-    EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty());
+    EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty());
   }
   const bool came_to_it = std::count(faults.log.begin(), faults.log.end(), name) >= number;
-  CheckpointManager checkpoints(scratch.path());
+  CheckpointManager checkpoints(temp_dir.path());
   run.set(9);
   EXPECT_TRUE(checkpoints.load_newest(run.state));
   EXPECT_TRUE(run.is(saved ? 2 : 1)) << name << ' ' << number;
@@ -449,9 +450,9 @@ TEST(CheckpointFaults, ShortWritesAreContinuedAndAFailureAfterOneIsNoticed) {
 }
 
 TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Training run, read;
-  SystemCalls calls = real_calls();
+  Syscalls calls = libc_syscalls();
   int interrupted = 0;
   const auto interrupts = [&interrupted] { return interrupted++ % 2 == 0 ? (errno = EINTR) : 0; };
   calls.write = [&, real = calls.write](int file, const void* from, size_t count) -> ssize_t {
@@ -460,8 +461,8 @@ TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
   calls.pread = [&, real = calls.pread](int file, void* to, size_t count, off_t at) -> ssize_t {
     return interrupts() != 0 ? -1 : real(file, to, count, at);
   };
-  const WithCalls failing(calls);
-  CheckpointManager checkpoints(scratch.path());
+  const ScopedSyscalls failing(calls);
+  CheckpointManager checkpoints(temp_dir.path());
   save(checkpoints, run, 3);
   EXPECT_TRUE(checkpoints.load_newest(read.state).has_value());
   EXPECT_TRUE(read.is(3));
@@ -469,8 +470,8 @@ TEST(CheckpointFaults, CallsThatASignalInterruptsAreRepeated) {
 }
 
 /// With every flush of a folder failing.
-SystemCalls without_folder_flush(int error) {
-  SystemCalls calls = real_calls();
+Syscalls without_folder_flush(int error) {
+  Syscalls calls = libc_syscalls();
   calls.fsync = [error](int file) {
     struct stat status {};
     ::fstat(file, &status);
@@ -483,7 +484,7 @@ SystemCalls without_folder_flush(int error) {
 
 TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldOnce) {
   for (const int error : {EINVAL, EACCES, EIO}) {
-    const WithCalls failing(without_folder_flush(error));
+    const ScopedSyscalls failing(without_folder_flush(error));
     TwoSaved saved;
     for (int64_t value = 3; value < 9; ++value) save(saved.checkpoints, saved.run, value);
     EXPECT_EQ(saved.checkpoints.files().size(), 2U);
@@ -492,39 +493,42 @@ TEST(CheckpointFaults, AFolderThatCannotBeFlushedIsToldOnce) {
 }
 
 TEST(CheckpointFaults, TheNamesOfNewFoldersAreFlushedToo) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Training run;
   std::vector<std::string> warnings;
-  SystemCalls calls = real_calls();
-  calls.open = [&scratch, real = calls.open](const char* path, int flags, mode_t mode) {
-    if (path != scratch.path()) return real(path, flags, mode);
+  Syscalls calls = libc_syscalls();
+  calls.open = [&temp_dir, real = calls.open](const char* path, int flags, mode_t mode) {
+    if (path != temp_dir.path()) return real(path, flags, mode);
     errno = EIO;
     return -1;
   };
-  CheckpointManager checkpoints(scratch.path() / "run", hearing(warnings));
-  const WithCalls failing(calls);
+  CheckpointManager checkpoints(temp_dir.path() / "run", hearing(warnings));
+  const ScopedSyscalls failing(calls);
   checkpoints.save(run.state, 1);
   EXPECT_THAT(warnings, ElementsAre(HasSubstr("whether it would survive a crash")));
 }
 
 TEST(CheckpointFaults, TemporariesOfKilledProcessesAreRemovedByTheNextWriter) {
-  const Scratch scratch;
-  const auto left = scratch.path() / ".best.pt.0.tmp", of_0_2 = scratch.path() / ".best.pt.471.tmp",
-             in_use = scratch.path() / ".best.pt.1.tmp", other = scratch.path() / ".last.pt.0.tmp";
-  for (const auto& path : {left, of_0_2, in_use, other}) put_bytes(path, "half of somebody else's");
+  const TempDir temp_dir;
+  const auto left = temp_dir.path() / ".best.pt.0.tmp",
+             of_0_2 = temp_dir.path() / ".best.pt.471.tmp",
+             in_use = temp_dir.path() / ".best.pt.1.tmp",
+             other = temp_dir.path() / ".last.pt.0.tmp";
+  for (const auto& path : {left, of_0_2, in_use, other})
+    write_file(path, "half of somebody else's");
   const int writer = ::open(in_use.c_str(), O_RDWR);
   ASSERT_EQ(::flock(writer, LOCK_EX), 0);
   Training run;
-  mezzo::save_checkpoint(scratch.path() / "best.pt", run.state);
-  EXPECT_THAT(temporaries_in(scratch.path()),
+  mezzo::save_checkpoint(temp_dir.path() / "best.pt", run.state);
+  EXPECT_THAT(temporaries_in(temp_dir.path()),
               testing::UnorderedElementsAre(in_use.string(), other.string()));
-  mezzo::load_checkpoint(scratch.path() / "best.pt", run.state);
+  mezzo::load_checkpoint(temp_dir.path() / "best.pt", run.state);
   ::close(writer);
 }
 
 TEST(CheckpointFaults, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
-  const Scratch scratch;
-  const auto file = scratch.path() / "best.pt";
+  const TempDir temp_dir;
+  const auto file = temp_dir.path() / "best.pt";
   std::vector<std::string> errors(4, kNoError);
   std::vector<std::thread> threads;
   for (std::size_t number = 0; number < errors.size(); ++number) {
@@ -532,7 +536,7 @@ TEST(CheckpointFaults, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
       Training run(kLarge), read(kLarge);
       for (int64_t round = 0; round < 20 && errors[number] == kNoError; ++round) {
         run.set(round * 10 + static_cast<int64_t>(number));
-        errors[number] = error_of([&] {
+        errors[number] = message_of([&] {
           mezzo::save_checkpoint(file, run.state, round);
           mezzo::load_checkpoint(file, read.state);
         });
@@ -542,35 +546,35 @@ TEST(CheckpointFaults, ThreadsThatSaveOnePathAtATimeLeaveOneWholeFile) {
   }
   for (std::thread& thread : threads) thread.join();
   EXPECT_THAT(errors, testing::Each(kNoError));
-  EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty());
+  EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty());
 }
 
 TEST(CheckpointFaults, AReadErrorFallsBackLikeDamage) {
   TwoSaved saved;
-  SystemCalls calls = real_calls();
+  Syscalls calls = libc_syscalls();
   int reads = 0;
   calls.pread = [&, real = calls.pread](int file, void* to, size_t count, off_t offset) -> ssize_t {
     if (++reads > 1) return real(file, to, count, offset);
     errno = EIO;
     return -1;
   };
-  const WithCalls failing(calls);
+  const ScopedSyscalls failing(calls);
   EXPECT_EQ(saved.checkpoints.load_newest(saved.run.state)->step, 1);
   EXPECT_THAT(saved.warnings, ElementsAre(HasSubstr("cannot be read: Input/output error")));
 }
 
 TEST(CheckpointFaults, AFileThatItsWriterRemovesBeforeItIsOpenedIsNoError) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Training run, read;
-  CheckpointManager writer(scratch.path(), {.keep = 1}), reader(scratch.path());
+  CheckpointManager writer(temp_dir.path(), {.keep = 1}), reader(temp_dir.path());
   save(writer, run, 1);
   bool is_first = true;
-  SystemCalls calls = real_calls();
+  Syscalls calls = libc_syscalls();
   calls.open = [&, real = calls.open](const char* path, int flags, mode_t mode) {
     if (std::exchange(is_first, false)) save(writer, run, 2);
     return real(path, flags, mode);
   };
-  const WithCalls saving(calls);
+  const ScopedSyscalls saving(calls);
   EXPECT_EQ(reader.load_newest(read.state)->step, 2);
   EXPECT_TRUE(read.is(2));
 }
@@ -585,7 +589,7 @@ void save_in_killed_child(const std::filesystem::path& folder, int64_t value, Fa
     ::alarm(60);             // should the call never come
     Training run(kLarge);
     CheckpointManager checkpoints(folder);
-    const WithCalls failing(faults.calls());
+    const ScopedSyscalls failing(faults.calls());
     for (int64_t next = value;; ++next) save(checkpoints, run, next);
   }
   if (lifetime) {
@@ -611,22 +615,22 @@ int64_t newest_whole(const std::filesystem::path& folder, int64_t at_least) {
 
 TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
   for (const std::string name : {"open", "create", "write", "fsync", "close", "rename", "unlink"}) {
-    const Scratch scratch;
+    const TempDir temp_dir;
     Training run(kLarge);
     {
-      CheckpointManager checkpoints(scratch.path());
+      CheckpointManager checkpoints(temp_dir.path());
       save(checkpoints, run, 1);
       save(checkpoints, run, 2);
     }
     int64_t value = 2;
     for (int number = 1; number <= (name == "write" ? 8 : 3); ++number) {
-      save_in_killed_child(scratch.path(), value + 1,
+      save_in_killed_child(temp_dir.path(), value + 1,
                            {.failing = name, .number = number, .kills = true});
-      value = newest_whole(scratch.path(), value);
+      value = newest_whole(temp_dir.path(), value);
     }
-    CheckpointManager checkpoints(scratch.path());
+    CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, value + 1);
-    EXPECT_THAT(temporaries_in(scratch.path()), IsEmpty()) << "what the killed ones left";
+    EXPECT_THAT(temporaries_in(temp_dir.path()), IsEmpty()) << "what the killed ones left";
     EXPECT_EQ(checkpoints.files().size(), 2U);
   }
 }
@@ -635,18 +639,18 @@ TEST(CheckpointKills, AKillInAnyCallLeavesTheOldOrTheNewStateWhole) {
 TEST(CheckpointKills, KillsAtRandomMomentsLeaveAWholeStateThatNeverGoesBack) {
   const char* const wanted = std::getenv("MEZZO_KILL_ROUNDS");
   const int rounds = wanted == nullptr ? 10 : std::atoi(wanted);
-  const Scratch scratch;
+  const TempDir temp_dir;
   Training run(kLarge);
   {
-    CheckpointManager checkpoints(scratch.path());
+    CheckpointManager checkpoints(temp_dir.path());
     save(checkpoints, run, 1);
   }
   std::mt19937 random(1);  // NOLINT: the same moments each time
   int64_t value = 1;
   for (int round = 0; round < rounds; ++round) {
     const std::chrono::microseconds moment(random() % 60000);
-    save_in_killed_child(scratch.path(), value + 1, {}, moment);
-    value = newest_whole(scratch.path(), value);
+    save_in_killed_child(temp_dir.path(), value + 1, {}, moment);
+    value = newest_whole(temp_dir.path(), value);
   }
   EXPECT_GT(value, 1) << "no child lived long enough to save";
 }

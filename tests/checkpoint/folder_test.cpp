@@ -21,44 +21,45 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
-using test_support::error_of;
-using test_support::Scratch;
+using test_support::message_of;
+using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
 TEST(CheckpointManager, WithoutAHigherNumberNothingIsSaved) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 0;
-  const auto last = scratch.path() / "checkpoint-18446744073709551615-step-0.pt";
-  test_support::put_bytes(last, "somebody's");
-  EXPECT_THAT(
-      error_of([&] { CheckpointManager(scratch.path()).save(TrainingState().add("a", value), 1); }),
-      AllOf(HasSubstr(last.filename().string()), HasSubstr("move it elsewhere")));
+  const auto last = temp_dir.path() / "checkpoint-18446744073709551615-step-0.pt";
+  test_support::write_file(last, "somebody's");
+  EXPECT_THAT(message_of([&] {
+                CheckpointManager(temp_dir.path()).save(TrainingState().add("a", value), 1);
+              }),
+              AllOf(HasSubstr(last.filename().string()), HasSubstr("move it elsewhere")));
 }
 
 TEST(CheckpointManager, AFolderWithoutAnyIsAFreshStart) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 3;
   const auto state = TrainingState().add("a", value);
-  EXPECT_FALSE(CheckpointManager(scratch.path() / "none").load_newest(state));
-  EXPECT_FALSE(CheckpointManager(scratch.path()).load_newest(state));
+  EXPECT_FALSE(CheckpointManager(temp_dir.path() / "none").load_newest(state));
+  EXPECT_FALSE(CheckpointManager(temp_dir.path()).load_newest(state));
   EXPECT_EQ(value, 3);
-  EXPECT_FALSE(std::filesystem::exists(scratch.path() / "none"));
+  EXPECT_FALSE(std::filesystem::exists(temp_dir.path() / "none"));
 }
 
 TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 0;
   TrainingState state;
   state.add("value", value);
-  CheckpointManager checkpoints(scratch.path(), {.keep = 9});
+  CheckpointManager checkpoints(temp_dir.path(), {.keep = 9});
   for (const int64_t step : {10, 20, 10, 30}) {
     ++value;
     checkpoints.save(state, step);
@@ -67,18 +68,18 @@ TEST(CheckpointManager, LoadsTheFileOfAStepOfSeveralTheLastSaved) {
   EXPECT_EQ(loaded.file.filename(), "checkpoint-000003-step-10.pt");
   EXPECT_EQ(loaded.step, 10);
   EXPECT_EQ(value, 3);
-  EXPECT_THAT(error_of([&] { checkpoints.load(state, 11); }),
+  EXPECT_THAT(message_of([&] { checkpoints.load(state, 11); }),
               HasSubstr("has no checkpoint of step 11; load one of the steps 30, 10, 20, 10"));
-  EXPECT_THAT(error_of([&] { CheckpointManager(scratch.path() / "none").load(state, 1); }),
+  EXPECT_THAT(message_of([&] { CheckpointManager(temp_dir.path() / "none").load(state, 1); }),
               HasSubstr("has no checkpoint of step 1, and no other"));
 }
 
 TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 4;
   TrainingState state;
   state.add("value", value);
-  const auto file = scratch.path() / "deep" / "best.pt";
+  const auto file = temp_dir.path() / "deep" / "best.pt";
   const auto saved = mezzo::save_checkpoint(file, state, 7);
   EXPECT_EQ(saved.bytes, std::filesystem::file_size(file));
   value = 5;
@@ -86,25 +87,26 @@ TEST(Checkpoint, AFileThatOneChoosesIsReplacedWholeAndItsFolderMade) {
   value = 0;
   EXPECT_EQ(mezzo::load_checkpoint(file, state).step, 8);
   EXPECT_EQ(value, 5);
-  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, TrainingState()); }),
+  EXPECT_THAT(message_of([&] { mezzo::save_checkpoint(file, TrainingState()); }),
               HasSubstr("save_checkpoint: the state is empty"));
-  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, state, -1); }), HasSubstr("step is -1"));
+  EXPECT_THAT(message_of([&] { mezzo::save_checkpoint(file, state, -1); }),
+              HasSubstr("step is -1"));
   const auto names = std::distance(std::filesystem::directory_iterator(file.parent_path()), {});
   EXPECT_EQ(names, 1) << "no temporary is left";
 
   const auto folder = std::filesystem::current_path();
-  std::filesystem::current_path(scratch.path());
+  std::filesystem::current_path(temp_dir.path());
   mezzo::save_checkpoint("here.pt", state);
   EXPECT_EQ(mezzo::load_checkpoint("here.pt", state).step, 0);
   std::filesystem::current_path(folder);
 }
 
 TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 0;
   TrainingState state;
   state.add("value", value);
-  CheckpointManager checkpoints(scratch.path() / "deep" / "run", {.keep = 2});
+  CheckpointManager checkpoints(temp_dir.path() / "deep" / "run", {.keep = 2});
   for (const int64_t step : {900, 1000, 10}) checkpoints.save(state, step);
   ASSERT_EQ(checkpoints.files().size(), 2U);
   EXPECT_EQ(checkpoints.files()[0].filename(), "checkpoint-000003-step-10.pt");
@@ -112,14 +114,14 @@ TEST(CheckpointManager, KeepTheNewestByWhenTheyWereSavedNotByStep) {
 }
 
 TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 0;
   const auto state = TrainingState().add("value", value);
-  CheckpointManager second(scratch.path());
+  CheckpointManager second(temp_dir.path());
   {
-    CheckpointManager first(scratch.path());
+    CheckpointManager first(temp_dir.path());
     first.save(state, 1);
-    EXPECT_THAT(error_of([&] { second.save(state, 2); }),
+    EXPECT_THAT(message_of([&] { second.save(state, 2); }),
                 HasSubstr("is being saved to by another process"));
     EXPECT_EQ(second.load_newest(state)->step, 1);
   }
@@ -128,15 +130,15 @@ TEST(CheckpointManager, ASecondWriterIsRefusedAsLongAsTheFirstLives) {
 }
 
 TEST(CheckpointManager, AForkedChildHasNoLockOfItsParents) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
-  CheckpointManager checkpoints(scratch.path());
+  CheckpointManager checkpoints(temp_dir.path());
   checkpoints.save(state, 1);
   const auto saves_in_child = [&] {
     const pid_t child = fork();
     if (child == 0) {
-      _exit(error_of([&] { checkpoints.save(state, 2); }) == "no error" ? 0 : 1);
+      _exit(message_of([&] { checkpoints.save(state, 2); }) == "no error" ? 0 : 1);
     }
     int status = 0;
     waitpid(child, &status, 0);
@@ -167,13 +169,13 @@ class Signal {
 };
 
 TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
   const Signal saved, over;
   const pid_t trainer = fork();
   if (trainer == 0) {
-    CheckpointManager checkpoints(scratch.path());
+    CheckpointManager checkpoints(temp_dir.path());
     checkpoints.save(state, 1);
     if (fork() == 0) {  // a worker of its data loader, say
       saved.give();
@@ -186,22 +188,22 @@ TEST(CheckpointManager, TheLockDiesWithItsProcessThoughAForkedChildLivesOn) {
   saved.await();
   std::vector<std::string> warnings;
   const auto hearing = [&](const std::string& text) { warnings.push_back(text); };
-  CheckpointManager next(scratch.path(), {.on_warning = hearing});
+  CheckpointManager next(temp_dir.path(), {.on_warning = hearing});
   EXPECT_THAT(warnings, testing::ElementsAre(
                             HasSubstr("is being saved to by process " + std::to_string(trainer))));
-  EXPECT_THAT(error_of([&] { next.save(state, 2); }), HasSubstr("is being saved to by another"));
+  EXPECT_THAT(message_of([&] { next.save(state, 2); }), HasSubstr("is being saved to by another"));
   kill(trainer, SIGKILL);
   waitpid(trainer, nullptr, 0);
-  EXPECT_EQ(error_of([&] { next.save(state, 2); }), "no error");
+  EXPECT_EQ(message_of([&] { next.save(state, 2); }), "no error");
   over.give();
 }
 
 TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {
   namespace fs = std::filesystem;
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 4;
   const auto state = TrainingState().add("value", value);
-  const auto target = scratch.path() / "store" / "best.pt", link = scratch.path() / "best.pt";
+  const auto target = temp_dir.path() / "store" / "best.pt", link = temp_dir.path() / "best.pt";
   mezzo::save_checkpoint(target, state, 1);
   fs::permissions(target, fs::perms::owner_read | fs::perms::owner_write);
   fs::create_symlink("store/best.pt", link);
@@ -216,22 +218,22 @@ TEST(Checkpoint, AFileThatOneChoosesIsWrittenThroughLinksAndKeepsItsMode) {
 }
 
 TEST(Checkpoint, WhatIsNoRegularFileIsNotReplaced) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 4;
   const auto state = TrainingState().add("value", value);
-  const auto pipe = scratch.path() / "pipe", device = scratch.path() / "null";
+  const auto pipe = temp_dir.path() / "pipe", device = temp_dir.path() / "null";
   ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
   std::filesystem::create_symlink("/dev/null", device);
-  for (const auto& path : {pipe, device, scratch.path()}) {
-    EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(path, state, 1); }),
+  for (const auto& path : {pipe, device, temp_dir.path()}) {
+    EXPECT_THAT(message_of([&] { mezzo::save_checkpoint(path, state, 1); }),
                 HasSubstr("is not a regular file"));
   }
   EXPECT_TRUE(std::filesystem::is_fifo(pipe));
 }
 
 TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
-  const Scratch scratch;
-  const auto folder = scratch.path() / "run";
+  const TempDir temp_dir;
+  const auto folder = temp_dir.path() / "run";
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
   CheckpointManager first(folder), second(folder);
@@ -239,18 +241,19 @@ TEST(CheckpointManager, LocksAnewWhereTheFolderOrItsLockWasRemoved) {
   std::filesystem::remove_all(folder);
   first.save(state, 2);
   EXPECT_EQ(first.files().size(), 1U);
-  EXPECT_THAT(error_of([&] { second.save(state, 3); }), HasSubstr("is being saved to by another"));
+  EXPECT_THAT(message_of([&] { second.save(state, 3); }),
+              HasSubstr("is being saved to by another"));
   std::filesystem::remove(folder / ".lock");
   second.save(state, 4);
-  EXPECT_THAT(error_of([&] { first.save(state, 5); }), HasSubstr("is being saved to by another"));
+  EXPECT_THAT(message_of([&] { first.save(state, 5); }), HasSubstr("is being saved to by another"));
 }
 
 TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 1;
   const auto state = TrainingState().add("value", value);
   const auto before = std::filesystem::current_path();
-  std::filesystem::current_path(scratch.path());
+  std::filesystem::current_path(temp_dir.path());
   CheckpointManager checkpoints("run");
   checkpoints.save(state, 1);
   std::filesystem::create_directory("elsewhere");
@@ -259,25 +262,25 @@ TEST(CheckpointManager, ARelativeFolderStaysWhereItWasAtConstruction) {
   const auto loaded = checkpoints.load_newest(state);
   std::filesystem::current_path(before);
   EXPECT_TRUE(std::filesystem::exists(saved.file));
-  EXPECT_EQ(saved.file.parent_path(), scratch.path() / "run");
+  EXPECT_EQ(saved.file.parent_path(), temp_dir.path() / "run");
   EXPECT_EQ(loaded->step, 2);
   EXPECT_EQ(checkpoints.files().size(), 2U);
 }
 
 TEST(CheckpointManager, LeaveOtherFilesAlone) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t value = 0;
-  CheckpointManager checkpoints(scratch.path(), {.keep = 1});
+  CheckpointManager checkpoints(temp_dir.path(), {.keep = 1});
   for (const char* name :
        {"checkpoint-000001-step-2.pt.bak", "checkpoint-x-step-2.pt",
         ".checkpoint-000001-step-2.pt.tmp", ".checkpoint-000001-step-2.pt.7.tmp.x",
         ".checkpoint-000001-step-2.pt.x.tmp", "checkpoint-000001-step-.pt", "notes"}) {
-    test_support::put_bytes(scratch.path() / name, "somebody's");
+    test_support::write_file(temp_dir.path() / name, "somebody's");
   }
   const auto state = TrainingState().add("value", value);
   checkpoints.save(state, 1);
   checkpoints.save(state, 2);
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 7 + 2);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(temp_dir.path()), {}), 7 + 2);
 }
 
 }  // namespace

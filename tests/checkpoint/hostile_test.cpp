@@ -10,24 +10,24 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/pickle_bytes.h"
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 
 namespace hostile_files {
 namespace {
 
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::HasSubstr;
 namespace bytes = test_support::pickle_bytes;
 
 /// What loading a pickle of {"x": `value`} throws.
 std::string load_error(const std::string& value, const bytes::Records& records = {{"0", "1234"}}) {
-  const test_support::Scratch scratch;
-  const auto file = scratch.write("x.pt", bytes::zip(bytes::dict({{"x", value}}), records));
+  const test_support::TempDir temp_dir;
+  const auto file = temp_dir.write("x.pt", bytes::zip(bytes::dict({{"x", value}}), records));
   at::Tensor x;
-  return error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
+  return message_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
 }
 
 struct HostileFile {
@@ -156,23 +156,24 @@ struct Archived {
 TEST(CheckpointHostileFile, ObjectOfTooManyEntriesIsRefused) {
   std::vector<std::pair<std::string, std::string>> entries;
   for (int i = 0; i < 20000; ++i) entries.emplace_back(std::to_string(i), "}");
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   const auto file =
-      scratch.write("x.pt", bytes::zip(bytes::dict({{"object", bytes::dict(entries)}})));
+      temp_dir.write("x.pt", bytes::zip(bytes::dict({{"object", bytes::dict(entries)}})));
   Archived object;
-  EXPECT_THAT(
-      error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("object", object)); }),
-      HasSubstr("too many entries"));
+  EXPECT_THAT(message_of([&] {
+                mezzo::load_checkpoint(file, mezzo::TrainingState().add("object", object));
+              }),
+              HasSubstr("too many entries"));
 }
 
 // It indexed an empty list of groups, and ended the process.
 TEST(CheckpointHostileFile, OptimizerWithParametersAndNoGroupsThrows) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   const std::string state = bytes::dict(
       {{"state", "}"}, {"param_groups", "]"}, {"parameters", "]]" + bytes::text("") + "aa"}});
-  const auto file = scratch.write("x.pt", bytes::zip(bytes::dict({{"optimizer", state}})));
+  const auto file = temp_dir.write("x.pt", bytes::zip(bytes::dict({{"optimizer", state}})));
   torch::optim::AdamW optimizer({torch::ones({2})});
-  EXPECT_THAT(test_support::error_of([&] {
+  EXPECT_THAT(test_support::message_of([&] {
                 mezzo::load_checkpoint(file, mezzo::TrainingState().add("optimizer", optimizer));
               }),
               testing::HasSubstr("it has 0 groups in the file, and 1 here"));
@@ -196,7 +197,7 @@ TEST(CheckpointHostileFile, SparseTensorsWithIndicesBeyondTheirSizeAreRefused) {
 }
 
 TEST(CheckpointHostileFile, RecordsThatOverlapAreRefused) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   bytes::Records records{{"0", std::string(4000, 'x')}};
   std::string tensors = "](";
   for (int i = 0; i < 9; ++i) {
@@ -213,21 +214,21 @@ TEST(CheckpointHostileFile, RecordsThatOverlapAreRefused) {
     zip.replace(entry(i) + 42, 4, zip, entry(0) + 42, 4);
   }
   --zip[zip.find("archive/data/0") - 2];  // its content begins at an odd address, and is copied
-  const auto file = scratch.write("x.pt", zip);
+  const auto file = temp_dir.write("x.pt", zip);
   at::Tensor x;
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); }),
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); }),
               HasSubstr("records that overlap"));
 }
 
 TEST(CheckpointHostileFile, ZipThatClaimsMoreThanItHasIsRefused) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   at::Tensor x;
   const std::string whole = bytes::zip(
       bytes::dict({{"x", bytes::tensor(bytes::storage("FloatStorage", "0", 1), 0, {1}, {1})}}),
       {{"0", "1234"}});
   const auto error = [&](const std::string& zip) {
-    const auto file = scratch.write("x.pt", zip);
-    return error_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
+    const auto file = temp_dir.write("x.pt", zip);
+    return message_of([&] { mezzo::load_checkpoint(file, mezzo::TrainingState().add("x", x)); });
   };
   EXPECT_EQ(error(whole), "no error");
   EXPECT_EQ(x.numel(), 1);

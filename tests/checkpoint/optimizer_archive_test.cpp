@@ -25,16 +25,16 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/pickle_bytes.h"
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 
 namespace optimizer_archive {
 namespace {
 
 using mezzo::TrainingState;
-using test_support::error_of;
-using test_support::Scratch;
+using test_support::message_of;
+using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -60,7 +60,7 @@ struct Training {
     return bytes.str();
   }
   std::string load_error(const std::string& bytes) {
-    return error_of([&] {
+    return message_of([&] {
       std::istringstream stream(bytes);
       torch::serialize::InputArchive archive;
       archive.load_from(stream);
@@ -143,8 +143,8 @@ TEST(OptimizerArchive, ArchiveOfAnotherClassChangesNothing) {
 }
 
 TEST(OptimizerArchive, CheckpointOfAnotherClassChangesNothing) {
-  const Scratch scratch;
-  const auto file = scratch / "state.pt";
+  const TempDir temp_dir;
+  const auto file = temp_dir / "state.pt";
   for (const Class& saved : classes()) {
     Training source(saved.make);
     source.step();
@@ -155,7 +155,7 @@ TEST(OptimizerArchive, CheckpointOfAnotherClassChangesNothing) {
       run.step(1);
       first.fill_(7);
       const std::string before = run.bits(),
-                        error = error_of([&] {
+                        error = message_of([&] {
                           mezzo::load_checkpoint(
                               file, TrainingState().add("first", first).add("x", run.optimizer));
                         });
@@ -227,7 +227,7 @@ TEST(OptimizerArchive, StateOfAnotherClassIsRefusedByTheStep) {
   const auto error_after_copy = [](Training& from, Training& to) {
     to.optimizer->state()[to.weights[0].unsafeGetTensorImpl()] =
         from.optimizer->state().at(from.weights[0].unsafeGetTensorImpl())->clone();
-    return error_of([&] { to.step(1); });
+    return message_of([&] { to.step(1); });
   };
   EXPECT_THAT(error_after_copy(muon, lamb), HasSubstr("LAMB: the state of parameter 0"));
   EXPECT_THAT(error_after_copy(bits8, muon), HasSubstr("Muon: the state of parameter 0"));
@@ -311,7 +311,7 @@ std::vector<PythonFile> python_files() {
 }
 
 TEST(OptimizerFromPython, OtherStateIsRefusedAndChangesNothing) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   for (const Class& loaded : {classes()[0], classes()[7]}) {
     for (const PythonFile& saved : python_files()) {
       torch::Tensor first = torch::zeros({4}), weight = torch::ones({4}).requires_grad_();
@@ -329,12 +329,12 @@ TEST(OptimizerFromPython, OtherStateIsRefusedAndChangesNothing) {
         return text.str();
       };
       const std::string before = bits();
-      const auto file = scratch.write(
+      const auto file = temp_dir.write(
           "x.pt",
           bytes::zip(bytes::dict({{"first", kFour}, {"x", saved.state}}),
                      {{"0", std::string(16, '\0')}, {"1", std::string(2, '\0') + "\x80\x3f"}}));
       first.fill_(7);
-      const std::string error = error_of([&] {
+      const std::string error = message_of([&] {
         mezzo::load_checkpoint(file, TrainingState().add("first", first).add("x", *optimizer));
       });
       EXPECT_THAT(error, testing::ContainsRegex(saved.error)) << saved.name;
@@ -373,7 +373,7 @@ TEST(MasterWeightsArchive, OptionsWithoutARateLoad) {
   (void)masters.master_param(weight);
   std::stringstream stream;
   torch::save(masters, stream);
-  EXPECT_EQ(error_of([&] { torch::load(masters, stream); }), "no error");
+  EXPECT_EQ(message_of([&] { torch::load(masters, stream); }), "no error");
 }
 
 TEST(MasterWeightsArchive, ArchiveOfAnotherInnerClassChangesNothing) {
@@ -386,7 +386,7 @@ TEST(MasterWeightsArchive, ArchiveOfAnotherInnerClassChangesNothing) {
   std::stringstream stream, before, after;
   torch::save(of_sgd, stream);
   torch::save(of_rmsprop, before);
-  EXPECT_THAT(error_of([&] { torch::load(of_rmsprop, stream); }),
+  EXPECT_THAT(message_of([&] { torch::load(of_rmsprop, stream); }),
               AllOf(HasSubstr("masters of SGD"), HasSubstr("RMSprop")));
   torch::save(of_rmsprop, after);
   EXPECT_EQ(before.str(), after.str());

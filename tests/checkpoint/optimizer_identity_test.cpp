@@ -18,16 +18,16 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::WeightStorage;
-using test_support::error_of;
-using test_support::Scratch;
+using test_support::message_of;
+using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -51,7 +51,7 @@ void take_a_step(const torch::nn::Sequential& model, Optimizer& optimizer) {
 template <class Make, class MakeOther>
 std::string error_between(const Make& make, const MakeOther& make_other,
                           at::ScalarType dtype = torch::kFloat) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Sequential model = make_model(dtype), other = make_model(dtype);
   auto saved = make(model->parameters());
   auto loaded = make_other(other->parameters());
@@ -59,10 +59,10 @@ std::string error_between(const Make& make, const MakeOther& make_other,
   take_a_step(other, loaded);
   const std::size_t states = loaded.state().size();
   const torch::Tensor before = other->parameters()[0].detach().clone();
-  const auto file = CheckpointManager(scratch.path())
+  const auto file = CheckpointManager(temp_dir.path())
                         .save(TrainingState().add("model", model).add("optimizer", saved), 1)
                         .file;
-  const std::string error = error_of([&] {
+  const std::string error = message_of([&] {
     mezzo::load_checkpoint(file, TrainingState().add("model", other).add("optimizer", loaded));
   });
   if (error != "no error") {
@@ -118,15 +118,15 @@ TEST(CheckpointIdentity, MezzosAndLibtorchsOptimizerOfOneNameTakeEachOthersState
 }
 
 TEST(CheckpointIdentity, MasterWeightsAreNamedWithWhatTheyStep) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Sequential model = make_model(torch::kBFloat16);
   torch::optim::SGD sgd(model->parameters(), {0.1});
   torch::optim::RMSprop other(model->parameters(), {0.1});
   mezzo::MasterWeights masters(sgd), other_masters(other);
   const auto file =
-      CheckpointManager(scratch.path()).save(TrainingState().add("optimizer", masters), 1).file;
+      CheckpointManager(temp_dir.path()).save(TrainingState().add("optimizer", masters), 1).file;
   const auto error = [&](auto& optimizer) {
-    return error_of(
+    return message_of(
         [&] { mezzo::load_checkpoint(file, TrainingState().add("optimizer", optimizer)); });
   };
   EXPECT_THAT(error(other_masters), HasSubstr("MasterWeights of SGD in the file, and "
@@ -152,13 +152,13 @@ TEST(CheckpointIdentity, WeightStoredInOneWayIsNotLoadedAsStoredInAnother) {
 
 TEST(CheckpointIdentity, PlainWeightsGoOnInAnyStorage) {
   const auto storage_after_load = [](WeightStorage storage) {
-    const Scratch scratch;
+    const TempDir temp_dir;
     torch::nn::Sequential model = make_model(torch::kBFloat16),
                           other = make_model(torch::kBFloat16);
     auto saved = making(WeightStorage::plain)(model->parameters());
     auto loaded = making(storage)(other->parameters());
     const auto file =
-        CheckpointManager(scratch.path()).save(TrainingState().add("optimizer", saved), 1).file;
+        CheckpointManager(temp_dir.path()).save(TrainingState().add("optimizer", saved), 1).file;
     mezzo::load_checkpoint(file, TrainingState().add("optimizer", loaded));
     return loaded.weight_options().weight_storage;
   };
@@ -188,17 +188,17 @@ TEST(CheckpointIdentity, ParametersInAnotherOrderAreNamed) {
 }
 
 TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Linear model(3, 2);
   std::vector<torch::Tensor> parameters = model->parameters();
   torch::optim::AdamW saved(parameters);
   std::reverse(parameters.begin(), parameters.end());
   torch::optim::AdamW loaded(parameters);
-  const auto file = CheckpointManager(scratch.path())
+  const auto file = CheckpointManager(temp_dir.path())
                         .save(TrainingState().add("model", model).add("optimizer", saved), 1)
                         .file;
   const auto error = [&](auto& optimizer) {
-    return error_of([&] {
+    return message_of([&] {
       mezzo::load_checkpoint(file, TrainingState().add("optimizer", optimizer), {.subset = true});
     });
   };
@@ -208,18 +208,18 @@ TEST(CheckpointIdentity, WithoutNamesShapesAreCompared) {
 }
 
 TEST(CheckpointIdentity, AParameterOfTwoModulesIsKnownWhateverTheirOrder) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Sequential model = make_model(torch::kFloat);
   torch::nn::Module& layer = *model->ptr(0);
   torch::optim::AdamW optimizer(model->parameters());
   const auto file =
-      CheckpointManager(scratch.path())
+      CheckpointManager(temp_dir.path())
           .save(TrainingState().add("model", model).add("layer", layer).add("optimizer", optimizer),
                 1)
           .file;
   TrainingState turned;
   turned.add("layer", layer).add("model", model).add("optimizer", optimizer);
-  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
+  EXPECT_EQ(message_of([&] { mezzo::load_checkpoint(file, turned); }), "no error");
 }
 
 }  // namespace

@@ -23,10 +23,10 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/pickle_bytes.h"
-#include "../support/scratch.h"
-#include "../support/warnings.h"
+#include "../support/temp_dir.h"
+#include "../support/warning_recorder.h"
 
 #ifndef MEZZO_CHECKPOINT_TEST_DATA
 #error "give -DMEZZO_CHECKPOINT_TEST_DATA, the folder tests/checkpoint/data"
@@ -35,7 +35,7 @@
 namespace {
 
 using mezzo::TrainingState;
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -137,7 +137,7 @@ TEST(CheckpointFromPython, NumbersAndStringsComeToo) {
 TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
   auto model = python_model();
   const auto error = [&](auto optimizer, const std::string& name) {
-    std::string words = error_of([&] {
+    std::string words = message_of([&] {
       mezzo::load_checkpoint(python_file(), TrainingState().add(name, optimizer), {.subset = true});
     });
     EXPECT_TRUE(optimizer.state().empty());
@@ -160,7 +160,7 @@ TEST(CheckpointFromPython, WhatDoesNotFitIsNamedAndNothingChanges) {
   EXPECT_THAT(error(AdamW(groups_of(model), 0.5), "adamw_model"),
               HasSubstr("and an optimizer's state here"));
   torch::nn::Linear other(3, 2);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(python_file(), TrainingState().add("adamw_model", other),
                                        {.subset = true});
               }),
@@ -187,10 +187,10 @@ std::string error_of_loading_maximize(Optimizer optimizer, bool maximizes) {
   state.insert("param_groups", groups);
   whole.insert("optimizer", state);
   const std::vector<char> bytes = torch::jit::pickle_save(whole);
-  const test_support::Scratch scratch;
-  test_support::put_bytes(scratch / "file", {bytes.begin(), bytes.end()});
-  return error_of([&] {
-    mezzo::load_checkpoint(scratch / "file", TrainingState().add("optimizer", optimizer));
+  const test_support::TempDir temp_dir;
+  test_support::write_file(temp_dir / "file", {bytes.begin(), bytes.end()});
+  return message_of([&] {
+    mezzo::load_checkpoint(temp_dir / "file", TrainingState().add("optimizer", optimizer));
   });
 }
 
@@ -211,9 +211,9 @@ TEST(CheckpointFromPython, AnOptimizerThatMaximizesThrows) {
 
 /// Runs a Python program, and returns what it prints, and its errors.
 std::string output_of_python(const std::string& program, const std::filesystem::path& file) {
-  const test_support::Scratch scratch;
-  const auto script = scratch.path() / "script.py";
-  test_support::put_bytes(script, program);
+  const test_support::TempDir temp_dir;
+  const auto script = temp_dir.path() / "script.py";
+  test_support::write_file(script, program);
   const std::string command =
       "'" MEZZO_PYTHON_WITH_TORCH "' '" + script.string() + "' '" + file.string() + "' 2>&1";
   FILE* const pipe = ::popen(command.c_str(), "r");
@@ -226,7 +226,7 @@ std::string output_of_python(const std::string& program, const std::filesystem::
 }
 
 TEST(CheckpointInPython, AModelIsAStateDictAndTheRestIsReadable) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   torch::nn::Linear layer(3, 2);
   torch::nn::Sequential model(layer, torch::nn::BatchNorm1d(2));
   {
@@ -246,7 +246,7 @@ TEST(CheckpointInPython, AModelIsAStateDictAndTheRestIsReadable) {
   state.add("model", model).add("ema", ema).add("scaler", scaler).add("epoch", epoch);
   state.add("large", large).add("done", done).add("name", name).add("order", order);
   state.add("own", own).with_random_state();
-  const auto file = mezzo::CheckpointManager(scratch.path()).save(state, 3400).file;
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 3400).file;
   EXPECT_EQ(output_of_python(R"(
 import sys, torch, zipfile
 saved = torch.load(sys.argv[1], weights_only=True)
@@ -274,7 +274,7 @@ with zipfile.ZipFile(sys.argv[1]) as archive:
 /// Steps twice, saves, steps once more here and in Python, and compares.
 template <class Optimizer, class Options>
 void expect_to_go_on_in_python(const std::string& python_class, const Options& options) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   torch::Tensor weight = torch::tensor({1.0F, 2.0F}).requires_grad_();
   const torch::Tensor later = torch::tensor({3.0F}).requires_grad_();
   Optimizer optimizer({weight, later}, options);
@@ -287,7 +287,7 @@ void expect_to_go_on_in_python(const std::string& python_class, const Options& o
   };
   step();
   step();
-  const auto file = mezzo::CheckpointManager(scratch.path()).save(state, 2).file;
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(state, 2).file;
   step();
   std::array<char, 100> expected{};
   std::snprintf(expected.data(), expected.size(), "%.6f %.6f\nstatus 0",
@@ -344,8 +344,8 @@ std::string bare_state_dict() {
 }
 
 TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
-  const test_support::Scratch scratch;
-  const auto file = scratch.write("model.pt", bare_state_dict());
+  const test_support::TempDir temp_dir;
+  const auto file = temp_dir.write("model.pt", bare_state_dict());
   torch::nn::Linear model(3, 2), other(3, 2);
   torch::nn::Linear wide(4, 2);
   mezzo::load_checkpoint(file, TrainingState().add("anything", model));
@@ -354,10 +354,10 @@ TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
     EXPECT_EQ(loaded->weight.abs().max().item<float>(), 0);
     EXPECT_EQ(loaded->bias[0].item<float>(), 1);
   }
-  EXPECT_THAT(error_of([&] { mezzo::load_state_dict(file, wide); }),
+  EXPECT_THAT(message_of([&] { mezzo::load_state_dict(file, wide); }),
               HasSubstr("\"weight\" is float32 [2, 3] in the file, and float32 [2, 4] here"));
   torch::optim::SGD optimizer(model->parameters(), 0.1);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(
                     file, TrainingState().add("model", model).add("optimizer", optimizer));
               }),
@@ -365,11 +365,11 @@ TEST(StateDict, OfPythonLoadsIntoTheOnlyModule) {
 }
 
 TEST(StateDict, OfFloatsIsCastWithAWarning) {
-  const test_support::Scratch scratch;
-  const auto file = scratch.write("model.pt", bare_state_dict());
+  const test_support::TempDir temp_dir;
+  const auto file = temp_dir.write("model.pt", bare_state_dict());
   torch::nn::Linear model(3, 2);
   model->to(torch::kBFloat16);
-  test_support::Warnings warnings;
+  test_support::WarningRecorder warnings;
   mezzo::load_state_dict(file, model);
   EXPECT_EQ(model->bias.scalar_type(), torch::kBFloat16);
   EXPECT_TRUE(model->bias.equal(torch::ones({2}, torch::kBFloat16)));
@@ -379,8 +379,8 @@ TEST(StateDict, OfFloatsIsCastWithAWarning) {
 }
 
 TEST(StateDict, ThatIsSavedLoadsAgain) {
-  const test_support::Scratch scratch;
-  const auto file = scratch / "model.pt";
+  const test_support::TempDir temp_dir;
+  const auto file = temp_dir / "model.pt";
   torch::nn::Sequential saved(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
   torch::nn::Sequential loaded(torch::nn::Linear(3, 2), torch::nn::BatchNorm1d(2));
   EXPECT_EQ(mezzo::save_state_dict(file, saved).file, file);

@@ -17,17 +17,17 @@
 #include <memory>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/same_bits.h"
-#include "../support/scratch.h"
+#include "../support/bitwise_equal.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::WeightStorage;
-using test_support::SameBits;
-using test_support::Scratch;
+using test_support::BitwiseEqual;
+using test_support::TempDir;
 
 mezzo::optim::AdamW make(std::vector<torch::Tensor> parameters, WeightStorage storage) {
   return mezzo::optim::AdamW(std::move(parameters), mezzo::optim::AdamWOptions(1e-2),
@@ -69,7 +69,7 @@ class InterruptedTraining {
 
   /// All that training has come to.
   std::vector<torch::Tensor> outcome() {
-    std::vector<torch::Tensor> all = test_support::copies_of(model->parameters());
+    std::vector<torch::Tensor> all = test_support::clone_all(model->parameters());
     for (const auto& tensor : model->buffers()) all.push_back(tensor.clone());
     for (const auto& tensor : ema.averages()) all.push_back(tensor.clone());
     for (const auto& [key, value] : scaler.state_dict()) all.push_back(torch::tensor(value));
@@ -98,23 +98,23 @@ class InterruptedTraining {
 /// Trains through, and again from another beginning with a checkpoint of the middle.
 template <class Optimizer, class MakeOptimizer>
 void expect_same_bits_after_resuming(at::ScalarType dtype, MakeOptimizer make_optimizer) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::manual_seed(1);
   InterruptedTraining<Optimizer> whole(dtype, make_optimizer);
   for (int i = 0; i < 9; ++i) whole.step();
-  CheckpointManager(scratch.path()).save(whole.state, whole.position);
+  CheckpointManager(temp_dir.path()).save(whole.state, whole.position);
   for (int i = 0; i < 9; ++i) whole.step();
   const auto expected = whole.outcome();
 
   torch::manual_seed(2);
   InterruptedTraining<Optimizer> resumed(dtype, make_optimizer);
   resumed.step();  // has state of its own, which must leave no trace
-  const auto loaded = CheckpointManager(scratch.path()).load_newest(resumed.state);
+  const auto loaded = CheckpointManager(temp_dir.path()).load_newest(resumed.state);
   ASSERT_TRUE(loaded);
   EXPECT_EQ(loaded->step, 9);
   for (int i = 0; i < 9; ++i) resumed.step();
 
-  EXPECT_THAT(resumed.outcome(), SameBits(expected));
+  EXPECT_THAT(resumed.outcome(), BitwiseEqual(expected));
 }
 
 TEST(CheckpointResume, IsBitExactWithMezzosAdamW) {
@@ -165,24 +165,24 @@ struct Mastered {
 };
 
 TEST(CheckpointResume, IsBitExactWithMasterWeightsTheirAveragesAndTiedLayers) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::manual_seed(3);
   Mastered whole, resumed;
   for (const float scale : {1.0F, 1e30F, 2.0F, 1.0F}) whole.step(scale);
-  const auto file = CheckpointManager(scratch.path()).save(whole.state, 4).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(whole.state, 4).file;
   resumed.step(1.0F);
   mezzo::load_checkpoint(file, resumed.state);
   for (const float scale : {0.5F, 1e30F, 1.0F}) whole.step(scale), resumed.step(scale);
   EXPECT_EQ(whole.scaler.state_dict(), resumed.scaler.state_dict());
   EXPECT_EQ(whole.optimizer.applied_steps(), 5);
-  EXPECT_THAT(resumed.model->parameters(), SameBits(whole.model->parameters()));
+  EXPECT_THAT(resumed.model->parameters(), BitwiseEqual(whole.model->parameters()));
   EXPECT_THAT(mezzo::master_params(resumed.optimizer),
-              SameBits(mezzo::master_params(whole.optimizer)));
-  EXPECT_THAT(resumed.ema.averages(), SameBits(whole.ema.averages()));
+              BitwiseEqual(mezzo::master_params(whole.optimizer)));
+  EXPECT_THAT(resumed.ema.averages(), BitwiseEqual(whole.ema.averages()));
 }
 
 TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::Tensor weight = torch::ones({2}).requires_grad_();
   torch::optim::AdamW fresh({weight}, 0.1), used({weight}, 0.5);
   mezzo::LinearSchedule saved(fresh, {.total_steps = 10}), loaded(used, {.total_steps = 10});
@@ -192,7 +192,7 @@ TEST(CheckpointResume, LeavesNothingOfWhatOptimizerAndScheduleHadBefore) {
   const auto state = [](auto& optimizer, auto& schedule) {
     return TrainingState().add("optimizer", optimizer).add("schedule", schedule);
   };
-  const auto file = CheckpointManager(scratch.path()).save(state(fresh, saved), 0).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(state(fresh, saved), 0).file;
   mezzo::load_checkpoint(file, state(used, loaded));
   EXPECT_TRUE(used.state().empty());
   EXPECT_EQ(loaded.applied_steps(), 0);

@@ -7,8 +7,8 @@
 
 #include <gtest/gtest.h>
 
-#include "../support/scratch.h"
 #include "../support/script_model.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
@@ -17,14 +17,14 @@ using mezzo::TrainingState;
 using test_support::script_model;
 
 TEST(CheckpointOfScript, ComesBackInTheScriptAndInTheSameModelInCpp) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   auto saved = script_model(1), loaded = script_model(2);
   saved.forward({torch::randn({2, 3, 6, 6})});
   TrainingState from, to, to_cpp;
   ScriptModule of_saved(saved), of_loaded(loaded);
   from.add("model", of_saved);
   to.add("model", of_loaded);
-  const auto file = mezzo::CheckpointManager(scratch.path()).save(from, 5).file;
+  const auto file = mezzo::CheckpointManager(temp_dir.path()).save(from, 5).file;
 
   const auto held = loaded.attr("out").toModule().attr("weight").toTensor();
   mezzo::load_checkpoint(file, to);

@@ -26,15 +26,15 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
 using mezzo::CheckpointManager;
 using mezzo::TrainingState;
-using test_support::error_of;
-using test_support::Scratch;
+using test_support::message_of;
+using test_support::TempDir;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -104,14 +104,14 @@ torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archi
 }
 
 TEST(Checkpoint, RoundTripsCsrTensorsComplexNumbersAndDevices) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   torch::Tensor csr = torch::eye(3).to_sparse_csr();
   ComplexAndDevice object{{1, 2}, c10::Device(torch::kCUDA, 1)};
-  mezzo::save_checkpoint(scratch.path() / "file",
+  mezzo::save_checkpoint(temp_dir.path() / "file",
                          TrainingState().add("csr", csr).add("object", object), 1);
   csr = torch::Tensor();
   object = {};
-  mezzo::load_checkpoint(scratch.path() / "file",
+  mezzo::load_checkpoint(temp_dir.path() / "file",
                          TrainingState().add("csr", csr).add("object", object));
   EXPECT_TRUE(csr.to_dense().equal(torch::eye(3)));
   EXPECT_EQ(object.number, (c10::complex<double>{1, 2}));
@@ -119,7 +119,7 @@ TEST(Checkpoint, RoundTripsCsrTensorsComplexNumbersAndDevices) {
 }
 
 TEST(Checkpoint, RoundTripsSparseMomentum) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   for (const bool is_saved : {true, false}) {
     torch::nn::Embedding table(torch::nn::EmbeddingOptions(4, 2).sparse(true));
     torch::optim::SGD optimizer(table->parameters(), torch::optim::SGDOptions(1).momentum(0.9));
@@ -128,25 +128,25 @@ TEST(Checkpoint, RoundTripsSparseMomentum) {
     TrainingState state;
     state.add("optimizer", optimizer);
     if (is_saved) {
-      mezzo::save_checkpoint(scratch.path() / "file", state, 1);
+      mezzo::save_checkpoint(temp_dir.path() / "file", state, 1);
     } else {
-      mezzo::load_checkpoint(scratch.path() / "file", state);
+      mezzo::load_checkpoint(temp_dir.path() / "file", state);
     }
     optimizer.step();
   }
 }
 
 TEST(Checkpoint, BadGeneratorStateIsRefusedBeforeAnythingIsLoaded) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   std::int64_t epoch = 1;
   torch::Tensor bytes = torch::zeros({7}, torch::kByte);
-  mezzo::save_checkpoint(scratch.path() / "file",
+  mezzo::save_checkpoint(temp_dir.path() / "file",
                          TrainingState().add("epoch", epoch).add("generator", bytes), 1);
   epoch = 9;
   at::Generator generator = at::detail::createCPUGenerator(1);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(
-                    scratch.path() / "file",
+                    temp_dir.path() / "file",
                     TrainingState().add("epoch", epoch).add("generator", generator));
               }),
               HasSubstr("nothing was loaded"));
@@ -155,7 +155,7 @@ TEST(Checkpoint, BadGeneratorStateIsRefusedBeforeAnythingIsLoaded) {
 
 // The file of an optimizer holds rates too, which replaced those of its schedule.
 TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   const auto weight = [] { return torch::ones({2}).requires_grad_(); };
   std::vector<double> lrs;
   for (const bool is_saved : {true, false}) {
@@ -165,9 +165,9 @@ TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
     state.add("schedule", schedule).add("optimizer", optimizer);
     if (is_saved) {
       schedule.set_applied_steps(5);
-      mezzo::save_checkpoint(scratch.path() / "file", state, 5);
+      mezzo::save_checkpoint(temp_dir.path() / "file", state, 5);
     } else {
-      mezzo::load_checkpoint(scratch.path() / "file", state);
+      mezzo::load_checkpoint(temp_dir.path() / "file", state);
     }
     lrs.push_back(optimizer.param_groups()[0].options().get_lr());
     EXPECT_EQ(schedule.base_lrs(), std::vector<double>{0.5});
@@ -176,13 +176,13 @@ TEST(Checkpoint, LoadsAScheduleThatWasAddedBeforeItsOptimizer) {
 }
 
 TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   torch::nn::Sequential model(torch::nn::BatchNorm1d(2));
   TrainingState state;
   state.add("model", model);
   std::vector<std::string> warnings;
   mezzo::CheckpointManager manager(
-      scratch.path() / "folder",
+      temp_dir.path() / "folder",
       {.on_warning = [&](const std::string& text) { warnings.push_back(text); }});
   manager.save(state, 1);
   EXPECT_THAT(warnings, testing::IsEmpty());
@@ -193,17 +193,17 @@ TEST(Checkpoint, SaveWarnsOnceOfABufferThatIsNotFinite) {
 }
 
 TEST(Checkpoint, TheSameStateOfOptimizersIsTheSameFile) {
-  const Scratch first, second;
+  const TempDir first, second;
   const SameRun one(1), other(100000);
   const auto file = CheckpointManager(first.path()).save(one.state, 2).file;
   const auto same = CheckpointManager(second.path()).save(other.state, 2).file;
-  EXPECT_EQ(test_support::bytes_of(file), test_support::bytes_of(same));
+  EXPECT_EQ(test_support::read_file(file), test_support::read_file(same));
 }
 
 TEST(Checkpoint, ValuesOfEveryKindComeBack) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Values saved, loaded;
-  const auto file = CheckpointManager(scratch.path()).save(saved.state, 0);
+  const auto file = CheckpointManager(temp_dir.path()).save(saved.state, 0);
   EXPECT_LT(file.bytes, 20000U) << "a view takes its own bytes, not its storage's";
   loaded.integer = 0, loaded.small = 0, loaded.flag = false, loaded.real = 0, loaded.text = "";
   loaded.tensor = torch::Tensor();
@@ -234,10 +234,10 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
         torch::quantize_per_channel(torch::rand({3, 2}), torch::rand({2}) + 0.1,
                                     torch::zeros({2}, torch::kLong), 1, torch::kQInt8),
         torch::rand({3}).to(torch::kFloat8_e4m3fn)}) {
-    const Scratch scratch;
+    const TempDir temp_dir;
     torch::Tensor given = saved, over = saved.clone(), none;
     const auto file =
-        CheckpointManager(scratch.path()).save(TrainingState().add("x", given), 0).file;
+        CheckpointManager(temp_dir.path()).save(TrainingState().add("x", given), 0).file;
     if (!over.is_sparse() && !over.is_quantized()) over.zero_();
     mezzo::load_checkpoint(file, TrainingState().add("x", over));
     mezzo::load_checkpoint(file, TrainingState().add("x", none));
@@ -249,7 +249,7 @@ TEST(Checkpoint, TensorsOfAnyKindComeBackOverOthersAndWhereThereWasNone) {
 }
 
 TEST(Checkpoint, ViewsAreSavedWithoutTheirStorage) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   struct Holder : torch::nn::Module {
     explicit Holder(const torch::Tensor& large) {
       register_parameter("view", large.narrow(0, 3, 2));
@@ -262,33 +262,34 @@ TEST(Checkpoint, ViewsAreSavedWithoutTheirStorage) {
   auto module = std::make_shared<Holder>(large);
   TrainingState state;
   state.add("tensor", view).add("tensors", views).add("module", module);
-  EXPECT_LT(CheckpointManager(scratch.path()).save(state, 0).bytes, 20000U);
+  EXPECT_LT(CheckpointManager(temp_dir.path()).save(state, 0).bytes, 20000U);
 }
 
 TEST(Checkpoint, AModuleGivenToItsHolderLaterIsTheOneThatIsSavedAndLoaded) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Linear model(1, 1);
   std::shared_ptr<torch::nn::LinearImpl> none;
   TrainingState state;
   state.add("model", model);
   model = torch::nn::Linear(1, 1);
   const torch::Tensor weight = model->weight.detach().clone();
-  const auto file = CheckpointManager(scratch.path()).save(state, 0).file;
+  const auto file = CheckpointManager(temp_dir.path()).save(state, 0).file;
   model = torch::nn::Linear(1, 1);
   mezzo::load_checkpoint(file, state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
-  EXPECT_THAT(error_of([&] { state.add("none", none); }), HasSubstr("the module holder is empty"));
+  EXPECT_THAT(message_of([&] { state.add("none", none); }),
+              HasSubstr("the module holder is empty"));
 }
 
 /// Saves under the names of `saver`, and says what each way of loading into `loader` throws.
 std::string error_between(const TrainingState& saver, const TrainingState& loader,
                           const mezzo::LoadOptions& options = {}) {
-  const Scratch scratch;
-  CheckpointManager checkpoints(scratch.path());
+  const TempDir temp_dir;
+  CheckpointManager checkpoints(temp_dir.path());
   const auto file = checkpoints.save(saver, 0).file;
-  std::string error = error_of([&] { mezzo::load_checkpoint(file, loader, options); });
-  EXPECT_EQ(error_of([&] { checkpoints.load_newest(loader, options); }), error);
-  EXPECT_EQ(error_of([&] { checkpoints.load(loader, 0, options); }), error);
+  std::string error = message_of([&] { mezzo::load_checkpoint(file, loader, options); });
+  EXPECT_EQ(message_of([&] { checkpoints.load_newest(loader, options); }), error);
+  EXPECT_EQ(message_of([&] { checkpoints.load(loader, 0, options); }), error);
   return error;
 }
 
@@ -361,16 +362,16 @@ struct Numbered {
 };
 
 TEST(Checkpoint, AnObjectThatRefusesItsValueIsNamedAndSoIsWhatWasLoaded) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   int64_t epoch = 1, last = 2;
   Numbered saved{1}, own{2};
   mezzo::save_checkpoint(
-      scratch.path() / "a",
+      temp_dir.path() / "a",
       TrainingState().add("epoch", epoch).add("numbered", saved).add("last", last));
   epoch = last = 9;
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(
-                    scratch.path() / "a",
+                    temp_dir.path() / "a",
                     TrainingState().add("epoch", epoch).add("numbered", own).add("last", last));
               }),
               AllOf(HasSubstr("\"numbered\" refuses its value: the number is another"),
@@ -428,9 +429,9 @@ struct Lists {
 
 TEST(Checkpoint, ListsOfAnObjectComeBackEmptyOnesToo) {
   for (const Lists& saved : {Lists{{1, 2}, {}, {"a"}}, Lists{{}, {0.5}, {}}}) {
-    const Scratch scratch;
+    const TempDir temp_dir;
     Lists given = saved, loaded{{7}, {7}, {"seven"}};
-    const auto file = scratch.path() / "state.pt";
+    const auto file = temp_dir.path() / "state.pt";
     mezzo::save_checkpoint(file, TrainingState().add("lists", given));
     mezzo::load_checkpoint(file, TrainingState().add("lists", loaded));
     EXPECT_EQ(loaded.whole, saved.whole);
@@ -440,29 +441,29 @@ TEST(Checkpoint, ListsOfAnObjectComeBackEmptyOnesToo) {
 }
 
 TEST(Checkpoint, AModuleKeepsItsMemory) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Linear model(2, 2);
   const torch::Tensor weight = model->weight.detach().clone();
   const void* const memory = model->weight.const_data_ptr();
   const auto state = TrainingState().add("model", model);
-  mezzo::save_checkpoint(scratch.path() / "a", state);
+  mezzo::save_checkpoint(temp_dir.path() / "a", state);
   model->weight.detach().zero_();
-  mezzo::load_checkpoint(scratch.path() / "a", state);
+  mezzo::load_checkpoint(temp_dir.path() / "a", state);
   EXPECT_TRUE(torch::equal(model->weight, weight));
   EXPECT_EQ(model->weight.const_data_ptr(), memory) << "captured CUDA graphs read it";
 }
 
 TEST(Checkpoint, ALoadInsideOneRegionOfAutocastReachesTheNextForward) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Conv2d saved(torch::nn::Conv2dOptions(2, 3, 3)),
       model(torch::nn::Conv2dOptions(2, 3, 3));
-  mezzo::save_checkpoint(scratch.path() / "a", TrainingState().add("model", saved));
+  mezzo::save_checkpoint(temp_dir.path() / "a", TrainingState().add("model", saved));
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
   torch::Tensor before, inside;
   {
     const mezzo::Autocast<torch::kCPU> region;
     before = model->forward(x);
-    mezzo::load_checkpoint(scratch.path() / "a", TrainingState().add("model", model));
+    mezzo::load_checkpoint(temp_dir.path() / "a", TrainingState().add("model", model));
     inside = model->forward(x);
   }
   EXPECT_FALSE(torch::equal(before, inside));
@@ -471,13 +472,13 @@ TEST(Checkpoint, ALoadInsideOneRegionOfAutocastReachesTheNextForward) {
 }
 
 TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Linear model(2, 2);
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-3);
   mezzo::GradScaler scaler({.init_scale = 8});
   TrainingState state;
   state.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
-  CheckpointManager checkpoints(scratch.path());
+  CheckpointManager checkpoints(temp_dir.path());
   const auto backward = [&] {
     optimizer.zero_grad();
     scaler.scale(model->forward(torch::ones({1, 2})).sum()).backward();
@@ -497,10 +498,10 @@ TEST(Checkpoint, IsLoadedInTheMiddleOfAnIterationThatIsGivenUp) {
 }
 
 TEST(Checkpoint, AnObjectThatCannotBeSavedIsNamedAndLeavesTheFolderAsItWas) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::Tensor undefined;
-  CheckpointManager checkpoints(scratch.path());
-  EXPECT_THAT(error_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
+  CheckpointManager checkpoints(temp_dir.path());
+  EXPECT_THAT(message_of([&] { checkpoints.save(TrainingState().add("order", undefined), 1); }),
               HasSubstr("\"order\" cannot be saved: the tensor is undefined"));
   EXPECT_TRUE(checkpoints.files().empty());
 }
@@ -518,15 +519,15 @@ struct Holder : torch::nn::Module {
 
 /// What saving and loading it throws, which must be nothing, or the first of the two.
 std::string save_error(const std::string& name, const torch::Tensor& tensor, bool is_buffer) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Holder saved(name, tensor, is_buffer), loaded(name, tensor.clone(), is_buffer);
   std::filesystem::path file;
-  const std::string error = error_of([&] {
-    file = CheckpointManager(scratch.path()).save(TrainingState().add("m", saved), 0).file;
+  const std::string error = message_of([&] {
+    file = CheckpointManager(temp_dir.path()).save(TrainingState().add("m", saved), 0).file;
   });
   if (file.empty()) return error;
   for (const torch::Tensor& parameter : loaded.parameters()) parameter.detach().zero_();
-  EXPECT_EQ(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
+  EXPECT_EQ(message_of([&] { mezzo::load_checkpoint(file, TrainingState().add("m", loaded)); }),
             "no error")
       << name;
   if (!is_buffer) {
@@ -568,7 +569,7 @@ TEST(Checkpoint, BuffersOfAnyKindComeBack) {
 }
 
 TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   torch::nn::Linear model(1, 1);
   model->to(torch::kBFloat16);
   torch::Tensor weight = model->weight;
@@ -580,19 +581,19 @@ TEST(Checkpoint, AveragesAreNeitherSavedNorOverwrittenAsTrainingWeights) {
   optimizers.add("x", optimizer);
   tensors.add("x", weight);
   for (const TrainingState* state : {&models, &optimizers, &tensors}) {
-    CheckpointManager checkpoints(scratch.path());
+    CheckpointManager checkpoints(temp_dir.path());
     checkpoints.save(*state, 1);
     const mezzo::EmaScope averaged(ema);
     const auto is_named = HasSubstr("holds an average, for an EmaScope is alive");
-    EXPECT_THAT(error_of([&] { checkpoints.save(*state, 2); }), is_named);
-    EXPECT_THAT(error_of([&] { checkpoints.load_newest(*state); }), is_named);
+    EXPECT_THAT(message_of([&] { checkpoints.save(*state, 2); }), is_named);
+    EXPECT_THAT(message_of([&] { checkpoints.load_newest(*state); }), is_named);
     EXPECT_EQ(checkpoints.files().size(), 1U);
     std::filesystem::remove(checkpoints.files()[0]);
   }
 }
 
 TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   std::mt19937 engine(3);
   std::ranlux48 other(4);
   std::vector<std::size_t> order{5, 0, 3};
@@ -600,7 +601,7 @@ TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
   TrainingState state;
   state.add("engine", engine).add("other", other).add("order", order).add("small", small);
   engine.discard(700);
-  const auto file = scratch.path() / "state.pt";
+  const auto file = temp_dir.path() / "state.pt";
   mezzo::save_checkpoint(file, state);
   const auto next = engine(), next_other = other();
   engine.seed(9), other.seed(9), order.assign(100, 1), small.clear();
@@ -615,7 +616,7 @@ TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
   order[0] = 128;
   mezzo::save_checkpoint(file, state);
   const auto error = [&](const std::string& name, auto& object) {
-    return error_of(
+    return message_of(
         [&] { mezzo::load_checkpoint(file, TrainingState().add(name, object), {.subset = true}); });
   };
   EXPECT_THAT(error("engine", wider), HasSubstr("the state of another engine"));
@@ -623,12 +624,12 @@ TEST(Checkpoint, EnginesOfTheStandardLibraryAndVectorsOfIntegersComeBack) {
   EXPECT_THAT(error("order", narrow), HasSubstr("has the integer 128, which the variable's type"));
   EXPECT_THAT(narrow, testing::ElementsAre(1));
   order[0] = ~std::size_t{0};
-  EXPECT_THAT(error_of([&] { mezzo::save_checkpoint(file, state); }),
+  EXPECT_THAT(message_of([&] { mezzo::save_checkpoint(file, state); }),
               HasSubstr("is beyond std::int64_t"));
 }
 
 TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   std::vector<double> losses{0.5, -1e300}, none;
   std::vector<float> floats{0.25F};
   mezzo::GradScaler scaler({.init_scale = 8});
@@ -636,7 +637,7 @@ TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
   const auto saved = numbers;
   TrainingState state;
   state.add("losses", losses).add("none", none).add("floats", floats).add("numbers", numbers);
-  const auto file = scratch.path() / "state.pt";
+  const auto file = temp_dir.path() / "state.pt";
   mezzo::save_checkpoint(file, state);
   losses.clear(), none.assign(3, 1), floats.clear(), numbers.clear();
   mezzo::load_checkpoint(file, state);
@@ -645,7 +646,7 @@ TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
   EXPECT_TRUE(none.empty());
   EXPECT_EQ(numbers, saved);
   std::vector<int> integers;
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::load_checkpoint(file, TrainingState().add("losses", integers),
                                        {.subset = true});
               }),
@@ -653,18 +654,18 @@ TEST(Checkpoint, RealNumbersAndMapsOfThemComeBack) {
 }
 
 TEST(Checkpoint, OptimizerBehindAPointerIsTheOneThatIsThere) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   const auto weight = torch::ones({2}).requires_grad_();
   auto shared = std::make_shared<mezzo::optim::AdamW>(std::vector<torch::Tensor>{weight}, 0.1);
   std::unique_ptr<torch::optim::Optimizer> owned =
       std::make_unique<torch::optim::SGD>(std::vector<torch::Tensor>{weight}, 0.1);
   std::shared_ptr<torch::optim::AdamW> none;
-  EXPECT_THAT(error_of([&] { TrainingState().add("x", none); }), HasSubstr("is null"));
+  EXPECT_THAT(message_of([&] { TrainingState().add("x", none); }), HasSubstr("is null"));
   TrainingState state;
   state.add("shared", shared).add("owned", owned);
   weight.mutable_grad() = torch::ones({2});
   shared->step();
-  const auto file = scratch.path() / "state.pt";
+  const auto file = temp_dir.path() / "state.pt";
   mezzo::save_checkpoint(file, state);
   shared = std::make_shared<mezzo::optim::AdamW>(std::vector<torch::Tensor>{weight}, 0.1);
   mezzo::load_checkpoint(file, state);
@@ -672,8 +673,8 @@ TEST(Checkpoint, OptimizerBehindAPointerIsTheOneThatIsThere) {
 }
 
 TEST(Checkpoint, FitsWithAndWithoutAutocastModule) {
-  const Scratch scratch;
-  const auto file = scratch.path() / "model.pt";
+  const TempDir temp_dir;
+  const auto file = temp_dir.path() / "model.pt";
   const auto make = [](bool is_wrapped) {
     torch::nn::Functional relu([](const torch::Tensor& x) { return torch::relu(x); });
     torch::nn::Sequential model(torch::nn::Linear(2, 2));
@@ -687,7 +688,7 @@ TEST(Checkpoint, FitsWithAndWithoutAutocastModule) {
   for (const bool is_wrapped : {false, true}) {
     auto saved = make(is_wrapped), loaded = make(!is_wrapped);
     torch::save(saved, file.string());
-    EXPECT_EQ(error_of([&] { torch::load(loaded, file.string()); }), "no error") << is_wrapped;
+    EXPECT_EQ(message_of([&] { torch::load(loaded, file.string()); }), "no error") << is_wrapped;
     EXPECT_TRUE(saved->parameters()[0].equal(loaded->parameters()[0]));
   }
 }
@@ -719,23 +720,23 @@ class OwnFormatOptimizer : public MapOptimizer {
 };
 
 TEST(Checkpoint, OptimizerOfTheUsersIsLoadedByItsOwnLoad) {
-  const Scratch scratch;
-  const auto file = scratch.path() / "state.pt";
+  const TempDir temp_dir;
+  const auto file = temp_dir.path() / "state.pt";
   const auto weight = torch::ones({2}).requires_grad_(), longer = torch::ones({3}).requires_grad_();
   OwnFormatOptimizer saved(weight), loaded(weight), other(longer);
   saved.step();
   mezzo::save_checkpoint(file, TrainingState().add("x", saved));
   mezzo::load_checkpoint(file, TrainingState().add("x", loaded));
   EXPECT_EQ(loaded.moment, 1);
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, TrainingState().add("x", other)); }),
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, TrainingState().add("x", other)); }),
               HasSubstr("parameter 0 of group 0 is [2] in the file, and [3] here"));
 }
 
 TEST(Checkpoint, OptimizerWithoutSaveIsNamedWhenItIsSaved) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   MapOptimizer optimizer(torch::ones({2}).requires_grad_());
-  EXPECT_THAT(error_of([&] {
-                mezzo::save_checkpoint(scratch.path() / "x", TrainingState().add("x", optimizer));
+  EXPECT_THAT(message_of([&] {
+                mezzo::save_checkpoint(temp_dir.path() / "x", TrainingState().add("x", optimizer));
               }),
               HasSubstr("MapOptimizer::save wrote nothing"));
 }
@@ -751,7 +752,7 @@ struct Loader {
 };
 
 TEST(Checkpoint, CallablesSaveAndLoadWhatHasNoVariable) {
-  const Scratch scratch;
+  const TempDir temp_dir;
   Loader loader{3, 70};
   std::string name = "first";
   TrainingState state;
@@ -760,7 +761,7 @@ TEST(Checkpoint, CallablesSaveAndLoadWhatHasNoVariable) {
       [&](const std::vector<std::int64_t>& read) { loader.restore(read); });
   state.add(
       "name", [&] { return name; }, [&](std::string read) { name = std::move(read); });
-  const auto file = scratch.path() / "state.pt";
+  const auto file = temp_dir.path() / "state.pt";
   mezzo::save_checkpoint(file, state, 5);
   loader = {}, name = "second";
   EXPECT_EQ(mezzo::load_checkpoint(file, state).step, 5);
@@ -770,7 +771,7 @@ TEST(Checkpoint, CallablesSaveAndLoadWhatHasNoVariable) {
 
   loader.sample = -1;  // what restore refuses
   mezzo::save_checkpoint(file, state);
-  EXPECT_THAT(error_of([&] { mezzo::load_checkpoint(file, state); }),
+  EXPECT_THAT(message_of([&] { mezzo::load_checkpoint(file, state); }),
               HasSubstr("\"loader\" refuses its value: no such sample"));
 }
 
@@ -778,25 +779,25 @@ TEST(Checkpoint, WrongArgumentsAreNamed) {
   int64_t value = 0;
   at::Generator none;
   const auto error_of_saving = [](const TrainingState& state) {
-    const Scratch scratch;
-    return error_of([&] { CheckpointManager(scratch.path()).save(state, 0); });
+    const TempDir temp_dir;
+    return message_of([&] { CheckpointManager(temp_dir.path()).save(state, 0); });
   };
   EXPECT_THAT(error_of_saving(TrainingState().add("a", none)),
               HasSubstr("the generator is undefined"));
   std::vector<torch::Tensor> undefined{torch::ones({1}), torch::Tensor()};
   EXPECT_THAT(error_of_saving(TrainingState().add("a", undefined)),
               HasSubstr("tensor 1 is undefined"));
-  EXPECT_THAT(error_of([&] { TrainingState().add("a", value).add("a", value); }),
+  EXPECT_THAT(message_of([&] { TrainingState().add("a", value).add("a", value); }),
               HasSubstr("\"a\" is given twice"));
-  EXPECT_THAT(error_of([&] { TrainingState().add("", value); }), HasSubstr("name is empty"));
-  EXPECT_THAT(error_of([&] { TrainingState().add("mezzo", value); }), HasSubstr("take another"));
-  EXPECT_THAT(error_of([&] { CheckpointManager("x", {.keep = 0}); }), HasSubstr("keep is 0"));
-  const Scratch scratch;
-  EXPECT_THAT(error_of([&] {
-                CheckpointManager(scratch.path()).save(TrainingState().add("a", value), -1);
+  EXPECT_THAT(message_of([&] { TrainingState().add("", value); }), HasSubstr("name is empty"));
+  EXPECT_THAT(message_of([&] { TrainingState().add("mezzo", value); }), HasSubstr("take another"));
+  EXPECT_THAT(message_of([&] { CheckpointManager("x", {.keep = 0}); }), HasSubstr("keep is 0"));
+  const TempDir temp_dir;
+  EXPECT_THAT(message_of([&] {
+                CheckpointManager(temp_dir.path()).save(TrainingState().add("a", value), -1);
               }),
               HasSubstr("step is -1"));
-  EXPECT_THAT(error_of([&] { CheckpointManager(scratch.path()).load_newest({}); }),
+  EXPECT_THAT(message_of([&] { CheckpointManager(temp_dir.path()).load_newest({}); }),
               HasSubstr("the state is empty"));
 }
 

@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/same_bits.h"
+#include "../support/bitwise_equal.h"
 #include "../support/special_values.h"
 #include "../support/training.h"
 #include "on_gpu.h"
@@ -166,7 +166,7 @@ struct ParameterPairs {
 /// 16-bit elements may differ by two units.
 void expect_same(const Tensor& gpu, const Tensor& cpu, bool is_clipped) {
   if (cuda_test::kIsSimulated && cuda_test::has_mezzo_kernels() && !is_clipped) {
-    EXPECT_TRUE(test_support::same_bits(gpu.cpu(), cpu))
+    EXPECT_TRUE(test_support::bitwise_equal(gpu.cpu(), cpu))
         << gpu.cpu().ne(cpu).sum().item<int64_t>() << " of " << cpu.numel() << " elements differ";
     return;
   }

@@ -30,8 +30,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
 #include "../support/special_values.h"
+#include "../support/temp_dir.h"
 #include "../support/training.h"
 #include "on_gpu.h"
 
@@ -295,7 +295,7 @@ TEST_F(TrainingCuda, OverflowReportNamesParameter) {
 
 // A checkpoint holds the step counts that captured steps have advanced on the device.
 TEST_F(TrainingCuda, CheckpointAfterCaptureResumes) {
-  const test_support::Scratch folder;
+  const test_support::TempDir folder;
   const c10::Stream stream = cuda_test::new_stream();
   const c10::StreamGuard guard(stream);
   test_support::Training training(kGpu);

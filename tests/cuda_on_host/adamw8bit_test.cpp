@@ -61,7 +61,7 @@ struct Parameter {
 
   bool is_same(const Parameter& other) const {
     for (std::size_t i = 0; i < streams_.size(); ++i) {
-      if (!same_bits(streams_[i], other.streams_[i])) return false;
+      if (!bitwise_equal(streams_[i], other.streams_[i])) return false;
     }
     return true;
   }

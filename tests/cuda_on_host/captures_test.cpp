@@ -21,19 +21,19 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/get_param_state.h"
+#include "../support/message_of.h"
 #include "../support/special_values.h"
-#include "../support/state_of.h"
 #include "../support/training.h"
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
 #include "host_gpu.h"
 
 namespace {
 
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
-using test_support::error_of;
 using test_support::expect_same;
+using test_support::message_of;
 using test_support::TrainingOptions;
 using testing::HasSubstr;
 
@@ -101,7 +101,7 @@ TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
   const c10::StreamGuard stream(host_gpu::new_stream());
   host_gpu::Graph graph;
   host_gpu::capture(graph, [&] { x.mutable_grad().copy_(scaler.scale(ones)); });
-  const test_support::Warnings warnings;
+  const test_support::WarningRecorder warnings;
   for (int i = 0; i < 3; ++i) {
     graph.replay();
     scaler.step(optimizer);
@@ -254,7 +254,7 @@ TEST_P(Captures, WithoutAWarmUpAreRefused) {
   const auto refuses = [](Training& training) {
     host_gpu::Graph graph;
     const c10::StreamGuard stream(host_gpu::new_stream());
-    EXPECT_THAT(error_of([&] { host_gpu::capture(graph, [&] { training.iterate(); }); }),
+    EXPECT_THAT(message_of([&] { host_gpu::capture(graph, [&] { training.iterate(); }); }),
                 HasSubstr("before the capture"));
   };
   for (const TrainingOptions& options : all_options()) {
@@ -283,10 +283,10 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
     result = gpu.iterate();
     EXPECT_FALSE(result->ready());
     (void)eager.ready();  // asks for no event now
-    EXPECT_THAT(error_of([&] { (void)result->ran(); }),
+    EXPECT_THAT(message_of([&] { (void)result->ran(); }),
                 HasSubstr("while a CUDA graph is being captured"));
   });
-  EXPECT_THAT(error_of([&] { (void)result->ran(); }), HasSubstr("has not been replayed"));
+  EXPECT_THAT(message_of([&] { (void)result->ran(); }), HasSubstr("has not been replayed"));
   for (const float value : {1.0F, kInfinity, 2.0F}) {
     gpu.input.fill_(value);
     graph.replay();
@@ -317,7 +317,7 @@ struct Asked {
 };
 const std::vector<Asked> kAsked = {
     {"3 tensors", {}, 6, 40800},
-    {"3 tensors, whose skips are told", {.tells = true}, 6, 40800},
+    {"3 tensors, whose skips are told", {.has_skip_callback = true}, 6, 40800},
     {"3 tensors, after unscale_", {.unscales = true}, 7, 49224},
     {"3 tensors of bfloat16 with masters",
      {.dtype = at::kBFloat16,
@@ -404,7 +404,7 @@ TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
   Training of_gpu(host_gpu::device());
   std::vector<int64_t> rows;
   of_gpu.scaler().on_skip(
-      [&](const mezzo::SkippedStep& skip) { rows.push_back(skip.times_in_a_row); });
+      [&](const mezzo::SkippedStep& skip) { rows.push_back(skip.consecutive_skips); });
   for (const float gradient : {kInfinity, kInfinity, 1.0F, kInfinity, kInfinity, kInfinity, 1.0F}) {
     of_gpu.input.fill_(gradient);
     of_gpu.iterate();
@@ -571,8 +571,8 @@ TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
 TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
   Training gpu(host_gpu::device());
   gpu.iterate();
-  auto& state =
-      test_support::state_of<mezzo::optim::AdamWParamState>(gpu.optimizer(), gpu.parameters()[0]);
+  auto& state = test_support::get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(),
+                                                                             gpu.parameters()[0]);
   static_cast<torch::optim::AdamWParamState&>(state).step(41);
   gpu.iterate();
   EXPECT_EQ(state.step(), 42);

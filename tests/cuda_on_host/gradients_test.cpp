@@ -23,9 +23,9 @@
 
 namespace {
 
-using cuda_on_host::copies_of;
+using cuda_on_host::BitwiseEqual;
+using cuda_on_host::clone_all;
 using cuda_on_host::kDtypes;
-using cuda_on_host::SameBits;
 using mezzo::Verdict;
 
 class GradientsOnHost : public testing::Test {
@@ -113,14 +113,14 @@ int64_t elements_of(const std::vector<at::Tensor>& gradients) {
 }
 
 void expect_same(const Verdict& device, const Verdict& cpu, int64_t count) {
-  EXPECT_THAT(device.found_inf, SameBits(cpu.found_inf));
-  EXPECT_THAT(device.max_abs, SameBits(cpu.max_abs));
+  EXPECT_THAT(device.found_inf, BitwiseEqual(cpu.found_inf));
+  EXPECT_THAT(device.max_abs, BitwiseEqual(cpu.max_abs));
   const double sum = device.sum_of_squares.item<double>();
   const double expected = cpu.sum_of_squares.item<double>();
   if (std::isfinite(expected)) {
     EXPECT_LE(std::abs(sum - expected), sum_bound(count) * expected);
   } else {
-    EXPECT_THAT(device.sum_of_squares, SameBits(cpu.sum_of_squares));
+    EXPECT_THAT(device.sum_of_squares, BitwiseEqual(cpu.sum_of_squares));
   }
 }
 
@@ -132,8 +132,8 @@ void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_sca
 }
 
 void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_scale) {
-  const std::vector<at::Tensor> expected = copies_of(gradients);
-  const std::vector<at::Tensor> actual = copies_of(gradients);
+  const std::vector<at::Tensor> expected = clone_all(gradients);
+  const std::vector<at::Tensor> actual = clone_all(gradients);
   at::Tensor expected_found = scalar(0);
   at::Tensor found = scalar(0);
   mezzo::detail::unscale_and_check_(expected, expected_found, scalar(inv_scale));
@@ -143,12 +143,12 @@ void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_sca
   }
   EXPECT_TRUE(at::equal(found, expected_found));
   for (std::size_t i = 0; i < actual.size(); ++i) {
-    EXPECT_THAT(actual[i], SameBits(expected[i])) << i << " times " << inv_scale;
+    EXPECT_THAT(actual[i], BitwiseEqual(expected[i])) << i << " times " << inv_scale;
   }
 }
 
 void expect_same_check(const std::vector<at::Tensor>& gradients) {
-  const std::vector<at::Tensor> before = copies_of(gradients);
+  const std::vector<at::Tensor> before = clone_all(gradients);
   at::Tensor expected = scalar(0);
   at::Tensor found = scalar(0);
   mezzo::detail::check_(gradients, expected);
@@ -156,7 +156,7 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   mezzo::detail::check_(gradients, found);
   EXPECT_TRUE(at::equal(found, expected));
   for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_THAT(gradients[i], SameBits(before[i])) << "a check only reads";
+    EXPECT_THAT(gradients[i], BitwiseEqual(before[i])) << "a check only reads";
   }
 }
 
@@ -184,7 +184,7 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
   };
   expect_launches(apart, 2);
   expect_launches(gradients, 1);
-  for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_THAT(gradients[i], SameBits(apart[i]));
+  for (std::size_t i = 0; i < apart.size(); ++i) EXPECT_THAT(gradients[i], BitwiseEqual(apart[i]));
 }
 
 TEST_F(GradientsOnHost, UnscaleAndCheckOverDtypesTailsAndLayouts) {
@@ -286,8 +286,8 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
       mezzo::detail::update_scale_(story.rule, cpu, scalar(found));
       const host_device::On on;
       mezzo::detail::update_scale_(story.rule, device, scalar(found));
-      EXPECT_THAT(device.scale, SameBits(cpu.scale));
-      EXPECT_THAT(device.inverse, SameBits(cpu.inverse));
+      EXPECT_THAT(device.scale, BitwiseEqual(cpu.scale));
+      EXPECT_THAT(device.inverse, BitwiseEqual(cpu.inverse));
       EXPECT_TRUE(at::equal(device.growth_tracker, cpu.growth_tracker));
       EXPECT_TRUE(at::equal(device.hysteresis_tracker, cpu.hysteresis_tracker));
     }
@@ -306,10 +306,10 @@ TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   for (uint64_t seed = 0; seed < 100; ++seed) {
     host_device::set_seed(seed);
     const Verdict again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
-    EXPECT_THAT(again.max_abs, SameBits(first.max_abs));
-    EXPECT_THAT(again.sum_of_squares, SameBits(first.sum_of_squares));
+    EXPECT_THAT(again.max_abs, BitwiseEqual(first.max_abs));
+    EXPECT_THAT(again.sum_of_squares, BitwiseEqual(first.sum_of_squares));
     at::Tensor found = scalar(0);
-    mezzo::detail::unscale_and_check_(copies_of(gradients), found, scalar(0.25));
+    mezzo::detail::unscale_and_check_(clone_all(gradients), found, scalar(0.25));
     EXPECT_EQ(found.item<float>(), 1.0F);
   }
 }

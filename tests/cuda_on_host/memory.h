@@ -5,12 +5,12 @@
 #include <array>
 #include <vector>
 
-#include "../support/same_bits.h"
+#include "../support/bitwise_equal.h"
 
 namespace cuda_on_host {
 
-using test_support::same_bits;
-using test_support::SameBits;
+using test_support::bitwise_equal;
+using test_support::BitwiseEqual;
 
 inline constexpr std::array<at::ScalarType, 4> kDtypes{at::kFloat, at::kDouble, at::kHalf,
                                                        at::kBFloat16};
@@ -23,7 +23,7 @@ inline at::Tensor copy_of(const at::Tensor& tensor) {
       .as_strided(tensor.sizes(), tensor.strides(), tensor.storage_offset());
 }
 
-inline std::vector<at::Tensor> copies_of(const std::vector<at::Tensor>& tensors) {
+inline std::vector<at::Tensor> clone_all(const std::vector<at::Tensor>& tensors) {
   std::vector<at::Tensor> copies;
   for (const at::Tensor& tensor : tensors) copies.push_back(copy_of(tensor));
   return copies;

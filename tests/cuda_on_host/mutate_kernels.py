@@ -75,14 +75,14 @@ CHANGES = [
 
 # The same in HEADERS, of what the host does around the kernels.
 HOST_CHANGES = [
-    ("a letter's event before its kernel", "scaling/detail/step_letter.h",
+    ("a letter's event before its kernel", "scaling/detail/device_step_future.h",
      "write(on_device(scale, device_), verdict.on(device_));\n    if (!is_captured_)\n      "
      "event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));",
      "if (!is_captured_) event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));\n"
      "    write(on_device(scale, device_), verdict.on(device_));"),
-    ("a letter before its event has come", "scaling/detail/step_letter.h",
-     "has_arrived_ = event_.query();", "has_arrived_ = true;"),
-    ("the host's own step before its letter has come", "scaling/detail/step_letter.h",
+    ("a letter before its event has come", "scaling/detail/device_step_future.h",
+     "is_ready_ = event_.query();", "is_ready_ = true;"),
+    ("the host's own step before its letter has come", "scaling/detail/device_step_future.h",
      "event_.synchronize();", ""),
     ("a line before the next scale has come", "scaling/detail/skip_reporter.h",
      "if (skipped_scale && !next_scale) return;", "if (!next_scale) next_scale = skipped_scale;"),

@@ -171,7 +171,7 @@ class StepParameters {
     for (std::size_t i = 0; i < size(); ++i) {
       for (std::size_t k = 0; k < streams_[i].size(); ++k) {
         const at::Tensor &own = streams_[i][k], &others = other.streams_[i][k];
-        if (!own.defined() || same_bits(with_margin(own), with_margin(others))) continue;
+        if (!own.defined() || bitwise_equal(with_margin(own), with_margin(others))) continue;
         return "stream " + std::to_string(k) + " of parameter " + std::to_string(i);
       }
     }
@@ -414,10 +414,10 @@ TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
             SgdConstants{}.at(1e-3, 1), {.seed = 7, .parameter = 5});
   };
   step_on_cpu(expected, kFirst);
-  EXPECT_THAT(weights, SameBits(expected));
+  EXPECT_THAT(weights, BitwiseEqual(expected));
   const at::Tensor elsewhere = at::ones({kTail}, at::kBFloat16);
   step_on_cpu(elsewhere, 0);
-  EXPECT_FALSE(same_bits(elsewhere, expected)) << "2^32 elements apart";
+  EXPECT_FALSE(bitwise_equal(elsewhere, expected)) << "2^32 elements apart";
 }
 
 /// A hundred orders, of which each storage has its share.

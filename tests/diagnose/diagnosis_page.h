@@ -16,7 +16,7 @@
 #include <iostream>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 
 /// A classifier with three batches, in a folder that goes with the test.
 class DiagnosisPage : public testing::Test {
@@ -31,12 +31,12 @@ class DiagnosisPage : public testing::Test {
       const torch::Tensor x = torch::randn({16, 8});
       batches.push_back({x, x.slice(1, 0, 4).argmax(1)});
     }
-    std::filesystem::current_path(scratch.path());
+    std::filesystem::current_path(temp_dir.path());
   }
   ~DiagnosisPage() override { std::filesystem::current_path(before); }
 
   std::filesystem::path before = std::filesystem::current_path();
-  test_support::Scratch scratch;
+  test_support::TempDir temp_dir;
   torch::nn::Sequential model{torch::nn::Linear(8, 16), torch::nn::ReLU(),
                               torch::nn::Linear(16, 4)};
   mezzo::optim::AdamW optimizer{model->parameters()};

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
@@ -31,12 +31,12 @@ class DoctorCommand : public testing::Test {
 
   Said run(const std::string& arguments) const {
     const std::string command = std::string("OMP_NUM_THREADS=1 ") + MEZZO_DOCTOR + " " + arguments +
-                                " > " + (scratch_.path() / "out").string() + " 2> " +
-                                (scratch_.path() / "err").string();
+                                " > " + (temp_dir_.path() / "out").string() + " 2> " +
+                                (temp_dir_.path() / "err").string();
     const int status = std::system(command.c_str());
     return {.status = WIFEXITED(status) ? WEXITSTATUS(status) : -1,
-            .out = test_support::bytes_of(scratch_.path() / "out"),
-            .err = test_support::bytes_of(scratch_.path() / "err")};
+            .out = test_support::read_file(temp_dir_.path() / "out"),
+            .err = test_support::read_file(temp_dir_.path() / "err")};
   }
 
   /// A TorchScript file whose one layer fills a mask with `fill`.
@@ -47,7 +47,7 @@ class DoctorCommand : public testing::Test {
                  ("  return y.masked_fill(y > 100, " + fill + ")\n"));
     model.register_module("layer", layer);
     model.define("def forward(self, x):\n  return self.layer.forward(x)\n");
-    const std::string path = (scratch_.path() / "model.pt").string();
+    const std::string path = (temp_dir_.path() / "model.pt").string();
     model.save(path);
     return path;
   }
@@ -58,7 +58,7 @@ class DoctorCommand : public testing::Test {
     return cpu.known && !cpu.bf16 ? 1 : 0;
   }
 
-  test_support::Scratch scratch_;
+  test_support::TempDir temp_dir_;
 };
 
 TEST_F(DoctorCommand, ReportsAndExitsByTheWorstFinding) {
@@ -88,9 +88,9 @@ TEST_F(DoctorCommand, WritesJson) {
 }
 
 TEST_F(DoctorCommand, TakesASampleThatTorchSaved) {
-  const auto path = (scratch_.path() / "batch.pt").string();
+  const auto path = (temp_dir_.path() / "batch.pt").string();
   const auto bytes = torch::pickle_save(c10::ivalue::Tuple::create({torch::ones({8, 16})}));
-  test_support::put_bytes(path, {bytes.begin(), bytes.end()});
+  test_support::write_file(path, {bytes.begin(), bytes.end()});
   const Said said = run(model("0.0") + " --sample " + path + "");
   EXPECT_EQ(said.status, warnings_of_this_cpu()) << said.out << said.err;
   EXPECT_EQ(said.out.find("Nothing was run"), std::string::npos);
@@ -102,8 +102,8 @@ TEST_F(DoctorCommand, SaysWhatItCannotUse) {
   const std::string path = model("0.0");
   EXPECT_EQ(run("nowhere.pt").status, 3);
   EXPECT_THAT(run("nowhere.pt").err, HasSubstr("nowhere.pt"));
-  test_support::put_bytes(scratch_.path() / "text.pt", "no TorchScript");
-  const Said text = run((scratch_.path() / "text.pt").string());
+  test_support::write_file(temp_dir_.path() / "text.pt", "no TorchScript");
+  const Said text = run((temp_dir_.path() / "text.pt").string());
   EXPECT_EQ(text.status, 3);
   EXPECT_THAT(text.err, HasSubstr("text.pt: cannot be read; write it in Python with torch.jit"));
   const Said sizes = run(path + " --input 8x16");

@@ -16,7 +16,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 namespace {
 
@@ -24,7 +24,7 @@ using mezzo::diagnose;
 using mezzo::Diagnosis;
 using mezzo::Finding;
 using mezzo::FindingSeverity;
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::Contains;
 using testing::Each;
@@ -148,7 +148,7 @@ TEST(Doctor, ForetellsTheUpdatesThatRoundToNothing) {
   const auto says_nothing = Not(Contains(about("updates")));
   EXPECT_THAT(found(torch::kBFloat16, std::nullopt), says_nothing);
   EXPECT_THAT(found(torch::kBFloat16, 1e-2), says_nothing);
-  EXPECT_THAT(error_of([&] { found(torch::kBFloat16, -1.0); }), HasSubstr("learning_rate is -1"));
+  EXPECT_THAT(message_of([&] { found(torch::kBFloat16, -1.0); }), HasSubstr("learning_rate is -1"));
   const auto findings = found(torch::kBFloat16, 1e-4);
   const auto finding = std::find_if(findings.begin(), findings.end(),
                                     [](const auto& one) { return one.topic == "updates"; });
@@ -380,19 +380,19 @@ TEST(Doctor, PrintsTheWorstFirstWithinTheWidthOfATerminal) {
 
 TEST(Doctor, SaysWhatItCannotExamine) {
   Attention model;
-  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kMeta); }),
+  EXPECT_THAT(message_of([&] { diagnose(model, rows(), torch::kMeta); }),
               HasSubstr("device: no autocast on meta"));
-  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCUDA); }),
+  EXPECT_THAT(message_of([&] { diagnose(model, rows(), torch::kCUDA); }),
               HasSubstr("norm.weight is on cpu and device is cuda; call model->to(device) first"));
-  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCPU, {.dtype = torch::kFloat}); }),
+  EXPECT_THAT(message_of([&] { diagnose(model, rows(), torch::kCPU, {.dtype = torch::kFloat}); }),
               HasSubstr("dtype is Float; use torch::kHalf or torch::kBFloat16"));
   torch::nn::Sequential empty{torch::nn::ReLU()};
-  EXPECT_THAT(error_of([&] { diagnose(empty, rows(), torch::kCPU); }),
+  EXPECT_THAT(message_of([&] { diagnose(empty, rows(), torch::kCPU); }),
               HasSubstr("the model has no parameters"));
-  EXPECT_THAT(error_of([&] { diagnose(torch::nn::Linear(nullptr), rows(), torch::kCPU); }),
+  EXPECT_THAT(message_of([&] { diagnose(torch::nn::Linear(nullptr), rows(), torch::kCPU); }),
               HasSubstr("the model is an empty holder or a null pointer"));
   const mezzo::Autocast<torch::kCPU> autocast;
-  EXPECT_THAT(error_of([&] { diagnose(model, rows(), torch::kCPU); }),
+  EXPECT_THAT(message_of([&] { diagnose(model, rows(), torch::kCPU); }),
               HasSubstr("outside of Autocast regions"));
 }
 

@@ -167,7 +167,7 @@ TEST(OverflowReport, LimitsLinesOfSkipsInARow) {
   EXPECT_THAT(text, HasSubstr("(step 11 in a row that was skipped; from here on one in 1000"));
   int heard = 0;
   OverflowReport report(*model, {.stream = nullptr, .callback = [&](const Overflow&) { ++heard; }});
-  for (int skip = 1; skip <= 2000; ++skip) report({.times_at_floor = skip});
+  for (int skip = 1; skip <= 2000; ++skip) report({.consecutive_skips_at_min_scale = skip});
   EXPECT_EQ(heard, 3) << "the first, the 1000th and the 2000th";
 }
 

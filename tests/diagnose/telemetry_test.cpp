@@ -28,8 +28,8 @@
 #include <thread>
 #include <vector>
 
-#include "../support/scratch.h"
-#include "../support/warnings.h"
+#include "../support/temp_dir.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
@@ -196,7 +196,7 @@ TEST(Telemetry, WriterMayAddAWriter) {
 }
 
 TEST(Telemetry, DestructorReportsWhatIsNoStdException) {
-  test_support::Warnings warnings;
+  test_support::WarningRecorder warnings;
   {
     Telemetry telemetry;
     telemetry.write_to([](const TelemetryRecord&) { throw 7; });
@@ -244,8 +244,8 @@ void add_sections(mezzo::RunReport& report) {
 TEST(TelemetryFiles, HoldWhatWasRecorded) {
   // telemetry_files.py sets it, and reads what is written here with Python's own readers.
   const char* const asked = std::getenv("MEZZO_TELEMETRY_FOLDER");
-  const test_support::Scratch scratch;
-  const std::string folder = asked != nullptr ? asked : scratch.path().string();
+  const test_support::TempDir temp_dir;
+  const std::string folder = asked != nullptr ? asked : temp_dir.path().string();
   mezzo::RunReport report("run <1> & \"more\"");
   {
     mezzo::CsvFile csv(folder + "/run.csv");
@@ -259,12 +259,12 @@ TEST(TelemetryFiles, HoldWhatWasRecorded) {
   add_sections(report);
   report.save(folder + "/run.html");
 
-  EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
+  EXPECT_THAT(test_support::read_file(folder + "/run.csv"),
               testing::StartsWith("step,wall_time,loss,scale,skipped,grad_norm,"
                                   "tokens_per_second,memory_bytes,learning_rate\n1,1750000001,"));
-  EXPECT_THAT(test_support::bytes_of(folder + "/run.csv"),
+  EXPECT_THAT(test_support::read_file(folder + "/run.csv"),
               HasSubstr("\n11,1750000011,nan,32768,0,1.0022128489940254,4096.5,1e+09,\n"));
-  const std::string page = test_support::bytes_of(folder + "/run.html");
+  const std::string page = test_support::read_file(folder + "/run.html");
   EXPECT_THAT(page, HasSubstr("<title>run &lt;1&gt; &amp; &quot;more&quot;</title>"));
   EXPECT_THAT(page, HasSubstr("<title>step 7 skipped</title>"));
   EXPECT_THAT(page, HasSubstr("<title>loss is -inf</title>"));
@@ -375,25 +375,25 @@ TEST(RunReport, IsTheSameUnderALocaleWithCommas) {
 }
 
 TEST(TelemetryFiles, TwoEventFilesOfOneSecondAreTwo) {
-  const test_support::Scratch scratch;
-  const mezzo::TensorBoardFile first(scratch.path()), second(scratch.path());
-  const auto files = std::filesystem::directory_iterator(scratch.path());
+  const test_support::TempDir temp_dir;
+  const mezzo::TensorBoardFile first(temp_dir.path()), second(temp_dir.path());
+  const auto files = std::filesystem::directory_iterator(temp_dir.path());
   EXPECT_EQ(std::distance(begin(files), end(files)), 2);
 }
 
 TEST(TelemetryFiles, ACsvFileOfAResumedRunIsAppendedTo) {
-  const test_support::Scratch scratch;
-  const std::string path = scratch.path() / "run.csv";
+  const test_support::TempDir temp_dir;
+  const std::string path = temp_dir.path() / "run.csv";
   for (int begin : {1, 3}) {
     mezzo::CsvFile csv(path, {.append = true});
     csv(sample(begin));
     csv(sample(begin + 1));
   }
-  const std::string text = test_support::bytes_of(path);
+  const std::string text = test_support::read_file(path);
   EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 5);
   EXPECT_EQ(text.rfind("step,wall_time"), 0);
   mezzo::CsvFile anew(path);
-  EXPECT_EQ(test_support::bytes_of(path).find("1750000001"), std::string::npos);
+  EXPECT_EQ(test_support::read_file(path).find("1750000001"), std::string::npos);
 }
 
 }  // namespace

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 #include "ranks.h"
 #include "some_ranks.h"
 
@@ -36,7 +36,7 @@ using mezzo::DistributedCheckpointManager;
 using mezzo::TrainingState;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
-using test_support::error_of;
+using test_support::message_of;
 
 /// An object that some ranks cannot save, or load.
 struct Fussy {
@@ -68,7 +68,7 @@ inline std::vector<std::string> texts_of(const Ranks& ranks, const std::string& 
 /// What all ranks throw, if those are the same words; what two of them throw otherwise.
 template <class Call>
 std::string common_error_of(const Ranks& ranks, const Call& call) {
-  const std::vector<std::string> errors = texts_of(ranks, error_of(call));
+  const std::vector<std::string> errors = texts_of(ranks, message_of(call));
   for (const std::string& error : errors) {
     if (error != errors[0]) return "different words:\n" + errors[0] + "\nand\n" + error;
   }
@@ -98,7 +98,7 @@ class SharedFolder {
   }
 
  private:
-  std::optional<test_support::Scratch> own_;
+  std::optional<test_support::TempDir> own_;
   std::filesystem::path path_;
 };
 

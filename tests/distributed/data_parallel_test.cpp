@@ -17,7 +17,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/script_model.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
@@ -27,7 +27,7 @@ namespace {
 using distributed_test::alike_ranks;
 using distributed_test::recording_ranks;
 using mezzo::DataParallel;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 
 /// Takes what cannot be copied, and gives it back.
@@ -186,7 +186,7 @@ TEST(DataParallel, NamesAParameterThatWasFrozenAndIsNoMore) {
   ddp(torch::randn({8, 64})).sum().backward();
   EXPECT_FALSE(model->first->bias.grad().defined());
   model->first->bias.requires_grad_(true);
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 ddp(torch::randn({8, 64}));
               }),
               HasSubstr("the parameter first.bias was frozen when this was made"));
@@ -211,12 +211,12 @@ TEST(DataParallel, TakesATiedWeightOnce) {
 }
 
 TEST(DataParallel, RefusesWhatItCannotTrain) {
-  EXPECT_THAT(error_of([] { DataParallel(torch::nn::Linear(nullptr), alike_ranks(2)); }),
+  EXPECT_THAT(message_of([] { DataParallel(torch::nn::Linear(nullptr), alike_ranks(2)); }),
               HasSubstr("`model` is empty"));
-  EXPECT_THAT(error_of([] { DataParallel(torch::nn::ReLU(), alike_ranks(2)); }),
+  EXPECT_THAT(message_of([] { DataParallel(torch::nn::ReLU(), alike_ranks(2)); }),
               HasSubstr("no parameter of the model requires grad"));
   torch::nn::Linear model(2, 1);
-  EXPECT_THAT(error_of([&] { DataParallel(model, alike_ranks(2), {.bucket_bytes = 0}); }),
+  EXPECT_THAT(message_of([&] { DataParallel(model, alike_ranks(2), {.bucket_bytes = 0}); }),
               HasSubstr("bucket_bytes is 0"));
 }
 

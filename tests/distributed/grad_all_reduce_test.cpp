@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 
@@ -26,7 +26,7 @@ namespace {
 using distributed_test::alike_ranks;
 using distributed_test::recording_ranks;
 using mezzo::GradAllReduce;
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -219,7 +219,7 @@ TEST_F(PassesOfBackward, CountOnceAParameterThatSeveralPassesInsideReach) {
     expect_gradient(other, 1);
   }
   const GradAllReduce alone({shared, other}, ranks(), {.bucket_bytes = 1});
-  EXPECT_THAT(error_of(run),
+  EXPECT_THAT(message_of(run),
               AllOf(HasSubstr("came once more"), HasSubstr("mezzo::activation_checkpoint")));
 }
 
@@ -235,7 +235,7 @@ TEST_F(PassesOfBackward, OfOneProcessGoOnAfterOneThatThrew) {
     });
     return y;
   };
-  EXPECT_THAT(error_of([&] { (inner() * early).sum().backward(); }), HasSubstr("on purpose"));
+  EXPECT_THAT(message_of([&] { (inner() * early).sum().backward(); }), HasSubstr("on purpose"));
   throws = false;
   all_reduce.buckets().zero_grad();
   (inner() * early).sum().backward();
@@ -247,7 +247,7 @@ TEST_F(PassesOfBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
   const Tensor parameter = torch::full({3}, 2.0F).requires_grad_();
   {
     GradAllReduce all_reduce({parameter}, alike_ranks(2));
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(message_of([&] {
                   parameter.pow(3).sum().backward({}, /*retain_graph=*/true,
                                                   /*create_graph=*/true);
                 }),
@@ -255,14 +255,15 @@ TEST_F(PassesOfBackward, RefuseAHistoryASparseGradientAndAnUnscaledOneOfFloat) {
   }
   torch::nn::Embedding embedding(torch::nn::EmbeddingOptions(5, 2).sparse(true));
   const GradAllReduce of_sparse(embedding->parameters(), alike_ranks(2));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 embedding->forward(torch::tensor({1, 2})).sum().backward();
               }),
               HasSubstr("it should be dense"));
   const Tensor half = torch::ones({3}, torch::kHalf).requires_grad_();
   const GradAllReduce of_half({half}, alike_ranks(2));
   half.mutable_grad() = torch::full({3}, 1e-8F);  // as unscaled for a master
-  EXPECT_THAT(error_of([&] { half.sum().backward(); }), HasSubstr("take the step and zero_grad()"));
+  EXPECT_THAT(message_of([&] { half.sum().backward(); }),
+              HasSubstr("take the step and zero_grad()"));
 }
 
 TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
@@ -283,9 +284,10 @@ TEST_F(PassesOfBackward, SendGradientsOfFloatIn16BitsWhereThatIsAsked) {
     (wide * 60000).sum().backward();  // times two ranks it is an inf of half
     EXPECT_TRUE(wide.grad().allclose(torch::full({3}, 60000.F), 0.01)) << wide.grad();
   }
-  EXPECT_THAT(
-      error_of([] { GradAllReduce({ones()}, alike_ranks(2), {.compress_dtype = torch::kFloat}); }),
-      HasSubstr("`compress_dtype` must be bfloat16 or half"));
+  EXPECT_THAT(message_of([] {
+                GradAllReduce({ones()}, alike_ranks(2), {.compress_dtype = torch::kFloat});
+              }),
+              HasSubstr("`compress_dtype` must be bfloat16 or half"));
 }
 
 TEST_F(PassesOfBackward, AreLocalAsLongAsAGuardLives) {

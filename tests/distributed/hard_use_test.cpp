@@ -12,7 +12,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "alike_ranks.h"
 #include "recording_ranks.h"
 
@@ -25,7 +25,7 @@ using distributed_test::recording_ranks;
 using mezzo::DataParallel;
 using mezzo::GradAllReduce;
 using mezzo::GradScaler;
-using test_support::error_of;
+using test_support::message_of;
 
 at::Tensor leaf_number(double value) { return torch::full({3}, value).requires_grad_(); }
 
@@ -48,7 +48,7 @@ TEST(HardUse, AParameterThatTwoReduceIsNamed) {
   const GradAllReduce first({left, shared}, alike_ranks(2));
   (shared * left).sum().backward();
   const GradAllReduce second({right, shared}, alike_ranks(2));
-  EXPECT_THAT(error_of([&] { (shared * left * right).sum().backward(); }),
+  EXPECT_THAT(message_of([&] { (shared * left * right).sum().backward(); }),
               testing::AllOf(testing::HasSubstr("the gradient of parameter 1 ("),
                              testing::HasSubstr("on cpu) is reduced by another")));
 }
@@ -153,7 +153,7 @@ TEST(HardUse, AModelThatIsCastUnderItsBucketsIsNamed) {
     torch::nn::Linear net(3, 3);
     const GradAllReduce all_reduce(net->parameters(), alike_ranks(2));
     net->to(dtype);
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(message_of([&] {
                   net(torch::ones({2, 3}, dtype)).sum().backward();
                 }),
                 testing::HasSubstr("cast and move the model first"));

@@ -17,7 +17,7 @@
 #include <thread>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ using mezzo::MpiBackend;
 using mezzo::MpiBackendOptions;
 using RedOp = c10d::ReduceOp::RedOpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -113,7 +113,7 @@ TEST_F(MpiBackendTest, ReductionsOfEveryDtypeAreThoseOfAllRanks) {
       }
     }
   }
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 all_reduce(world, torch::ones({3}, at::kLong), c10d::ReduceOp::AVG)->wait();
               }),
               HasSubstr("Long cannot be reduced so"));
@@ -287,7 +287,7 @@ TEST_F(MpiBackendTest, WhatIsWrittenCountsAsAnInPlaceOperation) {
   const auto version = factor._version();
   all_reduce(world, factor, c10d::ReduceOp::SUM)->wait();
   EXPECT_GT(factor._version(), version);
-  EXPECT_THAT(error_of([&] { product.sum().backward(); }),
+  EXPECT_THAT(message_of([&] { product.sum().backward(); }),
               HasSubstr("modified by an inplace operation"));
 
   broadcast(world, weight, 0)->wait();  // a leaf, outside of NoGradGuard
@@ -297,10 +297,10 @@ TEST_F(MpiBackendTest, WhatIsWrittenCountsAsAnInPlaceOperation) {
 TEST_F(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
   const at::Tensor three = torch::zeros({3});
   const auto sum_error = [&](const at::Tensor& tensor) {
-    return error_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); });
+    return message_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); });
   };
   EXPECT_THAT(
-      error_of([&] { broadcast(world, three, size)->wait(); }),
+      message_of([&] { broadcast(world, three, size)->wait(); }),
       AllOf(HasSubstr("broadcast on rank " + std::to_string(rank)), HasSubstr("`rootRank`")));
   EXPECT_THAT(sum_error({}), HasSubstr("but is undefined"));
   EXPECT_THAT(sum_error(three.to(at::kBool)), HasSubstr("Bool cannot be reduced so"));
@@ -308,16 +308,17 @@ TEST_F(MpiBackendTest, WrongArgumentsAreNamedBeforeAnythingIsSent) {
   EXPECT_THAT(sum_error(three[0].expand({4})), HasSubstr("contiguous"));
   EXPECT_THAT(sum_error(three.to_sparse()), HasSubstr("dense"));
   EXPECT_THAT(sum_error(three.to(at::kMeta)), HasSubstr("on the CPU"));
-  EXPECT_THAT(error_of([&] { all_gather(world, at::zeros({3 * size + 1}), three)->wait(); }),
+  EXPECT_THAT(message_of([&] { all_gather(world, at::zeros({3 * size + 1}), three)->wait(); }),
               HasSubstr("`output` must be contiguous, on the CPU, of the dtype of `input` and " +
                         std::to_string(size) + " times as long"));
-  EXPECT_THAT(error_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
-              HasSubstr("of the dtype of `input`"));
+  EXPECT_THAT(
+      message_of([&] { all_gather(world, at::zeros({3 * size}, at::kHalf), three)->wait(); }),
+      HasSubstr("of the dtype of `input`"));
   world->barrier()->wait();  // and the ranks are still in step
 }
 
 TEST(MpiBackend, ATimeOutThatIsNotPositiveIsNamed) {
-  EXPECT_THAT(error_of([] { group({.timeout = std::chrono::milliseconds(0)}); }),
+  EXPECT_THAT(message_of([] { group({.timeout = std::chrono::milliseconds(0)}); }),
               HasSubstr("`timeout` must be positive, but is 0 ms"));
 }
 
@@ -328,12 +329,12 @@ TEST(MpiBackend, ARankThatSkipsACollectiveEndsTheOthersWithinTheTimeOut) {
     const auto begin = std::chrono::steady_clock::now();
     const at::Tensor tensor = torch::ones({10});
     EXPECT_THAT(
-        error_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); }),
+        message_of([&] { all_reduce(world, tensor, c10d::ReduceOp::SUM)->wait(); }),
         AllOf(HasSubstr("all_reduce(sum) of 10 Float on rank " + std::to_string(world->getRank()) +
                         " of " + std::to_string(world->getSize())),
               HasSubstr("not all ranks have called it within 300 ms")));
     EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(20));
-    EXPECT_THAT(error_of([&] { world->barrier()->wait(); }),
+    EXPECT_THAT(message_of([&] { world->barrier()->wait(); }),
                 AllOf(HasSubstr("this group failed earlier"), HasSubstr("all_reduce(sum)")));
   }
   MPI_Barrier(MPI_COMM_WORLD);
@@ -348,7 +349,7 @@ TEST(MpiBackend, RanksThatCallDifferentThingsAllLearnWhichAndGoOn) {
   const at::Tensor tensor = torch::ones({10});
 
   const auto expect_error = [&](auto of_the_last, auto of_the_others, const std::string& words) {
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(message_of([&] {
                   WorkPtr request = world->getRank() == last ? of_the_last() : of_the_others();
                   request->wait();
                 }),

@@ -7,7 +7,7 @@
 
 #include <string>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "ranks.h"
 
 namespace {
@@ -15,7 +15,7 @@ namespace {
 using distributed_test::everyone;
 using distributed_test::Ranks;
 using mezzo::TensorsByName;
-using test_support::error_of;
+using test_support::message_of;
 using testing::AllOf;
 using testing::HasSubstr;
 
@@ -49,7 +49,7 @@ TEST(BroadcastParameters, ARankWithAnotherModelIsNamedOnAllRanksAndNothingIsWrit
                                 const std::string& the_roots_words) {
     TensorsByName tensors = {{"a", torch::full({2, 3}, 7.F)}, {"b", torch::zeros({4})}};
     if (world->getRank() == last) tensors = of_the_last;
-    EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, world); }),
+    EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, world); }),
                 AllOf(HasSubstr("broadcast_parameters: "),
                       HasSubstr("rank " + std::to_string(last) + " has \"" + its_words +
                                 "\" where rank 0 has \"" + the_roots_words + "\"")));
@@ -74,10 +74,11 @@ TEST(BroadcastParameters, UnequalNumbersOfBatchesAreNamedOnAllRanks) {
   mezzo::require_equal(world, "batches", 10);
   if (world->getSize() == 1) return;
   const int last = world->getSize() - 1;
-  EXPECT_THAT(
-      error_of([&] { mezzo::require_equal(world, "batches", world->getRank() == last ? 9 : 10); }),
-      testing::HasSubstr("rank " + std::to_string(last) +
-                         " has \"9 batches\" where rank 0 has \"10 batches\""));
+  EXPECT_THAT(message_of([&] {
+                mezzo::require_equal(world, "batches", world->getRank() == last ? 9 : 10);
+              }),
+              testing::HasSubstr("rank " + std::to_string(last) +
+                                 " has \"9 batches\" where rank 0 has \"10 batches\""));
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "checkpoint_ranks.h"
 #include "ranks.h"
 
@@ -54,9 +54,9 @@ TEST(DistributedCheckpoints, OfADamagedNewestFileAllFallBackToTheSameOlderOne) {
   mixed.set(2);
   const auto newest = checkpoints.save(mixed.run.state, 2);
   if (world->getRank() == 0) {
-    std::string bytes = test_support::bytes_of(newest.file);
+    std::string bytes = test_support::read_file(newest.file);
     bytes[bytes.size() / 2] ^= 1;
-    test_support::put_bytes(newest.file, bytes);
+    test_support::write_file(newest.file, bytes);
   }
   barrier(world);
   EXPECT_EQ(checkpoints.load_newest(mixed.run.state)->step, 1);
@@ -76,7 +76,7 @@ TEST(DistributedCheckpoints, WarningHandlerThatThrowsOnRank0ThrowsOnAllRanks) {
   options.on_warning = [](const std::string& text) { throw std::runtime_error("heard " + text); };
   DistributedCheckpointManager checkpoints(folder.path(), world, options);
   const auto saved = checkpoints.save(mixed.run.state, 1);
-  if (world->getRank() == 0) test_support::put_bytes(saved.file, "nothing");
+  if (world->getRank() == 0) test_support::write_file(saved.file, "nothing");
   barrier(world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
               AllOf(HasSubstr("rank 0 of"), HasSubstr("heard ")));
@@ -89,7 +89,7 @@ TEST(DistributedCheckpoints, WhereNoFileIsWholeNoneStartsAfresh) {
   std::vector<std::string> warnings;
   DistributedCheckpointManager checkpoints(folder.path(), world, warning_into(warnings));
   const auto saved = checkpoints.save(mixed.run.state, 1);
-  if (world->getRank() == 0) test_support::put_bytes(saved.file, "nothing");
+  if (world->getRank() == 0) test_support::write_file(saved.file, "nothing");
   barrier(world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.load_newest(mixed.run.state); }),
               HasSubstr("has no checkpoint that is whole"));

@@ -20,7 +20,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "checkpoint_ranks.h"
 #include "ranks.h"
 

@@ -21,8 +21,8 @@
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
-#include "../support/system_calls.h"
+#include "../support/scoped_syscalls.h"
+#include "../support/temp_dir.h"
 #include "checkpoint_ranks.h"
 #include "ranks.h"
 
@@ -52,7 +52,7 @@ TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSav
   const Ranks world = everyone();
   Mixed mixed(world);
   const auto place = folder.path() / "here";
-  if (world->getRank() == 0) test_support::put_bytes(place, "a file where the folder should be");
+  if (world->getRank() == 0) test_support::write_file(place, "a file where the folder should be");
   barrier(world);
   DistributedCheckpointManager checkpoints(place, world);
   EXPECT_THAT(common_error_of(world, [&] { checkpoints.save(mixed.run.state, 3); }),
@@ -65,8 +65,8 @@ TEST(DistributedCheckpoints, AFolderThatRank0CannotWriteIsToldToAllAndTheNextSav
 }
 
 /// `name` fails on rank 0 for a checkpoint's file.
-test_support::SystemCalls failing_on_rank_0(const std::string& name) {
-  test_support::SystemCalls calls = test_support::real_calls();
+test_support::Syscalls failing_on_rank_0(const std::string& name) {
+  test_support::Syscalls calls = test_support::libc_syscalls();
   int rank = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &rank);
   if (rank != 0) return calls;
@@ -106,7 +106,7 @@ TEST(DistributedCheckpoints, WhatTheDiskOfRank0RefusesIsToldToAllAndTheLastFileS
   for (const std::string name : {"write", "fsync", "rename"}) {
     mixed.set(2);
     {
-      const test_support::WithCalls failing(failing_on_rank_0(name));
+      const test_support::ScopedSyscalls failing(failing_on_rank_0(name));
       EXPECT_THAT(
           common_error_of(world, [&] { checkpoints.save(mixed.run.state, 2); }),
           AllOf(HasSubstr("rank 0 of"), HasSubstr(std::strerror(name == "write" ? ENOSPC : EIO))))

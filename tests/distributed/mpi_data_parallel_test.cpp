@@ -17,10 +17,10 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
+#include "rank_equality.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
-#include "same_bits.h"
 
 namespace {
 
@@ -30,7 +30,7 @@ using distributed_test::Ranks;
 using mezzo::DataParallel;
 using ranks_beside_one::made_of;
 using ranks_beside_one::MakeOptimizer;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 
 /// With running statistics, a frozen parameter and one that nobody uses.
@@ -152,7 +152,7 @@ TEST(MpiDataParallel, NamesTheRankAndTheTensorThatDiffer) {
   const auto error_with = [&](const std::function<void(Replicated&)>& change) {
     Replicated model;
     if (world->getRank() == last) change(model);
-    return error_of([&] { DataParallel(model, world); });
+    return message_of([&] { DataParallel(model, world); });
   };
   const std::string of_last = "rank " + std::to_string(last) + " has ";
   EXPECT_THAT(

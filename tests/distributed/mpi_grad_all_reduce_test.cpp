@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
+#include "rank_equality.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
-#include "same_bits.h"
 
 namespace grad_all_reduce_test {
 namespace {
@@ -28,7 +28,7 @@ using ranks_beside_one::batches;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::loss_of;
 using ranks_beside_one::Model;
-using test_support::error_of;
+using test_support::message_of;
 
 /// A weight whose gradient is what it is multiplied by.
 struct OneWeight {
@@ -123,11 +123,11 @@ TEST(GradAllReduce, AfterABackwardPassThatThrewTheNextOneSaysSo) {
   const Batch batch = batches(2)[0];
   const at::Tensor hidden = torch::tanh(model->left->forward(torch::ones({2, 45})));
   hidden.register_hook([](const at::Tensor&) -> at::Tensor { TORCH_CHECK(false, "on purpose"); });
-  EXPECT_THAT(error_of([&] { model->out->forward(hidden).sum().backward(); }),
+  EXPECT_THAT(message_of([&] { model->out->forward(hidden).sum().backward(); }),
               testing::HasSubstr("on purpose"));
   all_reduce.buckets().zero_grad();
   if (world->getSize() == 1) return;  // one rank is in step with itself
-  EXPECT_THAT(error_of([&] { loss_of(model, batch, 0).backward(); }),
+  EXPECT_THAT(message_of([&] { loss_of(model, batch, 0).backward(); }),
               testing::HasSubstr("an earlier backward pass did not end"));
 }
 
@@ -139,7 +139,7 @@ TEST(GradAllReduce, RanksWithOtherBucketsAreToldBeforeAnyPass) {
   const bool is_first = world->getRank() == 0;
   const std::vector<at::Tensor> parameters =
       is_first ? std::vector{one, other} : std::vector{other, one};
-  const std::string error = error_of([&] { const GradAllReduce all_reduce(parameters, world); });
+  const std::string error = message_of([&] { const GradAllReduce all_reduce(parameters, world); });
   EXPECT_EQ(
       error.find("where rank 0 has \"parameter 0: Float [3] in bucket 1") != std::string::npos,
       world->getSize() > 1)

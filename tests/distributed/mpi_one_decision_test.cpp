@@ -12,9 +12,9 @@
 #include <memory>
 #include <vector>
 
+#include "rank_equality.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
-#include "same_bits.h"
 
 // An inf on one rank skips the step of all, and the scale of all backs off: what the gradients say
 // after the reduction is the same everywhere. What a single process does that sees every inf is

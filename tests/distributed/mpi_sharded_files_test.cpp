@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/same_bits.h"
-#include "../support/saved.h"
+#include "../support/bitwise_equal.h"
+#include "../support/message_of.h"
+#include "../support/save_to_string.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
 #include "some_ranks.h"
@@ -33,9 +33,9 @@ using mezzo::optim::WeightStorage;
 using mezzo::optim::WeightStorageOptions;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::Model;
-using test_support::error_of;
-using test_support::load;
-using test_support::saved;
+using test_support::load_from_string;
+using test_support::message_of;
+using test_support::save_to_string;
 using testing::HasSubstr;
 
 std::string from_rank_0(const std::string& text) {
@@ -64,7 +64,7 @@ template <class Optimizer, class Options>
 Saved train_alone(Model model, const Options& options, const WeightStorageOptions& weights) {
   Optimizer optimizer(model->parameters(), options, weights);
   train(model, optimizer, 0, 3);
-  Saved files{saved(model), saved(optimizer)};
+  Saved files{save_to_string(model), save_to_string(optimizer)};
   train(model, optimizer, 3, 5);
   return files;
 }
@@ -81,7 +81,7 @@ Saved train_on_ranks(int size, const Options& options, const WeightStorageOption
     ShardedOptimizer<Optimizer> optimizer(model->parameters(), group.ranks(), options,
                                           kSmallBuckets, weights);
     train(model, optimizer, 0, 3);
-    files = {saved(model), saved(optimizer)};
+    files = {save_to_string(model), save_to_string(optimizer)};
     train(model, optimizer, 3, 5);
     ranks_beside_one::expect_equal(model, wanted, "saving changes nothing");
   }
@@ -92,8 +92,8 @@ Saved train_on_ranks(int size, const Options& options, const WeightStorageOption
 template <class Optimizer>
 void expect_to_go_on(const Saved& file, Model model, Optimizer& optimizer, Model wanted,
                      const std::string& who) {
-  load(model, file.model);
-  load(optimizer, file.optimizer);
+  load_from_string(model, file.model);
+  load_from_string(optimizer, file.optimizer);
   EXPECT_EQ(optimizer.applied_steps(), 3) << who;
   train(model, optimizer, 3, 5);
   ranks_beside_one::expect_equal(model, wanted, who + " goes on");
@@ -172,12 +172,12 @@ TEST(ShardedFiles, TheArchiveIsThatOfTheOptimizerAlone) {
       ShardedOptimizer<AdamW> sharded(model->parameters(), group.ranks(), options, kSmallBuckets,
                                       masters);
       train(model, sharded, 0, 3);
-      archive = saved(sharded);
+      archive = save_to_string(sharded);
     }
     AdamW whole(alone->parameters(), options, masters);
     train(alone, whole, 0, 3);
     AdamW loaded(other->parameters(), AdamWOptions(1.));
-    load(loaded, from_rank_0(archive));
+    load_from_string(loaded, from_rank_0(archive));
     ASSERT_EQ(loaded.state().size(), whole.state().size());
     EXPECT_EQ(static_cast<AdamWOptions&>(loaded.param_groups()[0].options()).lr(), 0.01);
     for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
@@ -201,18 +201,18 @@ TEST(ShardedFiles, AStateIsItsOwnersWhoeverElseHasOne) {
     Model model;
     ShardedOptimizer<Adagrad> sharded(model->parameters(), group.ranks(), options, kSmallBuckets);
     train(model, sharded, 0, 3);
-    archive = saved(sharded);
+    archive = save_to_string(sharded);
   }
   Adagrad whole(alone->parameters(), options), loaded(other->parameters(), options);
   train(alone, whole, 0, 3);
-  load(loaded, from_rank_0(archive));
+  load_from_string(loaded, from_rank_0(archive));
   const auto sum_of = [](Adagrad& optimizer, const at::Tensor& parameter) {
     auto& state = *optimizer.state().at(parameter.unsafeGetTensorImpl());
     return static_cast<torch::optim::AdagradParamState&>(state).sum();
   };
   for (std::size_t i = 0; i < alone->parameters().size(); ++i) {
     EXPECT_THAT(sum_of(loaded, other->parameters()[i]),
-                test_support::SameBits(sum_of(whole, alone->parameters()[i])));
+                test_support::BitwiseEqual(sum_of(whole, alone->parameters()[i])));
   }
 }
 
@@ -224,10 +224,10 @@ TEST(ShardedFiles, AScheduleGoesOnFromTheBaseRates) {
   train(model, optimizer, 0, 2);
   optimizer.show_lrs(2);
   {
-    const std::string file = from_rank_0(saved(optimizer));
+    const std::string file = from_rank_0(save_to_string(optimizer));
     ShardedOptimizer<AdamW> loaded(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     loaded.set_lr_factors({1., 0.5, 0.25});
-    load(loaded, file);
+    load_from_string(loaded, file);
     EXPECT_EQ(loaded.base_lrs(), std::vector<double>{0.5});
     EXPECT_EQ(loaded.param_groups()[0].options().get_lr(), 0.125);
     EXPECT_EQ(loaded.applied_steps(), 2);
@@ -241,19 +241,19 @@ TEST(ShardedFiles, AParameterThatIsFrozenByNowKeepsItsStateAndTheFileIsWritten) 
   {
     ShardedOptimizer<AdamW> all(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
     train(model, all, 0, 2);
-    file = from_rank_0(saved(all));
+    file = from_rank_0(save_to_string(all));
   }
   model->out->bias.set_requires_grad(false);
   model->out->bias.mutable_grad() = at::Tensor();
   ShardedOptimizer<AdamW> fewer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
-  load(fewer, file);
+  load_from_string(fewer, file);
   train(model, fewer, 2, 3);
-  const std::string later = from_rank_0(saved(fewer));
+  const std::string later = from_rank_0(save_to_string(fewer));
   for (const bool is_frozen : {true, false}) {
     const at::Tensor& parameter = is_frozen ? model->out->bias : model->out->weight;
     AdamW before(model->parameters(), AdamWOptions(0.1)), after(before.param_groups());
-    load(before, file);
-    load(after, later);
+    load_from_string(before, file);
+    load_from_string(after, later);
     ASSERT_NE(state_of(after, parameter), nullptr);
     EXPECT_EQ(state_of(after, parameter)->step(), is_frozen ? 2 : 3);
     EXPECT_EQ(
@@ -268,18 +268,18 @@ TEST(ShardedFiles, ASaveThatOneRankCannotDoThrowsOnAllAndChangesNothing) {
   ShardedOptimizer<AdamW> optimizer(model->parameters(), ranks, AdamWOptions(0.1), kSmallBuckets);
   train(model, optimizer, 0, 2);
   const std::size_t states = optimizer.state().size();
-  const std::string file = saved(optimizer);
+  const std::string file = save_to_string(optimizer);
   {
     const mezzo::Ema ema(model->parameters());
     std::optional<mezzo::EmaScope> averages;
     if (ranks->getRank() == ranks->getSize() - 1) averages.emplace(ema);
-    EXPECT_THAT(error_of([&] { saved(optimizer); }),
+    EXPECT_THAT(message_of([&] { save_to_string(optimizer); }),
                 testing::AllOf(HasSubstr("ShardedOptimizer::save: rank " +
                                          std::to_string(ranks->getSize() - 1) + " of"),
                                HasSubstr("holds an average")));
   }
   EXPECT_EQ(optimizer.state().size(), states);
-  EXPECT_EQ(saved(optimizer), file);
+  EXPECT_EQ(save_to_string(optimizer), file);
 }
 
 TEST(ShardedFiles, LibtorchsFileCanBeRead) {
@@ -288,9 +288,9 @@ TEST(ShardedFiles, LibtorchsFileCanBeRead) {
   torch::optim::AdamW theirs(alone->parameters(), torch::optim::AdamWOptions(0.01));
   train(alone, theirs, 0, 3);
   Model model;
-  load(model, saved(alone));
+  load_from_string(model, save_to_string(alone));
   ShardedOptimizer<AdamW> sharded(model->parameters(), ranks, AdamWOptions(1.), kSmallBuckets);
-  load(sharded, saved(theirs));
+  load_from_string(sharded, save_to_string(theirs));
   train(alone, theirs, 3, 5);
   train(model, sharded, 3, 5);
   ranks_beside_one::expect_close(model, alone, 1e-6);
@@ -306,7 +306,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   train(alone, undisturbed, 0, 2);
   const at::Tensor other = torch::zeros({3}).requires_grad_();
   AdamW of_another_model({other}, AdamWOptions(0.5));
-  EXPECT_THAT(error_of([&] { load(optimizer, saved(of_another_model)); }),
+  EXPECT_THAT(message_of([&] { load_from_string(optimizer, save_to_string(of_another_model)); }),
               HasSubstr("different size"));
   std::vector<at::Tensor> parameters;
   for (const at::Tensor& parameter : model->parameters()) {
@@ -315,7 +315,7 @@ TEST(ShardedFiles, AFileOfSomethingElseChangesNothing) {
   AdamW of_other_shapes(parameters, AdamWOptions(0.5));
   for (const at::Tensor& parameter : parameters) parameter.sum().backward();
   of_other_shapes.step();
-  EXPECT_THAT(error_of([&] { load(optimizer, saved(of_other_shapes)); }),
+  EXPECT_THAT(message_of([&] { load_from_string(optimizer, save_to_string(of_other_shapes)); }),
               HasSubstr("another model's"));
   EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), 0.01);
   train(model, optimizer, 2, 4);

@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/saved.h"
+#include "../support/message_of.h"
+#include "../support/save_to_string.h"
 #include "ranks.h"
 #include "ranks_beside_one.h"
 
@@ -32,7 +32,7 @@ using ranks_beside_one::batches;
 using ranks_beside_one::kSmallBuckets;
 using ranks_beside_one::loss_of;
 using ranks_beside_one::Model;
-using test_support::error_of;
+using test_support::message_of;
 using torch::optim::OptimizerParamGroup;
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -242,8 +242,8 @@ TEST(ShardedOptimizer, ARankKeepsTheStateOfItsParametersAlone) {
     EXPECT_EQ(elements, 8 * 17 * 16 / ranks->getSize()) << "dealt evenly among 1, 2 and 4";
   };
   expect_a_share();
-  const std::string file = test_support::saved(optimizer);
-  test_support::load(optimizer, mezzo::detail::broadcast_text(ranks, file, 0));
+  const std::string file = test_support::save_to_string(optimizer);
+  test_support::load_from_string(optimizer, mezzo::detail::broadcast_text(ranks, file, 0));
   expect_a_share();  // after a load too
 }
 
@@ -273,16 +273,17 @@ TEST(ShardedOptimizer, BeginsWithTheValuesOfRank0AndNamesARankThatDiffers) {
   EXPECT_TRUE(at::equal(frozen, torch::ones({3})));
   frozen.requires_grad_();
   (trained.sum() + frozen.sum()).backward();
-  EXPECT_THAT(error_of([&] { optimizer.step(); }), testing::HasSubstr("was frozen"));
+  EXPECT_THAT(message_of([&] { optimizer.step(); }), testing::HasSubstr("was frozen"));
   if (ranks->getSize() == 1) return;
   const bool is_other = ranks->getRank() == 1;
   const at::Tensor other = torch::zeros({is_other ? 4 : 3}).requires_grad_();
-  EXPECT_THAT(error_of([&] { Sharded({other}, ranks, options); }),
+  EXPECT_THAT(message_of([&] { Sharded({other}, ranks, options); }),
               testing::HasSubstr("rank 1 has \"parameter 0 of group 0: Float [4]"));
   const at::Tensor same = torch::zeros({3}).requires_grad_();
-  EXPECT_THAT(
-      error_of([&] { Sharded({same}, ranks, mezzo::optim::AdamWOptions(is_other ? 0.02 : 0.01)); }),
-      testing::HasSubstr("rank 1 has \"group 0: lr 0.02"));
+  EXPECT_THAT(message_of([&] {
+                Sharded({same}, ranks, mezzo::optim::AdamWOptions(is_other ? 0.02 : 0.01));
+              }),
+              testing::HasSubstr("rank 1 has \"group 0: lr 0.02"));
 }
 
 }  // namespace

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
+#include "rank_equality.h"
 #include "ranks.h"
-#include "same_bits.h"
 
 namespace {
 
@@ -23,7 +23,7 @@ using distributed_test::expect_same_bits_on_all_ranks;
 using distributed_test::Ranks;
 using distributed_test::ReduceOp;
 using mezzo::SyncBatchNorm;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::nn::BatchNorm2d;
 using torch::nn::BatchNormOptions;
@@ -178,7 +178,8 @@ TEST_F(SyncBatchNormTest, NamesARankWithOtherOptionsOnAllRanks) {
   const bool is_last = world->getRank() == world->getSize() - 1;
   const std::string who = "rank " + std::to_string(world->getSize() - 1) + " has ";
   const auto error_with = [&](const BatchNormOptions& options) {
-    return error_of([&] { SyncBatchNorm(is_last ? options : BatchNormOptions(kChannels), world); });
+    return message_of(
+        [&] { SyncBatchNorm(is_last ? options : BatchNormOptions(kChannels), world); });
   };
   const BatchNormOptions same(kChannels);
   EXPECT_THAT(error_with(BatchNormOptions(same).eps(1.1e-5)),
@@ -190,9 +191,9 @@ TEST_F(SyncBatchNormTest, NamesARankWithOtherOptionsOnAllRanks) {
 
 TEST_F(SyncBatchNormTest, RefusesWhatItCannotNormalise) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
-  EXPECT_THAT(error_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));
-  EXPECT_THAT(error_of([&] { norm->forward(torch::randn({3, 4})); }), HasSubstr("4 channels"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3})); }), HasSubstr("1 dimensions"));
+  EXPECT_THAT(message_of([&] { norm->forward(torch::randn({3, 4})); }), HasSubstr("4 channels"));
+  EXPECT_THAT(message_of([&] {
                 norm->forward(torch::ones({3, kChannels}, at::kLong));
               }),
               HasSubstr("floating dtype"));
@@ -202,7 +203,7 @@ TEST_F(SyncBatchNormTest, RefusesOnAllRanksWhatHasNoVarianceOnAllTogether) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const int64_t on_first = world->getRank() == 0 ? 1 : 0;
   for (const int64_t samples : {int64_t{0}, on_first}) {
-    EXPECT_THAT(error_of([&] {
+    EXPECT_THAT(message_of([&] {
                   norm->forward(torch::randn({samples, kChannels}));
                 }),
                 HasSubstr("Expected more than 1 value per channel"));
@@ -214,7 +215,7 @@ TEST_F(SyncBatchNormTest, RefusesAGradientOfItsGradient) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = torch::randn({4, kChannels}).requires_grad_();
   const at::Tensor y = norm->forward(x).square().sum();
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 torch::autograd::grad({y}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true);
               }),
               HasSubstr("without create_graph"));

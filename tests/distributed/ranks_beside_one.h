@@ -20,8 +20,8 @@
 #include <utility>
 #include <vector>
 
+#include "rank_equality.h"
 #include "ranks.h"
-#include "same_bits.h"
 
 namespace ranks_beside_one {
 

@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "free_port.h"
 
 namespace rendezvous_test {
@@ -24,7 +24,7 @@ namespace {
 using namespace std::chrono_literals;
 using distributed_test::free_port;
 using mezzo::ProcessGroupEnvironment;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
@@ -112,7 +112,7 @@ TEST(ProcessGroupEnvironment, ReadsTorchrunsAgentAndKubernetesWithoutLocalRank) 
 TEST(ProcessGroupEnvironment, NamesTheVariableThatIsMissingOrWrong) {
   const auto error_with = [](const Values& values) {
     const Variables set(values);
-    return error_of([] { ProcessGroupEnvironment::read(); });
+    return message_of([] { ProcessGroupEnvironment::read(); });
   };
   EXPECT_THAT(error_with({}), testing::AllOf(HasSubstr("WORLD_SIZE is not set"),
                                              HasSubstr("torchrun, mpirun or srun")));
@@ -164,7 +164,7 @@ TEST(Rendezvous, RanksMeetAtTheStoreOfRankZero) {
 // Takes a second: c10d looks whether all have come no more often than that.
 TEST(Rendezvous, WhoeverDoesNotComeIsMissedInTime) {
   const auto start = std::chrono::steady_clock::now();
-  EXPECT_NE(error_of([&] { mezzo::rendezvous(environment_of(0, 2, free_port()), 500ms); }),
+  EXPECT_NE(message_of([&] { mezzo::rendezvous(environment_of(0, 2, free_port()), 500ms); }),
             "no error");
   EXPECT_LT(std::chrono::steady_clock::now() - start, 10s);
 }
@@ -189,7 +189,7 @@ TEST(Rendezvous, UnderTorchrunProcessesThatAreStartedAnewSeeNothingOfEarlierOnes
 
 TEST(BroadcastParameters, RefuseANullGroup) {
   const mezzo::TensorsByName tensors = {{"weight", at::zeros({2})}};
-  EXPECT_THAT(error_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
+  EXPECT_THAT(message_of([&] { mezzo::broadcast_parameters(tensors, nullptr); }),
               HasSubstr("broadcast_parameters: `group` is null"));
 }
 

@@ -20,13 +20,13 @@
 #include <utility>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "free_port.h"
 
 namespace {
 
 using distributed_test::free_port;
-using test_support::Scratch;
+using test_support::TempDir;
 using Clock = std::chrono::steady_clock;
 
 constexpr int kRanks = 2;
@@ -41,7 +41,7 @@ struct Outcome {
 
 /// Runs to the end, and kills a rank in each of the first `kills` attempts, within a step after its
 /// fifth.
-Outcome run(const std::string& launcher, const std::string& way, const Scratch& folder, int steps,
+Outcome run(const std::string& launcher, const std::string& way, const TempDir& folder, int steps,
             int kills) {
   const std::string command = "exec env OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo " +
                               (MEZZO_TORCHRUN + (' ' + launcher)) + " --nproc-per-node " +
@@ -102,7 +102,7 @@ TEST_P(TorchrunKills, AtRandomMomentsAreRecoveredFromWithTheBitsOfAnUndisturbedR
                            std::to_string(free_port())
                      : std::string("--standalone");
   };
-  const Scratch undisturbed_folder, folder;
+  const TempDir undisturbed_folder, folder;
   const Outcome undisturbed = run(launcher(), way, undisturbed_folder, steps, 0);
   ASSERT_EQ(undisturbed.status, 0) << undisturbed.printed;
   ASSERT_EQ(undisturbed.digests.size(), 4U);

@@ -15,7 +15,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "targets.h"
 
 namespace fuzz {
@@ -47,7 +47,7 @@ struct Run {
 std::string bytes_of(Run& run, const std::filesystem::path& folder) {
   mezzo::CheckpointManager checkpoints(folder, {.keep = 1});
   const auto saved = checkpoints.save(run.state, 7);
-  std::string bytes = test_support::bytes_of(saved.file);
+  std::string bytes = test_support::read_file(saved.file);
   std::filesystem::remove(saved.file);
   return bytes;
 }
@@ -77,15 +77,15 @@ std::string with_crc(std::string file) {
 /// refused and nothing has changed. With a new CRC-32C it is a forgery, which may load other
 /// values.
 void checkpoint(std::string_view bytes) {
-  static const test_support::Scratch scratch;
+  static const test_support::TempDir temp_dir;
   static auto run = std::make_unique<Run>();
-  static const std::string whole = bytes_of(*run, scratch.path());
+  static const std::string whole = bytes_of(*run, temp_dir.path());
   const unsigned char way = take_byte(bytes);
   const bool is_forged = way / 2 % 2 == 1;
   std::string file = way % 2 == 0 ? edited(whole, bytes) : std::string(bytes);
   if (is_forged) file = with_crc(file);
-  const auto path = scratch.path() / "checkpoint.pt";
-  test_support::put_bytes(path, file);
+  const auto path = temp_dir.path() / "checkpoint.pt";
+  test_support::write_file(path, file);
   try {
     mezzo::load_checkpoint(path, run->state);
     require(file == whole || is_forged, "every change is noticed");
@@ -93,10 +93,10 @@ void checkpoint(std::string_view bytes) {
   }
   if (is_forged) {  // it was loaded, or an object refused what had passed the checks
     run = std::make_unique<Run>();
-    test_support::put_bytes(path, whole);
+    test_support::write_file(path, whole);
     mezzo::load_checkpoint(path, run->state);
   }
-  require(bytes_of(*run, scratch.path()) == whole, "a file that is refused changes nothing");
+  require(bytes_of(*run, temp_dir.path()) == whole, "a file that is refused changes nothing");
 }
 
 }  // namespace fuzz

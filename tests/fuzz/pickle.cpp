@@ -32,7 +32,7 @@
 #include <vector>
 
 #include "../support/pickle_bytes.h"
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "targets.h"
 
 namespace fuzz {
@@ -463,7 +463,7 @@ double cpu_seconds() {
 /// with the same class or another. Either the file loads and the run continues, or loading throws
 /// and changes nothing.
 void pickle(std::string_view decisions) {
-  static const test_support::Scratch scratch;
+  static const test_support::TempDir temp_dir;
   static std::vector<std::unique_ptr<Training>> runs(classes().size());
   const unsigned char first = take_byte(decisions), second = take_byte(decisions);
   const std::size_t saved = first % classes().size();
@@ -472,7 +472,7 @@ void pickle(std::string_view decisions) {
   Training& run = *runs[loaded];
   bool is_changed = false;
   const std::string file = file_of(classes()[saved], decisions, is_changed);
-  const auto path = scratch.write("x.pt", file);
+  const auto path = temp_dir.write("x.pt", file);
   const double begin = cpu_seconds();
   bool is_loaded = false;
   try {

@@ -10,7 +10,7 @@
 #include <string_view>
 #include <vector>
 
-#include "../support/scratch.h"
+#include "../support/temp_dir.h"
 #include "targets.h"
 
 namespace {
@@ -26,7 +26,7 @@ std::vector<std::string> unread(std::string_view name, void (*target)(std::strin
        std::filesystem::directory_iterator(std::filesystem::path(MEZZO_FUZZ_CORPUS) / name)) {
     failed.front().clear();
     try {
-      target(test_support::bytes_of(entry.path()));
+      target(test_support::read_file(entry.path()));
     } catch (const std::exception& error) {
       failed.push_back(entry.path().filename().string() + ": " + error.what());
     }

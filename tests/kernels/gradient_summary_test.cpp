@@ -176,7 +176,7 @@ INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, SummaryLoop,
                                                           CpuIsa::avx2, CpuIsa::avx512)),
                          [](const auto& test) {
                            return std::string(torch::toString(std::get<0>(test.param))) + "_" +
-                                  name_of(std::get<1>(test.param));
+                                  isa_name(std::get<1>(test.param));
                          });
 
 class SummaryOfDtype : public testing::TestWithParam<torch::ScalarType> {};

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "../support/bitwise_equal.h"
 #include "../support/isa_name.h"
-#include "../support/same_bits.h"
 
 /// The dtypes of a parameter and its gradient.
 struct DtypePair {

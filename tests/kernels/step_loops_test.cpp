@@ -25,7 +25,7 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::LionRule;
 using mezzo::detail::SgdRule;
 using mezzo::detail::step_loop;
-using test_support::SameBits;
+using test_support::BitwiseEqual;
 
 constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
 
@@ -181,7 +181,7 @@ TEST_P(StepLoops, GiveThePlainReferencesBitsForEveryTail) {
       auto buffers = StepBuffers::random(one.dtypes, count);
       const auto after = one.expected(buffers, 0.3);
       one.run(buffers.span(), 0.3);
-      EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name() << " " << count;
+      EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name() << " " << count;
     }
   }
 }
@@ -192,7 +192,7 @@ TEST_P(StepLoops, GiveThePlainReferencesBitsAtTheFormatsEdges) {
     const double factor = std::ldexp(1.0, -16);
     const auto after = one.expected(buffers, factor);
     one.run(buffers.span(), factor);
-    EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name();
+    EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name();
   }
 }
 
@@ -214,7 +214,7 @@ TEST_P(StepLoops, ClearTheGradientsWhenAsked) {
     auto after = one.expected(buffers, 0.5);
     one.run(buffers.span(), 0.5, /*clears=*/true);
     after.gradient.zero_();
-    EXPECT_THAT(buffers.in_order(), SameBits(after.in_order())) << one.name();
+    EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name();
   }
 }
 

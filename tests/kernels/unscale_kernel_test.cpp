@@ -126,7 +126,7 @@ INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, UnscaleLoop,
                                                           CpuIsa::avx2, CpuIsa::avx512)),
                          [](const auto& test) {
                            return std::string(torch::toString(std::get<0>(test.param))) + "_" +
-                                  name_of(std::get<1>(test.param));
+                                  isa_name(std::get<1>(test.param));
                          });
 
 template <class Element>

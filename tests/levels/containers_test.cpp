@@ -18,12 +18,12 @@
 #include <vector>
 
 #include "../distributed/alike_ranks.h"
-#include "../support/error_of.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/temp_dir.h"
 
 namespace {
 
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 using NamedModules = std::vector<std::pair<std::string, std::shared_ptr<torch::nn::Module>>>;
@@ -153,21 +153,21 @@ TEST(Containers, TrainInDataParallelAsAlone) {
 }
 
 TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   Nested saved, loaded;
   mezzo::AutocastModule wrapped(saved, {.device = torch::kCPU});
   {
     const torch::NoGradGuard no_grad;
     for (Tensor& each : saved->parameters()) each.mul_(3);
   }
-  mezzo::CheckpointManager checkpoints(scratch.path());
+  mezzo::CheckpointManager checkpoints(temp_dir.path());
   checkpoints.save(mezzo::TrainingState().add("model", wrapped), 1);
   checkpoints.load_newest(mezzo::TrainingState().add("model", loaded));
   expect_same_parameters(saved, loaded);
   saved->list->push_back(torch::nn::Linear(1, 1));
   checkpoints.save(mezzo::TrainingState().add("model", saved), 2);
   EXPECT_THAT(
-      error_of([&] { checkpoints.load_newest(mezzo::TrainingState().add("model", loaded)); }),
+      message_of([&] { checkpoints.load_newest(mezzo::TrainingState().add("model", loaded)); }),
       HasSubstr("the file has \"list.3.bias\", which is not here"));
 }
 

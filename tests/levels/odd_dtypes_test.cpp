@@ -17,16 +17,16 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/saved.h"
-#include "../support/scratch.h"
+#include "../support/message_of.h"
+#include "../support/save_to_string.h"
+#include "../support/temp_dir.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
 
-using test_support::error_of;
+using test_support::make_silent_scaler;
+using test_support::message_of;
 using test_support::parameter;
-using test_support::quiet_scaler;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -56,34 +56,34 @@ TEST_P(OddDtypes, WithoutGradientsAreLeftAloneByEveryOptimizer) {
   torch::optim::SGD inner({x, odd_}, 1.0);
   mezzo::MasterWeights masters(inner);
   torch::optim::SGD plain({x, odd_}, 1.0);
-  auto scaler = quiet_scaler({});
+  auto scaler = make_silent_scaler({});
   for (mezzo::AnyOptimizer optimizer :
        std::initializer_list<mezzo::AnyOptimizer>{fused, masters, plain}) {
-    test_support::set_gradient(x, {1});
+    test_support::set_grad(x, {1});
     const Tensor before = x.detach().clone();
     EXPECT_TRUE(scaler.step(optimizer, {.max_norm = 1.0}).ran());
     EXPECT_FALSE(torch::equal(x, before));
-    test_support::load(optimizer, test_support::saved(optimizer));
+    test_support::load_from_string(optimizer, test_support::save_to_string(optimizer));
   }
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }
 
 TEST_P(OddDtypes, WithGradientsAreRefusedByNameBeforeAnyWrite) {
   const auto x = parameter({1});
-  test_support::set_gradient(x, {1});
+  test_support::set_grad(x, {1});
   odd_.mutable_grad() = odd_.is_quantized() ? torch::ones({4, 4}) : odd_.clone();
   mezzo::optim::AdamW optimizer({x, odd_});
-  auto scaler = quiet_scaler({});
+  auto scaler = make_silent_scaler({});
   const std::string name = c10::toString(GetParam());
-  EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("(" + name + " ["));
-  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("(" + name + " ["));
+  EXPECT_THAT(message_of([&] { optimizer.step(); }), HasSubstr("(" + name + " ["));
+  EXPECT_THAT(message_of([&] { scaler.step(optimizer); }), HasSubstr("(" + name + " ["));
   EXPECT_EQ(x.item<float>(), 1);
   EXPECT_EQ(x.grad().item<float>(), 1);
   EXPECT_TRUE(torch::equal(values_of(odd_), values_));
 }
 
 TEST_P(OddDtypes, AreRefusedByBucketsByName) {
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::GradBuckets({parameter({1}), odd_});
               }),
               HasSubstr(std::string("parameter 1 (") + c10::toString(GetParam()) + " ["));
@@ -110,7 +110,7 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
                              {.verbosity = 0});
   };
   if (odd_.is_floating_point()) {  // which float8 is: only a weight in float32 can be cast
-    EXPECT_THAT(error_of(initialize), HasSubstr("expected float32"));
+    EXPECT_THAT(message_of(initialize), HasSubstr("expected float32"));
     return;
   }
   auto amp = initialize();
@@ -125,9 +125,9 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
 }
 
 TEST_P(OddDtypes, ComeBackFromCheckpoints) {
-  const test_support::Scratch scratch;
+  const test_support::TempDir temp_dir;
   Mixed saved(odd_, odd_.clone()), loaded(odd_.clone(), odd_.clone());
-  mezzo::CheckpointManager checkpoints(scratch.path());
+  mezzo::CheckpointManager checkpoints(temp_dir.path());
   checkpoints.save(mezzo::TrainingState().add("model", saved), 1);
   for (const Tensor& odd : {loaded->odd_parameter, loaded->odd_buffer}) {
     odd.is_quantized() ? (void)odd.copy_(at::zeros({4, 4})) : (void)odd.zero_();

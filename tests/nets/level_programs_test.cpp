@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/saved.h"
-#include "../support/scratch.h"
+#include "../support/save_to_string.h"
+#include "../support/temp_dir.h"
 #include "program.h"
 
 namespace {
@@ -29,7 +29,7 @@ using namespace step_programs;
 using mezzo::Amp;
 using mezzo::AnyOptimizer;
 using mezzo::OptLevel;
-using test_support::saved;
+using test_support::save_to_string;
 
 /// A batch norm whose weight may have any shape; nothing calls it.
 struct NormImpl : torch::nn::BatchNorm1dImpl {
@@ -736,11 +736,11 @@ class AmpProgram : public Program {
     saved_.emplace();
     expect(false, [&] {
       for (const Side& side : sides_) {
-        saved_->optimizers.push_back(saved(amp_->optimizer(*side.optimizer)));
-        saved_->schedules.push_back(side.schedule ? saved(*side.schedule) : "");
-        saved_->models.push_back(saved(side.model));
+        saved_->optimizers.push_back(save_to_string(amp_->optimizer(*side.optimizer)));
+        saved_->schedules.push_back(side.schedule ? save_to_string(*side.schedule) : "");
+        saved_->models.push_back(save_to_string(side.model));
       }
-      saved_->amp = saved(*amp_);
+      saved_->amp = save_to_string(*amp_);
       for (const auto& [key, entry] : amp_->state_dict()) {
         saved_->apex[key] = {{"loss_scale", entry.at("loss_scale")},
                              {"unskipped", entry.at("unskipped")}};
@@ -768,21 +768,21 @@ class AmpProgram : public Program {
       }
       for (std::size_t i = 0; i < sides_.size(); ++i) {
         AnyOptimizer loaded = any(i);
-        test_support::load(sides_[i].model, saved_->models[i]);
-        test_support::load(loaded, saved_->optimizers[i]);
+        test_support::load_from_string(sides_[i].model, saved_->models[i]);
+        test_support::load_from_string(loaded, saved_->optimizers[i]);
         sides_[i].options = optimizer(i).param_groups()[0].options().clone();
         sides_[i].has_options_of_file = true;
         if (!sides_[i].schedule || (plain_[i].counts() && random_.one_in(2))) continue;
-        test_support::load(*sides_[i].schedule, saved_->schedules[i]);
+        test_support::load_from_string(*sides_[i].schedule, saved_->schedules[i]);
       }
       if (random_.one_in(3)) return amp_->load_state_dict(saved_->apex);
-      test_support::load(*amp_, saved_->amp);
+      test_support::load_from_string(*amp_, saved_->amp);
     });
   }
 
   static std::filesystem::path checkpoint_file() {
-    static const test_support::Scratch scratch;
-    return scratch.path() / "checkpoint";
+    static const test_support::TempDir temp_dir;
+    return temp_dir.path() / "checkpoint";
   }
   mezzo::TrainingState training_state() {
     mezzo::TrainingState state;
@@ -821,11 +821,11 @@ class AmpProgram : public Program {
                                              plain_[i].recipe.in_master_weights);
     std::string file;
     expect(false, [&] {
-      (void)other.any().step();
-      file = saved(other.any());
+      (void)other.ref().step();
+      file = save_to_string(other.ref());
     });
     AnyOptimizer loaded = any(i);
-    expect(true, [&] { test_support::load(loaded, file); });
+    expect(true, [&] { test_support::load_from_string(loaded, file); });
   }
 
   bool is_enabled_ = true;

@@ -23,8 +23,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/keepers.h"
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
+#include "../support/weight_storage_cases.h"
 
 namespace {
 
@@ -33,9 +33,9 @@ using mezzo::GradScaler;
 using mezzo::master_params;
 using mezzo::OptLevel;
 using mezzo::optim::WeightStorage;
-using test_support::Keeper;
-using test_support::keepers;
 using test_support::OwnedOptimizer;
+using test_support::weight_storage_cases;
+using test_support::WeightStorageCase;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -50,7 +50,7 @@ torch::Tensor weight(torch::ScalarType dtype = torch::kBFloat16, double value = 
   return torch::full({1}, value, dtype).requires_grad_();
 }
 
-GradScaler quiet_scaler(bool enabled = true) {
+GradScaler make_silent_scaler(bool enabled = true) {
   GradScaler scaler({.init_scale = kScale, .enabled = enabled});
   scaler.on_skip(nullptr);
   return scaler;
@@ -59,12 +59,12 @@ GradScaler quiet_scaler(bool enabled = true) {
 /// Two weights, an optimizer and a scaler.
 class Loop {
  public:
-  Loop(const Keeper& keeper, bool enabled)
-      : is_split(keeper.is_split),
-        parameters{weight(keeper.dtype), weight(keeper.dtype)},
-        owned(keeper.make(parameters)),
-        optimizer(owned.any()),
-        scaler(quiet_scaler(enabled)) {}
+  Loop(const WeightStorageCase& storage_case, bool enabled)
+      : is_split(storage_case.is_split),
+        parameters{weight(storage_case.dtype), weight(storage_case.dtype)},
+        owned(storage_case.make(parameters)),
+        optimizer(owned.ref()),
+        scaler(make_silent_scaler(enabled)) {}
 
   void backward(double first, double second) {
     const torch::Tensor loss = (parameters[0] * first + parameters[1] * second).sum();
@@ -86,12 +86,12 @@ class Loop {
 
 /// Calls `test` for every way to keep weights, with a scaler that is enabled and one that is not.
 void for_each_loop(const std::function<void(Loop&)>& test,
-                   const std::vector<Keeper>& all = keepers()) {
-  for (const Keeper& keeper : all) {
+                   const std::vector<WeightStorageCase>& all = weight_storage_cases()) {
+  for (const WeightStorageCase& storage_case : all) {
     for (const bool enabled : {true, false}) {
-      SCOPED_TRACE(testing::Message()
-                   << keeper.name << ", the scaler is " << (enabled ? "enabled" : "disabled"));
-      Loop loop(keeper, enabled);
+      SCOPED_TRACE(testing::Message() << storage_case.name << ", the scaler is "
+                                      << (enabled ? "enabled" : "disabled"));
+      Loop loop(storage_case, enabled);
       test(loop);
     }
   }
@@ -111,13 +111,15 @@ TEST(OneHomeOfGradients, AParameterThatIsLeftOutAfterUnscaleDoesNotMove) {
 }
 
 TEST(OneHomeOfGradients, AStepLeavesGradientsAsTheyWereOrZeroOnRequest) {
-  for (const Keeper& keeper : keepers()) {
-    if (keeper.name == std::string("torch's SGD")) continue;  // torch.amp unscales them in place
+  for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+    if (storage_case.name == std::string("torch's SGD"))
+      continue;  // torch.amp unscales them in place
     for (const bool zero_grad : {false, true}) {
       for (const double max_norm : {0.5, kInfinity}) {
         for (const double first : {48.0, kInfinity}) {
-          SCOPED_TRACE(testing::Message() << keeper.name << ", " << zero_grad << max_norm << first);
-          Loop loop(keeper, /*enabled=*/true);
+          SCOPED_TRACE(testing::Message()
+                       << storage_case.name << ", " << zero_grad << max_norm << first);
+          Loop loop(storage_case, /*enabled=*/true);
           (void)loop.scaler.scale(torch::zeros({}));
           loop.scaler.update(48.0);  // no power of two: divided and multiplied again it would show
           std::vector<torch::Tensor> given, before;
@@ -182,10 +184,11 @@ TEST(GradScalerStep, ShownMastersHaveTheGradientUntilTheStep) {
 }
 
 TEST(GradScalerStep, SharedGradientIsClippedOnce) {
-  std::vector<Keeper> all = keepers();  // each in double too, where it has no 16 bits
-  for (const Keeper& keeper : keepers()) {
-    if (keeper.dtype == torch::kFloat)
-      all.push_back({keeper.name, torch::kDouble, false, keeper.make});
+  std::vector<WeightStorageCase> all =
+      weight_storage_cases();  // each in double too, where it has no 16 bits
+  for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+    if (storage_case.dtype == torch::kFloat)
+      all.push_back({storage_case.name, torch::kDouble, false, storage_case.make});
   }
   const auto expect_once = [](Loop& loop) {
     (void)loop.scaler.scale(torch::zeros({}));
@@ -238,7 +241,7 @@ TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
     for (const bool unscales : {false, true}) {
       const torch::Tensor parameter = weight();
       Throwing optimizer({parameter}, 1.0, {.weight_storage = WeightStorage::fp32_master});
-      GradScaler scaler = quiet_scaler();
+      GradScaler scaler = make_silent_scaler();
       const auto step = [&] {
         if (unscales) scaler.unscale_(optimizer);
         return scaler.step(optimizer).ran();
@@ -262,7 +265,7 @@ TEST(OneHomeOfGradients, ADisabledScalerUnscalesAsOftenAsIsAsked) {
     const torch::Tensor parameter = weight();
     mezzo::optim::AdamW adamw({parameter}, mezzo::optim::AdamWOptions(0.1).weight_decay(0),
                               {.weight_storage = WeightStorage::fp32_master});
-    GradScaler scaler = quiet_scaler(false);
+    GradScaler scaler = make_silent_scaler(false);
     for (int i = 0; i < 10; ++i) {
       adamw.zero_grad();
       scaler.scale(parameter.sum()).backward();
@@ -284,7 +287,7 @@ TEST(OneHomeOfGradients, MasterWeightsClipAndTrainMastersAfterUnscaleTwiceOfADis
   const torch::Tensor parameter = weight(torch::kBFloat16, 256);
   torch::optim::SGD sgd({parameter}, 1.0);
   mezzo::MasterWeights masters(sgd);
-  GradScaler scaler = quiet_scaler(false);
+  GradScaler scaler = make_silent_scaler(false);
   for (int i = 0; i < 4; ++i) {
     sgd.zero_grad();
     scaler.scale((parameter * 20).sum()).backward();
@@ -331,9 +334,9 @@ TEST(OneHomeOfGradients, WhatLibtorchsClippingLeavesIsTheNormThatIsReported) {
 
 TEST(OneHomeOfGradients, AnInfThatIsMadeByClippingOrThroughDataIsCaught) {
   for (const bool by_clipping : {false, true}) {
-    for (const Keeper& keeper : keepers()) {
-      SCOPED_TRACE(testing::Message() << keeper.name << ", by clipping: " << by_clipping);
-      Loop loop(keeper, /*enabled=*/true);
+    for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+      SCOPED_TRACE(testing::Message() << storage_case.name << ", by clipping: " << by_clipping);
+      Loop loop(storage_case, /*enabled=*/true);
       loop.backward(20, 0);
       loop.scaler.unscale_(loop.optimizer);
       if (by_clipping) {
@@ -349,10 +352,11 @@ TEST(OneHomeOfGradients, AnInfThatIsMadeByClippingOrThroughDataIsCaught) {
 }
 
 TEST(OneHomeOfGradients, AnInfThatOnlyUnscalingMakesOrThatWasHiddenAfterItIsFound) {
-  for (const Keeper& keeper : keepers()) {
+  for (const WeightStorageCase& storage_case : weight_storage_cases()) {
     for (const bool unscales_before : {false, true}) {
-      SCOPED_TRACE(testing::Message() << keeper.name << ", unscales before: " << unscales_before);
-      Loop loop(keeper, /*enabled=*/true);
+      SCOPED_TRACE(testing::Message()
+                   << storage_case.name << ", unscales before: " << unscales_before);
+      Loop loop(storage_case, /*enabled=*/true);
       loop.scaler = GradScaler({.init_scale = 1e-35, .min_scale = 0});
       loop.scaler.on_skip(nullptr);
       (void)loop.scaler.scale(torch::zeros({}));
@@ -360,7 +364,7 @@ TEST(OneHomeOfGradients, AnInfThatOnlyUnscalingMakesOrThatWasHiddenAfterItIsFoun
       if (unscales_before) loop.scaler.unscale_(loop.optimizer);
       EXPECT_FALSE(loop.step());
       EXPECT_EQ(loop.value(0), 0);
-      loop.scaler = quiet_scaler();
+      loop.scaler = make_silent_scaler();
       loop.backward(kInfinity, 1);
       loop.scaler.unscale_(loop.optimizer);
       for (const auto& one : loop.parameters) one.mutable_grad() = torch::ones_like(one);
@@ -374,9 +378,9 @@ TEST(OneHomeOfGradients, AnInfThatOnlyUnscalingMakesOrThatWasHiddenAfterItIsFoun
 
 TEST(OneHomeOfGradients, ADisabledScalerTakesWhatIsAccumulatedAfterUnscaleOrClipping) {
   for (const bool by_clipping : {false, true}) {
-    for (const Keeper& keeper : keepers()) {
-      SCOPED_TRACE(testing::Message() << keeper.name << ", by clipping: " << by_clipping);
-      Loop loop(keeper, /*enabled=*/false);
+    for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+      SCOPED_TRACE(testing::Message() << storage_case.name << ", by clipping: " << by_clipping);
+      Loop loop(storage_case, /*enabled=*/false);
       loop.backward(1, 0);
       loop.scaler.unscale_(loop.optimizer);
       if (by_clipping) torch::nn::utils::clip_grad_norm_(loop.parameters, 64);
@@ -389,9 +393,9 @@ TEST(OneHomeOfGradients, ADisabledScalerTakesWhatIsAccumulatedAfterUnscaleOrClip
 
 TEST(OneHomeOfGradients, ABatchThatIsGivenUpAfterUnscaleIsNotTrained) {
   for (const bool set_to_none : {true, false}) {
-    for (const Keeper& keeper : keepers()) {
-      SCOPED_TRACE(testing::Message() << keeper.name << ", set to none: " << set_to_none);
-      Loop loop(keeper, /*enabled=*/false);
+    for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+      SCOPED_TRACE(testing::Message() << storage_case.name << ", set to none: " << set_to_none);
+      Loop loop(storage_case, /*enabled=*/false);
       loop.backward(64, 0);
       loop.scaler.unscale_(loop.optimizer);
       loop.optimizer.optimizer().zero_grad(set_to_none);
@@ -416,11 +420,11 @@ TEST(OneHomeOfGradients, AStepAfterUnscaleAndZeroGradTrainsNothing) {
 }
 
 TEST(OneHomeOfGradients, ALossScaleOptimizerTrainsNothingAfterUnscaleAndZeroGrad) {
-  for (const Keeper& keeper : keepers()) {
-    SCOPED_TRACE(keeper.name);
-    const torch::Tensor parameter = weight(keeper.dtype);
-    const OwnedOptimizer owned = keeper.make({parameter});
-    mezzo::LossScaleOptimizer optimizer(owned.any(), {.init_scale = kScale});
+  for (const WeightStorageCase& storage_case : weight_storage_cases()) {
+    SCOPED_TRACE(storage_case.name);
+    const torch::Tensor parameter = weight(storage_case.dtype);
+    const OwnedOptimizer owned = storage_case.make({parameter});
+    mezzo::LossScaleOptimizer optimizer(owned.ref(), {.init_scale = kScale});
     optimizer.scale((parameter * 64).sum().to(torch::kFloat)).backward();
     optimizer.unscale_();
     optimizer.zero_grad();

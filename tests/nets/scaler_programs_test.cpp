@@ -18,9 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "../support/bitwise_equal.h"
 #include "../support/owned_optimizer.h"
-#include "../support/same_bits.h"
-#include "../support/saved.h"
+#include "../support/save_to_string.h"
 #include "program.h"
 
 namespace {
@@ -137,9 +137,9 @@ class ScalerProgram : public Program {
     return sides_[i].parameters;
   }
   torch::optim::Optimizer& optimizer(std::size_t i) const override {
-    return sides_[i].owned.any().optimizer();
+    return sides_[i].owned.ref().optimizer();
   }
-  AnyOptimizer any(std::size_t i) override { return sides_[i].owned.any(); }
+  AnyOptimizer any(std::size_t i) override { return sides_[i].owned.ref(); }
   void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
     sides_[i].parameters[j] = parameter;
   }
@@ -529,10 +529,10 @@ class ScalerProgram : public Program {
     saved_.emplace();
     expect(false, [&] {
       for (const Side& side : sides_) {
-        saved_->optimizers.push_back(test_support::saved(side.owned.any()));
-        saved_->weights.push_back(test_support::copies_of(side.parameters));
+        saved_->optimizers.push_back(test_support::save_to_string(side.owned.ref()));
+        saved_->weights.push_back(test_support::clone_all(side.parameters));
       }
-      if (scaler_.is_enabled) saved_->scaler = test_support::saved(*library_);
+      if (scaler_.is_enabled) saved_->scaler = test_support::save_to_string(*library_);
     });
     saved_->plain = plain_;
     saved_->plain_scaler = scaler_;
@@ -556,9 +556,9 @@ class ScalerProgram : public Program {
           sides_[i].parameters[j].copy_(saved_->weights[i][j]);
         }
         AnyOptimizer loaded = any(i);
-        test_support::load(loaded, saved_->optimizers[i]);
+        test_support::load_from_string(loaded, saved_->optimizers[i]);
       }
-      if (scaler_.is_enabled) test_support::load(*library_, saved_->scaler);
+      if (scaler_.is_enabled) test_support::load_from_string(*library_, saved_->scaler);
     });
   }
 
@@ -576,10 +576,10 @@ class ScalerProgram : public Program {
     report_.line("optimizer ", i, " loads the archive of ", other.text());
     count("load of another class");
     const auto made = make_optimizer(other, parameters(i));
-    const std::string archive = test_support::saved(AnyOptimizer(*made));
+    const std::string archive = test_support::save_to_string(AnyOptimizer(*made));
     expect(true, [&] {
       AnyOptimizer loaded = any(i);
-      test_support::load(loaded, archive);
+      test_support::load_from_string(loaded, archive);
     });
   }
 

@@ -11,12 +11,12 @@
 #include <string_view>
 #include <vector>
 
-#include "../support/loaded_library.h"
+#include "../support/shared_library.h"
 
 int main(int argc, char** argv) {
   if (argc < 4) return 2;
   const bool are_shared = argv[1] == std::string_view("default");
-  std::vector<test_support::LoadedLibrary> libraries;
+  std::vector<test_support::SharedLibrary> libraries;
   for (int i = 2; i < argc; ++i) libraries.emplace_back(argv[i], RTLD_GLOBAL);
   const at::Tensor parameter = at::ones({5}).requires_grad_();
   for (const auto& library : libraries) {

@@ -9,14 +9,14 @@
 #include <string>
 #include <vector>
 
-#include "../support/loaded_library.h"
+#include "../support/shared_library.h"
 
 namespace {
 
 using test_support::expect;
 
-struct Library : test_support::LoadedLibrary {
-  explicit Library(const char* path) : LoadedLibrary(path, RTLD_GLOBAL) {}
+struct Library : test_support::SharedLibrary {
+  explicit Library(const char* path) : SharedLibrary(path, RTLD_GLOBAL) {}
 
   /// As in a namespace: v1_2_3.
   std::string version() const {

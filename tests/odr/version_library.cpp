@@ -21,7 +21,7 @@
 #include <typeinfo>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 namespace {
 
@@ -95,7 +95,7 @@ C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Ten
 
 /// What install_op_overrides says of an op to deny.
 C10_EXPORT std::string deny(const std::string& op) {
-  return test_support::error_of(
+  return test_support::message_of(
       [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
 }
 

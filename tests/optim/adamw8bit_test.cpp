@@ -17,7 +17,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/state_of.h"
+#include "../support/get_param_state.h"
 
 namespace {
 
@@ -25,7 +25,7 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamW8bit;
 using mezzo::optim::AdamW8bitOptions;
 using mezzo::optim::AdamW8bitParamState;
-using test_support::state_of;
+using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -51,7 +51,7 @@ struct Descent {
         target(numbers(parameter.numel(), 2).view(sizes)),
         noise(numbers(parameter.numel(), 3).view(sizes)) {}
 
-  void set_gradient() {
+  void set_grad() {
     const at::Tensor gradient =
         (parameter.detach().to(at::kFloat) - target) + noise * std::pow(0.5, taken % 5);
     parameter.mutable_grad() = gradient.to(parameter.scalar_type());
@@ -60,7 +60,7 @@ struct Descent {
 
   void steps(torch::optim::Optimizer& optimizer, int count) {
     for (int i = 0; i < count; ++i) {
-      set_gradient();
+      set_grad();
       optimizer.step();
     }
   }
@@ -140,7 +140,7 @@ TEST(AdamW8bit, HasCodesAndScales) {
   Descent run;
   AdamW8bit optimizer({run.parameter}, {1e-2});
   run.steps(optimizer, 3);
-  const AdamW8bitParamState& state = state_of<AdamW8bitParamState>(optimizer, run.parameter);
+  const AdamW8bitParamState& state = get_param_state<AdamW8bitParamState>(optimizer, run.parameter);
   EXPECT_EQ(state.exp_avg().scalar_type(), at::kByte);
   EXPECT_EQ(state.exp_avg_sq().scalar_type(), at::kByte);
   EXPECT_EQ(state.exp_avg_scales().numel(), (kElements + 255) / 256);
@@ -179,10 +179,11 @@ TEST(AdamW8bit, SmallParametersAndThoseThatAreNamedKeepFloats) {
     if (is_named) options.float_moments = {run.parameter};
     AdamW8bit optimizer({run.parameter}, {1e-2}, options);
     run.steps(optimizer, 2);
-    EXPECT_EQ(state_of<AdamW8bitParamState>(optimizer, run.parameter).exp_avg().scalar_type(),
-              at::kFloat);
+    EXPECT_EQ(
+        get_param_state<AdamW8bitParamState>(optimizer, run.parameter).exp_avg().scalar_type(),
+        at::kFloat);
     EXPECT_FALSE(
-        state_of<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_scales().defined());
+        get_param_state<AdamW8bitParamState>(optimizer, run.parameter).exp_avg_scales().defined());
   }
 }
 
@@ -197,7 +198,7 @@ TEST(AdamW8bit, RefusesWhatItCannotStepAndTouchesNothing) {
   const auto expect_error = [&](const at::Tensor& bad, const at::Tensor& gradient,
                                 const char* message) {
     AdamW8bit optimizer({good.parameter, bad}, {1e-2});
-    good.set_gradient();
+    good.set_grad();
     const at::Tensor before = good.parameter.detach().clone();
     bad.mutable_grad() = gradient;
     EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr(message)));
@@ -229,7 +230,7 @@ TEST(AdamW8bit, StateInAnotherFormThrows) {
     Descent run(at::kFloat, {70, 90});
     AdamW8bit optimizer({run.parameter}, {1e-2});
     run.steps(optimizer, 1);
-    spoil(state_of<State>(optimizer, run.parameter));
+    spoil(get_param_state<State>(optimizer, run.parameter));
     const at::Tensor before = run.parameter.detach().clone();
     EXPECT_THAT([&] { run.steps(optimizer, 1); },
                 ThrowsMessage<c10::Error>(HasSubstr("load the optimizer's own file")));
@@ -266,13 +267,13 @@ TEST(AdamW8bit, AFileGoesOnToTheBit) {
   AdamW8bit resumed({again.parameter}, {0.5});
   torch::load(resumed, file);
   EXPECT_EQ(resumed.param_groups()[0].options().get_lr(), 1e-2);
-  expect_same_state(state_of<AdamW8bitParamState>(resumed, again.parameter),
-                    state_of<AdamW8bitParamState>(optimizer, run.parameter));
+  expect_same_state(get_param_state<AdamW8bitParamState>(resumed, again.parameter),
+                    get_param_state<AdamW8bitParamState>(optimizer, run.parameter));
   run.steps(optimizer, 5);
   again.steps(resumed, 5);
   EXPECT_TRUE(again.parameter.equal(run.parameter));
-  expect_same_state(state_of<AdamW8bitParamState>(resumed, again.parameter),
-                    state_of<AdamW8bitParamState>(optimizer, run.parameter));
+  expect_same_state(get_param_state<AdamW8bitParamState>(resumed, again.parameter),
+                    get_param_state<AdamW8bitParamState>(optimizer, run.parameter));
 }
 
 TEST(AdamW8bit, BumpsTheVersionsOfWhatItWrites) {

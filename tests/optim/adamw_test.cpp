@@ -12,8 +12,8 @@
 #include <string>
 #include <vector>
 
-#include "../support/saved.h"
-#include "../support/state_of.h"
+#include "../support/get_param_state.h"
+#include "../support/save_to_string.h"
 
 namespace {
 
@@ -21,7 +21,7 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::AdamWParamState;
 using mezzo::optim::WeightStorage;
-using test_support::state_of;
+using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -87,7 +87,7 @@ TEST(AdamW, StaysAsItWasWhereAFileDoesNotFitALaterGroup) {
   const TwoGroups other({2, 2}, 0.5, 4);
   TwoGroups loaded({2, 1}, 0.1, 2);
   const auto parameter = loaded.optimizer.param_groups()[0].params()[0];
-  const auto& state = state_of<mezzo::optim::AdamWParamState>(loaded.optimizer, parameter);
+  const auto& state = get_param_state<mezzo::optim::AdamWParamState>(loaded.optimizer, parameter);
   EXPECT_THROW(loaded.load(other.file()), c10::Error);
   EXPECT_EQ(loaded.lr(0), 0.1);
   EXPECT_EQ(loaded.optimizer.applied_steps(), 2);
@@ -146,7 +146,7 @@ TEST(AdamWDtypes, TrainsBfloat16AndHalfParameters) {
       optimizer.step();
     }
     EXPECT_TRUE(torch::allclose(x.to(torch::kFloat), torch::ones({100}), 0, 0.1)) << dtype;
-    EXPECT_EQ(state_of<AdamWParamState>(optimizer, x).exp_avg().scalar_type(), dtype);
+    EXPECT_EQ(get_param_state<AdamWParamState>(optimizer, x).exp_avg().scalar_type(), dtype);
   }
 }
 
@@ -193,8 +193,9 @@ TEST(AdamWErrors, RefuseAStateOfAnotherShape) {
     saved.step();
     const auto large = torch::ones({5}, torch::kBFloat16);
     AdamW loaded({large});
-    EXPECT_THAT([&] { test_support::load(loaded, test_support::saved(saved)); },
-                ThrowsMessage<c10::Error>(HasSubstr("of the shape [4]; it is another model's")));
+    EXPECT_THAT(
+        [&] { test_support::load_from_string(loaded, test_support::save_to_string(saved)); },
+        ThrowsMessage<c10::Error>(HasSubstr("of the shape [4]; it is another model's")));
     EXPECT_TRUE(loaded.state().empty());
   }
 }

@@ -19,10 +19,10 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/same_bits.h"
+#include "../support/bitwise_equal.h"
+#include "../support/get_param_state.h"
+#include "../support/message_of.h"
 #include "../support/special_values.h"
-#include "../support/state_of.h"
 
 namespace {
 
@@ -30,10 +30,10 @@ using mezzo::Ema;
 using mezzo::EmaScope;
 using mezzo::StepResult;
 using mezzo::optim::WeightStorage;
-using test_support::copies_of;
-using test_support::error_of;
-using test_support::SameBits;
-using test_support::state_of;
+using test_support::BitwiseEqual;
+using test_support::clone_all;
+using test_support::get_param_state;
+using test_support::message_of;
 using testing::HasSubstr;
 
 torch::Tensor weight(std::vector<double> values, at::ScalarType dtype = torch::kFloat) {
@@ -142,7 +142,7 @@ TEST(Ema, UpdatesAllOfItsAveragesOrNone) {
   Ema ema({first, second}, {.decay = 0.5});
   first.fill_(8);
   second.set_data(torch::zeros({2}));
-  EXPECT_THAT(error_of([&] { ema.update(); }),
+  EXPECT_THAT(message_of([&] { ema.update(); }),
               HasSubstr("parameter 1 (float32 [2] on cpu) had the shape [1]"));
   EXPECT_EQ(ema.averages()[0].item<float>(), 0);
 }
@@ -163,16 +163,16 @@ TEST(Ema, TiedWeightsAreAveragedAndSwappedAsOne) {
 
 TEST(Ema, RefusesWhatItCannotAverage) {
   const torch::Tensor parameter = weight({1});
-  EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
-  EXPECT_THAT(error_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
-  EXPECT_THAT(error_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
-  EXPECT_THAT(error_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
-  EXPECT_THAT(error_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = 1}); }), HasSubstr("decay is 1"));
+  EXPECT_THAT(message_of([&] { Ema({parameter}, {.decay = -0.1}); }), HasSubstr("decay is -0.1"));
+  EXPECT_THAT(message_of([&] { Ema({torch::arange(3)}); }), HasSubstr("parameter 0"));
+  EXPECT_THAT(message_of([&] { Ema({torch::ones({3}).to_sparse()}); }), HasSubstr("parameter 0"));
+  EXPECT_THAT(message_of([&] { Ema({parameter, torch::Tensor()}); }), HasSubstr("parameter 1"));
+  EXPECT_THAT(message_of([&] {
                 Ema({parameter}, {.masters = given({parameter, parameter})});
               }),
               HasSubstr("options.masters returned 2 tensors for 1 parameters; it should"));
-  EXPECT_THAT(error_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
+  EXPECT_THAT(message_of([&] { Ema({parameter}, {.masters = given({torch::zeros({2})})}); }),
               HasSubstr("has a master that is float32 [2]"));
 }
 
@@ -188,21 +188,22 @@ TEST(Ema, GoesThroughAnArchiveAndRefusesAnotherModels) {
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
   Ema other({weight({0, 0, 0})});
   stream.seekg(0);
-  EXPECT_THAT(error_of([&] { torch::load(other, stream); }),
+  EXPECT_THAT(message_of([&] { torch::load(other, stream); }),
               HasSubstr("the average float32 [2] on cpu"));
   EXPECT_TRUE(torch::equal(other.averages()[0], torch::zeros({3})));
   Ema wide({torch::zeros({2}, torch::kDouble)}), two({weight({0, 0}), weight({0})});
   for (const auto& [one, words] : {std::pair(&wide, "whose own is float64 [2]"),
                                    std::pair(&two, "has 1 averages, and this Ema 2")}) {
     stream.seekg(0);
-    EXPECT_THAT(error_of([&] { torch::load(*one, stream); }), HasSubstr(words));
+    EXPECT_THAT(message_of([&] { torch::load(*one, stream); }), HasSubstr(words));
   }
   for (const c10::IValue& value : {c10::IValue(), c10::IValue(torch::ones({2}))}) {
     torch::serialize::OutputArchive archive;
     archive.write(value.isNone() ? "weights" : "averages", value);
     std::stringstream of_another;
     archive.save_to(of_another);
-    EXPECT_THAT(error_of([&] { torch::load(loaded, of_another); }), HasSubstr("is not that of an"));
+    EXPECT_THAT(message_of([&] { torch::load(loaded, of_another); }),
+                HasSubstr("is not that of an"));
   }
   EXPECT_TRUE(torch::equal(loaded.averages()[0], torch::tensor({5.0F, 4.0F})));
 }
@@ -230,7 +231,7 @@ TEST(EmaScope, LeavesAveragesAlone) {
   Ema ema({parameter}, {.decay = 0.5}), unconcerned({other});
   {
     const EmaScope outer(ema);
-    EXPECT_THAT(error_of([&] { ema.update(); }), HasSubstr("an EmaScope is alive"));
+    EXPECT_THAT(message_of([&] { ema.update(); }), HasSubstr("an EmaScope is alive"));
     unconcerned.update();
   }
   ema.update();
@@ -253,7 +254,7 @@ TEST(EmaScope, RefusesParametersThatHoldAveragesAndChangesNothing) {
   first.update();
   second.update();
   auto outer = std::make_unique<EmaScope>(first);
-  EXPECT_THAT(error_of([&] { const EmaScope inner(second); }),
+  EXPECT_THAT(message_of([&] { const EmaScope inner(second); }),
               HasSubstr("an EmaScope is alive; let that scope end first"));
   EXPECT_EQ(shared.item<float>(), 6);
   EXPECT_EQ(own.item<float>(), 4);
@@ -288,7 +289,7 @@ mezzo::EmaOptions options_for(mezzo::optim::AdamW& optimizer, WeightStorage stor
 /// What training has come to: the parameter, and what the optimizer keeps beside it.
 std::vector<torch::Tensor> outcome_of(mezzo::optim::AdamW& optimizer,
                                       const torch::Tensor& parameter) {
-  auto& state = state_of<mezzo::optim::AdamWParamState>(optimizer, parameter);
+  auto& state = get_param_state<mezzo::optim::AdamWParamState>(optimizer, parameter);
   std::vector<torch::Tensor> all{parameter, state.exp_avg(), state.exp_avg_sq()};
   for (const torch::Tensor& kept : {state.master(), state.lower_half()}) {
     if (kept.defined()) all.push_back(kept);
@@ -316,7 +317,7 @@ void expect_training_undisturbed(WeightStorage storage, at::ScalarType dtype) {
       EXPECT_FALSE(torch::equal(watched, parameter)) << i;
     }
   }
-  EXPECT_THAT(outcome_of(evaluated, watched), SameBits(outcome_of(optimizer, parameter)));
+  EXPECT_THAT(outcome_of(evaluated, watched), BitwiseEqual(outcome_of(optimizer, parameter)));
 }
 
 // A master or a file that is made in the scope would be made from the average.
@@ -328,9 +329,9 @@ TEST(EmaScope, RefusesMastersAndFilesOfTheWeightsThatItTookAway) {
   {
     const EmaScope averaged(ema);
     const auto says = HasSubstr("let that scope end first");
-    EXPECT_THAT(error_of([&] { (void)mezzo::master_params(optimizer); }), says);
+    EXPECT_THAT(message_of([&] { (void)mezzo::master_params(optimizer); }), says);
     std::ostringstream file;
-    EXPECT_THAT(error_of([&] { torch::save(optimizer, file); }), says);
+    EXPECT_THAT(message_of([&] { torch::save(optimizer, file); }), says);
   }
   EXPECT_EQ(mezzo::master_params(optimizer).size(), 1U);
 }
@@ -349,7 +350,7 @@ TEST(EmaScope, RefusesAParameterOfAnotherShapeAndChangesNothing) {
   write(first, 3);
   ema.update();
   second.set_data(torch::zeros({2}));
-  EXPECT_THAT(error_of([&] { const EmaScope averaged(ema); }),
+  EXPECT_THAT(message_of([&] { const EmaScope averaged(ema); }),
               HasSubstr("parameter 1 (float32 [2] on cpu) had the shape [1]"));
   EXPECT_EQ(first.item<float>(), 3);
   second.set_data(torch::ones({1}));
@@ -364,7 +365,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
     Ema ema({parameter}, {.decay = 0.5});
     step(optimizer, parameter);
     ema.update();
-    const auto before = copies_of(outcome_of(optimizer, parameter));
+    const auto before = clone_all(outcome_of(optimizer, parameter));
     const torch::Tensor gradient = parameter.grad();
     {
       const EmaScope averaged(ema);
@@ -373,7 +374,7 @@ TEST(EmaScope, TakesGradientsAwaySoThatAStepInsideTrainsNothing) {
       parameter.sum().backward();
     }
     EXPECT_TRUE(parameter.grad().is_same(gradient));
-    EXPECT_THAT(outcome_of(optimizer, parameter), SameBits(before));
+    EXPECT_THAT(outcome_of(optimizer, parameter), BitwiseEqual(before));
   }
 }
 
@@ -407,7 +408,7 @@ TEST(Ema, OfMastersKeepsNoGradientAlive) {
   parameter.sum().backward();
   optimizer.step();
   ema.update();
-  const auto& state = state_of<const mezzo::optim::AdamWParamState>(optimizer, parameter);
+  const auto& state = get_param_state<const mezzo::optim::AdamWParamState>(optimizer, parameter);
   EXPECT_FALSE(state.master().grad().defined());
   EXPECT_TRUE(parameter.grad().defined());
 }
@@ -485,12 +486,12 @@ TEST(EmaOnADevice, MovesAsTheHostsDoesWithoutAWait) {
 
 TEST(EmaOnADevice, ReadsTheWeightsAndWritesOnlyAverages) {
   const std::vector<torch::Tensor> parameters = every_kind();
-  const std::vector<torch::Tensor> before = copies_of(parameters);
+  const std::vector<torch::Tensor> before = clone_all(parameters);
   Ema ema(parameters, {.decay = 0.5});
   for (const torch::Tensor& average : ema.averages()) torch::Tensor(average).zero_();
   ema.update(step_with(0));
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    EXPECT_THAT(parameters[i], SameBits(before[i])) << i;
+    EXPECT_THAT(parameters[i], BitwiseEqual(before[i])) << i;
     EXPECT_TRUE(torch::allclose(ema.averages()[i], before[i].to(ema.averages()[i].dtype()) / 2))
         << i;
   }
@@ -502,7 +503,7 @@ TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
   for (const torch::Tensor& average : ema.averages()) {
     if (average.numel() > 1) torch::Tensor(average).flatten()[0] = -0.0;
   }
-  const std::vector<torch::Tensor> before = copies_of(ema.averages());
+  const std::vector<torch::Tensor> before = clone_all(ema.averages());
   for (const float found_inf : {1.0F, 3.0F, kInfinity}) {  // a count, where several looked
     for (const float broken : {5.0F, kInfinity, kNan}) {
       for (const torch::Tensor& parameter : parameters) parameter.fill_(broken);
@@ -510,7 +511,7 @@ TEST(EmaOnADevice, LeavesAllBitsAsTheyAreWhereTheStepWasSkipped) {
     }
   }
   for (std::size_t i = 0; i < before.size(); ++i) {
-    EXPECT_THAT(ema.averages()[i], SameBits(before[i])) << i;
+    EXPECT_THAT(ema.averages()[i], BitwiseEqual(before[i])) << i;
   }
 }
 

@@ -23,12 +23,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/same_bits.h"
+#include "../support/bitwise_equal.h"
+#include "../support/message_of.h"
 
 namespace {
 
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::optim::OptimizerParamGroup;
 
@@ -100,15 +100,15 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
   }
   for (const auto& [options, words] : bad) {
     const std::string made =
-        error_of([&] { typename TypeParam::Optimizer({this->group(options)}, Options(0.5)); });
-    EXPECT_EQ(error_of([&] { optimizer.add_param_group(this->group(options)); }), made);
+        message_of([&] { typename TypeParam::Optimizer({this->group(options)}, Options(0.5)); });
+    EXPECT_EQ(message_of([&] { optimizer.add_param_group(this->group(options)); }), made);
     EXPECT_THAT(made, HasSubstr(words + "; "));
     EXPECT_EQ(optimizer.param_groups().size(), 1U);
     auto& own = static_cast<Options&>(optimizer.param_groups()[0].options());
     const Options good = std::exchange(own, options);  // between two steps
     const torch::Tensor& weight = optimizer.param_groups()[0].params()[0];
     weight.mutable_grad() = torch::ones({2, 2});
-    EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr(words + "; "));
+    EXPECT_THAT(message_of([&] { optimizer.step(); }), HasSubstr(words + "; "));
     EXPECT_TRUE(weight.equal(torch::ones({2, 2})));
     if constexpr (requires { typename TypeParam::Optimizer::State; }) {
       std::stringstream file;  // as libtorch's optimizers write it: unchecked
@@ -119,7 +119,7 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
       }
       archive.save_to(file);
       own = good;
-      EXPECT_THAT(error_of([&] { torch::load(optimizer, file); }), HasSubstr(words + "; "));
+      EXPECT_THAT(message_of([&] { torch::load(optimizer, file); }), HasSubstr(words + "; "));
       EXPECT_TRUE(own == good) << "what was there before";
     }
     own = good;
@@ -136,7 +136,7 @@ TYPED_TEST(ParamGroups, WithAnOptionOutOfRangeAreRefusedAndNotAdded) {
 TYPED_TEST(ParamGroups, WithAnotherOptimizersOptionsAreRefusedAndNotAdded) {
   using Options = typename TypeParam::Options;
   typename TypeParam::Optimizer optimizer({this->parameter()}, Options(0.5));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 optimizer.add_param_group(OptimizerParamGroup(
                     {this->parameter()}, std::make_unique<torch::optim::RMSpropOptions>(0.5)));
               }),
@@ -149,13 +149,13 @@ TYPED_TEST(ParamGroups, OfAnEmptyParameterListAreRefused) {
   using Own = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   for (const std::string& error :
-       {error_of([&] { Own(std::vector<torch::Tensor>(), options); }),
-        error_of([&] { Own(std::vector<OptimizerParamGroup>(), options); })}) {
+       {message_of([&] { Own(std::vector<torch::Tensor>(), options); }),
+        message_of([&] { Own(std::vector<OptimizerParamGroup>(), options); })}) {
     EXPECT_THAT(error, HasSubstr("optimizer got an empty parameter list"));
     EXPECT_THAT(error, HasSubstr("register_module"));
   }
   // One group of several may be empty, as torch has it.
-  EXPECT_EQ(error_of([&] {
+  EXPECT_EQ(message_of([&] {
               Own({OptimizerParamGroup(std::vector<torch::Tensor>()),
                    OptimizerParamGroup({this->parameter()})},
                   options);
@@ -178,15 +178,15 @@ TYPED_TEST(ParamGroups, OfAParameterThatIsGivenTwiceOrSharesMemoryAreRefused) {
   using Own = typename TypeParam::Optimizer;
   const typename TypeParam::Options options(0.5);
   const torch::Tensor x = this->parameter(), same_memory = x.detach().requires_grad_();
-  EXPECT_THAT(error_of([&] { Own({x, x}, options); }), HasSubstr("is given twice"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] { Own({x, x}, options); }), HasSubstr("is given twice"));
+  EXPECT_THAT(message_of([&] {
                 Own({x, same_memory}, options);
               }),
               HasSubstr("parameter 0 of group 0 (float32 [2, 2] on cpu) and parameter 1 of group 0 "
                         "(float32 [2, 2] on cpu) share memory"));
   Own optimizer({x}, options);
   x.mutable_grad() = torch::ones({2, 2});
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 optimizer.add_param_group(OptimizerParamGroup({x}));
                 optimizer.step();
               }),
@@ -206,7 +206,7 @@ TYPED_TEST(ParamGroups, AddedThroughTheBaseClassAreCheckedAtTheStep) {
     static_cast<torch::optim::Optimizer&>(optimizer).add_param_group(
         OptimizerParamGroup(std::vector<torch::Tensor>{second}));
     for (const auto& each : {first, second}) each.mutable_grad() = torch::ones_like(each);
-    EXPECT_THAT(error_of([&] { optimizer.step(); }),
+    EXPECT_THAT(message_of([&] { optimizer.step(); }),
                 HasSubstr(is_duplicate ? "is given twice" : "Muon only supports 2D parameters"));
     EXPECT_TRUE(torch::equal(first, torch::ones({2, 2})));
   }
@@ -273,7 +273,7 @@ TYPED_TEST(ParamGroups, GoOnFromAFileBitForBit) {
     step(optimizer, x, i);
     step(resumed, y, i);
   }
-  EXPECT_THAT(y, test_support::SameBits(x));
+  EXPECT_THAT(y, test_support::BitwiseEqual(x));
 }
 
 // libtorch finds a state by the address of its parameter, which a later tensor can get. mezzo's

@@ -11,14 +11,14 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 // Gradients in flat buffers: whatever becomes of a gradient, its value is kept and found.
 namespace grad_buckets_test {
 namespace {
 
 using mezzo::GradBuckets;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -204,11 +204,12 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
     const auto parameter = leaf({4}, dtype);
     GradBuckets buckets({parameter});
     parameter.mutable_grad() = torch::full({4}, 1e-8F);  // as unscaled for a master
-    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }),
+    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
                 testing::AllOf(HasSubstr("the gradient of parameter 0"), HasSubstr("zero_grad()")));
     EXPECT_TRUE(torch::equal(parameter.grad(), torch::full({4}, 1e-8F)));
     parameter.set_grad_dtype(torch::kFloat);
-    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }), HasSubstr("accumulate_in_float"));
+    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
+                HasSubstr("accumulate_in_float"));
   }
   const std::vector<Tensor> parameters{leaf({3}), leaf({4})};
   GradBuckets buckets(parameters);
@@ -216,7 +217,7 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
                             torch::ones({2, 2}), torch::ones({4}, torch::kMeta)}) {
     // libtorch checks a gradient's dtype itself where it is set by its own calls.
     parameters[1].mutable_grad() = bad;
-    EXPECT_THAT(error_of([&] { buckets.reattach_gradients(); }),
+    EXPECT_THAT(message_of([&] { buckets.reattach_gradients(); }),
                 HasSubstr("the gradient of parameter 1 (float32 [4] on cpu) is"));
   }
   parameters[1].mutable_grad() = torch::ones({4});
@@ -225,27 +226,27 @@ TEST(GradBuckets, RefuseWhatTheyWouldRoundOrCannotHold) {
   GradBuckets own({parameter});
   parameter.set_data(torch::ones({2, 2}));
   parameter.mutable_grad() = torch::ones({4});
-  EXPECT_THAT(error_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
+  EXPECT_THAT(message_of([&] { own.reattach_gradients(); }), HasSubstr("and their place is"));
 }
 
 TEST(GradBuckets, NameAParameterThatCannotHaveAPlace) {
   const auto twice = leaf({3});
-  EXPECT_THAT(error_of([&] { GradBuckets({twice, twice}); }), HasSubstr("is given twice"));
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] { GradBuckets({twice, twice}); }), HasSubstr("is given twice"));
+  EXPECT_THAT(message_of([&] {
                 GradBuckets({twice, Tensor()});
               }),
               HasSubstr("parameter 1 is undefined"));
-  EXPECT_THAT(error_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is no leaf"));
-  EXPECT_THAT(error_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
+  EXPECT_THAT(message_of([&] { GradBuckets({twice * 2}); }), HasSubstr("is no leaf"));
+  EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}, torch::kLong)}); }),
               HasSubstr("float32, float64, bfloat16 or float16"));
-  EXPECT_THAT(error_of([&] { GradBuckets({torch::ones({3}).to_sparse()}); }),
+  EXPECT_THAT(message_of([&] { GradBuckets({torch::ones({3}).to_sparse()}); }),
               HasSubstr("should be dense"));
   const Tensor inference = [] {
     const c10::InferenceMode mode;
     return torch::ones({3});
   }();
-  EXPECT_THAT(error_of([&] { GradBuckets({inference}); }), HasSubstr("under c10::InferenceMode"));
-  EXPECT_THAT(error_of([&] { GradBuckets({twice}, {.bucket_bytes = 0}); }),
+  EXPECT_THAT(message_of([&] { GradBuckets({inference}); }), HasSubstr("under c10::InferenceMode"));
+  EXPECT_THAT(message_of([&] { GradBuckets({twice}, {.bucket_bytes = 0}); }),
               HasSubstr("bucket_bytes is 0"));
 }
 

@@ -15,14 +15,14 @@
 #include <utility>
 #include <vector>
 
-#include "../support/same_bits.h"
-#include "../support/saved.h"
-#include "../support/stepped_by_aten.h"
+#include "../support/aten_optimizer.h"
+#include "../support/bitwise_equal.h"
+#include "../support/save_to_string.h"
 
 namespace {
 
 using mezzo::optim::WeightStorage;
-using test_support::SameBits;
+using test_support::BitwiseEqual;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -71,8 +71,8 @@ TYPED_TEST(StepUnderInference, IsFollowedByOneOutsideOfIt) {
        {WeightStorage::plain, WeightStorage::fp32_master, WeightStorage::split_master,
         WeightStorage::stochastic_rounding}) {
     const auto wanted = this->train({false, false, false, false}, storage);
-    EXPECT_THAT(this->train({true, false, true, false}, storage), SameBits(wanted));
-    EXPECT_THAT(this->train({false, true, false, true}, storage), SameBits(wanted));
+    EXPECT_THAT(this->train({true, false, true, false}, storage), BitwiseEqual(wanted));
+    EXPECT_THAT(this->train({false, true, false, true}, storage), BitwiseEqual(wanted));
   }
 }
 
@@ -81,10 +81,10 @@ TYPED_TEST(StepUnderInference, GoesOnFromAFileThatWasReadThere) {
   typename TypeParam::Optimizer optimizer({parameter}, TypeParam::options());
   parameter.mutable_grad() = slope_like(parameter);
   optimizer.step();
-  const std::string file = test_support::saved(optimizer);
+  const std::string file = test_support::save_to_string(optimizer);
   {
     const c10::InferenceMode inference;
-    test_support::load(optimizer, file);
+    test_support::load_from_string(optimizer, file);
   }
   const auto before = parameter.detach().clone();
   optimizer.step();
@@ -130,10 +130,10 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
       masters.step();
     };
     step();
-    const std::string file = test_support::saved(masters);
+    const std::string file = test_support::save_to_string(masters);
     {
       const c10::InferenceMode inference(mode);
-      test_support::load(masters, file);
+      test_support::load_from_string(masters, file);
     }
     step();
     return parameter.detach().clone();
@@ -143,7 +143,7 @@ TEST(MasterWeightsUnderInference, GoOnFromAFileThatWasReadThere) {
 
 TEST(StepWithAten, UnderInferenceIsFollowedByOneOutsideOfIt) {
   const auto parameter = torch::ones({kNumel}).requires_grad_();
-  test_support::SteppedByAten<mezzo::optim::AdamW> optimizer({parameter});
+  test_support::AtenOptimizer<mezzo::optim::AdamW> optimizer({parameter});
   for (const bool mode : {true, false, true}) {
     {
       const c10::InferenceMode inference(mode);

@@ -19,13 +19,13 @@
 #include <utility>
 #include <vector>
 
-#include "../support/state_of.h"
-#include "../support/warnings.h"
+#include "../support/get_param_state.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
 using mezzo::optim::WeightStorage;
-using test_support::state_of;
+using test_support::get_param_state;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 using torch::optim::AdamOptions;
@@ -218,8 +218,8 @@ TYPED_TEST(LibtorchIdioms, AnIllegalOptionIsNamedBeforeAnythingIsWritten) {
 
 TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
   this->step(3);
-  auto& ours = state_of<typename TypeParam::State>(this->ours_, this->our_parameter_);
-  auto& theirs = state_of<typename TypeParam::State>(this->theirs_, this->their_parameter_);
+  auto& ours = get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_);
+  auto& theirs = get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_);
   EXPECT_NE(dynamic_cast<typename TypeParam::State*>(
                 this->ours_.state().at(this->our_parameter_.unsafeGetTensorImpl()).get()),
             nullptr);
@@ -236,8 +236,8 @@ TYPED_TEST(LibtorchIdioms, StateIsReadThroughLibtorchsClass) {
 
 TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
   const auto on_both = [&](auto&& change) {
-    change(state_of<typename TypeParam::State>(this->ours_, this->our_parameter_));
-    change(state_of<typename TypeParam::State>(this->theirs_, this->their_parameter_));
+    change(get_param_state<typename TypeParam::State>(this->ours_, this->our_parameter_));
+    change(get_param_state<typename TypeParam::State>(this->theirs_, this->their_parameter_));
     this->step();
     EXPECT_LT(this->difference(), 1e-12);
   };
@@ -246,7 +246,8 @@ TYPED_TEST(LibtorchIdioms, StateIsWrittenThroughLibtorchsClass) {
   on_both([](auto& state) { *tensors_of(state)[0] = torch::full({13, 3}, 0.5, torch::kDouble); });
   if constexpr (requires(typename TypeParam::State state) { state.step(); }) {
     on_both([](auto& state) { state.step(0); });
-    EXPECT_EQ(state_of<typename TypeParam::OurState>(this->ours_, this->our_parameter_).step(), 1);
+    EXPECT_EQ(
+        get_param_state<typename TypeParam::OurState>(this->ours_, this->our_parameter_).step(), 1);
   }
 }
 
@@ -338,7 +339,7 @@ TEST(StatesOfMezzo, AreRefusedWithANegativeStep) {
   parameter.mutable_grad() = torch::ones_like(parameter);
   optimizer.step();
   const auto before = parameter.detach().clone();
-  state_of<torch::optim::AdamWParamState>(optimizer, parameter).step(-3);
+  get_param_state<torch::optim::AdamWParamState>(optimizer, parameter).step(-3);
   EXPECT_THAT([&] { optimizer.step(); }, ThrowsMessage<c10::Error>(HasSubstr("has step -3")));
   EXPECT_TRUE(torch::equal(parameter, before));
 }
@@ -382,7 +383,7 @@ struct Twins {
 
 template <class Ours, class Theirs, class Options>
 void expect_torchs_answers(const Options& options) {
-  const test_support::Warnings warnings;  // a file of torch::optim::SGD lacks a count
+  const test_support::WarningRecorder warnings;  // a file of torch::optim::SGD lacks a count
   for (const auto& [dtype, tolerance] :
        {std::pair(torch::kFloat, 2e-5), std::pair(torch::kDouble, 1e-13)}) {
     SCOPED_TRACE(dtype);

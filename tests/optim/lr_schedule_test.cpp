@@ -20,12 +20,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/keepers.h"
-#include "../support/saved.h"
+#include "../support/aten_optimizer.h"
+#include "../support/save_to_string.h"
 #include "../support/special_values.h"
-#include "../support/stepped_by_aten.h"
 #include "../support/throwing_sgd.h"
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
+#include "../support/weight_storage_cases.h"
 
 namespace {
 
@@ -39,8 +39,8 @@ using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
-using test_support::load;
-using test_support::saved;
+using test_support::load_from_string;
+using test_support::save_to_string;
 using testing::DoubleEq;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -168,7 +168,7 @@ mezzo::GradScaler scaler_of_four() {
 TEST(LrSchedule, WarnsWhereItCountsAStepThatWasSkipped) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const auto warned = [](auto&& optimizer, const std::vector<double>& slopes) {
-    const test_support::Warnings warnings;
+    const test_support::WarningRecorder warnings;
     const torch::Tensor parameter = optimizer.param_groups()[0].params()[0];
     LinearSchedule schedule(optimizer, {.total_steps = 4});
     mezzo::GradScaler scaler = scaler_of_four();
@@ -463,14 +463,14 @@ std::vector<double> resume(bool load_before_attaching) {
   LinearSchedule schedule(optimizer, {.total_steps = 8});
   mezzo::GradScaler scaler = scaler_of_four();
   train(parameter, optimizer, schedule, scaler, {true, false, true});
-  const auto files = std::pair(saved(optimizer), saved(schedule));
+  const auto files = std::pair(save_to_string(optimizer), save_to_string(schedule));
 
   parameter = weight();
   After resumed({parameter}, 1.0);
-  if (load_before_attaching) load(resumed, files.first);
+  if (load_before_attaching) load_from_string(resumed, files.first);
   LinearSchedule again(resumed, {.total_steps = 8});
-  if (!load_before_attaching) load(resumed, files.first);
-  load(again, files.second);
+  if (!load_before_attaching) load_from_string(resumed, files.first);
+  load_from_string(again, files.second);
   EXPECT_EQ(again.applied_steps(), 2);
   EXPECT_THAT(again.base_lrs(), ElementsAre(1.0));
   return train(parameter, resumed, again, scaler, {true, false, true});
@@ -490,14 +490,14 @@ TEST(LrScheduleFiles, GoFromLibtorchsOptimizersToMezzos) {
     LinearSchedule schedule(before, {.total_steps = 8});
     mezzo::GradScaler scaler = scaler_of_four();
     train(before.param_groups()[0].params()[0], before, schedule, scaler, {true, false, true});
-    load(after, saved(before));
+    load_from_string(after, save_to_string(before));
     LinearSchedule again(after, {.total_steps = 8});
-    load(again, saved(schedule));
+    load_from_string(again, save_to_string(schedule));
     return again.lrs();
   };
   EXPECT_THAT(move(torch::optim::AdamW({weight()}, 1.0), mezzo::optim::AdamW({weight()}, 1.0)),
               ElementsAre(0.75));
-  const test_support::Warnings warnings;
+  const test_support::WarningRecorder warnings;
   EXPECT_THAT(move(torch::optim::SGD({weight()}, 1.0), mezzo::optim::SGD({weight()}, 1.0)),
               ElementsAre(0.75));
 }
@@ -507,7 +507,7 @@ TEST(LrScheduleFiles, OfTheOptimizerAloneHoldTheBaseRates) {
     LinearSchedule schedule(stepper, {.total_steps = 4});
     stepper.step();
     schedule.step();
-    load(resumed_stepper, saved(stepper));
+    load_from_string(resumed_stepper, save_to_string(stepper));
     EXPECT_EQ(lr_of(resumed), lr_of(optimizer)) << "the rate in use, for who goes on without";
     LinearSchedule again(resumed_stepper, {.total_steps = 4});
     EXPECT_THAT(again.base_lrs(), ElementsAre(8.0));
@@ -529,7 +529,7 @@ TEST(LrScheduleFiles, GiveAWrittenRateToTheScheduleOfANewRun) {
   before.step();
   schedule.step();
   mezzo::optim::SGD tuned({weight()}, 1.0);
-  load(tuned, saved(before));
+  load_from_string(tuned, save_to_string(before));
   tuned.param_groups()[0].options().set_lr(0.5);
   tuned.set_applied_steps(0);
   LinearSchedule next(tuned, {.total_steps = 4});
@@ -546,8 +546,8 @@ struct HalfARun {
       optimizer.step();
       schedule.step();
     }
-    optimizer_file = saved(optimizer);
-    schedule_file = saved(schedule);
+    optimizer_file = save_to_string(optimizer);
+    schedule_file = save_to_string(schedule);
   }
   torch::Tensor parameter = weight();
   std::string optimizer_file, schedule_file;
@@ -556,16 +556,16 @@ struct HalfARun {
 TEST(LrScheduleFiles, SetTheCountThatLibtorchsSgdDoesNotSave) {
   const HalfARun run;
   for (const bool steps_between : {false, true}) {
-    test_support::Warnings warnings;
+    test_support::WarningRecorder warnings;
     mezzo::optim::SGD optimizer({run.parameter}, 7.0);
     LinearSchedule schedule(optimizer, {.total_steps = 100});
-    load(optimizer, run.optimizer_file);
+    load_from_string(optimizer, run.optimizer_file);
     EXPECT_THAT(warnings.texts, ElementsAre(HasSubstr(
                                     "SGD: the file of torch::optim::SGD holds no number of steps; "
                                     "load the schedule's own file, or call set_applied_steps(n)")));
     EXPECT_EQ(optimizer.applied_steps(), 0);
     if (steps_between) optimizer.step();
-    load(schedule, run.schedule_file);
+    load_from_string(schedule, run.schedule_file);
     EXPECT_EQ(optimizer.applied_steps(), 50);
     EXPECT_THAT(schedule.base_lrs(), ElementsAre(2.0));
     EXPECT_THAT(schedule.lrs(), ElementsAre(1.0)) << "a factor of 0.5";
@@ -576,18 +576,18 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
   torch::optim::SGD optimizer({weight()}, 1.0);
   LinearSchedule schedule(optimizer, {.total_steps = 4});
   schedule.step();
-  const std::string file = saved(schedule);
+  const std::string file = save_to_string(schedule);
 
   torch::optim::SGD other({weight()}, 4.0);
   other.add_param_group(group_with(2.0));
   LinearSchedule wider(other, {.total_steps = 4});
-  EXPECT_THAT([&] { load(wider, file); },
+  EXPECT_THAT([&] { load_from_string(wider, file); },
               ThrowsMessage<c10::Error>(HasSubstr("1 parameter groups, and this optimizer 2")));
   EXPECT_THAT(wider.lrs(), ElementsAre(4.0, 2.0));
   EXPECT_EQ(wider.applied_steps(), 0);
 
-  const std::string tensor = saved(torch::ones({2}));
-  EXPECT_THAT([&] { load(schedule, tensor); },
+  const std::string tensor = save_to_string(torch::ones({2}));
+  EXPECT_THAT([&] { load_from_string(schedule, tensor); },
               ThrowsMessage<c10::Error>(HasSubstr("This archive is not that of a schedule")));
   const std::vector<double> rates{1.0};
   for (const auto& [steps, lrs, words] :
@@ -602,7 +602,8 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
     if (!lrs.isNone()) archive.write("base_lrs", lrs);
     std::ostringstream bytes;
     archive.save_to(bytes);
-    EXPECT_THAT([&] { load(schedule, bytes.str()); }, ThrowsMessage<c10::Error>(HasSubstr(words)));
+    EXPECT_THAT([&] { load_from_string(schedule, bytes.str()); },
+                ThrowsMessage<c10::Error>(HasSubstr(words)));
   }
   mezzo::optim::SGD mezzos({weight()}, 1.0);
   EXPECT_THAT(
@@ -622,17 +623,17 @@ Verdict verdict_of(bool found_inf) {
 
 /// Steps of SGD with gradient 1: how far each one went.
 TEST(LrFactors, StepEveryWayToKeepWeights) {
-  for (const test_support::Keeper& keeper : test_support::keepers()) {
-    const torch::Tensor parameter = torch::zeros({2}, keeper.dtype).requires_grad_();
-    const test_support::OwnedOptimizer owned = keeper.make({parameter});
-    mezzo::optim::FusedOptimizer* const optimizer = owned.any().mezzos();
+  for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
+    const torch::Tensor parameter = torch::zeros({2}, storage_case.dtype).requires_grad_();
+    const test_support::OwnedOptimizer owned = storage_case.make({parameter});
+    mezzo::optim::FusedOptimizer* const optimizer = owned.ref().mezzos();
     if (optimizer == nullptr) continue;
-    SCOPED_TRACE(keeper.name);
+    SCOPED_TRACE(storage_case.name);
     optimizer->set_lr_factors({1.0, 0.5, 0.25, 0.125});
     double expected = 0;
     for (const double factor : {1.0, 0.5, 0.25, 0.125, 0.125}) {  // and nobody shows the rates
       parameter.mutable_grad() = torch::ones_like(parameter.detach());
-      (void)owned.any().step();
+      (void)owned.ref().step();
       expected -= factor;
       EXPECT_EQ(parameter[0].item<double>(), expected);
       EXPECT_EQ(owned.inner->param_groups()[0].options().get_lr(), 1.0) << "as it was shown";
@@ -669,7 +670,7 @@ class Distances : public testing::TestWithParam<bool> {
   }
 
   torch::Tensor parameter_ = torch::zeros({}, torch::kDouble).requires_grad_();
-  std::unique_ptr<SGD> owned_ = GetParam() ? make<test_support::SteppedByAten<SGD>>() : make<SGD>();
+  std::unique_ptr<SGD> owned_ = GetParam() ? make<test_support::AtenOptimizer<SGD>>() : make<SGD>();
   SGD& optimizer_ = *owned_;
 };
 
@@ -700,9 +701,9 @@ TEST_P(Distances, GoOnFromTheNumberThatIsSet) {
   EXPECT_EQ(step(true), 0);
   EXPECT_DOUBLE_EQ(step(), 0.25);
   EXPECT_EQ(optimizer_.applied_steps(), 2);
-  const std::string file = test_support::saved(optimizer_);
+  const std::string file = test_support::save_to_string(optimizer_);
   SGD resumed({parameter_}, SGDOptions(3));
-  test_support::load(resumed, file);
+  test_support::load_from_string(resumed, file);
   EXPECT_EQ(resumed.applied_steps(), 2);
 }
 

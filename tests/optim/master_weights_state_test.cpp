@@ -18,12 +18,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 
 namespace {
 
 using mezzo::MasterWeights;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 
 torch::Tensor bfloat16_weight(double value, at::IntArrayRef sizes = {4}) {
@@ -44,10 +44,10 @@ TEST(MasterWeightsState, MastersInAnEmaScopeAreRefused) {
   const auto before = mezzo::master_params(masters)[0].clone();
   {
     const mezzo::EmaScope averages(ema);
-    EXPECT_THAT(error_of([&] { (void)mezzo::master_params(masters); }),
+    EXPECT_THAT(message_of([&] { (void)mezzo::master_params(masters); }),
                 HasSubstr("holds an average, for an EmaScope is alive"));
     weight.mutable_grad() = torch::ones_like(weight);
-    EXPECT_THAT(error_of([&] { masters.step(); }), HasSubstr("holds an average"));
+    EXPECT_THAT(message_of([&] { masters.step(); }), HasSubstr("holds an average"));
   }
   EXPECT_TRUE(mezzo::master_params(masters)[0].equal(before));
 }
@@ -91,8 +91,8 @@ TEST(MasterWeightsState, ViewWithGapsBesideItsBaseIsRefused) {
   const auto second = base.slice(1, 1, 4, 2).requires_grad_();
   auto whole = base.view({16}).requires_grad_();
   torch::optim::SGD both({whole, first}, 0.1), apart({first, second}, 0.1);
-  EXPECT_THAT(error_of([&] { const MasterWeights masters(both); }), HasSubstr("share memory"));
-  EXPECT_EQ(error_of([&] { const MasterWeights masters(apart); }), "no error");
+  EXPECT_THAT(message_of([&] { const MasterWeights masters(both); }), HasSubstr("share memory"));
+  EXPECT_EQ(message_of([&] { const MasterWeights masters(apart); }), "no error");
 }
 
 TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {

@@ -24,12 +24,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/bitwise_equal.h"
+#include "../support/get_param_state.h"
+#include "../support/message_of.h"
 #include "../support/owned_optimizer.h"
-#include "../support/same_bits.h"
-#include "../support/saved.h"
-#include "../support/scratch.h"
-#include "../support/state_of.h"
+#include "../support/save_to_string.h"
+#include "../support/temp_dir.h"
 #include "../support/tiny_optimizer.h"
 
 namespace master_weights_test {
@@ -41,14 +41,14 @@ using mezzo::master_params;
 using mezzo::MasterWeights;
 using mezzo::StepOptions;
 using mezzo::optim::WeightStorage;
-using test_support::copies_of;
-using test_support::load;
+using test_support::bitwise_equal;
+using test_support::BitwiseEqual;
+using test_support::clone_all;
+using test_support::get_param_state;
+using test_support::load_from_string;
+using test_support::make_silent_scaler;
 using test_support::OwnedOptimizer;
-using test_support::quiet_scaler;
-using test_support::same_bits;
-using test_support::SameBits;
-using test_support::saved;
-using test_support::state_of;
+using test_support::save_to_string;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 using torch::optim::Optimizer;
@@ -147,7 +147,7 @@ void expect_rounded(const Model& model, const Tensors& masters) {
   for (std::size_t i = 0; i < masters.size(); ++i) {
     EXPECT_EQ(masters[i].scalar_type(), torch::kFloat);
     const auto& parameter = model.parameters[i];
-    EXPECT_THAT(parameter, SameBits(masters[i].to(parameter.scalar_type()))) << i;
+    EXPECT_THAT(parameter, BitwiseEqual(masters[i].to(parameter.scalar_type()))) << i;
   }
 }
 
@@ -158,7 +158,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
     const auto inner = make(model.groups());
     const auto reference = make(floats.groups());
     MasterWeights optimizer(*inner);
-    GradScaler scaler = quiet_scaler();
+    GradScaler scaler = make_silent_scaler();
     for (int step = 0; step < 8; ++step) {
       model.set_gradients(step);
       floats.take_gradients(model);
@@ -166,7 +166,7 @@ TEST_P(StepOfDtype, TrainsTheBitsOfAFloatModel) {
       scaler.update();
       reference->step();
     }
-    EXPECT_THAT(master_params(optimizer), SameBits(floats.parameters));
+    EXPECT_THAT(master_params(optimizer), BitwiseEqual(floats.parameters));
     expect_rounded(model, master_params(optimizer));
     EXPECT_EQ(optimizer.applied_steps(), 8);
   }
@@ -191,7 +191,7 @@ TEST(MasterWeightsStep, LeavesTheGradientOfAFloatParameterThatIsGivenTwice) {
   auto half = torch::ones({2}, torch::kHalf).requires_grad_();
   torch::optim::SGD sgd(Tensors{tied, tied, half}, torch::optim::SGDOptions(1.0));
   MasterWeights optimizer(sgd);
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   const auto gradient = torch::full({2}, 0.25 * kScale);
   tied.mutable_grad() = gradient;
   half.mutable_grad() = gradient.to(torch::kHalf);
@@ -225,10 +225,10 @@ TEST(MasterWeightsStep, TheInnerOptimizerIsAnOrdinaryOneInBetween) {
   model.set_gradients(3, 1.0);
   inner.step();  // alone, on the parameter of 16 bits
   const auto after = model.parameters[0].detach().to(torch::kFloat);
-  EXPECT_FALSE(same_bits(master.to(torch::kBFloat16), model.parameters[0]));
+  EXPECT_FALSE(bitwise_equal(master.to(torch::kBFloat16), model.parameters[0]));
   const auto followed = master_params(optimizer)[0];
   const auto is_kept = master.to(torch::kBFloat16).eq(model.parameters[0]);
-  EXPECT_THAT(followed, SameBits(torch::where(is_kept, master, after)));
+  EXPECT_THAT(followed, BitwiseEqual(torch::where(is_kept, master, after)));
 }
 
 TEST(MasterWeightsStep, AParameterThatIsResizedBeginsANewMaster) {
@@ -263,7 +263,7 @@ TEST(MasterWeightsStep, FollowsSchedulesThatStandOnIt) {
   const auto x = torch::zeros({1}, torch::kHalf).requires_grad_();
   torch::optim::SGD inner({x}, torch::optim::SGDOptions(8.0));
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   mezzo::LinearSchedule ours(optimizer, {.total_steps = 4});
   const std::vector<std::pair<float, double>> expected_weights_and_rates = {
       {8.0F, 6.0}, {8.0F, 6.0}, {14.0F, 4.0}};  // the second step is skipped
@@ -335,14 +335,14 @@ TEST(MasterWeightsStep, StepsAnOptimizerOfTheUsersOwn) {
   const auto x = torch::zeros({2}, torch::kBFloat16).requires_grad_();
   Summing inner({x});
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   for (int step = 0; step < 3; ++step) {
     x.mutable_grad() = torch::full_like(x, kScale);
     scaler.step(optimizer);
     scaler.update();
   }
   EXPECT_EQ(x[0].item<float>(), -6.0F);
-  const auto& state = state_of<SummingState>(inner, x);
+  const auto& state = get_param_state<SummingState>(inner, x);
   EXPECT_EQ(state.sum.scalar_type(), torch::kFloat);
 }
 
@@ -352,7 +352,7 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
                     torch::zeros({2}, torch::kHalf).requires_grad_()};
   Summing inner(all);
   MasterWeights optimizer(inner);
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   const auto set_gradients = [&] {
     for (const auto& x : all) x.mutable_grad() = torch::full_like(x, kScale);
   };
@@ -381,7 +381,7 @@ TEST(MasterWeightsStep, PutsEverythingBackWhenTheInnerStepThrows) {
 
 TEST(MasterWeightsStep, RefusesWhatItCannotStep) {
   const auto error_with = [](Optimizer&& inner) {
-    return test_support::error_of([&] { MasterWeights optimizer(inner); });
+    return test_support::message_of([&] { MasterWeights optimizer(inner); });
   };
   const auto x = torch::zeros({4}, torch::kHalf).requires_grad_();
   const auto part = x.detach().slice(0, 1, 3).requires_grad_();
@@ -511,7 +511,7 @@ MakeKeeper adapter(const MakeOptimizer& make) {
   return [make](const Groups& groups) { return OwnedOptimizer(make(groups), true); };
 }
 
-std::vector<MakeKeeper> keepers() {
+std::vector<MakeKeeper> weight_storage_cases() {
   using namespace mezzo::optim;
   std::vector<MakeKeeper> all{
       ours<AdamW>(AdamWOptions(1e-3).weight_decay(0.1)),
@@ -525,17 +525,17 @@ std::vector<MakeKeeper> keepers() {
 template <class Step>
 Model trained(torch::ScalarType dtype, const MakeKeeper& make, bool unscales, const Step& step) {
   const Model model(dtype, /*has_gaps=*/false);
-  const OwnedOptimizer keeper = make(model.groups());
-  AnyOptimizer optimizer = keeper.any();
-  GradScaler scaler = quiet_scaler();
+  const OwnedOptimizer owned = make(model.groups());
+  AnyOptimizer optimizer = owned.ref();
+  GradScaler scaler = make_silent_scaler();
   for (int number = 0; number < 7; ++number) {
     model.set_gradients(number, scaler.get_scale());
     if (number == 3) model.parameters[2].mutable_grad()[2][1] = kInfinity;
-    const auto before = copies_of(model.gradients());
+    const auto before = clone_all(model.gradients());
     step(scaler, optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (unscales) continue;
-      EXPECT_THAT(model.gradients()[i], SameBits(before[i])) << i;
+      EXPECT_THAT(model.gradients()[i], BitwiseEqual(before[i])) << i;
     }
     scaler.update();
   }
@@ -553,16 +553,16 @@ INSTANTIATE_TEST_SUITE_P(UnscaledMasters, UnscaledOfDtype,
 
 TEST_P(UnscaledOfDtype, StepToTheBitsOfTheStepInOnePass) {
   int number = 0;
-  for (const MakeKeeper& make : keepers()) {
+  for (const MakeKeeper& make : weight_storage_cases()) {
     const Model one_pass = trained(GetParam(), make, /*unscales=*/false,
                                    [](auto& scaler, auto& optimizer) { scaler.step(optimizer); });
     const Model unscaled = trained(GetParam(), make, true, [](auto& scaler, auto& optimizer) {
       scaler.unscale_(optimizer);
       scaler.step(optimizer);
     });
-    EXPECT_THAT(one_pass.parameters, SameBits(unscaled.parameters)) << "optimizer " << number;
+    EXPECT_THAT(one_pass.parameters, BitwiseEqual(unscaled.parameters)) << "optimizer " << number;
     const Model fresh(GetParam(), /*has_gaps=*/false);
-    EXPECT_FALSE(same_bits(fresh.parameters[0], unscaled.parameters[0])) << number;
+    EXPECT_FALSE(bitwise_equal(fresh.parameters[0], unscaled.parameters[0])) << number;
     ++number;
   }
 }
@@ -589,8 +589,8 @@ class Unscaled : public testing::TestWithParam<bool> {
   torch::Tensor x_ = torch::zeros({2}, torch::kHalf).requires_grad_();
   torch::Tensor y_ = torch::zeros({2}).requires_grad_();
   OwnedOptimizer owned_ = owned({x_, y_});
-  AnyOptimizer optimizer_ = owned_.any();
-  GradScaler scaler_ = quiet_scaler();
+  AnyOptimizer optimizer_ = owned_.ref();
+  GradScaler scaler_ = make_silent_scaler();
 };
 INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one) {
   return one.param ? "OfMezzosOptimizer" : "OfTheAdapter";
@@ -599,14 +599,14 @@ INSTANTIATE_TEST_SUITE_P(Masters, Unscaled, testing::Bool(), [](const auto& one)
 TEST_P(Unscaled, GradientsAreTheWeightsOwnInFloatAndShownAtTheMasters) {
   set_gradients(3);
   scaler_.unscale_(optimizer_);
-  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F)));
+  EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F)));
   EXPECT_TRUE(master().grad().is_same(x_.grad()));
-  EXPECT_THAT(y_.grad(), SameBits(torch::full({2}, 3.0F)));
+  EXPECT_THAT(y_.grad(), BitwiseEqual(torch::full({2}, 3.0F)));
   EXPECT_TRUE(master_params(optimizer_)[1].is_same(y_));
   EXPECT_TRUE(scaler_.step(optimizer_).ran());
   EXPECT_EQ(value(), -3.0F);
   EXPECT_EQ(y_[0].item<float>(), -3.0F);
-  EXPECT_THAT(x_.grad(), SameBits(torch::full({2}, 3.0F))) << "a step writes no gradient";
+  EXPECT_THAT(x_.grad(), BitwiseEqual(torch::full({2}, 3.0F))) << "a step writes no gradient";
 }
 
 TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
@@ -625,7 +625,7 @@ TEST_P(Unscaled, GradientsOfMastersThatTheCallerHoldsAreThoseOfThisIteration) {
 
 TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
   for (const bool unscales_before : {false, true}) {
-    GradScaler scaler = quiet_scaler({.init_scale = 0x1p16});
+    GradScaler scaler = make_silent_scaler({.init_scale = 0x1p16});
     x_.mutable_grad() = torch::full({2}, 0x1p-20F).to(torch::kHalf);
     ASSERT_EQ((x_.grad() / 65536)[0].item<float>(), 0.0F);
     if (unscales_before) scaler.unscale_(optimizer_);
@@ -637,7 +637,7 @@ TEST_P(Unscaled, GradientsSurviveThatUnderflowInHalf) {
 TEST(UnscaledMasters, HalfWithoutAMasterIsStillRefused) {
   const auto x = torch::zeros({2}, torch::kHalf).requires_grad_();
   x.mutable_grad() = torch::ones_like(x);
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   mezzo::optim::SGD plain({x}, mezzo::optim::SGDOptions(1.0));
   for (const bool explicitly : {false, true}) {
     EXPECT_THAT([&] { explicitly ? (void)scaler.unscale_(plain) : (void)scaler.step(plain); },
@@ -665,15 +665,15 @@ TEST(MasterParams, AreTheParametersWhereThereAreNoMasters) {
 }
 
 TEST(MasterParams, AreMadeBeforeTheFirstStepAndStayTheSameTensors) {
-  for (const MakeKeeper& make : {keepers().front(), keepers().back()}) {
+  for (const MakeKeeper& make : {weight_storage_cases().front(), weight_storage_cases().back()}) {
     const Model model(torch::kHalf, /*has_gaps=*/false);
-    const OwnedOptimizer keeper = make(model.groups());
-    AnyOptimizer optimizer = keeper.any();
+    const OwnedOptimizer owned = make(model.groups());
+    AnyOptimizer optimizer = owned.ref();
     const Tensors before = master_params(optimizer);
     for (std::size_t i = 0; i < before.size(); ++i) {
-      EXPECT_THAT(before[i], SameBits(model.parameters[i].to(torch::kFloat))) << i;
+      EXPECT_THAT(before[i], BitwiseEqual(model.parameters[i].to(torch::kFloat))) << i;
     }
-    GradScaler scaler = quiet_scaler();
+    GradScaler scaler = make_silent_scaler();
     for (int step = 0; step < 3; ++step) {
       model.set_gradients(step);
       scaler.step(optimizer);
@@ -692,7 +692,7 @@ TEST(MasterParams, OfSplitMastersThereAreNone) {
   EXPECT_THAT([&] { master_params(split); },
               ThrowsMessage<c10::Error>(HasSubstr("keeps no master as a tensor; clip with "
                                                   "scaler.step(optimizer, {.max_norm")));
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   x.mutable_grad() = torch::full_like(x, kScale);
   scaler.unscale_(split);
   EXPECT_EQ(x.grad()[0].item<float>(), 1.0F);
@@ -704,13 +704,13 @@ TEST(MasterParams, ThatWereMadeEarlyAreSavedAndLoaded) {
   const Model model(torch::kHalf, /*has_gaps=*/false);
   mezzo::optim::AdamW optimizer(model.groups(), 1e-3, kMasters);
   (void)master_params(optimizer);
-  const std::string file = test_support::saved(optimizer);
+  const std::string file = test_support::save_to_string(optimizer);
   mezzo::optim::AdamW other(model.groups(), 1e-3, kMasters);
-  test_support::load(other, file);
+  test_support::load_from_string(other, file);
   model.set_gradients(0, 1.0);
   other.step();
   const Tensors masters = master_params(other);
-  EXPECT_THAT(model.parameters[0], SameBits(masters[0].to(torch::kHalf)));
+  EXPECT_THAT(model.parameters[0], BitwiseEqual(masters[0].to(torch::kHalf)));
 }
 
 at::Tensor one_weight() { return torch::ones({4}, torch::kBFloat16).set_requires_grad(true); }
@@ -740,7 +740,7 @@ TEST(OptimizersOfTheUsers, WhoseRateCannotBeSetThrowUnderASchedule) {
 // --- Files: a resumed run takes the steps of one that was not interrupted.
 
 void train(const Model& model, MasterWeights& optimizer, int first, int last) {
-  GradScaler scaler = quiet_scaler();
+  GradScaler scaler = make_silent_scaler();
   for (int step = first; step < last; ++step) {
     model.set_gradients(step);
     if (step < 6) model.parameters[3].mutable_grad() = torch::Tensor();  // its master comes later
@@ -759,23 +759,23 @@ TEST_P(FileOfDtype, ResumesToTheBitInTheMiddleOfARun) {
     const auto whole_inner = make(whole.groups());
     MasterWeights uninterrupted(*whole_inner);
     train(whole, uninterrupted, 0, 5);
-    const std::string file = saved(uninterrupted);
-    const Tensors values = copies_of(whole.parameters);
+    const std::string file = save_to_string(uninterrupted);
+    const Tensors values = clone_all(whole.parameters);
     train(whole, uninterrupted, 5, 10);
 
     const Model resumed(GetParam());
     const auto inner = make(resumed.groups());
     MasterWeights optimizer(*inner);
     train(resumed, optimizer, 20, 22);  // of which nothing may be left
-    load(optimizer, file);
+    load_from_string(optimizer, file);
     {
       const torch::NoGradGuard no_grad;
       for (std::size_t i = 0; i < values.size(); ++i) resumed.parameters[i].copy_(values[i]);
     }
     EXPECT_EQ(optimizer.applied_steps(), 5);
     train(resumed, optimizer, 5, 10);
-    EXPECT_THAT(resumed.parameters, SameBits(whole.parameters));
-    EXPECT_THAT(master_params(optimizer), SameBits(master_params(uninterrupted)));
+    EXPECT_THAT(resumed.parameters, BitwiseEqual(whole.parameters));
+    EXPECT_THAT(master_params(optimizer), BitwiseEqual(master_params(uninterrupted)));
     EXPECT_EQ(optimizer.applied_steps(), 10);
   }
 }
@@ -785,7 +785,7 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   torch::optim::SGD inner(model.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights optimizer(inner);
   train(model, optimizer, 0, 8);
-  const Tensors masters = copies_of(master_params(optimizer));
+  const Tensors masters = clone_all(master_params(optimizer));
   Model half(torch::kHalf);
   {
     const torch::NoGradGuard no_grad;
@@ -793,8 +793,8 @@ TEST(MasterWeightsFile, HoldsMastersInFloatWhateverTheModelIsCastTo) {
   }
   torch::optim::SGD other(half.groups(), torch::optim::SGDOptions(0.1));
   MasterWeights loaded(other);
-  load(loaded, saved(optimizer));
-  EXPECT_THAT(master_params(loaded), SameBits(masters));
+  load_from_string(loaded, save_to_string(optimizer));
+  EXPECT_THAT(master_params(loaded), BitwiseEqual(masters));
 }
 
 TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
@@ -803,13 +803,13 @@ TEST(MasterWeightsFile, OfTheInnerOptimizerAloneIsAnOrdinaryOne) {
   MasterWeights optimizer(inner);
   train(model, optimizer, 0, 7);
   torch::optim::SGD other(model.groups(), torch::optim::SGDOptions(0.5).momentum(0.9));
-  load(other, saved(inner));
+  load_from_string(other, save_to_string(inner));
   EXPECT_EQ(other.param_groups()[0].options().get_lr(), 0.1);
   const auto momentum = [&](const torch::optim::SGD& sgd) {
     const auto key = model.parameters[0].unsafeGetTensorImpl();
     return static_cast<torch::optim::SGDParamState&>(*sgd.state().at(key)).momentum_buffer();
   };
-  EXPECT_THAT(momentum(other), SameBits(momentum(inner)));
+  EXPECT_THAT(momentum(other), BitwiseEqual(momentum(inner)));
 }
 
 /// What `call` throws; the optimizer goes on as if nothing had been.
@@ -818,14 +818,14 @@ class RefusedFile : public testing::Test {
   RefusedFile() { train(model_, optimizer_, 0, 7); }
 
   std::string error_of_loading(const std::string& file) {
-    const std::string before = saved(optimizer_);
-    const Tensors masters = copies_of(master_params(optimizer_));
-    const std::string error = test_support::error_of([&] { load(optimizer_, file); });
-    EXPECT_THAT(master_params(optimizer_), SameBits(masters));
+    const std::string before = save_to_string(optimizer_);
+    const Tensors masters = clone_all(master_params(optimizer_));
+    const std::string error = test_support::message_of([&] { load_from_string(optimizer_, file); });
+    EXPECT_THAT(master_params(optimizer_), BitwiseEqual(masters));
     EXPECT_EQ(optimizer_.applied_steps(), 7);
     EXPECT_EQ(inner_.param_groups()[1].options().get_lr(), 0.1);
     EXPECT_EQ(inner_.state().size(), model_.parameters.size());
-    EXPECT_EQ(saved(optimizer_).size(), before.size());
+    EXPECT_EQ(save_to_string(optimizer_).size(), before.size());
     return error;
   }
 
@@ -835,23 +835,24 @@ class RefusedFile : public testing::Test {
 };
 
 TEST_F(RefusedFile, OfTheBareOptimizer) {
-  EXPECT_THAT(error_of_loading(saved(inner_)), HasSubstr("the archive holds no masters"));
+  EXPECT_THAT(error_of_loading(save_to_string(inner_)), HasSubstr("the archive holds no masters"));
 }
 
 TEST_F(RefusedFile, OfAnotherKindOfOptimizer) {
   torch::optim::Adam adam(model_.groups(), torch::optim::AdamOptions(0.7));
   const MasterWeights other(adam);
-  EXPECT_NE(error_of_loading(saved(other)), "no error");
+  EXPECT_NE(error_of_loading(save_to_string(other)), "no error");
 }
 
 TEST_F(RefusedFile, OfOtherGroups) {
   torch::optim::SGD sgd(model_.parameters, torch::optim::SGDOptions(0.7));
   const MasterWeights other(sgd);
-  EXPECT_THAT(error_of_loading(saved(other)), HasSubstr("a different number of parameter groups"));
+  EXPECT_THAT(error_of_loading(save_to_string(other)),
+              HasSubstr("a different number of parameter groups"));
 }
 
 TEST_F(RefusedFile, OfAModelThatWasCast) {
-  const std::string file = saved(optimizer_);
+  const std::string file = save_to_string(optimizer_);
   model_.parameters[0].mutable_grad() = torch::Tensor();
   model_.parameters[0].set_data(model_.parameters[0].detach().to(torch::kFloat));
   EXPECT_THAT(error_of_loading(file), HasSubstr("cast as it was then"));
@@ -863,7 +864,7 @@ TEST_F(RefusedFile, OfMastersOfAnotherShape) {
   torch::optim::SGD sgd(model.groups(), torch::optim::SGDOptions(0.7).momentum(0.9));
   MasterWeights other(sgd);
   train(model, other, 0, 2);
-  EXPECT_THAT(error_of_loading(saved(other)),
+  EXPECT_THAT(error_of_loading(save_to_string(other)),
               HasSubstr("the master float32 [5, 7] on cpu for parameter 0 of group 0"));
 }
 
@@ -873,9 +874,9 @@ TEST(MasterWeightsFile, OfAFloatModelIsReadFromACheckpoint) {
   MasterWeights masters(sgd);
   mezzo::TrainingState state;
   state.add("optimizer", masters);
-  const test_support::Scratch scratch;
-  mezzo::save_checkpoint(scratch / "checkpoint", state);
-  EXPECT_NO_THROW(mezzo::load_checkpoint(scratch / "checkpoint", state));
+  const test_support::TempDir temp_dir;
+  mezzo::save_checkpoint(temp_dir / "checkpoint", state);
+  EXPECT_NO_THROW(mezzo::load_checkpoint(temp_dir / "checkpoint", state));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "../support/state_of.h"
+#include "../support/get_param_state.h"
 
 #ifndef MEZZO_OPTIM_TEST_DATA
 #error "give -DMEZZO_OPTIM_TEST_DATA, the folder tests/optim/recorded"
@@ -31,7 +31,7 @@ namespace {
 
 using mezzo::optim::Muon;
 using mezzo::optim::MuonOptions;
-using test_support::state_of;
+using test_support::get_param_state;
 using testing::AllOf;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -152,7 +152,7 @@ TEST(Muon, KeepsTheRunningMeanOf16BitGradients) {
   Muon optimizer({weight}, MuonOptions().momentum(0.5).nesterov(false));
   weight.mutable_grad() = torch::full({6, 4}, 2.0, torch::kBFloat16);
   optimizer.step();
-  const auto& state = state_of<mezzo::optim::MuonParamState>(optimizer, weight);
+  const auto& state = get_param_state<mezzo::optim::MuonParamState>(optimizer, weight);
   EXPECT_TRUE(state.momentum_buffer().eq(1).all().item<bool>()) << state.momentum_buffer();
 }
 

@@ -25,8 +25,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/same_bits.h"
+#include "../support/bitwise_equal.h"
+#include "../support/message_of.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -35,9 +35,9 @@ using mezzo::AnyOptimizer;
 using mezzo::GradBuckets;
 using mezzo::GradScaler;
 using mezzo::optim::WeightStorage;
-using test_support::error_of;
-using test_support::same_bits;
-using test_support::SameBits;
+using test_support::bitwise_equal;
+using test_support::BitwiseEqual;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -47,9 +47,9 @@ struct Stepper {
   std::shared_ptr<torch::optim::Optimizer> optimizer{};
   std::shared_ptr<mezzo::MasterWeights> masters{};
 
-  AnyOptimizer any() const { return masters ? AnyOptimizer(*masters) : AnyOptimizer(*optimizer); }
+  AnyOptimizer ref() const { return masters ? AnyOptimizer(*masters) : AnyOptimizer(*optimizer); }
   mezzo::StepResult step(GradScaler& scaler, const mezzo::StepOptions& options) const {
-    return scaler.step(any(), options);
+    return scaler.step(ref(), options);
   }
   /// As torch.amp has it: gradients are unscaled in place, where the optimizer is not mezzo's.
   mezzo::StepResult step(GradScaler& scaler) const {
@@ -207,8 +207,8 @@ struct Trained {
     parameters[2].mutable_grad() = values({3}, dtype);
   }
 
-  std::vector<Tensor> weights() const { return test_support::copies_of(parameters); }
-  AnyOptimizer any() const { return stepper.any(); }
+  std::vector<Tensor> weights() const { return test_support::clone_all(parameters); }
+  AnyOptimizer ref() const { return stepper.ref(); }
   mezzo::StepResult step(const mezzo::StepOptions& options) {
     return stepper.step(scaler, options);
   }
@@ -223,10 +223,10 @@ struct Trained {
 /// Takes a step in one of several ways; nothing where there is no result.
 std::optional<mezzo::StepResult> take_step(Trained& training, const std::string& call) {
   if (call == "NoScaler") {
-    training.any().step();
+    training.ref().step();
     return std::nullopt;
   }
-  if (call == "UnscaleThenStep") training.scaler.unscale_(training.any());
+  if (call == "UnscaleThenStep") training.scaler.unscale_(training.ref());
   std::optional result = call == "StepThatClipsAndClears"
                              ? training.step({.max_norm = 0.5, .zero_grad = true})
                              : training.step();
@@ -257,11 +257,11 @@ TEST_P(Abuse, GradientsOfOddMemoryGiveTheBitsOfPlainOnesOrAreRefused) {
         odd.set_gradients(step, form, false);
         plain.set_gradients(step, form, true);
         const auto before = odd.weights();
-        const std::string error = error_of([&] { take_step(odd, call); });
+        const std::string error = message_of([&] { take_step(odd, call); });
         if (error != "no error") {
           // What libtorch wrote before it threw stays.
           if (!is_libtorchs_error(error)) {
-            EXPECT_THAT(odd.weights(), SameBits(before));
+            EXPECT_THAT(odd.weights(), BitwiseEqual(before));
           }
           break;
         }
@@ -293,16 +293,16 @@ TEST_P(Abuse, AGradientThatIsRefusedSpoilsNoOther) {
         training->set_gradients(1, "Plain", false);
       }
       const auto before = odd.weights();
-      const std::string state = bytes_of(odd.any());
+      const std::string state = bytes_of(odd.ref());
       const Tensor good = odd.parameters[1].grad();
       odd.parameters[1].mutable_grad() = gradient_in(form, odd.dtype);
-      EXPECT_NE(error_of([&] { take_step(odd, call); }), "no error");
-      EXPECT_THAT(odd.weights(), SameBits(before));
-      EXPECT_EQ(bytes_of(odd.any()), state);
+      EXPECT_NE(message_of([&] { take_step(odd, call); }), "no error");
+      EXPECT_THAT(odd.weights(), BitwiseEqual(before));
+      EXPECT_EQ(bytes_of(odd.ref()), state);
       odd.parameters[1].mutable_grad() = good;
       take_step(odd, call);
       take_step(plain, call);
-      EXPECT_THAT(odd.weights(), SameBits(plain.weights()));
+      EXPECT_THAT(odd.weights(), BitwiseEqual(plain.weights()));
     }
   }
 }
@@ -322,12 +322,12 @@ TEST_P(Abuse, AnInfInAGradientOfOddMemorySkipsTheStep) {
       const Tensor memory = gradient.is_sparse() ? gradient._values() : gradient;
       memory.select(0, 0).select(-1, 0).fill_(inf);
       const auto before = training.weights();
-      const std::string state = bytes_of(training.any());
+      const std::string state = bytes_of(training.ref());
       std::optional<mezzo::StepResult> result;
-      if (error_of([&] { result = take_step(training, call); }) != "no error") continue;
+      if (message_of([&] { result = take_step(training, call); }) != "no error") continue;
       EXPECT_FALSE(result->ran());
-      EXPECT_THAT(training.weights(), SameBits(before));
-      EXPECT_EQ(bytes_of(training.any()), state);
+      EXPECT_THAT(training.weights(), BitwiseEqual(before));
+      EXPECT_EQ(bytes_of(training.ref()), state);
       EXPECT_EQ(training.scaler.get_scale(), kLossScale / 2);
     }
   }
@@ -341,7 +341,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
     training.set_gradients(0, "Plain", false);
     take_step(training, call);
     const auto before = training.weights();
-    const std::string state = bytes_of(training.any());
+    const std::string state = bytes_of(training.ref());
     for (int step = 1; step < 200; ++step) {
       training.set_gradients(step, "Plain", false);
       for (const Tensor& parameter : training.parameters) {
@@ -349,8 +349,8 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
       }
       EXPECT_FALSE(take_step(training, call)->ran());
     }
-    EXPECT_THAT(training.weights(), SameBits(before));
-    EXPECT_EQ(bytes_of(training.any()), state);
+    EXPECT_THAT(training.weights(), BitwiseEqual(before));
+    EXPECT_EQ(bytes_of(training.ref()), state);
     const double scale = training.scaler.get_scale();
     EXPECT_GT(scale, 0);
     EXPECT_TRUE(std::isfinite(1 / static_cast<float>(scale)));
@@ -360,7 +360,7 @@ TEST_P(Abuse, NanInEveryStepChangesNothingAndTheScaleStaysAboveZero) {
     }
     EXPECT_TRUE(take_step(training, call)->ran());
     EXPECT_TRUE(torch::isfinite(training.weights()[1]).all().item<bool>());
-    EXPECT_FALSE(same_bits(training.weights()[1], before[1]));
+    EXPECT_FALSE(bitwise_equal(training.weights()[1], before[1]));
   }
 }
 
@@ -383,12 +383,12 @@ TEST_P(Abuse, AnInfInOneOfSeveralMicroBatchesSkipsTheStep) {
     training.scaler.update();
     for (const Tensor& parameter : training.parameters) parameter.mutable_grad() = Tensor();
     const auto before = training.weights();
-    const std::string state = bytes_of(training.any());
+    const std::string state = bytes_of(training.ref());
     accumulate(true);
     EXPECT_FALSE(training.step().ran());
     training.scaler.update();
-    EXPECT_THAT(training.weights(), SameBits(before));
-    EXPECT_EQ(bytes_of(training.any()), state);
+    EXPECT_THAT(training.weights(), BitwiseEqual(before));
+    EXPECT_EQ(bytes_of(training.ref()), state);
   }
 }
 
@@ -405,27 +405,27 @@ TEST_P(Abuse, ParametersWithoutAGradientStayAsTheyAre) {
       if (call == "StepThatClipsAndClears") all.parameters[1].mutable_grad().zero_();
       take_step(all, call);
       take_step(some, call);
-      EXPECT_THAT(some.weights()[1], SameBits(untouched));
-      EXPECT_THAT(some.weights()[0], SameBits(all.weights()[0]));
-      EXPECT_THAT(some.weights()[2], SameBits(all.weights()[2]));
+      EXPECT_THAT(some.weights()[1], BitwiseEqual(untouched));
+      EXPECT_THAT(some.weights()[0], BitwiseEqual(all.weights()[0]));
+      EXPECT_THAT(some.weights()[2], BitwiseEqual(all.weights()[2]));
     }
   }
 }
 
 TEST_P(Abuse, NoParameterAtAllIsAnErrorOrNoStep) {
   Stepper stepper;
-  const std::string made = error_of([&] { stepper = GetParam().make({}); });
+  const std::string made = message_of([&] { stepper = GetParam().make({}); });
   if (made != "no error") {
     EXPECT_THAT(made, HasSubstr("parameter"));
     return;
   }
   GradScaler scaler({.init_scale = kLossScale});
   (void)scaler.scale(torch::zeros({}));
-  EXPECT_NO_THROW(stepper.any().step());
-  EXPECT_THAT(error_of([&] { stepper.step(scaler); }),
+  EXPECT_NO_THROW(stepper.ref().step());
+  EXPECT_THAT(message_of([&] { stepper.step(scaler); }),
               HasSubstr("No inf checks were recorded for this optimizer"));
-  EXPECT_THAT(error_of([&] { scaler.update(); }), HasSubstr("No inf checks were recorded"));
-  EXPECT_FALSE(bytes_of(stepper.any()).empty());
+  EXPECT_THAT(message_of([&] { scaler.update(); }), HasSubstr("No inf checks were recorded"));
+  EXPECT_FALSE(bytes_of(stepper.ref()).empty());
 }
 
 TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
@@ -450,23 +450,23 @@ TEST_P(Abuse, AHookThatThrowsLeavesAStepThatGivesTheSameBits) {
     training->step({.max_norm = 0.5});
     training->scaler.update();
   }
-  EXPECT_THAT(thrown.weights(), SameBits(plain.weights()));
+  EXPECT_THAT(thrown.weights(), BitwiseEqual(plain.weights()));
 }
 
 TEST_P(Abuse, AClosureThatThrowsChangesNothing) {
   Trained thrown(GetParam()), plain(GetParam());
   for (Trained* training : {&thrown, &plain}) training->set_gradients(0, "Plain", false);
   const auto before = thrown.weights();
-  const std::string state = bytes_of(thrown.any());
-  EXPECT_THROW(thrown.any().step([]() -> Tensor { throw std::runtime_error("a closure"); }),
+  const std::string state = bytes_of(thrown.ref());
+  EXPECT_THROW(thrown.ref().step([]() -> Tensor { throw std::runtime_error("a closure"); }),
                std::runtime_error);
-  EXPECT_THAT(thrown.weights(), SameBits(before));
-  EXPECT_EQ(bytes_of(thrown.any()), state);
+  EXPECT_THAT(thrown.weights(), BitwiseEqual(before));
+  EXPECT_EQ(bytes_of(thrown.ref()), state);
   for (Trained* training : {&thrown, &plain}) {
     training->step();
     training->scaler.update();
   }
-  EXPECT_THAT(thrown.weights(), SameBits(plain.weights()));
+  EXPECT_THAT(thrown.weights(), BitwiseEqual(plain.weights()));
 }
 
 INSTANTIATE_TEST_SUITE_P(Of, Abuse, testing::ValuesIn(kPaths),

@@ -24,20 +24,20 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
-#include "../support/keepers.h"
+#include "../support/bitwise_equal.h"
+#include "../support/get_param_state.h"
+#include "../support/message_of.h"
 #include "../support/owned_optimizer.h"
-#include "../support/same_bits.h"
-#include "../support/saved.h"
-#include "../support/state_of.h"
+#include "../support/save_to_string.h"
+#include "../support/weight_storage_cases.h"
 
 namespace optimizer_state_test {
 namespace {
 
 using mezzo::optim::WeightStorage;
-using test_support::error_of;
+using test_support::BitwiseEqual;
+using test_support::message_of;
 using test_support::OwnedOptimizer;
-using test_support::SameBits;
 using testing::HasSubstr;
 using torch::Tensor;
 namespace mo = mezzo::optim;
@@ -134,7 +134,7 @@ struct MatrixRun {
       torch::manual_seed(10 + i);
       const Tensor gradient = torch::randn({6, 4}).t().to(torch::kBFloat16);
       weight().mutable_grad() = gradient.to(weight().grad_dtype().value_or(weight().scalar_type()));
-      (void)owned.any().step();
+      (void)owned.ref().step();
     }
   }
   to::OptimizerParamState& state() const {
@@ -164,7 +164,7 @@ void expect_same_steps_from(const std::string& form_name, const Form& form, bool
     }
     first.steps(2, 5);
     second.steps(2, 5);
-    EXPECT_THAT(second.weight(), SameBits(first.weight()));
+    EXPECT_THAT(second.weight(), BitwiseEqual(first.weight()));
   }
 }
 
@@ -198,12 +198,12 @@ TEST(OptimizerState, GradientsOfAnotherDtypeGoOnFromTheState) {
     mezzo::accumulate_in_float({twin.weight()});
     run.steps(0, 2);
     twin.steps(0, 2);
-    EXPECT_THAT(twin.weight(), SameBits(run.weight())) << "the same gradients, in float";
+    EXPECT_THAT(twin.weight(), BitwiseEqual(run.weight())) << "the same gradients, in float";
     run.weight().mutable_grad() = Tensor();
     mezzo::accumulate_in_float({run.weight()});  // in the middle of a run
     run.steps(2, 4);
     twin.steps(2, 4);
-    EXPECT_THAT(twin.weight(), SameBits(run.weight()));
+    EXPECT_THAT(twin.weight(), BitwiseEqual(run.weight()));
   }
 }
 
@@ -233,7 +233,7 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
     source->step();
     const Tensor second = weight();
     TypeParam optimizer({second}, this->options());
-    auto& of_first = test_support::state_of<State>(*source, first);
+    auto& of_first = test_support::get_param_state<State>(*source, first);
     auto& copy = optimizer.state()[second.unsafeGetTensorImpl()];
     copy = way == "clone"               ? of_first.clone()
            : way == "copy construction" ? std::make_unique<State>(of_first)
@@ -244,7 +244,7 @@ TYPED_TEST(FusedOptimizerState, ACopyOutlivesTheParameterItCameFrom) {
     second.mutable_grad() = torch::zeros({3});
     optimizer.step();
     EXPECT_FALSE(second.equal(torch::ones({3}))) << "without momentum it stands still";
-    EXPECT_EQ(test_support::state_of<State>(optimizer, second).step(), 2);
+    EXPECT_EQ(test_support::get_param_state<State>(optimizer, second).step(), 2);
   }
 }
 
@@ -273,7 +273,7 @@ TYPED_TEST(FusedOptimizerState, ACastParameterKeepsNoMaster) {
       weight.mutable_grad() = Tensor();
       weight.set_data(weight.detach().to(torch::kFloat));
       step(0.01);
-      auto& state = test_support::state_of<typename TypeParam::State>(optimizer, weight);
+      auto& state = test_support::get_param_state<typename TypeParam::State>(optimizer, weight);
       EXPECT_FALSE(state.master().defined()) << "of a float weight";
       EXPECT_FALSE(state.lower_half().defined()) << "of a float weight";
     }
@@ -285,7 +285,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherClassThrows) {
   TypeParam optimizer({weight}, this->options());
   optimizer.state()[weight.unsafeGetTensorImpl()] = std::make_unique<to::RMSpropParamState>();
   weight.mutable_grad() = torch::ones({3});
-  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+  EXPECT_THAT(message_of([&] { optimizer.step(); }),
               HasSubstr("the state of parameter 0 of group 0 (float32 [3] on cpu) is not a mezzo"));
   EXPECT_TRUE(weight.equal(torch::ones({3})));
 }
@@ -300,7 +300,7 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   optimizer.step();
   first.mutable_grad() = torch::ones({3});
   const Tensor before = weight.detach().clone();
-  auto& state = test_support::state_of<State>(optimizer, weight);
+  auto& state = test_support::get_param_state<State>(optimizer, weight);
   std::vector<Tensor*> tensors{&state.master()};
   for (std::size_t k = 0; k < State::kMoments.size(); ++k) {
     Tensor& moment = state.moment(static_cast<int>(k));
@@ -308,16 +308,18 @@ TYPED_TEST(FusedOptimizerState, StateOfAnotherShapeThrows) {
   }
   for (Tensor* const tensor : tensors) {
     const Tensor good = std::exchange(*tensor, torch::zeros({4}));
-    EXPECT_THAT(error_of([&] { optimizer.step(); }), HasSubstr("of the shape [4]"));
-    EXPECT_THAT(weight, SameBits(before));
+    EXPECT_THAT(message_of([&] { optimizer.step(); }), HasSubstr("of the shape [4]"));
+    EXPECT_THAT(weight, BitwiseEqual(before));
     TypeParam loader({first, weight}, this->options());
-    EXPECT_THAT(error_of([&] { test_support::load(loader, test_support::saved(optimizer)); }),
+    EXPECT_THAT(message_of([&] {
+                  test_support::load_from_string(loader, test_support::save_to_string(optimizer));
+                }),
                 HasSubstr("of the shape [4]"));
     EXPECT_TRUE(loader.state().empty());
     EXPECT_EQ(optimizer.state().size(), 1U) << "of the parameter before it nothing was begun";
     *tensor = good;
   }
-  EXPECT_EQ(error_of([&] { optimizer.step(); }), "no error");
+  EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");
 }
 
 TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
@@ -330,7 +332,7 @@ TEST(AdamWState, TorchFileHasTheCountOfItsMostSteppedParameter) {
       theirs.step();
     }
     mo::AdamW ours(weights);
-    test_support::load(ours, test_support::saved(theirs));
+    test_support::load_from_string(ours, test_support::save_to_string(theirs));
     EXPECT_EQ(ours.applied_steps(), 3);
   }
 }
@@ -344,31 +346,31 @@ TEST(SgdState, DampeningSwitchedOnLateThrows) {
   auto& options = static_cast<mo::SGDOptions&>(optimizer.param_groups()[0].options());
   options.momentum(0.5).dampening(0.25);
   const Tensor before = weight.detach().clone();
-  EXPECT_THAT(error_of([&] { optimizer.step(); }),
+  EXPECT_THAT(message_of([&] { optimizer.step(); }),
               HasSubstr("momentum with dampening was switched on after parameter 0 of group 0"));
-  EXPECT_THAT(weight, SameBits(before));
+  EXPECT_THAT(weight, BitwiseEqual(before));
   options.dampening(0);
-  EXPECT_EQ(error_of([&] { optimizer.step(); }), "no error");
+  EXPECT_EQ(message_of([&] { optimizer.step(); }), "no error");
 }
 
 // --- Weights that are written after a load ------------------------------------------------------
 
 TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
-  for (const test_support::Keeper& keeper : test_support::keepers()) {
-    SCOPED_TRACE(keeper.name);
+  for (const test_support::WeightStorageCase& storage_case : test_support::weight_storage_cases()) {
+    SCOPED_TRACE(storage_case.name);
     const auto step = [](const OwnedOptimizer& optimizer, const Tensor& weight, double gradient) {
       weight.mutable_grad() = torch::full_like(weight.detach(), gradient);
-      (void)optimizer.any().step();
+      (void)optimizer.ref().step();
     };
-    const Tensor weight = torch::linspace(1, 2, 65).to(keeper.dtype).requires_grad_();
-    const OwnedOptimizer saver = keeper.make({weight});
+    const Tensor weight = torch::linspace(1, 2, 65).to(storage_case.dtype).requires_grad_();
+    const OwnedOptimizer saver = storage_case.make({weight});
     step(saver, weight, 0x1.8p-10);  // which leaves bits below those of 16-bit weights
-    mezzo::AnyOptimizer saved = saver.any();
-    const std::string file = test_support::saved(saved);
-    const Tensor fresh = torch::linspace(4, 3, 65).to(keeper.dtype).requires_grad_();
-    const OwnedOptimizer loader = keeper.make({weight}), twin = keeper.make({fresh});
-    mezzo::AnyOptimizer loaded = loader.any();
-    test_support::load(loaded, file);
+    mezzo::AnyOptimizer saved = saver.ref();
+    const std::string file = test_support::save_to_string(saved);
+    const Tensor fresh = torch::linspace(4, 3, 65).to(storage_case.dtype).requires_grad_();
+    const OwnedOptimizer loader = storage_case.make({weight}), twin = storage_case.make({fresh});
+    mezzo::AnyOptimizer loaded = loader.ref();
+    test_support::load_from_string(loaded, file);
     {
       const torch::NoGradGuard no_grad;
       Tensor(weight).copy_(fresh);
@@ -376,7 +378,7 @@ TEST(LoadedMasters, WeightsWrittenAfterALoadCountWhole) {
     for (int i = 0; i < 64; ++i) {  // a stale rest of a weight shows where it is rounded
       step(loader, weight, 0x1p-11);
       step(twin, fresh, 0x1p-11);
-      ASSERT_THAT(weight, SameBits(fresh)) << "after step " << i;
+      ASSERT_THAT(weight, BitwiseEqual(fresh)) << "after step " << i;
     }
   }
 }

@@ -18,8 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "../support/state_of.h"
-#include "../support/stepped_by_aten.h"
+#include "../support/aten_optimizer.h"
+#include "../support/get_param_state.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
@@ -33,9 +33,9 @@ using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using mezzo::optim::WeightStorage;
-using test_support::quiet_scaler;
-using test_support::state_of;
-using test_support::SteppedByAten;
+using test_support::AtenOptimizer;
+using test_support::get_param_state;
+using test_support::make_silent_scaler;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -150,15 +150,15 @@ TEST(StepPlan, ChecksTheRowsOfAllDevicesBeforeItStepsOnAny) {
 
 class OneFusedStep : public testing::Test {
  protected:
-  void set_gradient(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
+  void set_grad(std::vector<float> values) { x_.mutable_grad() = torch::tensor(values) * 1024; }
 
   torch::Tensor x_ = torch::zeros({2}).requires_grad_();
   AdamW optimizer_{{x_}, AdamWOptions(0.1).weight_decay(0.01)};
-  GradScaler scaler_ = quiet_scaler();
+  GradScaler scaler_ = make_silent_scaler();
 };
 
 TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
-  set_gradient({3, 4});
+  set_grad({3, 4});
   const auto result = scaler_.step(optimizer_, {.max_norm = 1.0});
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.ran());
@@ -170,15 +170,15 @@ TEST_F(OneFusedStep, TellsWhatBecameOfIt) {
   ASSERT_TRUE(result.value().has_value()) << "as from any optimizer's step without closure";
   EXPECT_FALSE(result.value()->defined());
   scaler_.update();
-  set_gradient({3, kInfinity});
+  set_grad({3, kInfinity});
   EXPECT_FALSE(scaler_.step(optimizer_, {.max_norm = 1.0}).value().has_value());
 }
 
 TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
-  set_gradient({3, 4});
+  set_grad({3, 4});
   scaler_.step(optimizer_);
   scaler_.update();
-  const auto& state = state_of<const mezzo::optim::AdamWParamState>(optimizer_, x_);
+  const auto& state = get_param_state<const mezzo::optim::AdamWParamState>(optimizer_, x_);
   const std::vector<torch::Tensor> before{x_.detach().clone(), state.exp_avg().clone(),
                                           state.exp_avg_sq().clone()};
   const auto version = x_._version();
@@ -197,7 +197,7 @@ TEST_F(OneFusedStep, LeavesEverythingAsItIsWhenItIsSkipped) {
 }
 
 TEST_F(OneFusedStep, ASkippedFirstStepLeavesNoStateBehind) {
-  set_gradient({kInfinity, 0});
+  set_grad({kInfinity, 0});
   scaler_.step(optimizer_);
   EXPECT_TRUE(optimizer_.state().empty());
 }
@@ -225,7 +225,7 @@ TEST_F(OneFusedStep, ClearsGradientsWhoseElementsShareMemory) {
 }
 
 TEST_F(OneFusedStep, RefusesNormsThatAreNotPositive) {
-  set_gradient({3, 4});
+  set_grad({3, 4});
   for (const double bad : {0.0, -1.0, std::nan("")}) {
     EXPECT_THAT([&] { scaler_.step(optimizer_, {.max_norm = bad}); },
                 ThrowsMessage<c10::Error>(HasSubstr("max_norm is")));
@@ -263,7 +263,7 @@ TEST(ScalerStepWithOptions, ClipsDoublesInDoubleWhoeverSteps) {
   const auto ours = double_parameter(), theirs = double_parameter();
   mezzo::optim::SGD fused({ours}, mezzo::optim::SGDOptions(1.0));
   torch::optim::SGD plain({theirs}, torch::optim::SGDOptions(1.0));
-  GradScaler scaler = quiet_scaler({.init_scale = 4});
+  GradScaler scaler = make_silent_scaler({.init_scale = 4});
   scaler.step(fused, {.max_norm = 1.0});
   scaler.step(plain, {.max_norm = 1.0});
   const double coefficient = 1.0 / (13.0 + 1e-6);
@@ -296,7 +296,7 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
   const auto aten = cast(parameters());
   const mezzo::optim::WeightStorageOptions masters{.weight_storage = WeightStorage::fp32_master};
   Optimizer left(ours, options, masters);
-  SteppedByAten<Optimizer> right(aten, options, masters);
+  AtenOptimizer<Optimizer> right(aten, options, masters);
   for (int i = 0; i < 12; ++i) {
     std::vector<torch::Tensor> given;
     for (std::size_t k = 0; k < ours.size(); ++k) {
@@ -375,10 +375,10 @@ TEST(AtenStep, RefusesStoragesThatItCannotKeep) {
   for (const auto storage : {WeightStorage::split_master, WeightStorage::stochastic_rounding}) {
     const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
     const auto x = with_gradient({1, 2}, torch::kBFloat16);
-    expect_refused(SteppedByAten<AdamW>({x}, AdamWOptions(0.5), weights), x);
-    expect_refused(SteppedByAten<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
+    expect_refused(AtenOptimizer<AdamW>({x}, AdamWOptions(0.5), weights), x);
+    expect_refused(AtenOptimizer<mezzo::optim::Adam>({x}, mezzo::optim::AdamOptions(0.5), weights),
                    x);
-    expect_refused(SteppedByAten<SGD>({x}, SGDOptions(0.5), weights), x);
+    expect_refused(AtenOptimizer<SGD>({x}, SGDOptions(0.5), weights), x);
   }
 }
 
@@ -388,7 +388,7 @@ TEST(AtenStep, UnscalesAGradientOfSeveralParametersOnceForEach) {
   const auto y = torch::ones({3});
   x.mutable_grad() = gradient;
   y.mutable_grad() = gradient;
-  SteppedByAten<SGD> optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
+  AtenOptimizer<SGD> optimizer({x, y}, mezzo::optim::SGDOptions(0.5).momentum(0.9));
   const auto number = [](double value) { return torch::full({}, value, torch::kFloat); };
   optimizer.apply(optimizer.plan(), {number(0.125), number(0)});
   EXPECT_TRUE(torch::equal(x, torch::full({3}, 0.5F)));
@@ -407,7 +407,7 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   x.mutable_grad() = torch::ones({2});
   y.mutable_grad() = torch::ones({2});
   using mezzo::optim::SGDOptions;
-  SteppedByAten<SGD> sgd(
+  AtenOptimizer<SGD> sgd(
       {torch::optim::OptimizerParamGroup({x}), torch::optim::OptimizerParamGroup({y})},
       SGDOptions(0.5).momentum(0.5));
   sgd.apply(sgd.plan());
@@ -418,14 +418,14 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
   EXPECT_EQ(sgd.applied_steps(), 1);
   EXPECT_TRUE(torch::equal(x, torch::full({2}, 0.5F))) << "nor is another group stepped";
 
-  SteppedByAten<mezzo::optim::Lion> lion({x});
+  AtenOptimizer<mezzo::optim::Lion> lion({x});
   EXPECT_THROW(lion.apply(lion.plan()), c10::Error);
   EXPECT_TRUE(lion.state().empty());
 }
 
 /// SGD whose second call of ATen's kernel throws.
-struct FailingSgd : SteppedByAten<SGD> {
-  using SteppedByAten::SteppedByAten;
+struct FailingSgd : AtenOptimizer<SGD> {
+  using AtenOptimizer::AtenOptimizer;
   void aten_step(const mezzo::detail::GroupNumbers& numbers, const mezzo::detail::AtenLists& lists,
                  const mezzo::detail::AtenVerdict& verdict) const override {
     if (++calls == 2) throw std::runtime_error("out of memory");
@@ -448,7 +448,7 @@ TEST(AtenStep, CountsNoStepOfAGroupThatThrows) {
 // A check that unscale_ made and one that the step made add up, and devices' do.
 TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
   const auto parameter = torch::ones({5});
-  SteppedByAten<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  AtenOptimizer<AdamW> optimizer({parameter}, mezzo::optim::AdamWOptions(1e-2));
   parameter.mutable_grad() = torch::full({5}, std::numeric_limits<float>::infinity());
   optimizer.apply(optimizer.plan(), {torch::ones({}), torch::full({}, 2.0F)});
   EXPECT_TRUE(torch::equal(parameter, torch::ones({5})));
@@ -456,8 +456,8 @@ TEST(AtenStep, IsSkippedWhateverTheNumberOfChecksThatFoundAnInf) {
 
 TEST(AtenStep, BumpsTheVersionSoThatAutogradNotices) {
   const auto parameter = torch::ones({5}).requires_grad_();
-  SteppedByAten<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
-  SteppedByAten<SGD> sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
+  AtenOptimizer<AdamW> adam({parameter}, mezzo::optim::AdamWOptions(1e-2));
+  AtenOptimizer<SGD> sgd({parameter}, mezzo::optim::SGDOptions(1e-2));
   const auto expect_bump = [&](auto& optimizer) {
     const auto loss = (parameter * parameter).sum();
     parameter.mutable_grad() = torch::ones({5});

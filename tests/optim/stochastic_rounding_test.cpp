@@ -27,7 +27,7 @@ using mezzo::detail::RandomKey;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::WeightStorage;
-using test_support::SameBits;
+using test_support::BitwiseEqual;
 
 c10::BFloat16 rounded(float value, uint32_t noise) {
   uint32_t bits = 0;
@@ -156,7 +156,7 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
       row.span.first = first;
       mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
                                   /*clears=*/false);
-      EXPECT_THAT(buffers.in_order(), SameBits(expected.in_order()))
+      EXPECT_THAT(buffers.in_order(), BitwiseEqual(expected.in_order()))
           << count << " elements from " << first;
     }
   }

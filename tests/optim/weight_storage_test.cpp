@@ -25,12 +25,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/keepers.h"
-#include "../support/same_bits.h"
-#include "../support/saved.h"
-#include "../support/state_of.h"
+#include "../support/bitwise_equal.h"
+#include "../support/get_param_state.h"
+#include "../support/save_to_string.h"
 #include "../support/throwing_sgd.h"
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
+#include "../support/weight_storage_cases.h"
 
 namespace {
 
@@ -41,9 +41,9 @@ using mezzo::optim::SGD;
 using mezzo::optim::SGDOptions;
 using mezzo::optim::SGDParamState;
 using mezzo::optim::WeightStorage;
-using test_support::Keeper;
+using test_support::get_param_state;
 using test_support::OwnedOptimizer;
-using test_support::state_of;
+using test_support::WeightStorageCase;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 using torch::Tensor;
@@ -188,7 +188,7 @@ TYPED_TEST(EveryOptimizer, WithMastersTrainsWhatAFloatModelTrainsToTheBit) {
     typename TypeParam::Optimizer floats(models.floats, TypeParam::options());
     models.step(low, floats, 20);
     for (std::size_t i = 0; i < models.low.size(); ++i) {
-      const auto& master = state_of<typename TypeParam::State>(low, models.low[i]).master();
+      const auto& master = get_param_state<typename TypeParam::State>(low, models.low[i]).master();
       EXPECT_TRUE(torch::equal(master, models.floats[i])) << i;
       EXPECT_TRUE(torch::equal(models.low[i], models.floats[i].to(dtype))) << i;
     }
@@ -202,7 +202,7 @@ TYPED_TEST(EveryOptimizer, WithSplitMastersTrainsWhatAFloatModelTrainsToTheBit) 
   typename TypeParam::Optimizer floats(models.floats, TypeParam::options());
   models.step(low, floats, 20);
   for (std::size_t i = 0; i < models.low.size(); ++i) {
-    auto& state = state_of<typename TypeParam::State>(low, models.low[i]);
+    auto& state = get_param_state<typename TypeParam::State>(low, models.low[i]);
     EXPECT_FALSE(state.master().defined());
     const auto whole = mezzo::detail::joined(models.low[i], state.lower_half());
     EXPECT_TRUE(torch::equal(whole, models.floats[i])) << i;
@@ -218,7 +218,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
     models.step(first, first, 3);
     std::stringstream file;
     torch::save(first, file);
-    const std::vector<torch::Tensor> saved = test_support::copies_of(models.low);
+    const std::vector<torch::Tensor> saved = test_support::clone_all(models.low);
 
     Models resumed;
     {  // another process: the optimizer's file is read first, and then the model's
@@ -235,7 +235,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
         first.step();
         second.step();
       }
-      EXPECT_THAT(resumed.low, test_support::SameBits(models.low))
+      EXPECT_THAT(resumed.low, test_support::BitwiseEqual(models.low))
           << "storage " << static_cast<int>(storage);
     }
   }
@@ -263,14 +263,14 @@ TEST(WeightStorage, OfParametersOfFloatIsAlwaysPlain) {
     with.step();
     without.step();
     EXPECT_TRUE(torch::equal(ours, plain));
-    EXPECT_FALSE(state_of<AdamWParamState>(with, ours).master().defined());
+    EXPECT_FALSE(get_param_state<AdamWParamState>(with, ours).master().defined());
   }
 }
 
 TEST(WeightStorage, OfBfloat16IsWarnedAboutWhereNoWeightHas16Bits) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const auto warned = [](WeightStorage storage, torch::ScalarType second) {
-    const test_support::Warnings warnings;
+    const test_support::WarningRecorder warnings;
     const auto x = torch::ones({2}).requires_grad_();
     const auto y = torch::ones({2}, second).requires_grad_();
     AdamW optimizer({x, y}, AdamWOptions(0.1), {.weight_storage = storage});
@@ -305,18 +305,19 @@ TEST(WeightStorage, SurvivesTheLoadingOfTorchsFile) {
   torch::optim::AdamW theirs(models.low, torch::optim::AdamWOptions(1e-3));
   models.set_gradients();
   theirs.step();
-  const std::string file = test_support::saved(theirs);
+  const std::string file = test_support::save_to_string(theirs);
   AdamW ours(models.low, AdamWOptions(7),
              {.weight_storage = WeightStorage::fp32_master, .seed = 9});
-  test_support::load(ours, file);
+  test_support::load_from_string(ours, file);
   EXPECT_EQ(ours.param_groups()[0].options().get_lr(), 1e-3);
   EXPECT_EQ(ours.weight_options().weight_storage, WeightStorage::fp32_master);
   EXPECT_EQ(ours.weight_options().seed, 9U);
   EXPECT_EQ(ours.applied_steps(), 1);
   models.set_gradients();
   ours.step();
-  EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).exp_avg().scalar_type(), torch::kFloat);
-  EXPECT_EQ(state_of<AdamWParamState>(ours, models.low[0]).step(), 2);
+  EXPECT_EQ(get_param_state<AdamWParamState>(ours, models.low[0]).exp_avg().scalar_type(),
+            torch::kFloat);
+  EXPECT_EQ(get_param_state<AdamWParamState>(ours, models.low[0]).step(), 2);
 }
 
 TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
@@ -325,7 +326,7 @@ TEST(WeightStorage, ThatRoundsEachUpdateIsWarnedAbout) {
   const auto warnings_of = [&models](WeightStorage storage, const std::vector<at::Tensor>& model) {
     AdamW optimizer(model, AdamWOptions(1e-3), {.weight_storage = storage});
     models.set_gradients();
-    test_support::Warnings warnings;
+    test_support::WarningRecorder warnings;
     optimizer.step();
     return warnings.texts;
   };
@@ -348,7 +349,7 @@ TEST(WeightStorage, OfWeightsWithoutGradientIsNotAsked) {
                                        std::pair(torch::kHalf, WeightStorage::split_master)}) {
     AdamW optimizer({trained, torch::ones({3}, dtype)}, AdamWOptions(0.1),
                     {.weight_storage = storage});
-    test_support::Warnings warnings;
+    test_support::WarningRecorder warnings;
     optimizer.step();
     EXPECT_THAT(warnings.texts, testing::IsEmpty());
   }
@@ -358,7 +359,7 @@ TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
   const c10::WarningUtils::WarnAlways warn_each_time;
   const torch::Tensor weight = torch::ones({2, 2}, torch::kHalf).requires_grad_();
   weight.mutable_grad() = torch::ones_like(weight);
-  test_support::Warnings warnings;
+  test_support::WarningRecorder warnings;
   AdamW({weight}, AdamWOptions(0.1)).step();
   EXPECT_THAT(warnings.texts, testing::ElementsAre(HasSubstr("below 0.005 is 0")));
   mezzo::optim::LAMB({weight}).step();
@@ -376,10 +377,10 @@ TEST(WeightStorage, WarningNamesWhatFloat16MomentsLose) {
 
 torch::Tensor whole(const torch::optim::Optimizer& optimizer, const torch::Tensor& parameter) {
   return mezzo::detail::joined(parameter,
-                               state_of<AdamWParamState>(optimizer, parameter).lower_half());
+                               get_param_state<AdamWParamState>(optimizer, parameter).lower_half());
 }
 
-void set_gradient(const torch::Tensor& parameter, double value) {
+void set_grad(const torch::Tensor& parameter, double value) {
   parameter.mutable_grad() = torch::full_like(parameter.detach(), value);
 }
 
@@ -387,9 +388,10 @@ void set_gradient(const torch::Tensor& parameter, double value) {
 class SplitParameter : public testing::Test {
  protected:
   SplitParameter() {
-    set_gradient(parameter_, 0.5);
+    set_grad(parameter_, 0.5);
     optimizer_.step();
-    EXPECT_TRUE(state_of<AdamWParamState>(optimizer_, parameter_).lower_half().any().item<bool>());
+    EXPECT_TRUE(
+        get_param_state<AdamWParamState>(optimizer_, parameter_).lower_half().any().item<bool>());
   }
 
   AdamWOptions& options() {
@@ -399,7 +401,7 @@ class SplitParameter : public testing::Test {
   /// Settles what is kept, and changes nothing.
   void step_without_moving() {
     options().lr(0);
-    set_gradient(parameter_, 0);
+    set_grad(parameter_, 0);
     optimizer_.step();
   }
 
@@ -411,10 +413,10 @@ class SplitParameter : public testing::Test {
 TEST_F(SplitParameter, CanBeSavedAfterItsDtypeChanged) {
   for (const auto dtype : {torch::kHalf, torch::kFloat}) {
     parameter_.set_data(parameter_.detach().to(dtype));
-    const std::string file = test_support::saved(optimizer_);
+    const std::string file = test_support::save_to_string(optimizer_);
     AdamW loaded({parameter_}, AdamWOptions(1e-4));
-    test_support::load(loaded, file);
-    EXPECT_TRUE(torch::equal(state_of<AdamWParamState>(loaded, parameter_).master(),
+    test_support::load_from_string(loaded, file);
+    EXPECT_TRUE(torch::equal(get_param_state<AdamWParamState>(loaded, parameter_).master(),
                              parameter_.detach().to(torch::kFloat)));
   }
 }
@@ -431,7 +433,7 @@ TEST_F(SplitParameter, KeepsItsLowerHalfThroughAStepThatThrows) {
   const auto version = parameter_._version();
   const auto other = torch::ones({3}).requires_grad_();
   optimizer_.add_param_group(torch::optim::OptimizerParamGroup(std::vector{other}));
-  set_gradient(other, 1);
+  set_grad(other, 1);
   auto state = std::make_unique<AdamWParamState>();
   state->exp_avg(torch::zeros({4})).exp_avg_sq(torch::zeros({4}));
   optimizer_.state()[other.unsafeGetTensorImpl()] = std::move(state);
@@ -447,9 +449,9 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
   optimizer.step();
   parameter_.mutable_grad() = torch::Tensor();
   parameter_.set_data(torch::ones({100000}, torch::kBFloat16));
-  set_gradient(parameter_, 0);
+  set_grad(parameter_, 0);
   optimizer.step();
-  EXPECT_EQ(state_of<SGDParamState>(optimizer, parameter_).lower_half().numel(), 100000);
+  EXPECT_EQ(get_param_state<SGDParamState>(optimizer, parameter_).lower_half().numel(), 100000);
   EXPECT_TRUE(torch::equal(parameter_, torch::ones({100000}, torch::kBFloat16)));
 }
 
@@ -457,9 +459,9 @@ TEST_F(SplitParameter, TakesMemoryOfAnotherSize) {
 // was written.
 
 /// The ways to keep weights of 16 bits.
-std::vector<Keeper> keepers_of_16_bits() {
-  std::vector<Keeper> all = test_support::keepers();
-  std::erase_if(all, [](const Keeper& one) { return one.dtype == torch::kFloat; });
+std::vector<WeightStorageCase> keepers_of_16_bits() {
+  std::vector<WeightStorageCase> all = test_support::weight_storage_cases();
+  std::erase_if(all, [](const WeightStorageCase& one) { return one.dtype == torch::kFloat; });
   return all;
 }
 
@@ -470,7 +472,7 @@ void step(const OwnedOptimizer& optimizer, const std::vector<Tensor>& parameters
   for (const Tensor& one : parameters) {
     one.mutable_grad() = torch::full_like(one.detach(), gradient);
   }
-  (void)optimizer.any().step();
+  (void)optimizer.ref().step();
 }
 
 const char* const kWrites[] = {"copy_",         "data()",
@@ -492,9 +494,9 @@ void write(const std::string& way, const Tensor& parameter, const Tensor& values
   } else if (way == "a raw pointer") {
     std::memcpy(parameter.data_ptr(), low.const_data_ptr(), low.nbytes());
   } else if (way == "torch::load") {
-    const std::string file = test_support::saved(low);
+    const std::string file = test_support::save_to_string(low);
     Tensor loaded;
-    test_support::load(loaded, file);
+    test_support::load_from_string(loaded, file);
     Tensor(parameter).copy_(loaded);
   } else {
     Tensor(parameter).copy_(low);
@@ -502,21 +504,22 @@ void write(const std::string& way, const Tensor& parameter, const Tensor& values
 }
 
 TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
-      SCOPED_TRACE(std::string(keeper.name) + ", by " + way);
-      const Tensor parameter = torch::linspace(-1, 1, kSize).to(keeper.dtype).requires_grad_();
-      const OwnedOptimizer optimizer = keeper.make({parameter});
+      SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
+      const Tensor parameter =
+          torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
+      const OwnedOptimizer optimizer = storage_case.make({parameter});
       for (int round = 0; round < 3; ++round) {
         step(optimizer, {parameter}, 0x1p-12);  // below a digit of 16 bits
-        const Tensor values = torch::linspace(2 + round, 3 + round, kSize).to(keeper.dtype);
+        const Tensor values = torch::linspace(2 + round, 3 + round, kSize).to(storage_case.dtype);
         write(way, parameter, values);
         step(optimizer, {parameter}, 0.5);
         const Tensor wanted = values.to(torch::kFloat) - 0.5;
         const Tensor apart = (parameter.detach().to(torch::kFloat) - wanted).abs();
         EXPECT_LE(apart.max().item<float>(), 4 * 0x1p-7) << "a digit of numbers below 4 or 8";
-        if (!keeper.is_split) {
-          EXPECT_TRUE(parameter.equal(wanted.to(keeper.dtype)));
+        if (!storage_case.is_split) {
+          EXPECT_TRUE(parameter.equal(wanted.to(storage_case.dtype)));
         }
       }
     }
@@ -524,12 +527,13 @@ TEST(WrittenWeights, AreWhatTheNextStepGoesOnFrom) {
 }
 
 TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const char* const way : kWrites) {
-      SCOPED_TRACE(std::string(keeper.name) + ", by " + way);
-      const Tensor written = torch::ones({kSize}, keeper.dtype).requires_grad_();
-      const Tensor alone = torch::ones({kSize}, keeper.dtype).requires_grad_();
-      const OwnedOptimizer optimizer = keeper.make({written}), other = keeper.make({alone});
+      SCOPED_TRACE(std::string(storage_case.name) + ", by " + way);
+      const Tensor written = torch::ones({kSize}, storage_case.dtype).requires_grad_();
+      const Tensor alone = torch::ones({kSize}, storage_case.dtype).requires_grad_();
+      const OwnedOptimizer optimizer = storage_case.make({written}),
+                           other = storage_case.make({alone});
       for (int round = 0; round < 50; ++round) {
         step(optimizer, {written}, 0x1p-12);
         step(other, {alone}, 0x1p-12);
@@ -547,11 +551,11 @@ TEST(WrittenWeights, LeaveTheMastersOfTheOthersAsTheyWere) {
 
 TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
   const float inf = std::numeric_limits<float>::infinity();
-  for (const Keeper& keeper : keepers_of_16_bits()) {
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
     for (const float from : {1.01F, -1.01F}) {
-      SCOPED_TRACE(testing::Message() << keeper.name << " from " << from);
-      const Tensor parameter = torch::full({kSize}, from).to(keeper.dtype).requires_grad_();
-      const OwnedOptimizer optimizer = keeper.make({parameter});
+      SCOPED_TRACE(testing::Message() << storage_case.name << " from " << from);
+      const Tensor parameter = torch::full({kSize}, from).to(storage_case.dtype).requires_grad_();
+      const OwnedOptimizer optimizer = storage_case.make({parameter});
       step(optimizer, {parameter}, 0x1p-12);
       const std::vector<float> special{0.0F, -0.0F, inf, -inf, std::nanf("")};
       for (std::size_t i = 0; i < special.size(); ++i) {
@@ -565,7 +569,7 @@ TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
           const auto now = parameter[at].item<float>();
           if (std::isnan(special[i])) {
             EXPECT_TRUE(std::isnan(now));
-          } else if (std::isinf(special[i]) && keeper.is_split) {
+          } else if (std::isinf(special[i]) && storage_case.is_split) {
             EXPECT_GE(std::abs(now), 0x1.FEp127F) << "a digit below inf at the most";
           } else {
             EXPECT_EQ(now, special[i]);
@@ -577,10 +581,10 @@ TEST(WrittenWeights, OfZeroInfAndNanAreTakenExactly) {
 }
 
 TEST(WrittenWeights, ThatZeroWritesAreZero) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
-    SCOPED_TRACE(keeper.name);
-    const Tensor parameter = torch::linspace(-1, 1, kSize).to(keeper.dtype).requires_grad_();
-    const OwnedOptimizer optimizer = keeper.make({parameter});
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+    SCOPED_TRACE(storage_case.name);
+    const Tensor parameter = torch::linspace(-1, 1, kSize).to(storage_case.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = storage_case.make({parameter});
     for (const double gradient : {0x1p-12, -0x1p-12}) {
       step(optimizer, {parameter}, gradient);
       {
@@ -588,20 +592,20 @@ TEST(WrittenWeights, ThatZeroWritesAreZero) {
         parameter.zero_();
       }
       step(optimizer, {parameter}, 0.5);
-      EXPECT_TRUE(parameter.equal(torch::full({kSize}, -0.5, keeper.dtype)));
+      EXPECT_TRUE(parameter.equal(torch::full({kSize}, -0.5, storage_case.dtype)));
     }
   }
 }
 
 // flat.split(n) gives views that share a version counter: a write to one shows in all of them.
 TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
-    SCOPED_TRACE(keeper.name);
-    const Tensor flat = torch::ones({4 * kSize}, keeper.dtype);
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+    SCOPED_TRACE(storage_case.name);
+    const Tensor flat = torch::ones({4 * kSize}, storage_case.dtype);
     std::vector<Tensor> views;
     for (const Tensor& view : flat.split(kSize)) views.push_back(view.requires_grad_());
-    const Tensor alone = torch::ones({kSize}, keeper.dtype).requires_grad_();
-    const OwnedOptimizer optimizer = keeper.make(views), other = keeper.make({alone});
+    const Tensor alone = torch::ones({kSize}, storage_case.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = storage_case.make(views), other = storage_case.make({alone});
     for (int i = 0; i < 1000; ++i) {
       step(optimizer, views, 0x1p-13);
       step(other, {alone}, 0x1p-13);
@@ -612,23 +616,23 @@ TEST(WrittenWeights, ThatShareAVersionCounterTrainAllTheSame) {
 }
 
 TEST(WrittenWeights, AtTheirMastersWin) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
-    if (keeper.is_split) continue;
-    SCOPED_TRACE(keeper.name);
-    const Tensor parameter = torch::ones({kSize}, keeper.dtype).requires_grad_();
-    const OwnedOptimizer optimizer = keeper.make({parameter});
-    Tensor master = mezzo::master_params(optimizer.any())[0];
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+    if (storage_case.is_split) continue;
+    SCOPED_TRACE(storage_case.name);
+    const Tensor parameter = torch::ones({kSize}, storage_case.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = storage_case.make({parameter});
+    Tensor master = mezzo::master_params(optimizer.ref())[0];
     step(optimizer, {parameter}, 0.25);
     const torch::NoGradGuard no_grad;
     master.mul_(4);
     step(optimizer, {parameter}, 0.5);
-    EXPECT_TRUE(parameter.equal(torch::full({kSize}, 2.5, keeper.dtype)));
+    EXPECT_TRUE(parameter.equal(torch::full({kSize}, 2.5, storage_case.dtype)));
     step(optimizer, {parameter}, 0);
     master.copy_(torch::full({kSize}, 8 + 0x1p-12));
     step(optimizer, {parameter}, 0);
-    EXPECT_TRUE(parameter.equal(torch::full({kSize}, 8, keeper.dtype)));
+    EXPECT_TRUE(parameter.equal(torch::full({kSize}, 8, storage_case.dtype)));
     EXPECT_TRUE(master.equal(torch::full({kSize}, 8 + 0x1p-12))) << "with its bits";
-    EXPECT_TRUE(mezzo::master_params(optimizer.any())[0].is_same(master));
+    EXPECT_TRUE(mezzo::master_params(optimizer.ref())[0].is_same(master));
     parameter.fill_(3);
     step(optimizer, {parameter}, 0);
     EXPECT_TRUE(master.equal(torch::full({kSize}, 3.0))) << "what was written later wins";
@@ -637,18 +641,18 @@ TEST(WrittenWeights, AtTheirMastersWin) {
 
 // A caller that has held a master since some earlier step has not written it.
 TEST(WrittenWeights, BeatMastersShownBefore) {
-  for (const Keeper& keeper : keepers_of_16_bits()) {
-    if (keeper.is_split) continue;
-    SCOPED_TRACE(keeper.name);
-    const Tensor parameter = torch::ones({kSize}, keeper.dtype).requires_grad_();
-    const OwnedOptimizer optimizer = keeper.make({parameter});
-    const Tensor master = mezzo::master_params(optimizer.any())[0];
+  for (const WeightStorageCase& storage_case : keepers_of_16_bits()) {
+    if (storage_case.is_split) continue;
+    SCOPED_TRACE(storage_case.name);
+    const Tensor parameter = torch::ones({kSize}, storage_case.dtype).requires_grad_();
+    const OwnedOptimizer optimizer = storage_case.make({parameter});
+    const Tensor master = mezzo::master_params(optimizer.ref())[0];
     for (const float value : {3.0F, 5.0F, 7.0F}) {
       step(optimizer, {parameter}, 0.25);
       const torch::NoGradGuard no_grad;
       parameter.fill_(value);
       step(optimizer, {parameter}, 1);
-      EXPECT_TRUE(parameter.equal(torch::full({kSize}, value - 1, keeper.dtype)));
+      EXPECT_TRUE(parameter.equal(torch::full({kSize}, value - 1, storage_case.dtype)));
       EXPECT_TRUE(master.equal(torch::full({kSize}, value - 1)));
     }
   }

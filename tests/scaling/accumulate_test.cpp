@@ -1,9 +1,9 @@
 // Micro-batches of a loader that know their place in a step.
 #include <mezzo/optim/sgd.h>
-#include <mezzo/scaling/accumulate.h>
-#include <mezzo/scaling/detail/set_aside.h>
+#include <mezzo/scaling/detail/gradient_stash.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
 #include <mezzo/scaling/grad_scaler.h>
+#include <mezzo/scaling/micro_batches.h>
 
 #include <torch/torch.h>
 
@@ -20,12 +20,12 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/special_values.h"
 
 namespace {
 
-using mezzo::detail::SetAside;
+using mezzo::detail::GradientStash;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using torch::Tensor;
@@ -42,7 +42,7 @@ auto loader_of(int64_t samples) {
 std::vector<std::string> places(int64_t samples, int64_t micro_batches) {
   std::vector<std::string> places;
   auto loader = loader_of(samples);
-  for (auto& batch : mezzo::accumulate(*loader, micro_batches)) {
+  for (auto& batch : mezzo::micro_batches(*loader, micro_batches)) {
     places.push_back(std::to_string(batch.data.item<int64_t>()) + ": " +
                      std::to_string(batch.index()) + " of " + std::to_string(batch.count()) +
                      (batch.is_last() ? ", last" : ""));
@@ -68,7 +68,7 @@ TEST(Accumulate, DrawsNoBatchBeyondItsGroup) {
                   return Number{number};
                 }) |
                 std::views::filter([&](const auto&) { return ++drawn > 0; });
-  for (const auto& batch : mezzo::accumulate(loader, 2)) {
+  for (const auto& batch : mezzo::micro_batches(loader, 2)) {
     EXPECT_EQ(drawn, batch.number + (batch.is_last() ? 1 : 2));
   }
   EXPECT_EQ(drawn, 6);
@@ -84,7 +84,7 @@ TEST(Accumulate, HoldsTheBatchesOfOneGroup) {
                   read.emplace_back(one.memory);
                   return one;
                 });
-  for (auto& batch : mezzo::accumulate(loader, 2)) {
+  for (auto& batch : mezzo::micro_batches(loader, 2)) {
     const auto held =
         std::count_if(read.begin(), read.end(), [](auto& one) { return !one.expired(); });
     EXPECT_EQ(held, 2) << *batch.memory;
@@ -109,8 +109,8 @@ TEST(Accumulate, TrainsAsOnTheWholeBatch) {
   mezzo::GradScaler scaler;
   auto loader = loader_of(5);
   int steps = 0;
-  for (auto& batch : mezzo::accumulate(*loader, 3)) {
-    scaler.scale(batch.divide((batch.data * weight).square().mean())).backward();
+  for (auto& batch : mezzo::micro_batches(*loader, 3)) {
+    scaler.scale(batch.normalize_loss((batch.data * weight).square().mean())).backward();
     if (!batch.is_last()) continue;
     scaler.step(optimizer);
     scaler.update();
@@ -127,13 +127,13 @@ TEST(Accumulate, TakesAnyRangeAndLeavesItAsItWas) {
   };
   std::vector<Batch> batches{{{1}}, {{2}}, {{3}}};
   std::vector<int> seen;
-  for (auto& batch : mezzo::accumulate(batches, 2)) {
+  for (auto& batch : mezzo::micro_batches(batches, 2)) {
     seen.push_back(batch.values.at(0) * 10 + (batch.is_last() ? 1 : 0));
     batch.values.clear();
   }
   EXPECT_THAT(seen, ElementsAre(10, 21, 31));
   EXPECT_EQ(batches[0].values.size(), 1);
-  EXPECT_THAT(test_support::error_of([&] { mezzo::accumulate(batches, 0); }),
+  EXPECT_THAT(test_support::message_of([&] { mezzo::micro_batches(batches, 0); }),
               HasSubstr("micro_batches is 0"));
 }
 
@@ -308,9 +308,9 @@ TEST_F(FiniteGradAccumulator, BadSparseMicroBatchIsDropped) {
 }
 
 TEST_F(FiniteGradAccumulator, BadArgumentThrows) {
-  EXPECT_THAT(test_support::error_of([&] { accumulator_.add(nullptr); }),
+  EXPECT_THAT(test_support::message_of([&] { accumulator_.add(nullptr); }),
               HasSubstr("backward is an empty function"));
-  EXPECT_THAT(test_support::error_of([&] {
+  EXPECT_THAT(test_support::message_of([&] {
                 mezzo::FiniteGradAccumulator({a_, Tensor()});
               }),
               HasSubstr("parameter 1 is undefined"));
@@ -327,14 +327,14 @@ Tensor sparse(double value, torch::ScalarType dtype = torch::kFloat) {
                                   {3});
 }
 
-TEST(SetAside, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
+TEST(GradientStash, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   const auto a = leaf();
   const auto flat = torch::zeros({8});
   const auto place = flat.narrow(0, 2, 3);
   place.fill_(2);
   a.mutable_grad() = place;
   {
-    const SetAside before({a});
+    const GradientStash before({a});
     place.fill_(7);  // as the hook of a bucket does
     a.mutable_grad() = place;
   }
@@ -342,12 +342,12 @@ TEST(SetAside, PutsBackAViewWhoseMemoryTheNextPassHasWritten) {
   EXPECT_TRUE(torch::equal(place, torch::full({3}, 2.0F)));
 }
 
-TEST(SetAside, TheSumIsAFloatWhereOneOfTheTwoIs) {
+TEST(GradientStash, TheSumIsAFloatWhereOneOfTheTwoIs) {
   for (const auto low : {torch::kBFloat16, torch::kHalf}) {
     for (const bool is_old_wide : {false, true}) {
       const auto a = leaf(low);
       a.mutable_grad() = torch::full({3}, 2048.0, is_old_wide ? torch::kFloat : low);
-      SetAside before({a});
+      GradientStash before({a});
       a.mutable_grad() = torch::full({3}, 1.0, is_old_wide ? low : torch::kFloat);
       before.add_back();
       EXPECT_TRUE(torch::equal(a.grad(), torch::full({3}, 2049.0F)));
@@ -355,13 +355,13 @@ TEST(SetAside, TheSumIsAFloatWhereOneOfTheTwoIs) {
   }
 }
 
-TEST(SetAside, AddsSparseToDenseAndDenseToSparse) {
+TEST(GradientStash, AddsSparseToDenseAndDenseToSparse) {
   const auto expected = torch::tensor({1.0F, 3.0F, 1.0F});
   for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
     for (const bool is_old_sparse : {false, true}) {
       const auto a = leaf(dtype);
       a.mutable_grad() = is_old_sparse ? sparse(2) : torch::ones({3}, dtype);
-      SetAside before({a});
+      GradientStash before({a});
       a.mutable_grad() = is_old_sparse ? torch::ones({3}, dtype) : sparse(2);
       before.add_back();
       EXPECT_TRUE(torch::equal(a.grad(), expected)) << dtype << is_old_sparse << a.grad();
@@ -369,7 +369,7 @@ TEST(SetAside, AddsSparseToDenseAndDenseToSparse) {
   }
   const auto a = leaf();
   a.mutable_grad() = sparse(2);
-  SetAside before({a});
+  GradientStash before({a});
   a.mutable_grad() = sparse(3);
   before.add_back();
   EXPECT_TRUE(a.grad().is_sparse());

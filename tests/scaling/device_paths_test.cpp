@@ -18,14 +18,14 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/tiny_optimizer.h"
 
 namespace {
 
 using mezzo::GradScaler;
 using mezzo::GradScalerOptions;
-using test_support::error_of;
+using test_support::message_of;
 using test_support::sgd;
 using testing::Contains;
 using testing::ElementsAre;
@@ -79,7 +79,7 @@ TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
     mezzo::detail::require_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}),
                                          torch::kXPU);
   };
-  EXPECT_THAT(error_of(refused), HasSubstr("mezzo::cuda"));
+  EXPECT_THAT(message_of(refused), HasSubstr("mezzo::cuda"));
   EXPECT_NO_THROW(mezzo::detail::require_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
@@ -93,7 +93,7 @@ TEST(GradScaler, InverseFollowsTheScale) {
   const auto expect_scale = [&](float scale, float gradient = 1) {
     (void)scaler.scale(torch::zeros({}));
     EXPECT_EQ(scaler.get_scale(), scale);
-    test_support::set_gradient(x, {gradient});
+    test_support::set_grad(x, {gradient});
     x.detach().zero_();
     scaler.step(optimizer);
     EXPECT_EQ(x.item<float>(), std::isinf(gradient) ? 0 : -1.0F / scale);
@@ -182,11 +182,11 @@ TEST(Gradients, AreGroupedByDevice) {
 TEST(GradScaler, ChecksTheGradientsOfAllDevicesBeforeItWritesAny) {
   auto x = test_support::parameter({0});
   const auto y = torch::zeros({2}, torch::kMeta).requires_grad_();
-  test_support::set_gradient(x, {4});
+  test_support::set_grad(x, {4});
   y.mutable_grad() = torch::zeros({1}, torch::kMeta).expand({2});
   auto optimizer = sgd({x, y});
-  auto scaler = test_support::quiet_scaler({.init_scale = 4});
-  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("clone() it first"));
+  auto scaler = test_support::make_silent_scaler({.init_scale = 4});
+  EXPECT_THAT(message_of([&] { scaler.unscale_(optimizer); }), HasSubstr("clone() it first"));
   EXPECT_EQ(x.grad().item<float>(), 4);
   y.mutable_grad() = torch::Tensor();
   scaler.step(optimizer);

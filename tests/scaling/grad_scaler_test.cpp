@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/throwing_sgd.h"
 #include "../support/tiny_optimizer.h"
 
@@ -84,21 +84,22 @@ TEST(GradScaler, ScalesNestedContainersToTheSameType) {
 }
 
 TEST(GradScaler, RefusesToGoBackwardThroughAScaleThatHasMoved) {
-  auto scaler = quiet_scaler({.growth_interval = 1});
+  auto scaler = make_silent_scaler({.growth_interval = 1});
   auto x = parameter({1});
   auto optimizer = sgd({x});
   const auto scaled = scaler.scale(x.sum());
-  set_gradient(x, {1});
+  set_grad(x, {1});
   scaler.step(optimizer);
   scaler.update();
-  EXPECT_THAT(error_of([&] { scaled.backward(); }), HasSubstr("modified by an inplace operation"));
+  EXPECT_THAT(message_of([&] { scaled.backward(); }),
+              HasSubstr("modified by an inplace operation"));
 }
 
 TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
-  auto scaler = quiet_scaler({.init_scale = 4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({10, 20});
   auto optimizer = sgd({x});
-  set_gradient(x, {4, 8});
+  set_grad(x, {4, 8});
   const auto result = scaler.step(optimizer);
   EXPECT_TRUE(result.ready());
   EXPECT_TRUE(result.ran());
@@ -113,10 +114,10 @@ TEST(GradScaler, UnscalesStepsAndReturnsWhatTheOptimizerReturned) {
 // A tied weight: libtorch's Module::parameters() names it as often as the model has it.
 TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
   for (const bool explicitly : {false, true}) {
-    auto scaler = quiet_scaler({.init_scale = 4});
+    auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({3, 4});
     auto optimizer = sgd({x, x});
-    set_gradient(x, {12, 16});
+    set_grad(x, {12, 16});
     if (explicitly) {
       scaler.unscale_(optimizer);
       EXPECT_TRUE(torch::equal(x.grad(), torch::tensor({3.0F, 4.0F})));
@@ -130,7 +131,7 @@ TEST(GradScaler, UnscalesOnceWhatIsGivenTwice) {
 }
 
 TEST(GradScaler, CoalescesSparseGradientsBeforeItChecks) {
-  auto scaler = quiet_scaler({.init_scale = 2, .allow_fp16_gradients = true});
+  auto scaler = make_silent_scaler({.init_scale = 2, .allow_fp16_gradients = true});
   const auto x = torch::zeros({4}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto sparse = [](std::vector<int64_t> places, float value) {
@@ -150,9 +151,9 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   const auto x = torch::zeros({1}, torch::dtype(torch::kHalf).requires_grad(true));
   auto optimizer = sgd({x});
   const auto refused = [&](const auto& call) {
-    auto scaler = quiet_scaler({});
+    auto scaler = make_silent_scaler({});
     x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
-    EXPECT_THAT(error_of([&] { call(scaler); }),
+    EXPECT_THAT(message_of([&] { call(scaler); }),
                 testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
                                HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
   };
@@ -163,7 +164,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
   }
   EXPECT_EQ(x.item<float>(), 0.0F);
   x.mutable_grad() = torch::ones({1}, torch::kHalf);
-  auto allowing = quiet_scaler({.init_scale = 4, .allow_fp16_gradients = true});
+  auto allowing = make_silent_scaler({.init_scale = 4, .allow_fp16_gradients = true});
   EXPECT_TRUE(allowing.step(optimizer).ran());
   EXPECT_EQ(x.grad().item<float>(), 0.25F);
 }
@@ -173,7 +174,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
 TEST(GradScaler, FindsAnInfThatUnscalingMakesInHalf) {
   for (const bool zero_grad : {false, true}) {
     for (const double max_norm : {1e9, std::numeric_limits<double>::infinity()}) {
-      auto scaler = quiet_scaler(
+      auto scaler = make_silent_scaler(
           GradScalerOptions{.init_scale = 0.25, .min_scale = 0.0625, .allow_fp16_gradients = true});
       const auto x = torch::ones({3}, torch::dtype(torch::kHalf).requires_grad(true));
       auto optimizer = sgd({x});
@@ -265,7 +266,7 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
   torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(1e-2));
   const auto inputs = torch::randn({32, 8});
   const auto targets = inputs.sum(1, /*keepdim=*/true) * 3;
-  auto scaler = quiet_scaler({.init_scale = 0x1p22, .growth_interval = 30});
+  auto scaler = make_silent_scaler({.init_scale = 0x1p22, .growth_interval = 30});
   int skipped = 0;
   bool grew = false;
   std::vector<float> losses;
@@ -298,7 +299,7 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
 // --- How the loss scale moves, and what is said of it.
 
 TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
-  auto scaler = quiet_scaler({});
+  auto scaler = make_silent_scaler({});
   auto new_scale = torch::full({}, 3.0);
   scaler.update(new_scale);
   new_scale.fill_(7.0);
@@ -308,14 +309,14 @@ TEST(GradScaler, CopiesANewScaleThatItIsGiven) {
 }
 
 TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
-  auto scaler = quiet_scaler({.min_scale = 1, .max_scale = 1e6});
+  auto scaler = make_silent_scaler({.min_scale = 1, .max_scale = 1e6});
   for (const double bad : {0.0, -1.0, 0.5, 2e6, std::nan(""), 1e300}) {
-    EXPECT_THAT(error_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
+    EXPECT_THAT(message_of([&] { scaler.update(bad); }), HasSubstr("new_scale is"));
   }
   for (const auto& bad :
        {torch::ones({2}), torch::ones({1}, torch::requires_grad()), torch::Tensor()}) {
     EXPECT_THAT(
-        error_of([&] { scaler.update(bad); }),
+        message_of([&] { scaler.update(bad); }),
         testing::StartsWith("new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                             "torch.FloatTensor with requires_grad=False."));
   }
@@ -326,18 +327,19 @@ TEST(GradScaler, RefusesANewScaleThatItCannotUse) {
 
 TEST(GradScaler, ChecksItsRuleInSettersAndWhereItIsDisabled) {
   GradScaler scaler;
-  EXPECT_THAT(error_of([&] { scaler = GradScaler({.growth_interval = 0, .enabled = false}); }),
+  EXPECT_THAT(message_of([&] { scaler = GradScaler({.growth_interval = 0, .enabled = false}); }),
               HasSubstr("growth_interval is 0"));
-  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(0.5); }), HasSubstr("growth_factor is 0.5"));
-  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
-  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(-1); }),
+  EXPECT_THAT(message_of([&] { scaler.set_growth_factor(0.5); }),
+              HasSubstr("growth_factor is 0.5"));
+  EXPECT_THAT(message_of([&] { scaler.set_backoff_factor(2); }), HasSubstr("backoff_factor is 2"));
+  EXPECT_THAT(message_of([&] { scaler.set_growth_interval(-1); }),
               HasSubstr("growth_interval is -1"));
 }
 
 TEST(GradScaler, ANewScaleForNoScaleThrows) {
-  auto scaler = quiet_scaler(GradScalerOptions::none());
-  for (const auto& error : {error_of([&] { scaler.update(2.0); }),
-                            error_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
+  auto scaler = make_silent_scaler(GradScalerOptions::none());
+  for (const auto& error : {message_of([&] { scaler.update(2.0); }),
+                            message_of([&] { scaler.update(torch::full({}, 2.0)); })}) {
     EXPECT_THAT(error, HasSubstr("this scaler has LossScaleMode::none"));
   }
   EXPECT_EQ(scaler.get_scale(), 1);
@@ -345,13 +347,13 @@ TEST(GradScaler, ANewScaleForNoScaleThrows) {
 
 TEST(GradScaler, SettersRefuseARuleThatHasNoGrowth) {
   GradScaler scaler(GradScalerOptions::fixed(2));
-  EXPECT_THAT(error_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
-  EXPECT_THAT(error_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
-  EXPECT_THAT(error_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
+  EXPECT_THAT(message_of([&] { scaler.set_growth_factor(4); }), HasSubstr("dynamic"));
+  EXPECT_THAT(message_of([&] { scaler.set_backoff_factor(0.1); }), HasSubstr("dynamic"));
+  EXPECT_THAT(message_of([&] { scaler.set_growth_interval(4); }), HasSubstr("dynamic"));
 }
 
 TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
-  OneWeight one(GradScalerOptions::fixed(128));
+  SingleParamTraining one(GradScalerOptions::fixed(128));
   EXPECT_FALSE(one.step(kInfinity).ran());
   EXPECT_EQ(one.scaler.get_scale(), 128.0);
   EXPECT_TRUE(one.step(128).ran());
@@ -359,36 +361,36 @@ TEST(GradScaler, AFixedScaleSkipsButNeverMoves) {
 }
 
 TEST(GradScaler, WithoutAScaleChecksAndTouchesNeitherLossNorGradients) {
-  OneWeight one(GradScalerOptions::none());
+  SingleParamTraining one(GradScalerOptions::none());
   const auto loss = one.x.sum();
   EXPECT_TRUE(one.scaler.scale(loss).is_same(loss));
-  set_gradient(one.x, {3});
+  set_grad(one.x, {3});
   const auto version = one.x.grad()._version();
   EXPECT_TRUE(one.scaler.step(one.optimizer).ran());
   EXPECT_EQ(one.x.grad()._version(), version);
   one.scaler.update();
   EXPECT_FALSE(one.step(kInfinity).ran());
-  EXPECT_THAT(error_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
+  EXPECT_THAT(message_of([&] { one.scaler.update(2.0); }), HasSubstr("LossScaleMode::none"));
 }
 
 TEST(GradScaler, HysteresisSkipsWithoutBackingOffAtOnce) {
-  OneWeight one({.init_scale = 8, .hysteresis = 2});
+  SingleParamTraining one({.init_scale = 8, .hysteresis = 2});
   EXPECT_THAT(one.scales({kInfinity, kInfinity, kInfinity}), ElementsAre(8, 4, 2));
 }
 
 TEST(GradScaler, TellsOfASkipOnce) {
   std::vector<std::string> lines;
-  auto scaler = quiet_scaler({.loss_id = 0});
+  auto scaler = make_silent_scaler({.loss_id = 0});
   scaler.on_skip([&](const mezzo::SkippedStep& skip) { lines.push_back(skip.message()); });
   auto x = parameter({0}), y = parameter({0});
   auto first = sgd({x}), second = sgd({y});
-  set_gradient(x, {kInfinity});
-  set_gradient(y, {kInfinity});
+  set_grad(x, {kInfinity});
+  set_grad(y, {kInfinity});
   scaler.step(first);
   scaler.step(second);
   EXPECT_TRUE(lines.empty());
   scaler.update();
-  set_gradient(x, {1});
+  set_grad(x, {1});
   scaler.step(first);
   scaler.update();
   EXPECT_EQ(lines, (std::vector<std::string>{
@@ -398,9 +400,9 @@ TEST(GradScaler, TellsOfASkipOnce) {
 
 TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
   int told = 0;
-  OneWeight one;
+  SingleParamTraining one;
   one.scaler.on_skip([&told](const mezzo::SkippedStep&) { ++told; });
-  set_gradient(one.x, {kInfinity});
+  set_grad(one.x, {kInfinity});
   one.scaler.unscale_(one.optimizer);
   one.scaler.update();
   EXPECT_EQ(told, 1);
@@ -409,7 +411,7 @@ TEST(GradScaler, TellsOfAnInfThatUnscaleFoundWithoutAStep) {
 
 TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
   std::vector<bool> modes;
-  OneWeight one;
+  SingleParamTraining one;
   one.scaler.on_skip(
       [&](const mezzo::SkippedStep&) { modes.push_back(torch::GradMode::is_enabled()); });
   for (const bool mode : {true, false}) {
@@ -420,7 +422,7 @@ TEST(GradScaler, TellsOfASkipInTheGradModeOfWhoeverUpdates) {
 }
 
 /// What `steps` iterations of `one` write to the error stream.
-std::vector<std::string> lines_of(OneWeight& one, int steps, float gradient) {
+std::vector<std::string> lines_of(SingleParamTraining& one, int steps, float gradient) {
   testing::internal::CaptureStderr();
   for (int i = 0; i < steps; ++i) one.step(gradient);
   std::istringstream text(testing::internal::GetCapturedStderr());
@@ -430,7 +432,7 @@ std::vector<std::string> lines_of(OneWeight& one, int steps, float gradient) {
 }
 
 TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
-  OneWeight one(GradScaler({.init_scale = 1, .loss_id = 3}));
+  SingleParamTraining one(GradScaler({.init_scale = 1, .loss_id = 3}));
   EXPECT_THAT(lines_of(one, 1, kInfinity),
               ElementsAre("Gradient overflow or NaN.  Skipping step, loss scaler 3 reducing loss "
                           "scale to 0.5"));
@@ -440,7 +442,7 @@ TEST(GradScaler, WritesSkipsToTheErrorStreamUnlessSilenced) {
 
 // A loss that is NaN for good would write a line a step.
 TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
-  OneWeight one(GradScaler({.init_scale = 4, .min_scale = 1}));
+  SingleParamTraining one(GradScaler({.init_scale = 4, .min_scale = 1}));
   EXPECT_EQ(lines_of(one, 2, kInfinity).size(), 2U) << "4 to 2, and 2 to 1";
   EXPECT_THAT(lines_of(one, 1, kInfinity), ElementsAre(AllOf(HasSubstr("keeping loss scale at 1.0"),
                                                              HasSubstr("look for an inf or NaN"))));
@@ -453,7 +455,7 @@ TEST(GradScaler, TellsOfAScaleAtItsFloorOnceAndThenRarely) {
 
 // What a loss that is NaN for good wrote, down to a scale of 5.7e-14.
 TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
-  OneWeight one{GradScaler()};
+  SingleParamTraining one{GradScaler()};
   const auto first = lines_of(one, 60, std::numeric_limits<float>::quiet_NaN());
   ASSERT_EQ(first.size(), 11U);
   for (int i = 0; i < 10; ++i) {
@@ -476,8 +478,9 @@ TEST(GradScaler, TellsAfterTenSkipsInARowThatNoScaleCuresThemAndThenRarely) {
 
 TEST(GradScaler, TellsACallbackHowManySkipsWereInARow) {
   std::vector<int64_t> times;
-  OneWeight one({.min_scale = 32768});
-  one.scaler.on_skip([&](const mezzo::SkippedStep& skip) { times.push_back(skip.times_in_a_row); });
+  SingleParamTraining one({.min_scale = 32768});
+  one.scaler.on_skip(
+      [&](const mezzo::SkippedStep& skip) { times.push_back(skip.consecutive_skips); });
   for (const float gradient : {kInfinity, kInfinity, kInfinity, 1.0F, kInfinity}) {
     one.step(gradient);
   }
@@ -500,17 +503,17 @@ TEST(SkippedStep, PrintsScalesAsPythonDoes) {
 // --- Calls that a scaler accepts and refuses, and what it remembers between them.
 
 TEST(GradScaler, TakesAClosureThatIsNone) {
-  OneWeight one;
-  set_gradient(one.x, {1});
+  SingleParamTraining one;
+  set_grad(one.x, {1});
   EXPECT_TRUE(one.scaler.step(one.optimizer, nullptr).ran());
 }
 
 TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
   for (const double max_norm : {100.0, double{kInfinity}}) {
-    auto scaler = quiet_scaler({.init_scale = 4});
+    auto scaler = make_silent_scaler({.init_scale = 4});
     auto x = parameter({1});
     ThrowingSgd optimizer({x}, torch::optim::SGDOptions(1.0));
-    set_gradient(x, {4});
+    set_grad(x, {4});
     optimizer.throws = true;
     EXPECT_THROW(scaler.step(optimizer, {.max_norm = max_norm}), std::runtime_error);
     EXPECT_EQ(x.grad().item<float>(), 1.0F) << "unscaled, as by torch.amp";
@@ -522,15 +525,15 @@ TEST(GradScaler, MayStepAgainAfterAnOptimizerThatThrew) {
 
 // torch refuses it too: what came after is scaled, and would be taken for unscaled.
 TEST(GradScaler, RefusesGradientsThatCameAfterUnscaleFoundNone) {
-  auto scaler = quiet_scaler({.init_scale = 4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({1});
   torch::optim::SGD of_torch({x}, 1.0);
   mezzo::optim::SGD of_mezzo({x}, 1.0);
   for (const mezzo::AnyOptimizer optimizer : {mezzo::AnyOptimizer(of_torch), {of_mezzo}}) {
     x.mutable_grad() = torch::Tensor();
     scaler.unscale_(optimizer);
-    set_gradient(x, {4});
-    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+    set_grad(x, {4});
+    EXPECT_THAT(message_of([&] { scaler.step(optimizer); }),
                 StartsWith("No inf checks were recorded for this optimizer."));
   }
   EXPECT_EQ(x.item<float>(), 1);
@@ -542,7 +545,7 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
   auto optimizer = sgd({x});
   const auto loss = torch::ones({});
   EXPECT_TRUE(scaler.scale(loss).is_same(loss));
-  set_gradient(x, {kInfinity});
+  set_grad(x, {kInfinity});
   scaler.unscale_(optimizer);
   int closures = 0;
   const auto result = scaler.step(optimizer, [&] {
@@ -561,10 +564,10 @@ TEST(GradScaler, DisabledPassesEverythingThrough) {
 }
 
 TEST(GradScaler, MovesWithItsState) {
-  auto scaler = quiet_scaler({.init_scale = 4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
   auto x = parameter({0});
   auto optimizer = sgd({x});
-  set_gradient(x, {4});
+  set_grad(x, {4});
   scaler.unscale_(optimizer);
   GradScaler moved = std::move(scaler);
   EXPECT_TRUE(moved.step(optimizer).ran());
@@ -588,9 +591,9 @@ TYPED_TEST_SUITE(UnplannedScalerCalls, Optimizers);
 TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
   auto x = parameter({0});
   auto optimizer = this->sgd({x});
-  auto first = quiet_scaler({.init_scale = 4});
-  auto second = quiet_scaler({.init_scale = 8});
-  set_gradient(x, {32});
+  auto first = make_silent_scaler({.init_scale = 4});
+  auto second = make_silent_scaler({.init_scale = 8});
+  set_grad(x, {32});
   first.unscale_(optimizer);
   second.unscale_(optimizer);
   EXPECT_TRUE(first.step(optimizer).ran());
@@ -603,10 +606,10 @@ TYPED_TEST(UnplannedScalerCalls, TwoScalersTakeTheirScalesOffOneAfterTheOther) {
 
 TYPED_TEST(UnplannedScalerCalls, WhatWasFoundCountsThoughTheOptimizerIsGone) {
   auto x = parameter({0});
-  auto scaler = quiet_scaler({.init_scale = 4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
   {
     auto optimizer = std::make_unique<TypeParam>(this->sgd({x}));
-    set_gradient(x, {kInfinity});
+    set_grad(x, {kInfinity});
     scaler.unscale_(*optimizer);
   }
   scaler.update();
@@ -625,8 +628,8 @@ TYPED_TEST(UnplannedScalerCalls, ALossThatIsScaledTwiceKeepsOneScale) {
 TYPED_TEST(UnplannedScalerCalls, ParametersWithoutElementsStep) {
   auto x = parameter({});
   auto optimizer = this->sgd({x});
-  auto scaler = quiet_scaler({});
-  set_gradient(x, {});
+  auto scaler = make_silent_scaler({});
+  set_grad(x, {});
   EXPECT_TRUE(scaler.step(optimizer).ran());
   scaler.update();
 }
@@ -636,13 +639,13 @@ TYPED_TEST(UnplannedScalerCalls, NothingToCheckIsAnError) {
   auto without_gradients = this->sgd({x});
   // mezzo's refuses to be without parameters.
   torch::optim::SGD without_parameters(std::vector<torch::Tensor>{}, /*lr=*/1.0);
-  auto scaler = quiet_scaler({});
+  auto scaler = make_silent_scaler({});
   for (const AnyOptimizer optimizer :
        {AnyOptimizer(without_gradients), AnyOptimizer(without_parameters)}) {
-    EXPECT_THAT(error_of([&] { scaler.step(optimizer); }),
+    EXPECT_THAT(message_of([&] { scaler.step(optimizer); }),
                 HasSubstr("No inf checks were recorded for this optimizer."));
   }
-  EXPECT_THAT(error_of([&] { scaler.update(); }),
+  EXPECT_THAT(message_of([&] { scaler.update(); }),
               HasSubstr("No inf checks were recorded prior to update."));
 }
 
@@ -650,8 +653,8 @@ TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) 
   for (const bool unscales_before : {false, true}) {
     auto x = parameter({0}), y = parameter({0});
     auto optimizer = this->sgd({x, y});
-    auto scaler = quiet_scaler({.init_scale = 4});
-    set_gradient(x, {4});
+    auto scaler = make_silent_scaler({.init_scale = 4});
+    set_grad(x, {4});
     y.mutable_grad() = x.grad();
     if (unscales_before) scaler.unscale_(optimizer);
     scaler.step(optimizer);
@@ -663,8 +666,8 @@ TYPED_TEST(UnplannedScalerCalls, AGradientThatTwoParametersShareIsUnscaledOnce) 
 TYPED_TEST(UnplannedScalerCalls, TwoGradientsOfOneMemoryAreEachUnscaled) {
   auto x = parameter({0}), y = parameter({0});
   auto optimizer = this->sgd({x, y});
-  auto scaler = quiet_scaler({.init_scale = 4});
-  set_gradient(x, {16});
+  auto scaler = make_silent_scaler({.init_scale = 4});
+  set_grad(x, {16});
   y.mutable_grad() = x.grad().detach();
   scaler.unscale_(optimizer);
   EXPECT_EQ(x.grad().item<float>(), 1);
@@ -677,20 +680,20 @@ TYPED_TEST(UnplannedScalerCalls, AFirstGroupThatLeavesTakesNoRecordWithIt) {
     optimizer.add_param_group(torch::optim::OptimizerParamGroup({other}));
   }
   auto& groups = optimizer.param_groups();
-  auto scaler = quiet_scaler({.init_scale = 4});
-  for (const auto& each : {x, y, z}) set_gradient(each, {4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
+  for (const auto& each : {x, y, z}) set_grad(each, {4});
   scaler.unscale_(optimizer);
   groups.erase(groups.begin());
-  EXPECT_THAT(error_of([&] { scaler.unscale_(optimizer); }), HasSubstr("already been called"));
+  EXPECT_THAT(message_of([&] { scaler.unscale_(optimizer); }), HasSubstr("already been called"));
   scaler.step(optimizer);
   EXPECT_EQ(y.item<float>(), -1) << "unscaled once";
   groups.erase(groups.begin());
-  EXPECT_THAT(error_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
+  EXPECT_THAT(message_of([&] { scaler.step(optimizer); }), HasSubstr("already been called"));
   EXPECT_EQ(z.item<float>(), -1) << "stepped once";
 }
 
 TEST(UnplannedCalls, LossesOfAnyDtypeAreScaledInIt) {
-  auto scaler = quiet_scaler({.init_scale = 4});
+  auto scaler = make_silent_scaler({.init_scale = 4});
   for (const auto dtype :
        {torch::kFloat, torch::kDouble, torch::kBFloat16, torch::kHalf, torch::kComplexFloat}) {
     const Tensor scaled = scaler.scale(torch::full({2}, 3, dtype));
@@ -707,7 +710,7 @@ void run(GradScaler& scaler, const std::vector<float>& gradients) {
   torch::optim::SGD optimizer = test_support::sgd({x});
   for (const float gradient : gradients) {
     (void)scaler.scale(torch::zeros({}));
-    test_support::set_gradient(x, {gradient});
+    test_support::set_grad(x, {gradient});
     scaler.step(optimizer);
     scaler.update();
   }
@@ -804,7 +807,7 @@ TEST(GradScalerState, RefusesADisabledScalersStateInTorchsWords) {
   GradScaler scaler;
   std::stringstream stream;
   torch::save(disabled, stream);
-  EXPECT_THAT(error_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
+  EXPECT_THAT(message_of([&] { torch::load(scaler, stream); }), testing::StartsWith(words));
 }
 
 TEST(GradScalerState, LoadTakesAllOrNothing) {
@@ -823,7 +826,7 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
         const auto before = scaler.state_dict();
         auto state = given;
         state[key] = value;
-        const std::string error = error_of([&] { scaler.load_state_dict(state); });
+        const std::string error = message_of([&] { scaler.load_state_dict(state); });
         const bool loads = error == "no error";
         if (!loads) {
           ++refused;
@@ -837,7 +840,7 @@ TEST(GradScalerState, LoadTakesAllOrNothing) {
       incomplete.erase(key);
       GradScaler scaler(unusual_options());
       const auto before = scaler.state_dict();
-      const std::string error = error_of([&] { scaler.load_state_dict(incomplete); });
+      const std::string error = message_of([&] { scaler.load_state_dict(incomplete); });
       if (error != "no error") {  // min_scale and others are mezzo's own
         EXPECT_THAT(error, HasSubstr("lacks \"" + key + "\""));
         EXPECT_EQ(scaler.state_dict(), before);
@@ -861,7 +864,7 @@ TEST(GradScalerState, ThatIsLoadedBeginsAnIteration) {
   backward();
   scaler.unscale_(optimizer);
   torch::load(scaler, stream);
-  EXPECT_FALSE(scaler.is_in_iteration());
+  EXPECT_FALSE(scaler.has_pending_update());
   backward();
   scaler.step(optimizer);
   scaler.update();

@@ -15,9 +15,9 @@
 #include <string>
 #include <vector>
 
-#include "../support/error_of.h"
+#include "../support/message_of.h"
 #include "../support/tiny_optimizer.h"
-#include "../support/warnings.h"
+#include "../support/warning_recorder.h"
 
 namespace {
 
@@ -44,7 +44,7 @@ class GradScalerScaledGradients : public testing::Test {
 
   GradScaler scaler{{.init_scale = 4, .growth_interval = 1}};
   Tensor x = parameter({0}), y = parameter({0});
-  Warnings warnings;
+  WarningRecorder warnings;
 };
 
 using Optimizers = testing::Types<torch::optim::SGD, mezzo::optim::SGD>;
@@ -100,7 +100,7 @@ TYPED_TEST(GradScalerScaledGradients, ConstantScaleDoesNotWarn) {
   this->scaler = GradScaler(mezzo::GradScalerOptions::fixed(8));
   (void)this->scaler.scale(torch::ones({}));
   for (int i = 0; i < 2; ++i) {
-    set_gradient(this->x, {8});
+    set_grad(this->x, {8});
     this->scaler.step(optimizer);
     this->scaler.update();
   }
@@ -140,11 +140,11 @@ TYPED_TEST(GradScalerScaledGradients, SecondPassAfterUnscaleThrows) {
   optimizer.zero_grad();
   this->backward(this->x);
   EXPECT_THAT(
-      error_of([&] { this->scaler.step(optimizer); }),
+      message_of([&] { this->scaler.step(optimizer); }),
       AllOf(HasSubstr("the gradient of parameter 0 of group 0"),
-            HasSubstr("from a backward pass of a scaled loss"), HasSubstr("forget_iteration()")));
+            HasSubstr("from a backward pass of a scaled loss"), HasSubstr("discard_iteration()")));
   EXPECT_EQ(this->x.template item<float>(), 0);
-  this->scaler.forget_iteration();
+  this->scaler.discard_iteration();
   optimizer.zero_grad();
   this->backward(this->x);
   this->scaler.step(optimizer);
@@ -191,7 +191,7 @@ TYPED_TEST(GradScalerScaledGradients, NewOptimizerAtSameAddressSteps) {
       }
       std::destroy_at(optimizer);
     }
-    this->scaler.forget_iteration();
+    this->scaler.discard_iteration();
   }
 }
 
@@ -229,7 +229,7 @@ TYPED_TEST(GradScalerScaledGradients, SharedParameterUnscaledForAnotherOptimizer
   this->scaler.unscale_(first);
   for (const bool unscales : {true, false}) {
     EXPECT_THAT(
-        error_of([&] {
+        message_of([&] {
           if (unscales) this->scaler.unscale_(second);
           this->scaler.step(second);
         }),
@@ -260,7 +260,7 @@ TYPED_TEST(GradScalerScaledGradients, UnscaleReturnsFoundInf) {
     this->x.mutable_grad() = Tensor();
     this->backward(this->x, slope);
     EXPECT_EQ(this->scaler.unscale_(optimizer).template item<float>() != 0, std::isinf(slope));
-    this->scaler.forget_iteration();
+    this->scaler.discard_iteration();
   }
   GradScaler disabled({.enabled = false});
   EXPECT_FALSE(disabled.unscale_(optimizer).defined());
@@ -272,7 +272,7 @@ TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
   (void)this->scaler.scale(torch::ones({}));
   z.mutable_grad() = torch::ones_like(z);
   EXPECT_THAT(
-      error_of([&] { this->scaler.unscale_(optimizer); }),
+      message_of([&] { this->scaler.unscale_(optimizer); }),
       HasSubstr(
           "the gradient of parameter 1 of group 0 (ComplexFloat [3] on cpu) is ComplexFloat"));
   z.mutable_grad() = Tensor();
@@ -280,7 +280,7 @@ TYPED_TEST(GradScalerScaledGradients, ErrorNamesParameterOfBadGradient) {
   const auto& wide = expanded.param_groups()[0].params()[1];
   wide.mutable_grad() = torch::ones({}).expand({3});
   this->y.mutable_grad() = torch::ones({1});
-  EXPECT_THAT(error_of([&] { this->scaler.unscale_(expanded); }),
+  EXPECT_THAT(message_of([&] { this->scaler.unscale_(expanded); }),
               AllOf(HasSubstr("the gradient of parameter 1 of group 0 (float32 [3] on cpu) has "
                               "elements that share memory"),
                     HasSubstr("clone() it")));
@@ -348,7 +348,7 @@ enum class Loop {
 
 std::vector<std::string> warnings_of(Loop loop) {
   const c10::WarningUtils::WarnAlways warn_each_time;
-  Warnings warnings;
+  WarningRecorder warnings;
   const bool is_eighth = loop == Loop::eighth;  // of 128 it is 16
   const bool is_clipped = is_eighth || loop == Loop::clipped;
   const bool is_early = loop == Loop::clipped_before_unscale;

@@ -7,7 +7,7 @@
 #include <string>
 
 /// For the names of tests.
-inline std::string name_of(mezzo::detail::CpuIsa isa) {
+inline std::string isa_name(mezzo::detail::CpuIsa isa) {
   const std::array<const char*, 4> names{"scalar", "vector128", "avx2", "avx512"};
   return names[static_cast<std::size_t>(isa)];
 }

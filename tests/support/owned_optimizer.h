@@ -18,7 +18,7 @@ struct OwnedOptimizer {
       : inner(std::move(optimizer)),
         masters(with_masters ? std::make_unique<mezzo::MasterWeights>(*inner) : nullptr) {}
 
-  mezzo::AnyOptimizer any() const {
+  mezzo::AnyOptimizer ref() const {
     return masters != nullptr ? mezzo::AnyOptimizer(*masters) : mezzo::AnyOptimizer(*inner);
   }
 };

@@ -21,13 +21,13 @@ inline torch::optim::SGD sgd(std::vector<torch::Tensor> parameters) {
   return torch::optim::SGD(std::move(parameters), torch::optim::SGDOptions(1.0));
 }
 
-inline void set_gradient(const torch::Tensor& parameter, std::vector<float> values) {
+inline void set_grad(const torch::Tensor& parameter, std::vector<float> values) {
   parameter.mutable_grad() = torch::tensor(values);
 }
 
-/// A scaler that has seen a loss, and tells nobody of its skips.
-inline mezzo::GradScaler quiet_scaler(const mezzo::GradScalerOptions& options = {
-                                          .init_scale = 1024}) {
+/// A scaler that has seen a loss, and has_skip_callback nobody of its skips.
+inline mezzo::GradScaler make_silent_scaler(const mezzo::GradScalerOptions& options = {
+                                                .init_scale = 1024}) {
   mezzo::GradScaler scaler(options);
   scaler.on_skip(nullptr);
   (void)scaler.scale(torch::zeros({}));
@@ -35,17 +35,17 @@ inline mezzo::GradScaler quiet_scaler(const mezzo::GradScalerOptions& options = 
 }
 
 /// A weight that libtorch's SGD trains at a rate of 1 under a scaler.
-struct OneWeight {
-  explicit OneWeight(mezzo::GradScaler own) : scaler(std::move(own)) {
+struct SingleParamTraining {
+  explicit SingleParamTraining(mezzo::GradScaler own) : scaler(std::move(own)) {
     (void)scaler.scale(torch::zeros({}));
   }
-  explicit OneWeight(const mezzo::GradScalerOptions& options = {.init_scale = 1024})
-      : OneWeight(quiet_scaler(options)) {}
+  explicit SingleParamTraining(const mezzo::GradScalerOptions& options = {.init_scale = 1024})
+      : SingleParamTraining(make_silent_scaler(options)) {}
 
   /// One iteration whose gradient is `gradient`.
   mezzo::StepResult step(float gradient) {
     (void)scaler.scale(torch::zeros({}));
-    set_gradient(x, {gradient});
+    set_grad(x, {gradient});
     mezzo::StepResult result = scaler.step(optimizer);
     scaler.update();
     return result;

@@ -22,8 +22,8 @@ struct TrainingOptions {
   mezzo::optim::AdamWOptions adamw = mezzo::optim::AdamWOptions(0.1);
   mezzo::optim::WeightStorageOptions weights{};
   double max_norm = 5.0;
-  bool unscales = false;  ///< calls unscale_ before the step
-  bool tells = false;     ///< of skipped steps, to a callback
+  bool unscales = false;           ///< calls unscale_ before the step
+  bool has_skip_callback = false;  ///< of skipped steps, to a callback
 };
 
 /// Parameters whose gradients are an input, scaled; and what steps them, on any device.
@@ -36,7 +36,7 @@ class Training {
         optimizer_(parameters_, options.adamw, options.weights),
         scaler_({.init_scale = 4, .growth_interval = 2}) {
     scaler_.on_skip(nullptr);
-    if (options.tells) scaler_.on_skip([](const mezzo::SkippedStep&) {});
+    if (options.has_skip_callback) scaler_.on_skip([](const mezzo::SkippedStep&) {});
     optimizer_.set_lr_factors({1.0, 0.5, 0.25, 1.0});
   }
 

@@ -11,7 +11,7 @@
 #include <mezzo/levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
-#include <mezzo/scaling/detail/set_aside.h>
+#include <mezzo/scaling/detail/gradient_stash.h>
 #include <mezzo/scaling/grad_scaler.h>
 
 #include <ATen/core/Tensor.h>
@@ -206,7 +206,8 @@ class Amp {
     Loss* loss;
     at::Tensor scaled{};  ///< the loss to run backward from
     std::vector<Given*> optimizers{};
-    std::vector<std::unique_ptr<detail::SetAside>> aside{};  ///< an optimizer; null if it had none
+    std::vector<std::unique_ptr<detail::GradientStash>>
+        aside{};  ///< an optimizer; null if it had none
   };
 
   /// The autocast regions on a model's devices.

@@ -54,7 +54,7 @@ class LossScaleOptimizer {
   /// GradScaler::scale.
   template <class Outputs>
   [[nodiscard]] std::remove_cvref_t<Outputs> scale(const Outputs& outputs) {
-    if (std::exchange(threw_, false)) scaler_.forget_iteration();
+    if (std::exchange(threw_, false)) scaler_.discard_iteration();
     return scaler_.scale(outputs);
   }
 

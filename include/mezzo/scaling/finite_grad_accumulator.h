@@ -4,7 +4,7 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/optim/detail/gradients.h>
-#include <mezzo/scaling/detail/set_aside.h>
+#include <mezzo/scaling/detail/gradient_stash.h>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/GradMode.h>
@@ -50,14 +50,15 @@ class FiniteGradAccumulator {
     TORCH_CHECK(
         backward != nullptr,
         "FiniteGradAccumulator: backward is an empty function; pass one that calls backward()");
-    detail::SetAside before(parameters_);
+    detail::GradientStash before(parameters_);
     backward();
     const c10::NoGradGuard no_grad;
     std::vector<at::Tensor> gradients;
     for (const at::Tensor& parameter : parameters_) gradients.push_back(parameter.grad());
     const bool is_finite = !detail::any_nonfinite(gradients);
-    const bool had_bad = std::exchange(has_bad_, false) && detail::any_nonfinite(before.aside());
-    if (had_bad || std::ranges::none_of(before.aside(), &at::Tensor::defined)) {
+    const bool had_bad =
+        std::exchange(has_bad_, false) && detail::any_nonfinite(before.gradients());
+    if (had_bad || std::ranges::none_of(before.gradients(), &at::Tensor::defined)) {
       before.drop();
       has_bad_ = !is_finite;
     } else if (is_finite) {

@@ -8,9 +8,9 @@
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/optimizer.h>
 #include <mezzo/optim/step_result.h>
+#include <mezzo/scaling/detail/device_step_future.h>
 #include <mezzo/scaling/detail/per_optimizer_state.h>
 #include <mezzo/scaling/detail/skip_reporter.h>
-#include <mezzo/scaling/detail/step_letter.h>
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -97,7 +97,8 @@ class GradScaler {
   ///   that were unscaled for another optimizer
   at::Tensor unscale_(AnyOptimizer optimizer);
 
-  /// Unscales, checks, clips and steps in few passes: `scaler.step(optimizer, {.max_norm = 1.0})`.
+  /// Unscales, checks, has_max_norm and steps in few passes: `scaler.step(optimizer, {.max_norm
+  /// = 1.0})`.
   ///
   /// An optimizer of mezzo's reads the gradients once, for an inf and for their norm, and once more
   /// in the step, which multiplies them by inverse scale and clip coefficient on their way. The
@@ -105,8 +106,8 @@ class GradScaler {
   /// optimizer's gradients are unscaled and clipped in place, as by `unscale_` and torch's
   /// clip_grad_norm_, and the host waits once to know whether to step. StepOptions says what
   /// `.grad` holds afterwards. After `unscale_` the gradients are only checked once more, since
-  /// clipping or your code may have made an inf or NaN. A disabled scaler clips, sets to zero and
-  /// steps whatever the gradients are.
+  /// clipping or your code may have made an inf or NaN. A disabled scaler has_max_norm, sets to
+  /// zero and steps whatever the gradients are.
   ///
   /// Warns once (TORCH_WARN) if no loss was scaled since the last `update`, as in a loop that calls
   /// `update` between the steps of two optimizers: a dynamic scale may have changed.
@@ -142,11 +143,11 @@ class GradScaler {
   /// Returns the present scale; 1 when disabled. Waits for the device.
   double get_scale() const;
   /// Returns the factor by which the scale grows.
-  double get_growth_factor() const noexcept { return rule_.growth_factor; }
+  double get_growth_factor() const noexcept { return options_.growth_factor; }
   /// Returns the factor by which the scale backs off.
-  double get_backoff_factor() const noexcept { return rule_.backoff_factor; }
+  double get_backoff_factor() const noexcept { return options_.backoff_factor; }
   /// Returns the number of clean iterations in a row after which the scale grows.
-  int64_t get_growth_interval() const noexcept { return rule_.growth_interval; }
+  int64_t get_growth_interval() const noexcept { return options_.growth_interval; }
 
   /// Sets the growth factor, from the next `update` on.
   /// \throws c10::Error for a value out of range, and unless the scale is dynamic
@@ -159,21 +160,21 @@ class GradScaler {
   void set_growth_interval(int64_t growth_interval);
 
   /// Returns GradScalerOptions::enabled. A disabled scaler scales, unscales and skips nothing.
-  bool is_enabled() const noexcept { return rule_.enabled; }
+  bool is_enabled() const noexcept { return options_.enabled; }
 
   /// Gives an iteration up, such as one whose step threw: forgets what was called since the last
   /// `update`, and leaves the scale as it is. Clear the gradients before the next backward pass.
-  void forget_iteration() noexcept {
+  void discard_iteration() noexcept {
     per_optimizer_states_.clear();
     found_inf_ = at::Tensor();
     reporter_.discard_iteration();
   }
 
   /// Returns whether an optimizer was unscaled or stepped since the last `update`.
-  bool is_in_iteration() const noexcept { return !per_optimizer_states_.empty(); }
+  bool has_pending_update() const noexcept { return !per_optimizer_states_.empty(); }
 
-  /// Returns the rule that the scale follows.
-  const GradScalerOptions& rule() const noexcept { return rule_; }
+  /// Returns the options that the scale follows.
+  const GradScalerOptions& options() const noexcept { return options_; }
 
   /// Calls `callback` for every iteration with a skipped step, or with an inf that `unscale_` found
   /// and no step came after, at its `update` or, on a device, at a later one; not for replays of a
@@ -198,42 +199,42 @@ class GradScaler {
   using State = detail::PerOptimizerState;
   using OptState = detail::OptState;
 
-  State& state_of(const torch::optim::Optimizer& optimizer);
-  State& state_to_step(const torch::optim::Optimizer& optimizer);
+  State& get_state(const torch::optim::Optimizer& optimizer);
+  State& get_state_to_step(const torch::optim::Optimizer& optimizer);
   void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
   void merge_found_inf(State& state, Verdict& verdict) const;
   void mark_cleared_grads();
   void unscale_grads(AnyOptimizer optimizer, State& state);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);
-  StepResult step_on_host(AnyOptimizer optimizer, const StepOptions& options);
-  StepResult step_without_scale(AnyOptimizer optimizer, const StepOptions& options);
+  StepResult step_with_host_sync(AnyOptimizer optimizer, const StepOptions& options);
+  StepResult step_disabled(AnyOptimizer optimizer, const StepOptions& options);
   StepResult step_with_closure(AnyOptimizer optimizer,
                                const torch::optim::Optimizer::LossClosure& closure);
   void add_found_inf(const State& state);
-  bool takes_new_scale() const;
+  bool can_set_scale() const;
   void set_scale(const at::Tensor& new_scale);
   void finish_iteration();
   void check_scale_initialized(const char* call) const;
-  at::Tensor scale_on(at::Device device);
+  at::Tensor get_scale_on(at::Device device);
   void lazy_init_scale(at::Device device);
   LossScaleState read_state() const;
   template <class Number>
-  void change_rule(const char* name, Number GradScalerOptions::*option, Number value);
+  void set_option(const char* name, Number GradScalerOptions::*option, Number value);
 
-  GradScalerOptions rule_;
+  GradScalerOptions options_;
   LossScaleState initial_state_;
   detail::ScaleTensors scale_;  // written in place, where a captured graph reads it
   std::unique_ptr<std::mutex> mutex_ = std::make_unique<std::mutex>();  // of calls of `scale`
   std::unordered_map<const torch::optim::Optimizer*, State> per_optimizer_states_;
   at::Tensor found_inf_;  // of this iteration; see add_found_inf
   detail::SkipReporter reporter_;
-  detail::LetterPool letter_pool_;
+  detail::DeviceStepFuturePool future_pool_;
 };
 
 namespace detail {
 
 /// The keys of a scaler's state that are counts.
-inline constexpr std::array<std::string_view, 5> kScalerCounts{
+inline constexpr std::array<std::string_view, 5> kIntegerStateKeys{
     "growth_interval", "_growth_tracker", "hysteresis", "_hysteresis_tracker", "_loss_scale_mode"};
 
 /// Whether a `T` holds tensors and nothing else, except for the keys of maps.
@@ -261,11 +262,11 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
   static_assert(detail::is_scalable<Outputs>(),
                 "outputs must be a Tensor or an iterable of Tensors. In C++: give "
                 "GradScaler::scale the loss itself, as in scaler.scale(out.loss)");
-  if (!rule_.enabled) return outputs;
+  if (!options_.enabled) return outputs;
   mark_cleared_grads();
   return detail::map_tensors(outputs, [this](const at::Tensor& output) -> at::Tensor {
-    const at::Tensor scale = scale_on(output.device());
-    return rule_.mode == LossScaleMode::none ? output : output.mul(scale);
+    const at::Tensor scale = get_scale_on(output.device());
+    return options_.mode == LossScaleMode::none ? output : output.mul(scale);
   });
 }
 
@@ -275,12 +276,12 @@ std::remove_cvref_t<Outputs> GradScaler::scale(const Outputs& outputs) {
 inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
                                                    const GradScaler& scaler) {
   TORCH_CHECK(
-      !scaler.is_in_iteration(),
+      !scaler.has_pending_update(),
       "A GradScaler instance may only be pickled at the beginning of an iteration, or at the "
       "end after scaler.update(). In C++: call torch::save(scaler, path) after scaler.update()");
   for (const auto& [key, value] : scaler.state_dict()) {
     // Python's scaler refuses a growth_interval of 2000.0 at its next update.
-    const auto is_count = std::ranges::count(detail::kScalerCounts, key) != 0;
+    const auto is_count = std::ranges::count(detail::kIntegerStateKeys, key) != 0;
     archive.write(key, at::scalar_tensor(value, is_count ? at::kLong : at::kDouble),
                   /*is_buffer=*/true);
   }
@@ -299,7 +300,7 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
     if (archive.try_read(key, value, /*is_buffer=*/true)) state[key] = value.item<double>();
   }
   scaler.load_state_dict(state);
-  scaler.forget_iteration();
+  scaler.discard_iteration();
   return archive;
 }
 
@@ -312,5 +313,5 @@ inline void check_archive(torch::serialize::InputArchive& archive, const GradSca
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
 #ifndef MEZZO_COMPILED_LIB
-#include <mezzo/scaling/detail/grad_scaler_impl.h>  // IWYU pragma: export
+#include <mezzo/scaling/detail/grad_scaler_inl.h>  // IWYU pragma: export
 #endif

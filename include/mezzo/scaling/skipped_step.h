@@ -20,10 +20,10 @@ struct SkippedStep {
   /// The number of skipped iterations in a row, this one included, that found the scale at
   /// `min_scale`, where it stays. Above 0 the scale is not the cause: look for an inf or NaN in the
   /// data, loss or weights.
-  int64_t times_at_floor = 0;
+  int64_t consecutive_skips_at_min_scale = 0;
   /// The number of iterations in a row that skipped a step, this one included. A scale that starts
   /// too high makes about ten; beyond them look for an inf or NaN.
-  int64_t times_in_a_row = 1;
+  int64_t consecutive_skips = 1;
 
   /// Returns one line: "Gradient overflow or NaN.  Skipping step, loss scaler 0 reducing loss scale
   /// to 32768.0", or "... keeping loss scale at 128.0" where the scale did not move. Apex says
@@ -48,17 +48,19 @@ inline std::string python_float(double value) {
 /// ten consecutive skips has a line, the eleventh one with advice, and then every 1000th. At
 /// min_scale the first skip and every 1000th have a line.
 inline std::string limited_skip_message(const SkippedStep& skipped) {
-  const bool is_at_floor = skipped.times_at_floor > 0;
-  const int64_t times = is_at_floor ? skipped.times_at_floor : skipped.times_in_a_row;
-  const int64_t advised = is_at_floor ? 1 : 11;  // a scale that starts too high makes about ten
+  const bool is_at_min_scale = skipped.consecutive_skips_at_min_scale > 0;
+  const int64_t times =
+      is_at_min_scale ? skipped.consecutive_skips_at_min_scale : skipped.consecutive_skips;
+  const int64_t advised = is_at_min_scale ? 1 : 11;  // a scale that starts too high makes about ten
   if (times < advised) return skipped.message();
   if (times > advised && times % 1000 != 0) return {};
-  return skipped.message() + (is_at_floor ? ", the lowest allowed" : "") + " (step " +
-         std::to_string(times) + " in a row that was skipped" + (is_at_floor ? " there" : "") +
+  return skipped.message() + (is_at_min_scale ? ", the lowest allowed" : "") + " (step " +
+         std::to_string(times) + " in a row that was skipped" + (is_at_min_scale ? " there" : "") +
          "; from here on one in 1000 is printed): " +
-         (is_at_floor ? "look for an inf or NaN in the data, the loss or the weights"
-                      : "no loss scale cures an inf or NaN in the data, the loss or the weights; "
-                        "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
+         (is_at_min_scale
+              ? "look for an inf or NaN in the data, the loss or the weights"
+              : "no loss scale cures an inf or NaN in the data, the loss or the weights; "
+                "mezzo::DivergenceWatch (mezzo/diagnose.h) tells which it is");
 }
 
 }  // namespace detail

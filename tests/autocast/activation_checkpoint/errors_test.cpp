@@ -10,11 +10,11 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/error_of.h"
+#include "../../support/message_of.h"
 
 namespace {
 
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::Tensor;
 
@@ -26,7 +26,7 @@ class CheckpointErrors : public testing::Test {
     bool again = false;
     const auto y = mezzo::activation_checkpoint(
         [&](const Tensor& x) { return std::exchange(again, true) ? second(x) : first(x); }, x_);
-    return error_of([&] { y.sum().backward(); });
+    return message_of([&] { y.sum().backward(); });
   }
 
   Tensor x_ = torch::randn({4, 4}).requires_grad_();
@@ -53,13 +53,13 @@ TEST_F(CheckpointErrors, NoticeAMissingResult) {
   bool again = false;
   const auto y = mezzo::activation_checkpoint(
       [&](const Tensor& x) { return list(std::exchange(again, true) ? 1 : 2)(x); }, x_);
-  EXPECT_THAT(error_of([&] { (y[0] + y[1]).sum().backward(); }),
+  EXPECT_THAT(message_of([&] { (y[0] + y[1]).sum().backward(); }),
               HasSubstr("result 1 of the first run is missing"));
 }
 
 TEST_F(CheckpointErrors, NoticeGradientsOfGradients) {
   const auto y = mezzo::activation_checkpoint([](const Tensor& x) { return x.exp(); }, x_).sum();
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 torch::autograd::grad({y}, {x_}, {}, /*retain_graph=*/true, /*create_graph=*/true);
               }),
               HasSubstr("gradients of gradients (create_graph) do not go through a checkpoint"));
@@ -71,12 +71,12 @@ TEST_F(CheckpointErrors, NoticeAnArgumentModifiedBeforeBackward) {
       [](const Tensor& x, const Tensor& m) { return (x * m).exp(); }, x_, mask);
   mask.zero_();
   EXPECT_THAT(
-      error_of([&] { y.sum().backward(); }),
+      message_of([&] { y.sum().backward(); }),
       HasSubstr("a tensor argument was modified in place between its forward and its backward"));
 }
 
 TEST_F(CheckpointErrors, NoticeAFunctionThatModifiesItsArgument) {
-  EXPECT_THAT(error_of([&] {
+  EXPECT_THAT(message_of([&] {
                 mezzo::activation_checkpoint([](Tensor x) { return x.mul_(2) + 1; }, x_.mm(w_));
               }),
               HasSubstr("a tensor argument was modified in place by the function itself"));

@@ -13,13 +13,13 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/error_of.h"
-#include "same_bits.h"
+#include "../../support/message_of.h"
+#include "loss_and_gradients.h"
 
 namespace {
 
+using activation_checkpoint_test::BitwiseEqual;
 using activation_checkpoint_test::loss_and_gradients;
-using activation_checkpoint_test::SameBits;
 using torch::Tensor;
 using torch::autograd::variable_list;
 
@@ -42,7 +42,7 @@ template <class MakeLoss>
 void expect_same(const std::vector<Tensor>& leaves, const MakeLoss& make_loss) {
   const auto plain = loss_and_gradients(leaves, [&] { return make_loss(Plain{}); });
   const auto checkpointed = loss_and_gradients(leaves, [&] { return make_loss(Checkpointed{}); });
-  EXPECT_THAT(checkpointed, SameBits(plain));
+  EXPECT_THAT(checkpointed, BitwiseEqual(plain));
 }
 
 class CheckpointGradients : public testing::Test {
@@ -173,7 +173,7 @@ TEST_F(CheckpointGradients, OfSomeInputsByAutogradGrad) {
     const auto plain = torch::autograd::grad({block(x_).sum()}, inputs);
     const auto ours =
         torch::autograd::grad({mezzo::activation_checkpoint(block, x_).sum()}, inputs);
-    EXPECT_THAT(ours, SameBits(plain));
+    EXPECT_THAT(ours, BitwiseEqual(plain));
   }
   EXPECT_FALSE(w_.grad().defined()) << "grad() accumulates nowhere";
 }
@@ -202,8 +202,8 @@ TEST_F(CheckpointGradients, AgainAndAgainWithRetainGraph) {
       mezzo::activation_checkpoint([&](const Tensor& x) { return x.mm(w_).tanh(); }, x_).sum();
   const auto first = torch::autograd::grad({y}, {x_, w_}, {}, /*retain_graph=*/true);
   const auto second = torch::autograd::grad({y}, {x_, w_});
-  EXPECT_THAT(first, SameBits(second));
-  EXPECT_THAT(test_support::error_of([&] {
+  EXPECT_THAT(first, BitwiseEqual(second));
+  EXPECT_THAT(test_support::message_of([&] {
                 torch::autograd::grad({y}, {x_, w_});
               }),
               testing::HasSubstr("backward through the graph a second time"));
@@ -250,7 +250,7 @@ TEST_F(CheckpointGradients, FromABackwardInsideABackward) {
     return run([&](const Tensor& x) { return Nested::apply(x.mm(w_)).mm(w_); }, x_).sum();
   });
   const auto plain = torch::autograd::grad({x_.tanh().sum()}, {x_});
-  EXPECT_THAT(torch::autograd::grad({Nested::apply(x_).sum()}, {x_}), SameBits(plain));
+  EXPECT_THAT(torch::autograd::grad({Nested::apply(x_).sum()}, {x_}), BitwiseEqual(plain));
 }
 
 // The engine hands backward passes nested deeper than 60 to threads of its own.

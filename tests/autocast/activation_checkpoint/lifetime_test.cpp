@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "same_bits.h"
+#include "loss_and_gradients.h"
 
 namespace {
 
@@ -116,7 +116,7 @@ TEST(CheckpointThreads, TensorsOfOtherThreadsMayBeCaptured) {
   const auto ours =
       torch::autograd::grad({mezzo::activation_checkpoint(block, x).sum()}, {x, w}, {}, true);
   const auto plain = torch::autograd::grad({block(x).sum()}, {x, w});
-  EXPECT_THAT(ours, activation_checkpoint_test::SameBits(plain));
+  EXPECT_THAT(ours, activation_checkpoint_test::BitwiseEqual(plain));
 }
 
 TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
@@ -135,7 +135,7 @@ TEST(CheckpointThreads, OneGraphMayBeUsedByManyAtOnce) {
   }
   for (auto& thread : threads) thread.join();
   for (const auto& mine : gradients)
-    EXPECT_THAT(mine, activation_checkpoint_test::SameBits(expected));
+    EXPECT_THAT(mine, activation_checkpoint_test::BitwiseEqual(expected));
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include <stdexcept>
 
-#include "same_bits.h"
+#include "loss_and_gradients.h"
 
 namespace {
 

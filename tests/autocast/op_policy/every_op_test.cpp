@@ -109,7 +109,7 @@ op_policy_test::Outcome by_hand(const std::string& name, OpCategory category,
 // Two plain calls of linalg_lstsq with equal inputs differ by 1e-6, by where its memory lies.
 op_policy_test::Values values_of(const OpSample& sample) {
   return sample.op == "aten::linalg_lstsq" ? op_policy_test::Values::within_rounding
-                                           : op_policy_test::Values::same_bits;
+                                           : op_policy_test::Values::bitwise_equal;
 }
 
 // Compares every sample that the list names; returns the ops that have no kernel for this setting,

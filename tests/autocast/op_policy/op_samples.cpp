@@ -356,7 +356,7 @@ std::string difference(const Tensor& expected, const Tensor& found, Values value
   if (expected.sizes() != found.sizes()) {
     return "shapes differ";
   }
-  const bool agree = values == Values::same_bits
+  const bool agree = values == Values::bitwise_equal
                          ? bytes_of(expected) == bytes_of(found)
                          : torch::allclose(expected, found, /*rtol=*/1e-5, /*atol=*/1e-5);
   return agree ? "" : "values differ";

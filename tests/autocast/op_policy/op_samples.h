@@ -57,7 +57,7 @@ struct Outcome {
 
 Outcome call(const c10::OperatorHandle& op, std::vector<c10::IValue> arguments);
 
-enum class Values { same_bits, within_rounding };
+enum class Values { bitwise_equal, within_rounding };
 
 /// Empty if the two agree in kind, dtype, shape and values; else what differs first.
 std::string difference(const Outcome& expected, const Outcome& found, Values values);

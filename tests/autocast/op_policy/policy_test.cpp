@@ -16,7 +16,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../../support/error_of.h"
+#include "../../support/message_of.h"
 
 namespace {
 
@@ -24,7 +24,7 @@ using mezzo::Autocast;
 using mezzo::install_op_overrides;
 using mezzo::OpCategory;
 using mezzo::OpPolicy;
-using test_support::error_of;
+using test_support::message_of;
 using testing::HasSubstr;
 using torch::kBFloat16;
 using torch::kCPU;
@@ -63,14 +63,14 @@ TEST(OpPolicy, ChangesNothingUntilItIsInstalled) {
   EXPECT_FALSE(op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU));
   const auto names_op_and_call = testing::AllOf(HasSubstr("aten::hardswish"),
                                                 HasSubstr("mezzo::install_op_overrides(policy)"));
-  EXPECT_THAT(error_of([&] { const Autocast<kCPU> autocast({.policy = policy}); }),
+  EXPECT_THAT(message_of([&] { const Autocast<kCPU> autocast({.policy = policy}); }),
               names_op_and_call);
-  EXPECT_THAT(error_of([&] { std::ignore = mezzo::autocast<kCPU>([] {}, {.policy = policy}); }),
+  EXPECT_THAT(message_of([&] { std::ignore = mezzo::autocast<kCPU>([] {}, {.policy = policy}); }),
               names_op_and_call);
   // What libtorch does with the op anyway has to be installed too: else it would work on one device
   // and not on another.
   EXPECT_THAT(
-      error_of([] { const Autocast<kCPU> a({.policy = OpPolicy().ignore("hardsigmoid")}); }),
+      message_of([] { const Autocast<kCPU> a({.policy = OpPolicy().ignore("hardsigmoid")}); }),
       HasSubstr("aten::hardsigmoid"));
   install_op_overrides(policy);
   EXPECT_TRUE(op.hasKernelForDispatchKey(c10::DispatchKey::AutocastCPU));
@@ -206,17 +206,17 @@ TEST(OpPolicy, CastsEinsumSumsAndNorms) {
 }
 
 TEST(OpPolicy, RefusesNamesThatDoNotExist) {
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("lineer"); }),
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("lineer"); }),
               HasSubstr("no operator \"aten::lineer\" is registered"));
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("aten::softmax.itn"); }),
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("aten::softmax.itn"); }),
               HasSubstr("no operator \"aten::softmax.itn\" is registered"));
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("aten::cat."); }),
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("aten::cat."); }),
               HasSubstr("no operator \"aten::cat.\" is registered"));
 }
 
 TEST(OpPolicy, RefusesOpsThatWrite) {
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("relu_"); }), HasSubstr("writes into its"));
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("mm.out"); }), HasSubstr("writes into its"));
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("relu_"); }), HasSubstr("writes into its"));
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("mm.out"); }), HasSubstr("writes into its"));
 }
 
 bool returns_alias(const c10::FunctionSchema& schema) {
@@ -233,18 +233,18 @@ TEST(OpPolicy, RefusesToCastEveryOpWhoseSchemaReturnsAView) {
     const std::string name = c10::toString(op_name);
     ++views;
     const auto says_why = HasSubstr("op: " + name + " may return a view of its argument");
-    EXPECT_THAT(error_of([&] { return OpPolicy().deny(name); }), says_why);
-    EXPECT_THAT(error_of([&] { return OpPolicy().allow(name); }), says_why);
-    EXPECT_THAT(error_of([&] { return OpPolicy().promote(name); }), says_why);
+    EXPECT_THAT(message_of([&] { return OpPolicy().deny(name); }), says_why);
+    EXPECT_THAT(message_of([&] { return OpPolicy().allow(name); }), says_why);
+    EXPECT_THAT(message_of([&] { return OpPolicy().promote(name); }), says_why);
     EXPECT_NO_THROW(static_cast<void>(OpPolicy().ignore(name))) << "no cast: " << name;
   }
   EXPECT_GT(views, 90);
 }
 
 TEST(OpPolicyText, RefusesToCastAView) {
-  EXPECT_THAT(error_of([] { return OpPolicy::parse("allow relu\ndeny view\n"); }),
+  EXPECT_THAT(message_of([] { return OpPolicy::parse("allow relu\ndeny view\n"); }),
               HasSubstr("op policy, line 2: op: aten::view may return a view"));
-  EXPECT_THAT(error_of([] { return OpPolicy().deny("squeeze_"); }), HasSubstr("writes into its"));
+  EXPECT_THAT(message_of([] { return OpPolicy().deny("squeeze_"); }), HasSubstr("writes into its"));
   EXPECT_NO_THROW(static_cast<void>(OpPolicy().deny("clone").deny("view_copy")));
 }
 
@@ -309,22 +309,22 @@ TEST(OpPolicyText, ReadsVerbsSeveralOpsALineAndComments) {
 
 TEST(OpPolicyText, NamesTheLineOfAnError) {
   EXPECT_THAT(
-      error_of([] { return OpPolicy::parse("allow relu\nforbid mm\n"); }),
+      message_of([] { return OpPolicy::parse("allow relu\nforbid mm\n"); }),
       HasSubstr("op policy, line 2: \"forbid\" is no edit; use allow, deny, promote or ignore"));
-  EXPECT_THAT(error_of([] { return OpPolicy::parse("allow\n"); }), HasSubstr("names no op"));
-  EXPECT_THAT(error_of([] { return OpPolicy::parse("deny lineer\n"); }),
+  EXPECT_THAT(message_of([] { return OpPolicy::parse("allow\n"); }), HasSubstr("names no op"));
+  EXPECT_THAT(message_of([] { return OpPolicy::parse("deny lineer\n"); }),
               HasSubstr("line 1: op: no operator \"aten::lineer\""));
 }
 
 TEST(OpPolicyText, ReadsAFileAndNamesOneThatIsNotThere) {
   const auto path = testing::TempDir() + "mezzo_policy.txt";
   std::ofstream(path) << "deny mm\nallow nosuchop\n";
-  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(path); }), HasSubstr(path + ", line 2"));
+  EXPECT_THAT(message_of([&] { return OpPolicy::from_file(path); }), HasSubstr(path + ", line 2"));
   std::ofstream(path) << "deny mm\n";
   EXPECT_EQ(OpPolicy::from_file(path).edits(), OpPolicy().deny("mm").edits());
   std::remove(path.c_str());
-  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(path); }), HasSubstr("cannot be opened"));
-  EXPECT_THAT(error_of([&] { return OpPolicy::from_file(testing::TempDir()); }),
+  EXPECT_THAT(message_of([&] { return OpPolicy::from_file(path); }), HasSubstr("cannot be opened"));
+  EXPECT_THAT(message_of([&] { return OpPolicy::from_file(testing::TempDir()); }),
               HasSubstr("is it a folder, or the disk damaged?"));
 }
 

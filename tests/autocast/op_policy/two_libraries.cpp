@@ -1,13 +1,13 @@
 // Loads two shared libraries that hold mezzo, each with local symbols, and checks that both obey
 // the same policies and that an op has one override between them: two_libraries FIRST SECOND
 
-#include "../../support/loaded_library.h"
+#include "../../support/shared_library.h"
 
 using test_support::expect;
 
 int main(int argc, char** argv) {
   if (argc != 3) return 2;
-  const test_support::LoadedLibrary first(argv[1], RTLD_LOCAL), second(argv[2], RTLD_LOCAL);
+  const test_support::SharedLibrary first(argv[1], RTLD_LOCAL), second(argv[2], RTLD_LOCAL);
   first.call<void>("enter", /*deny=*/true);
   expect(first.call<bool>("mm_runs_in_float"), "the first library obeys its own policy");
   expect(second.call<bool>("mm_runs_in_float"), "so does the second");

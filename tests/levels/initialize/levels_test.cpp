@@ -23,7 +23,7 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/warnings.h"
+#include "../../support/warning_recorder.h"
 #include "vector_model.h"
 
 namespace {
@@ -342,7 +342,7 @@ TEST(Initialize, PrintsTheLevelUnlessItIsToldNotTo) {
 }
 
 TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
-  const test_support::Warnings warnings;  // libtorch's come once a process
+  const test_support::WarningRecorder warnings;  // libtorch's come once a process
   for (const auto& make : optimizers()) {
     for (const char* const level : {"O0", "O1", "O2", "O3"}) {
       for (const int verbosity : {0, 1}) {

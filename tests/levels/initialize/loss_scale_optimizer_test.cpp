@@ -15,7 +15,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../support/saved.h"
+#include "../../support/save_to_string.h"
 #include "../../support/special_values.h"
 #include "../../support/throwing_sgd.h"
 
@@ -64,14 +64,14 @@ TEST(LossScaleOptimizer, TellsThePresentOptionsAlsoAfterALoad) {
   auto optimizer = mezzo::enable_mixed_precision(sgd, {.init_scale = 64});
   optimizer.scaler().set_growth_interval(7);
   EXPECT_EQ(optimizer.dynamic_growth_steps(), 7);
-  const std::string file = test_support::saved(optimizer);
+  const std::string file = test_support::save_to_string(optimizer);
   auto resumed = mezzo::enable_mixed_precision(of_other);
-  test_support::load(resumed, file);
+  test_support::load_from_string(resumed, file);
   EXPECT_EQ(resumed.dynamic_growth_steps(), 7);
   EXPECT_TRUE(resumed.dynamic());
   auto fixed = mezzo::enable_mixed_precision(sgd, mezzo::GradScalerOptions::fixed(8));
   EXPECT_FALSE(fixed.dynamic());
-  test_support::load(resumed, test_support::saved(fixed));
+  test_support::load_from_string(resumed, test_support::save_to_string(fixed));
   EXPECT_FALSE(resumed.dynamic());
 }
 
@@ -154,19 +154,19 @@ TEST(LossScaleOptimizer, ResumesFromAFile) {
     optimizer.scaler().on_skip(nullptr);
     step_with(optimizer, weight, kInfinity);
     step_with(optimizer, weight, 0.25);
-    const std::string file = test_support::saved(optimizer);
+    const std::string file = test_support::save_to_string(optimizer);
     const torch::Tensor other = weight.detach().clone().requires_grad_();
     const auto of_other = make(other);
     auto resumed = mezzo::enable_mixed_precision(*of_other);
-    test_support::load(resumed, file);
+    test_support::load_from_string(resumed, file);
     EXPECT_EQ(resumed.iterations(), 1);
     EXPECT_EQ(resumed.loss_scale(), 16384);
     step_with(optimizer, weight, 0.125);
     step_with(resumed, other, 0.125);
     EXPECT_TRUE(weight.equal(other));  // the momentum was in the file
 
-    const std::string foreign = test_support::saved(*inner);
-    EXPECT_THAT([&] { test_support::load(resumed, foreign); },
+    const std::string foreign = test_support::save_to_string(*inner);
+    EXPECT_THAT([&] { test_support::load_from_string(resumed, foreign); },
                 ThrowsMessage<c10::Error>(HasSubstr("the archive holds something else")));
   }
 }
@@ -179,7 +179,7 @@ TEST(LossScaleOptimizer, GivesItsIterationsToAnInnerOptimizerThatLacksThem) {
   auto optimizer = mezzo::enable_mixed_precision(sgd);
   auto resumed = mezzo::enable_mixed_precision(of_mezzo);
   for (int i = 0; i < 3; ++i) step_with(optimizer, weight, 0.25);
-  test_support::load(resumed, test_support::saved(optimizer));
+  test_support::load_from_string(resumed, test_support::save_to_string(optimizer));
   EXPECT_EQ(resumed.iterations(), 3);
   EXPECT_EQ(of_mezzo.applied_steps(), 3);
 }
@@ -192,11 +192,11 @@ TEST(LossScaleOptimizer, ThatIsDisabledStepsWithoutAScaleAndResumes) {
     EXPECT_TRUE(step_with(optimizer, weight, 0.25));
     EXPECT_EQ(weight[0].item<float>(), 0.75F);
     EXPECT_EQ(optimizer.loss_scale(), 1);
-    const std::string file = test_support::saved(optimizer);
+    const std::string file = test_support::save_to_string(optimizer);
     const torch::Tensor other = weight.detach().clone().requires_grad_();
     const auto of_other = make(other);
     auto resumed = mezzo::enable_mixed_precision(*of_other, {.enabled = false});
-    test_support::load(resumed, file);
+    test_support::load_from_string(resumed, file);
     EXPECT_EQ(resumed.iterations(), 1);
   }
 }

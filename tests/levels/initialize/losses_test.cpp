@@ -17,8 +17,8 @@
 #include <utility>
 #include <vector>
 
-#include "../../support/saved.h"
-#include "../../support/scratch.h"
+#include "../../support/save_to_string.h"
+#include "../../support/temp_dir.h"
 #include "vector_model.h"
 
 namespace {
@@ -273,7 +273,7 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
       ThrowsMessage<c10::Error>(HasSubstr("state_dict contains 1 entries, while 2")));
   EXPECT_EQ(resumed.scaler(0).get_scale(), 4);
 
-  test_support::load(resumed, test_support::saved(amp));
+  test_support::load_from_string(resumed, test_support::save_to_string(amp));
   EXPECT_EQ(resumed.state_dict(), state);
 }
 
@@ -282,8 +282,8 @@ TEST(AmpState, InACheckpointIsCheckedBeforeAnythingIsLoaded) {
   torch::optim::SGD optimizer(model->parameters(), 1.0), of_other(other->parameters(), 1.0);
   Amp one = mezzo::initialize(model, optimizer, OptLevel::O1(), {.verbosity = 0});
   Amp two = mezzo::initialize(other, of_other, OptLevel::O1(), {.num_losses = 2, .verbosity = 0});
-  const test_support::Scratch scratch;
-  const auto file = scratch.path() / "state.pt";
+  const test_support::TempDir temp_dir;
+  const auto file = temp_dir.path() / "state.pt";
   int64_t epoch = 1;
   mezzo::save_checkpoint(file, mezzo::TrainingState().add("epoch", epoch).add("amp", one));
   epoch = 9;

@@ -376,7 +376,7 @@ inline Amp::Pass Amp::begin_pass(const at::Tensor& value, const OptimizerRefs& o
   for (const Given* one : pass.optimizers) {
     auto& aside = pass.aside.emplace_back();
     if (one->awaits_step && one->scaled_by == nullptr) {
-      aside = std::make_unique<detail::SetAside>(
+      aside = std::make_unique<detail::GradientStash>(
           detail::OptimizerWords{"", one->optimizer->param_groups()}.parameters());
     }
   }
@@ -455,7 +455,7 @@ inline StepResult Amp::step_if_finite(AnyOptimizer optimizer, const StepOptions&
   if (!std::exchange(has_verdict_scale_, true)) {
     (void)verdict_.scale(detail::one_on(gradient.device()));
   }
-  verdict_.forget_iteration();  // of a step that threw
+  verdict_.discard_iteration();  // of a step that threw
   StepResult result = verdict_.step(optimizer, options);
   verdict_.update();
   return result;

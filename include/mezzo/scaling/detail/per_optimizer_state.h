@@ -80,7 +80,7 @@ class PerOptimizerState {
                   " came after unscale_, from a backward pass of a scaled loss: it carries the "
                   "loss scale, and step() would take it as unscaled; call unscale_ after the last "
                   "backward pass or, between two passes of one iteration, as SAM needs them, "
-                  "forget_iteration()");
+                  "discard_iteration()");
     }
   }
 

@@ -24,11 +24,11 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// Detects a loop that clips gradients by norm while they still carry the loss scale, and warns
-/// once (TORCH_WARN). The norm, with the scale, is then the same round number in step after step,
-/// while the largest gradient moves. Without the scale it is no round number, as a bound on true
-/// gradients is. Steps over one batch, or of a model that does not move, hold the largest gradient
-/// too.
+/// Detects a loop that has_max_norm gradients by norm while they still carry the loss scale, and
+/// warns once (TORCH_WARN). The norm, with the scale, is then the same round number in step after
+/// step, while the largest gradient moves. Without the scale it is no round number, as a bound on
+/// true gradients is. Steps over one batch, or of a model that does not move, hold the largest
+/// gradient too.
 class ScaledClipDetector {
  public:
   /// Looks at one step. Steps without a norm, and with an inf or NaN, are ignored.
@@ -90,8 +90,9 @@ class SkipReporter {
   }
 
   /// Warns once if gradients cannot carry the present scale: it was not used in this iteration.
-  void warn_unless_used(const GradScalerOptions& rule, const char* call) {
-    if (rule.mode != LossScaleMode::dynamic || is_used_ || std::exchange(has_warned_, true)) return;
+  void warn_unless_used(const GradScalerOptions& options, const char* call) {
+    if (options.mode != LossScaleMode::dynamic || is_used_ || std::exchange(has_warned_, true))
+      return;
     TORCH_WARN(
         "GradScaler: ", call,
         "() is called, and no loss was scaled since the last update(). It divides gradients by "
@@ -110,7 +111,7 @@ class SkipReporter {
   /// waits: on a device a skip is reported once the next iteration's results are there, which have
   /// the scale that followed.
   /// \param scale  of the next iteration
-  void finish_iteration(const GradScalerOptions& rule, const at::Tensor& scale) {
+  void finish_iteration(const GradScalerOptions& options, const at::Tensor& scale) {
     Results results = std::exchange(results_, {});
     is_used_ = false;
     if (capture_on(scale.device()) != 0) return;  // no callback in a graph
@@ -130,9 +131,9 @@ class SkipReporter {
       iterations_.pop_front();
       for (const StepResult& result : results) clipping_.observe(result);
       if (skipped_scale) {
-        notify(rule, *skipped_scale, *next_scale);
+        notify(options, *skipped_scale, *next_scale);
       } else {
-        times_at_floor_ = times_in_a_row_ = 0;
+        consecutive_skips_at_min_scale_ = consecutive_skips_ = 0;
       }
     }
   }
@@ -145,21 +146,21 @@ class SkipReporter {
     if (!line.empty()) std::cerr << line + "\n";
   }
 
-  void notify(const GradScalerOptions& rule, float scale, float next_scale) {
-    const bool is_at_floor = scale == next_scale && next_scale <= rule.min_scale;
-    times_at_floor_ = is_at_floor ? times_at_floor_ + 1 : 0;
-    ++times_in_a_row_;
+  void notify(const GradScalerOptions& options, float scale, float next_scale) {
+    const bool is_at_min_scale = scale == next_scale && next_scale <= options.min_scale;
+    consecutive_skips_at_min_scale_ = is_at_min_scale ? consecutive_skips_at_min_scale_ + 1 : 0;
+    ++consecutive_skips_;
     const Callback callback = callback_;  // a copy: it may silence or replace itself
     if (!callback) return;
-    callback({.loss_id = rule.loss_id,
+    callback({.loss_id = options.loss_id,
               .scale = scale,
               .next_scale = next_scale,
-              .times_at_floor = times_at_floor_,
-              .times_in_a_row = times_in_a_row_});
+              .consecutive_skips_at_min_scale = consecutive_skips_at_min_scale_,
+              .consecutive_skips = consecutive_skips_});
   }
 
   Callback callback_ = &print;
-  int64_t times_at_floor_ = 0, times_in_a_row_ = 0;
+  int64_t consecutive_skips_at_min_scale_ = 0, consecutive_skips_ = 0;
   Results results_;                 // of this iteration
   std::deque<Results> iterations_;  // whose results have not all arrived, or no next scale
   ScaledClipDetector clipping_;

@@ -9,7 +9,7 @@ namespace test_support {
 
 /// Returns the file that torch::save writes of `value`.
 template <class Value>
-std::string saved(const Value& value) {
+std::string save_to_string(const Value& value) {
   std::ostringstream file;
   torch::save(value, file);
   return file.str();
@@ -17,7 +17,7 @@ std::string saved(const Value& value) {
 
 /// Reads such a file.
 template <class Value>
-void load(Value& value, const std::string& file) {
+void load_from_string(Value& value, const std::string& file) {
   std::istringstream stream(file);
   torch::load(value, stream);
 }

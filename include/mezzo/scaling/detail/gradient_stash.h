@@ -14,7 +14,7 @@ namespace detail {
 
 /// Returns the sum of two gradients, sparse or dense: in the memory of `gradient` where that can
 /// hold it, since a gradient may be a view into a bucket. The dtype is the wider of the two.
-inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
+inline at::Tensor add_gradients(at::Tensor gradient, at::Tensor more) {
   const at::ScalarType dtype = c10::promoteTypes(gradient.scalar_type(), more.scalar_type());
   gradient = gradient.to(dtype);
   if (gradient.is_sparse() && !more.is_sparse()) return more.to(dtype).add(gradient);
@@ -24,28 +24,28 @@ inline at::Tensor sum_of_gradients(at::Tensor gradient, at::Tensor more) {
 /// Takes the gradients of parameters away for a scope, so that a backward pass inside begins with
 /// none. What was set aside is added back, dropped, or otherwise, as when the pass throws, put back
 /// exactly as it was. A parameter that is given twice has nothing to set aside the second time.
-class SetAside {
+class GradientStash {
  public:
-  explicit SetAside(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
+  explicit GradientStash(const std::vector<at::Tensor>& parameters) : parameters_(parameters) {
     const c10::NoGradGuard no_grad;
     for (const at::Tensor& parameter : parameters_) {  // what may throw, before any is taken
-      gradients_.push_back(parameter.grad());
-      values_.push_back(kept(parameter.grad()));
+      tensors_.push_back(parameter.grad());
+      values_.push_back(clone_if_shared(parameter.grad()));
     }
     for (std::size_t i = 0; i < values_.size(); ++i) {
       at::Tensor& gradient = parameters_[i].mutable_grad();
-      if (!gradient.defined()) gradients_[i] = values_[i] = at::Tensor();
+      if (!gradient.defined()) tensors_[i] = values_[i] = at::Tensor();
       gradient = at::Tensor();
     }
   }
-  ~SetAside() {
-    for (std::size_t i = values_.size(); i-- > 0;) put_back(i);
+  ~GradientStash() {
+    for (std::size_t i = values_.size(); i-- > 0;) restore(i);
   }
-  SetAside(const SetAside&) = delete;
-  SetAside& operator=(const SetAside&) = delete;
+  GradientStash(const GradientStash&) = delete;
+  GradientStash& operator=(const GradientStash&) = delete;
 
   /// Returns the gradients that were set aside; undefined where there was none.
-  const std::vector<at::Tensor>& aside() const noexcept { return values_; }
+  const std::vector<at::Tensor>& gradients() const noexcept { return values_; }
 
   /// Adds what was set aside to the gradients that have come since.
   /// \throws c10::Error if a gradient has come that cannot be added; the destructor then puts back
@@ -56,9 +56,9 @@ class SetAside {
       at::Tensor& gradient = parameters_[i].mutable_grad();
       if (!values_[i].defined()) continue;
       if (gradient.defined()) {
-        gradient = sum_of_gradients(gradient, values_[i]);
+        gradient = add_gradients(gradient, values_[i]);
       } else {
-        put_back(i);
+        restore(i);
       }
     }
     drop();
@@ -67,33 +67,33 @@ class SetAside {
   /// Releases what was set aside: the gradients that have come since stay.
   void drop() noexcept {
     values_.clear();
-    gradients_.clear();
+    tensors_.clear();
   }
 
  private:
   /// Returns `gradient`, or a copy of it if other tensors share its memory: the next backward pass
   /// writes into the memory of a bucket.
-  static at::Tensor kept(const at::Tensor& gradient) {
+  static at::Tensor clone_if_shared(const at::Tensor& gradient) {
     const bool shares_memory = gradient.defined() && gradient.layout() == at::kStrided &&
                                gradient.has_storage() && gradient.storage().use_count() > 1;
     return shares_memory ? gradient.detach().clone() : gradient;
   }
 
-  void put_back(std::size_t i) noexcept {
+  void restore(std::size_t i) noexcept {
     at::Tensor& gradient = parameters_[i].mutable_grad();
     gradient = values_[i];
-    if (values_[i].is_same(gradients_[i])) return;
+    if (values_[i].is_same(tensors_[i])) return;
     try {
       const c10::NoGradGuard no_grad;
-      gradients_[i].copy_(values_[i]);
-      gradient = gradients_[i];
+      tensors_[i].copy_(values_[i]);
+      gradient = tensors_[i];
     } catch (...) {  // the device is lost: the copy of the values stays
     }
   }
 
   std::vector<at::Tensor> parameters_;
-  std::vector<at::Tensor> gradients_;  // the tensors that were set aside
-  std::vector<at::Tensor> values_;     // the same tensors, or copies where their memory is shared
+  std::vector<at::Tensor> tensors_;  // the tensors that were set aside
+  std::vector<at::Tensor> values_;   // the same tensors, or copies where their memory is shared
 };
 
 }  // namespace detail

@@ -9,10 +9,10 @@
 namespace test_support {
 
 /// A shared library that stays open; the program ends where it cannot be opened.
-class LoadedLibrary {
+class SharedLibrary {
  public:
   /// With RTLD_GLOBAL its symbols are those of all libraries that are loaded later.
-  LoadedLibrary(const char* path, int scope)
+  SharedLibrary(const char* path, int scope)
       : path_(path), handle_(dlopen(path, RTLD_NOW | scope)) {
     if (handle_ != nullptr) return;
     std::fprintf(stderr, "%s\n", dlerror());

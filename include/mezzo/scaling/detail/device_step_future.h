@@ -26,14 +26,13 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-/// The numbers of a step: loss scale, found_inf, sum of squares, largest magnitude.
-using StepOutcomeValues = std::array<double, 4>;
+/// The values of a step: loss scale, found_inf, sum of squares, largest magnitude.
+using StepValues = std::array<double, 4>;
 
-/// Returns the outcome that the numbers of a step without closure stand for.
+/// Returns the outcome that the values of a step without closure stand for.
 /// \param has_norm  whether the last two are known
-inline StepOutcome make_outcome(const StepOutcomeValues& numbers, bool has_norm,
-                                bool was_unscaled) {
-  const auto [scale, found_inf, sum_of_squares, max_abs] = numbers;
+inline StepOutcome make_outcome(const StepValues& values, bool has_norm, bool was_unscaled) {
+  const auto [scale, found_inf, sum_of_squares, max_abs] = values;
   StepOutcome outcome{.ran = found_inf == 0,
                       .found_inf = found_inf != 0,
                       .scale = static_cast<float>(scale),
@@ -46,52 +45,52 @@ inline StepOutcome make_outcome(const StepOutcomeValues& numbers, bool has_norm,
   return outcome;
 }
 
-/// Carries the four numbers of one step from a device to the host, as doubles. Kernels of mezzo's
-/// write them into pinned memory; on devices without them ATen copies them there. An event behind
-/// the write tells when the numbers have arrived, and the host reads them no earlier.
+/// Carries the four values of one step from a device to the host, as doubles. Kernels of mezzo's
+/// copy_to_host them into pinned memory; on devices without them ATen copies them there. An event
+/// behind the copy_to_host tells when the values have arrived, and the host reads them no earlier.
 ///
-/// A letter that is made during a capture belongs to the graph, and each replay sends it anew.
-/// Replays do not notify the host: a captured letter never becomes ready, and reading it
+/// A future that is made during a capture belongs to the graph, and each replay sends it anew.
+/// Replays do not notify the host: a captured future never becomes ready, and reading it
 /// synchronises.
-class StepLetter final : public StepSlot {
+class DeviceStepFuture final : public StepSlot {
  public:
-  /// \param device  where the numbers will be; the host's memory for them is allocated here
-  explicit StepLetter(at::Device device)
+  /// \param device  where the values will be; the host's memory for them is allocated here
+  explicit DeviceStepFuture(at::Device device)
       : device_(device), is_captured_(capture_on(device) != 0), event_(device.type()) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
-    numbers_ = empty_on_host({4}, at::kDouble, device);
-    numbers_.mutable_data_ptr<double>()[1] = kNoReplay;
+    host_values_ = empty_on_host({4}, at::kDouble, device);
+    host_values_.mutable_data_ptr<double>()[1] = kNoReplay;
   }
 
   at::Device device() const noexcept { return device_; }
 
-  /// Sends the numbers of a step. No host sync.
+  /// Sends the values of a step. No host sync.
   /// \param scale  a float of one element
   /// \param verdict  the totals of all devices; sum_of_squares and max_abs may be undefined
   /// \param was_unscaled  whether the gradients had lost the scale before the step
-  void send(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+  void enqueue_copy(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
     is_read_ = false;
     has_norm_ = verdict.sum_of_squares.defined();
     was_unscaled_ = was_unscaled;
     found_inf_ = verdict.found_inf;
-    has_arrived_ = false;
-    write(on_device(scale, device_), verdict.on(device_));
+    is_ready_ = false;
+    copy_to_host(on_device(scale, device_), verdict.on(device_));
     if (!is_captured_)
       event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
 
-  /// Returns whether the device will not write the numbers any more. An event may not be queried
-  /// during a capture.
+  /// Returns whether the device will not copy_to_host the values any more. An event may not be
+  /// queried during a capture.
   bool ready() const noexcept override {
     try {
-      if (!has_arrived_ && !is_captured_ && capture_on(device_) == 0) {
+      if (!is_ready_ && !is_captured_ && capture_on(device_) == 0) {
         const RelaxedCaptureModeGuard relaxed(device_);
-        has_arrived_ = event_.query();
+        is_ready_ = event_.query();
       }
     } catch (const c10::Error&) {
       return false;  // of a device that has failed: `outcome` throws it
     }
-    return has_arrived_;
+    return is_ready_;
   }
 
   /// Returns the outcome of the step; of a captured one, that of the last replay.
@@ -99,9 +98,9 @@ class StepLetter final : public StepSlot {
   /// \throws c10::Error while the device is being captured, and for a captured step before the
   ///   first replay
   const StepOutcome& outcome() override {
-    const std::lock_guard lock(reading_);
+    const std::lock_guard lock(mutex_);
     if (is_read_) return outcome_;
-    if (!has_arrived_) {
+    if (!is_ready_) {
       TORCH_CHECK(capture_on(device_) == 0,
                   "StepResult: asked for an outcome while a CUDA graph is being captured, which "
                   "runs nothing; ask after the capture, and after a replay for that of a captured "
@@ -111,15 +110,15 @@ class StepLetter final : public StepSlot {
         c10::impl::VirtualGuardImpl(device_.type()).synchronizeDevice(device_.index());
       } else {
         event_.synchronize();
-        has_arrived_ = true;
+        is_ready_ = true;
       }
     }
-    StepOutcomeValues numbers;
-    std::copy_n(numbers_.const_data_ptr<double>(), numbers.size(), numbers.begin());
-    TORCH_CHECK(numbers[1] != kNoReplay,
+    StepValues values;
+    std::copy_n(host_values_.const_data_ptr<double>(), values.size(), values.begin());
+    TORCH_CHECK(values[1] != kNoReplay,
                 "StepResult: this step was captured into a CUDA graph that has not been replayed "
                 "yet; replay it, and ask then");
-    outcome_ = make_outcome(numbers, has_norm_, was_unscaled_);
+    outcome_ = make_outcome(values, has_norm_, was_unscaled_);
     is_read_ = !is_captured_;
     return outcome_;
   }
@@ -128,10 +127,10 @@ class StepLetter final : public StepSlot {
  private:
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
-  void write(const at::Tensor& scale, const Verdict& verdict) {
+  void copy_to_host(const at::Tensor& scale, const Verdict& verdict) {
     if (kernel_backend(device_) == KernelBackend::cuda) {
       return cuda_kernels()->write_letter_(scale, verdict.found_inf, verdict.sum_of_squares,
-                                           verdict.max_abs, numbers_, address_);
+                                           verdict.max_abs, host_values_, device_address_);
     }
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> all;
@@ -142,31 +141,31 @@ class StepLetter final : public StepSlot {
     }
     // The stack may be freed as soon as its copy is queued: the allocator gives its memory away
     // again in the order of the stream.
-    numbers_.copy_(at::stack(all), /*non_blocking=*/true);
+    host_values_.copy_(at::stack(all), /*non_blocking=*/true);
   }
 
   at::Device device_;
   bool is_captured_;
   bool has_norm_ = false;
   bool was_unscaled_ = false;
-  mutable std::atomic<bool> has_arrived_ = !is_captured_;  // nothing is on its way
-  std::mutex reading_;
+  mutable std::atomic<bool> is_ready_ = !is_captured_;  // nothing is on its way
+  std::mutex mutex_;
   bool is_read_ = false;
   mutable c10::Event event_;
-  at::Tensor numbers_;
-  void* address_ = nullptr;  // of numbers_ on the device
+  at::Tensor host_values_;
+  void* device_address_ = nullptr;  // of host_values_ on the device
   at::Tensor found_inf_;
   StepOutcome outcome_;
 };
 
-/// The letters of a scaler, which live as long as the scaler. A letter that nothing else holds, and
-/// that no device will write, is used again; a captured letter, which its graph keeps writing, is
-/// not.
-class LetterPool {
+/// The letters of a scaler, which live as long as the scaler. A future that nothing else holds, and
+/// that no device will copy_to_host, is used again; a captured future, which its graph keeps
+/// writing, is not.
+class DeviceStepFuturePool {
  public:
-  /// Returns the result of a step: known on the CPU, where the numbers are read, and otherwise in a
-  /// letter from the scale's device.
-  StepResult result_of(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+  /// Returns the result of a step: known on the CPU, where the values are read, and otherwise in a
+  /// future from the scale's device.
+  StepResult make_result(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
     if (scale.is_cpu()) {
       const auto read = [](const at::Tensor& number) {
         return number.defined() ? number.item<double>() : 0.0;
@@ -175,23 +174,23 @@ class LetterPool {
                                       read(verdict.sum_of_squares), read(verdict.max_abs)},
                                      verdict.sum_of_squares.defined(), was_unscaled));
     }
-    const std::shared_ptr<StepLetter> letter = letter_for(scale.device());
-    letter->send(scale, verdict, was_unscaled);
-    return StepResult(letter);
+    const std::shared_ptr<DeviceStepFuture> future = acquire(scale.device());
+    future->enqueue_copy(scale, verdict, was_unscaled);
+    return StepResult(future);
   }
 
  private:
-  std::shared_ptr<StepLetter> letter_for(at::Device device) {
-    for (const std::shared_ptr<StepLetter>& letter : letters_) {
-      const bool is_free = letter.use_count() == 1 && letter->device() == device && letter->ready();
+  std::shared_ptr<DeviceStepFuture> acquire(at::Device device) {
+    for (const std::shared_ptr<DeviceStepFuture>& future : futures_) {
+      const bool is_free = future.use_count() == 1 && future->device() == device && future->ready();
       if (!is_free || capture_on(device) != 0) continue;
       std::atomic_thread_fence(std::memory_order_acquire);  // use_count alone is a relaxed read
-      return letter;
+      return future;
     }
-    return letters_.emplace_back(std::make_shared<StepLetter>(device));
+    return futures_.emplace_back(std::make_shared<DeviceStepFuture>(device));
   }
 
-  std::vector<std::shared_ptr<StepLetter>> letters_;
+  std::vector<std::shared_ptr<DeviceStepFuture>> futures_;
 };
 
 }  // namespace detail

@@ -8,7 +8,7 @@ namespace test_support {
 
 /// What `call` throws, without the stack trace; "no error" where it throws nothing.
 template <class Call>
-std::string error_of(const Call& call) {
+std::string message_of(const Call& call) {
   try {
     call();
   } catch (const c10::Error& error) {

@@ -45,7 +45,9 @@ inline void check_has_gradients(bool has_gradients, const torch::optim::Optimize
       "not step an optimizer whose model this iteration leaves out");
 }
 
-inline bool clips(const StepOptions& options) { return !is_positive_infinity(options.max_norm); }
+inline bool has_max_norm(const StepOptions& options) {
+  return !is_positive_infinity(options.max_norm);
+}
 
 /// Makes the gradients of weights with a float master float, in the plan and in `.grad`, and gives
 /// them to the masters, for callers that hold master_params(optimizer).
@@ -66,7 +68,7 @@ inline void set_master_grads(optim::FusedOptimizer* fused, StepPlan& plan) {
 inline StepResult maybe_opt_step(AnyOptimizer optimizer, const std::vector<at::Tensor>& gradients,
                                  StepOutcome outcome, const StepOptions& options) {
   if (outcome.ran) {
-    if (clips(options) && outcome.grad_norm) {
+    if (has_max_norm(options) && outcome.grad_norm) {
       clip_in_place(gradients, *outcome.grad_norm, options.max_norm);
     }
     outcome.value = optimizer.step();
@@ -84,11 +86,11 @@ inline void add_flag(at::Tensor& sum, const at::Tensor& flag) {
 }  // namespace detail
 
 MEZZO_INLINE GradScaler::GradScaler(const GradScalerOptions& options)
-    : rule_(options.validated()), initial_state_(rule_.initial_state()) {}
+    : options_(options.validated()), initial_state_(options_.initial_state()) {}
 
 // --- Unscaling ---------------------------------------------------------------------------------
 
-MEZZO_INLINE GradScaler::State& GradScaler::state_of(const torch::optim::Optimizer& optimizer) {
+MEZZO_INLINE GradScaler::State& GradScaler::get_state(const torch::optim::Optimizer& optimizer) {
   State present(optimizer);
   State& state = per_optimizer_states_.try_emplace(&optimizer, present).first->second;
   if (!state.is_of_same_optimizer(present)) {
@@ -101,7 +103,7 @@ MEZZO_INLINE GradScaler::State& GradScaler::state_of(const torch::optim::Optimiz
 /// Throws, naming the parameter, if a gradient of `plan` may not be unscaled.
 MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimizer,
                                            const StepPlan& plan) const {
-  const bool refuses_half = plan.has_bare_half && !rule_.allow_fp16_gradients;
+  const bool refuses_half = plan.has_bare_half && !options_.allow_fp16_gradients;
   for (const StepPlan::Row& row : plan.rows) {
     const bool is_half = row.gradient.scalar_type() == at::kHalf && !detail::has_master(row);
     TORCH_CHECK(
@@ -126,7 +128,7 @@ MEZZO_INLINE void GradScaler::mark_cleared_grads() {
 
 MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
-  if (!rule_.enabled) {
+  if (!options_.enabled) {
     if (fused == nullptr) return {};
     const c10::NoGradGuard no_grad;
     StepPlan plan = fused->plan();
@@ -134,7 +136,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
     return {};
   }
   check_scale_initialized("unscale_");
-  State& state = state_of(optimizer.optimizer());
+  State& state = get_state(optimizer.optimizer());
   TORCH_CHECK(
       state.stage != OptState::unscaled,
       "unscale_() has already been called on this optimizer since the last update(). In C++: "
@@ -143,7 +145,7 @@ MEZZO_INLINE at::Tensor GradScaler::unscale_(AnyOptimizer optimizer) {
   TORCH_CHECK(state.stage != OptState::stepped,
               "unscale_() is being called after step(). In C++: call scaler.unscale_(optimizer) "
               "before scaler.step(optimizer), and scaler.update() at the end of each iteration");
-  reporter_.warn_unless_used(rule_, "unscale_");
+  reporter_.warn_unless_used(options_, "unscale_");
   unscale_grads(optimizer, state);
   return state.found_inf;
 }
@@ -172,7 +174,7 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
     detail::add_flag(state.found_inf, detail::on_device(found, inverse.device()));
   });
   state.stage = OptState::unscaled;
-  if (rule_.mode != LossScaleMode::none) state.set_unscaled_grads(plan);
+  if (options_.mode != LossScaleMode::none) state.set_unscaled_grads(plan);
 }
 
 // --- Stepping ----------------------------------------------------------------------------------
@@ -181,31 +183,31 @@ MEZZO_INLINE StepResult GradScaler::step(AnyOptimizer optimizer, const StepOptio
   TORCH_CHECK(detail::is_above(options.max_norm, 0), "step: max_norm is ", options.max_norm,
               "; it should be positive, and infinite for no clipping");
   const c10::NoGradGuard no_grad;
-  if (!rule_.enabled) return step_without_scale(optimizer, options);
+  if (!options_.enabled) return step_disabled(optimizer, options);
   optim::FusedOptimizer* const fused = optimizer.mezzos();
-  return fused != nullptr ? step_fused(*fused, options) : step_on_host(optimizer, options);
+  return fused != nullptr ? step_fused(*fused, options) : step_with_host_sync(optimizer, options);
 }
 
 MEZZO_INLINE StepResult GradScaler::step_with_closure(
     AnyOptimizer optimizer, const torch::optim::Optimizer::LossClosure& closure) {
   if (!closure) return step(optimizer);
   TORCH_CHECK(
-      !rule_.enabled,
+      !options_.enabled,
       "Closure use is not currently supported if GradScaler is enabled. In C++: compute the loss "
       "and call scaler.scale(loss).backward() before scaler.step(optimizer), or make the scaler "
       "with GradScaler({.enabled = false})");
   return StepResult(StepOutcome{.ran = true, .value = optimizer.step(closure)});
 }
 
-MEZZO_INLINE GradScaler::State& GradScaler::state_to_step(
+MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
     const torch::optim::Optimizer& optimizer) {
   check_scale_initialized("step");
-  State& state = state_of(optimizer);
+  State& state = get_state(optimizer);
   TORCH_CHECK(
       state.stage != OptState::stepped,
       "step() has already been called since the last update(). In C++: call scaler.update() "
       "at the end of each iteration, after the steps of all its optimizers");
-  if (state.stage == OptState::ready) reporter_.warn_unless_used(rule_, "step");
+  if (state.stage == OptState::ready) reporter_.warn_unless_used(options_, "step");
   return state;
 }
 
@@ -219,7 +221,7 @@ MEZZO_INLINE void GradScaler::merge_found_inf(State& state, Verdict& verdict) co
 /// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
-  State& state = state_to_step(fused.optimizer());
+  State& state = get_state_to_step(fused.optimizer());
   const bool was_unscaled = state.stage == OptState::unscaled;
   StepPlan plan = fused.plan();
   was_unscaled ? state.check_still_unscaled(fused.optimizer())
@@ -229,7 +231,7 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
   merge_found_inf(state, verdict);
-  StepResult result = letter_pool_.result_of(scale_.scale, verdict, was_unscaled);  // may throw
+  StepResult result = future_pool_.make_result(scale_.scale, verdict, was_unscaled);  // may throw
   fused.apply(std::move(plan), verdict, options);
   state.stage = OptState::stepped;
   const bool is_captured = detail::capture_on(scale_.scale.device()) != 0;
@@ -239,44 +241,44 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
 
 /// Steps with any other optimizer, as torch.amp does: the gradients are unscaled and clipped where
 /// they lie, and the host decides, for which it waits.
-MEZZO_INLINE StepResult GradScaler::step_on_host(AnyOptimizer optimizer,
-                                                 const StepOptions& options) {
-  State& state = state_to_step(optimizer.optimizer());
+MEZZO_INLINE StepResult GradScaler::step_with_host_sync(AnyOptimizer optimizer,
+                                                        const StepOptions& options) {
+  State& state = get_state_to_step(optimizer.optimizer());
   const at::Tensor& scale = scale_.scale;
   const bool was_unscaled = state.stage == OptState::unscaled;
   if (!was_unscaled) unscale_grads(optimizer, state);
   detail::check_has_gradients(state.found_inf.defined(), optimizer.optimizer());
   Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
   std::vector<at::Tensor> gradients;
-  if (was_unscaled || detail::clips(options)) {
+  if (was_unscaled || detail::has_max_norm(options)) {
     gradients = detail::dense_gradients(detail::plan_of(optimizer));
     if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
     verdict = detail::read_gradients(gradients, at::ones_like(scale));
     merge_found_inf(state, verdict);
   }
-  const StepOutcome outcome = letter_pool_.result_of(scale, verdict, was_unscaled).outcome();
+  const StepOutcome outcome = future_pool_.make_result(scale, verdict, was_unscaled).outcome();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
   state.stage = OptState::stepped;
   reporter_.observe(result);
   return result;
 }
 
-/// Steps for a disabled scaler: clips, sets to zero and steps, whatever the gradients are.
-MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
-                                                       const StepOptions& options) {
+/// Steps for a disabled scaler: has_max_norm, sets to zero and steps, whatever the gradients are.
+MEZZO_INLINE StepResult GradScaler::step_disabled(AnyOptimizer optimizer,
+                                                  const StepOptions& options) {
   optim::FusedOptimizer* const fused = optimizer.mezzos();
-  const bool wants_plan = fused != nullptr || detail::clips(options);
+  const bool wants_plan = fused != nullptr || detail::has_max_norm(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   std::vector<at::Tensor> gradients;
   Verdict verdict;
   StepResult result(StepOutcome{.ran = true, .value = at::Tensor()});
-  if (detail::clips(options) && plan.has_rows()) {
+  if (detail::has_max_norm(options) && plan.has_rows()) {
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
     verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(gradients, one);
     verdict.found_inf.zero_();
-    result = letter_pool_.result_of(one, verdict, /*was_unscaled=*/false);
+    result = future_pool_.make_result(one, verdict, /*was_unscaled=*/false);
   }
   if (fused == nullptr) {
     return detail::maybe_opt_step(optimizer, gradients, result.outcome(), options);
@@ -288,7 +290,7 @@ MEZZO_INLINE StepResult GradScaler::step_without_scale(AnyOptimizer optimizer,
 // --- The end of an iteration -------------------------------------------------------------------
 
 MEZZO_INLINE void GradScaler::update() {
-  if (!rule_.enabled) return;
+  if (!options_.enabled) return;
   check_scale_initialized("update");
   for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
   TORCH_CHECK(
@@ -296,7 +298,7 @@ MEZZO_INLINE void GradScaler::update() {
       "No inf checks were recorded prior to update. In C++: call scaler.step(optimizer), or "
       "scaler.unscale_(optimizer), before scaler.update(), which is called once an "
       "iteration; optimizer.step() alone checks nothing");
-  detail::update_scale_(rule_, scale_, found_inf_);
+  detail::update_scale_(options_, scale_, found_inf_);
   finish_iteration();
 }
 
@@ -307,27 +309,27 @@ MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
   detail::add_flag(found_inf_, state.found_inf);
   if (state.stage != OptState::unscaled) return;
   const Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
-  reporter_.observe(letter_pool_.result_of(scale_.scale, verdict, /*was_unscaled=*/false));
+  reporter_.observe(future_pool_.make_result(scale_.scale, verdict, /*was_unscaled=*/false));
 }
 
-MEZZO_INLINE bool GradScaler::takes_new_scale() const {
-  if (!rule_.enabled) return false;
+MEZZO_INLINE bool GradScaler::can_set_scale() const {
+  if (!options_.enabled) return false;
   check_scale_initialized("update");
-  TORCH_CHECK(rule_.mode != LossScaleMode::none,
+  TORCH_CHECK(options_.mode != LossScaleMode::none,
               "update(new_scale): this scaler has LossScaleMode::none, whose scale stays 1; make "
               "it with {.mode = LossScaleMode::fixed} or dynamic, or call update()");
   return true;
 }
 
 MEZZO_INLINE void GradScaler::update(double new_scale) {
-  if (!takes_new_scale()) return;
-  const double high = std::min<double>(rule_.max_scale, detail::kFloatMax);
-  detail::check_scale_value("new_scale", new_scale, rule_.min_scale, high);
+  if (!can_set_scale()) return;
+  const double high = std::min<double>(options_.max_scale, detail::kFloatMax);
+  detail::check_scale_value("new_scale", new_scale, options_.min_scale, high);
   set_scale(at::full({}, new_scale, scale_.scale.options()));
 }
 
 MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
-  if (!takes_new_scale()) return;
+  if (!can_set_scale()) return;
   TORCH_CHECK(new_scale.defined() && new_scale.numel() == 1 && !new_scale.requires_grad(),
               "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
               "torch.FloatTensor with requires_grad=False. In C++: pass a double, or a tensor of "
@@ -340,7 +342,7 @@ MEZZO_INLINE void GradScaler::update(const at::Tensor& new_scale) {
 /// Ends the iteration with a scale of the caller's, who may multiply a loss by it.
 MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
   for (const auto& [optimizer, state] : per_optimizer_states_) add_found_inf(state);
-  scale_.scale.copy_(new_scale.reshape({})).clamp_(rule_.min_scale, rule_.max_scale);
+  scale_.scale.copy_(new_scale.reshape({})).clamp_(options_.min_scale, options_.max_scale);
   at::reciprocal_out(scale_.inverse, scale_.scale);
   finish_iteration();
   reporter_.note_use();
@@ -350,7 +352,7 @@ MEZZO_INLINE void GradScaler::set_scale(const at::Tensor& new_scale) {
 MEZZO_INLINE void GradScaler::finish_iteration() {
   per_optimizer_states_.clear();
   found_inf_ = at::Tensor();
-  reporter_.finish_iteration(rule_, scale_.scale);
+  reporter_.finish_iteration(options_, scale_.scale);
 }
 
 MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
@@ -362,7 +364,7 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
 }
 
 /// Returns the scale on the device of a loss. Threads may call it at once.
-MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
+MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
   reporter_.note_use(detail::capture_on(device) != 0);
@@ -370,7 +372,7 @@ MEZZO_INLINE at::Tensor GradScaler::scale_on(at::Device device) {
 }
 
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
-  detail::require_update_kernel(rule_, device);
+  detail::require_update_kernel(options_, device);
   detail::check_is_warm(device, "the loss scale");
   const c10::InferenceMode no_inference(
       false);  // inference tensors cannot be written outside of it
@@ -385,31 +387,31 @@ MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
 // --- State -------------------------------------------------------------------------------------
 
 MEZZO_INLINE double GradScaler::get_scale() const {
-  if (!rule_.enabled) return 1.0;
+  if (!options_.enabled) return 1.0;
   reporter_.note_use();
   return scale_.scale.defined() ? scale_.scale.item<float>() : initial_state_.scale;
 }
 
 template <class Number>
-void GradScaler::change_rule(const char* name, Number GradScalerOptions::*option, Number value) {
-  TORCH_CHECK(rule_.mode == LossScaleMode::dynamic, name,
+void GradScaler::set_option(const char* name, Number GradScalerOptions::*option, Number value) {
+  TORCH_CHECK(options_.mode == LossScaleMode::dynamic, name,
               " belongs to a dynamic loss scale, and this scaler's is constant; make the scaler "
               "with {.mode = LossScaleMode::dynamic}, the default");
-  GradScalerOptions options = rule_;
+  GradScalerOptions options = options_;
   options.*option = value;
-  rule_ = options.validated();
+  options_ = options.validated();
 }
 
 MEZZO_INLINE void GradScaler::set_growth_factor(double growth_factor) {
-  change_rule("growth_factor", &GradScalerOptions::growth_factor, growth_factor);
+  set_option("growth_factor", &GradScalerOptions::growth_factor, growth_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_backoff_factor(double backoff_factor) {
-  change_rule("backoff_factor", &GradScalerOptions::backoff_factor, backoff_factor);
+  set_option("backoff_factor", &GradScalerOptions::backoff_factor, backoff_factor);
 }
 
 MEZZO_INLINE void GradScaler::set_growth_interval(int64_t growth_interval) {
-  change_rule("growth_interval", &GradScalerOptions::growth_interval, growth_interval);
+  set_option("growth_interval", &GradScalerOptions::growth_interval, growth_interval);
 }
 
 /// Returns the state for a caller, who may multiply a loss by the scale.
@@ -422,22 +424,22 @@ MEZZO_INLINE LossScaleState GradScaler::read_state() const {
 }
 
 MEZZO_INLINE GradScaler::StateDict GradScaler::state_dict() const {
-  if (!rule_.enabled) return {};
+  if (!options_.enabled) return {};
   const LossScaleState state = read_state();
   return {{"scale", state.scale},
-          {"growth_factor", rule_.growth_factor},
-          {"backoff_factor", rule_.backoff_factor},
-          {"growth_interval", static_cast<double>(rule_.growth_interval)},
+          {"growth_factor", options_.growth_factor},
+          {"backoff_factor", options_.backoff_factor},
+          {"growth_interval", static_cast<double>(options_.growth_interval)},
           {"_growth_tracker", state.growth_tracker},
-          {"min_scale", rule_.min_scale},
-          {"max_scale", rule_.max_scale},
-          {"hysteresis", static_cast<double>(rule_.hysteresis)},
+          {"min_scale", options_.min_scale},
+          {"max_scale", options_.max_scale},
+          {"hysteresis", static_cast<double>(options_.hysteresis)},
           {"_hysteresis_tracker", state.hysteresis_tracker},
-          {"_loss_scale_mode", static_cast<double>(rule_.kind)}};
+          {"_loss_scale_mode", static_cast<double>(options_.mode)}};
 }
 
 MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
-  if (!rule_.enabled) return;
+  if (!options_.enabled) return;
   TORCH_CHECK(!state.empty(),
               "The source state dict is empty, possibly because it was saved from a disabled "
               "instance of GradScaler. In C++: make this scaler with "
@@ -457,26 +459,26 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
                 "; it should be a whole number from 0 to 2147483647");
     return static_cast<int64_t>(number);
   };
-  const int64_t kind = count("_loss_scale_mode", static_cast<double>(rule_.kind));
-  TORCH_CHECK(kind <= static_cast<int64_t>(LossScaleMode::dynamic),
-              "The source state dict has _loss_scale_mode = ", kind,
+  const int64_t mode = count("_loss_scale_mode", static_cast<double>(options_.mode));
+  TORCH_CHECK(mode <= static_cast<int64_t>(LossScaleMode::dynamic),
+              "The source state dict has _loss_scale_mode = ", mode,
               "; it should be 0 (none), 1 (fixed) or 2 (dynamic)");
-  GradScalerOptions rule = rule_;
-  rule.init_scale = value("scale");
-  rule.growth_factor = value("growth_factor");
-  rule.backoff_factor = value("backoff_factor");
-  rule.growth_interval = count("growth_interval");
-  rule.min_scale = value("min_scale", rule_.min_scale);
-  rule.max_scale = value("max_scale", rule_.max_scale);
-  rule.hysteresis = count("hysteresis", static_cast<double>(rule_.hysteresis));
-  rule.mode = static_cast<LossScaleMode>(kind);
-  rule = rule.validated();
-  LossScaleState next = rule.initial_state();
+  GradScalerOptions options = options_;
+  options.init_scale = value("scale");
+  options.growth_factor = value("growth_factor");
+  options.backoff_factor = value("backoff_factor");
+  options.growth_interval = count("growth_interval");
+  options.min_scale = value("min_scale", options_.min_scale);
+  options.max_scale = value("max_scale", options_.max_scale);
+  options.hysteresis = count("hysteresis", static_cast<double>(options_.hysteresis));
+  options.mode = static_cast<LossScaleMode>(mode);
+  options = options.validated();
+  LossScaleState next = options.initial_state();
   next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
   next.hysteresis_tracker =
       static_cast<int32_t>(count("_hysteresis_tracker", next.hysteresis_tracker));
-  if (scale_.scale.defined()) detail::require_update_kernel(rule, scale_.scale.device());
-  rule_ = rule;
+  if (scale_.scale.defined()) detail::require_update_kernel(options, scale_.scale.device());
+  options_ = options;
   initial_state_ = next;
   if (!scale_.scale.defined()) return;
   scale_.scale.fill_(next.scale);

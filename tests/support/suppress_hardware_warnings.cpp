@@ -5,21 +5,21 @@
 
 #include <gtest/gtest.h>
 
-#include "warnings.h"
+#include "warning_recorder.h"
 
 namespace {
 
-class SilentHardware : public testing::Environment {
+class SuppressHardwareWarnings : public testing::Environment {
  public:
   void SetUp() override {
-    const test_support::Warnings unheard;
+    const test_support::WarningRecorder recorder;
     for (const auto device : {c10::kCPU, c10::kCUDA}) {
       mezzo::detail::warn_of_hardware(device, at::kHalf);
     }
   }
 };
 
-[[maybe_unused]] const auto* const silent_hardware =
-    testing::AddGlobalTestEnvironment(new SilentHardware);
+[[maybe_unused]] const auto* const suppress_hardware_warnings =
+    testing::AddGlobalTestEnvironment(new SuppressHardwareWarnings);
 
 }  // namespace

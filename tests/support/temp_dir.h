@@ -14,21 +14,21 @@ namespace test_support {
 
 /// A folder of this process's own that goes with the object; in memory where that is offered, since
 /// what a disk does is not what is tested.
-class Scratch {
+class TempDir {
  public:
-  Scratch() {
+  TempDir() {
     const bool has_memory = ::access("/dev/shm", W_OK) == 0;
     const auto parent = has_memory ? "/dev/shm" : std::filesystem::temp_directory_path();
     std::string name = (parent / "mezzo-XXXXXX").string();
     if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("no folder to test in");
     path_ = name;
   }
-  ~Scratch() {
+  ~TempDir() {
     std::error_code ignored;
     std::filesystem::remove_all(path_, ignored);
   }
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
+  TempDir(const TempDir&) = delete;
+  TempDir& operator=(const TempDir&) = delete;
 
   const std::filesystem::path& path() const { return path_; }
   std::filesystem::path operator/(std::string_view name) const { return path_ / name; }
@@ -44,12 +44,12 @@ class Scratch {
   std::filesystem::path path_;
 };
 
-inline std::string bytes_of(const std::filesystem::path& file) {
+inline std::string read_file(const std::filesystem::path& file) {
   std::ifstream stream(file, std::ios::binary);
   return {std::istreambuf_iterator<char>(stream), {}};
 }
 
-inline void put_bytes(const std::filesystem::path& file, const std::string& bytes) {
+inline void write_file(const std::filesystem::path& file, const std::string& bytes) {
   std::ofstream(file, std::ios::binary) << bytes;
 }
 

@@ -9,9 +9,9 @@
 namespace test_support {
 
 /// Takes libtorch's warnings of this thread for as long as it lives, in place of std::cerr.
-class Warnings : public c10::WarningHandler {
+class WarningRecorder : public c10::WarningHandler {
  public:
-  explicit Warnings(bool throws = false) : throws_(throws), guard_(this) {}
+  explicit WarningRecorder(bool throws = false) : throws_(throws), guard_(this) {}
   void process(const c10::Warning& warning) override {
     texts.push_back(warning.msg());
     if (throws_) throw std::runtime_error("a handler that throws");

@@ -12,7 +12,7 @@ namespace test_support {
 
 /// Same dtype, shape and bits, but for the payload of NaN, which is the machine's affair. 0 is not
 /// -0 here; an undefined tensor is like another one.
-inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
+inline bool bitwise_equal(const torch::Tensor& left, const torch::Tensor& right) {
   if (!left.defined() || !right.defined()) return left.defined() == right.defined();
   if (left.scalar_type() != right.scalar_type()) return false;
   const torch::Tensor is_nan = left.detach().isnan();
@@ -22,19 +22,20 @@ inline bool same_bits(const torch::Tensor& left, const torch::Tensor& right) {
   return a.numel() == 0 || std::memcmp(a.const_data_ptr(), b.const_data_ptr(), a.nbytes()) == 0;
 }
 
-inline bool same_bits(const std::vector<torch::Tensor>& left,
-                      const std::vector<torch::Tensor>& right) {
+inline bool bitwise_equal(const std::vector<torch::Tensor>& left,
+                          const std::vector<torch::Tensor>& right) {
   bool are_same = left.size() == right.size();
-  for (std::size_t i = 0; are_same && i < left.size(); ++i) are_same = same_bits(left[i], right[i]);
+  for (std::size_t i = 0; are_same && i < left.size(); ++i)
+    are_same = bitwise_equal(left[i], right[i]);
   return are_same;
 }
 
-/// Prints both sides where the bits differ: EXPECT_THAT(actual, SameBits(expected)).
-MATCHER_P(SameBits, expected, "has the bits of " + testing::PrintToString(expected)) {
-  return same_bits(arg, expected);
+/// Prints both sides where the bits differ: EXPECT_THAT(actual, BitwiseEqual(expected)).
+MATCHER_P(BitwiseEqual, expected, "has the bits of " + testing::PrintToString(expected)) {
+  return bitwise_equal(arg, expected);
 }
 
-inline std::vector<torch::Tensor> copies_of(const std::vector<torch::Tensor>& tensors) {
+inline std::vector<torch::Tensor> clone_all(const std::vector<torch::Tensor>& tensors) {
   std::vector<torch::Tensor> copies;
   for (const torch::Tensor& tensor : tensors) copies.push_back(tensor.detach().clone());
   return copies;

@@ -7,7 +7,7 @@ namespace test_support {
 /// An optimizer of mezzo's whose parameters ATen's kernels step, as on a device without kernels of
 /// mezzo's.
 template <class Optimizer>
-struct SteppedByAten : Optimizer {
+struct AtenOptimizer : Optimizer {
   using Optimizer::Optimizer;
   void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict = {},
              const mezzo::StepOptions& options = {}) override {

@@ -16,7 +16,7 @@
 namespace test_support {
 
 /// libc's, or those of a test.
-struct SystemCalls {
+struct Syscalls {
   std::function<int(const char* path, int flags, mode_t mode)> open;
   std::function<ssize_t(int file, const void* from, size_t count)> write;
   std::function<ssize_t(int file, void* to, size_t count, off_t offset)> pread;
@@ -27,42 +27,44 @@ struct SystemCalls {
 };
 
 template <class Function>
-Function libcs(const char* name, Function) {
+Function libc_function(const char* name, Function) {
   return reinterpret_cast<Function>(::dlsym(RTLD_NEXT, name));
 }
 
 /// libc's calls.
-inline SystemCalls real_calls() {
+inline Syscalls libc_syscalls() {
   const auto open = reinterpret_cast<int (*)(const char*, int, ...)>(::dlsym(RTLD_NEXT, "open"));
   return {
       .open = [open](const char* path, int flags, mode_t mode) { return open(path, flags, mode); },
-      .write = libcs("write", &::write),
-      .pread = libcs("pread", &::pread),
-      .fsync = libcs("fsync", &::fsync),
-      .close = libcs("close", &::close),
-      .rename = libcs("rename", &::rename),
-      .unlink = libcs("unlink", &::unlink)};
+      .write = libc_function("write", &::write),
+      .pread = libc_function("pread", &::pread),
+      .fsync = libc_function("fsync", &::fsync),
+      .close = libc_function("close", &::close),
+      .rename = libc_function("rename", &::rename),
+      .unlink = libc_function("unlink", &::unlink)};
 }
 
-inline SystemCalls*& installed_calls() {
-  static SystemCalls* calls = nullptr;
+inline Syscalls*& overriding_syscalls() {
+  static Syscalls* calls = nullptr;
   return calls;
 }
-inline SystemCalls& present_calls() {
-  static SystemCalls& real = *new SystemCalls(real_calls());
-  return installed_calls() != nullptr ? *installed_calls() : real;
+inline Syscalls& active_syscalls() {
+  static Syscalls& real = *new Syscalls(libc_syscalls());
+  return overriding_syscalls() != nullptr ? *overriding_syscalls() : real;
 }
 
 /// Installs calls for a scope. One thread at a time.
-class WithCalls {
+class ScopedSyscalls {
  public:
-  explicit WithCalls(SystemCalls calls) : calls_(std::move(calls)) { installed_calls() = &calls_; }
-  ~WithCalls() { installed_calls() = nullptr; }
-  WithCalls(const WithCalls&) = delete;
-  WithCalls& operator=(const WithCalls&) = delete;
+  explicit ScopedSyscalls(Syscalls calls) : calls_(std::move(calls)) {
+    overriding_syscalls() = &calls_;
+  }
+  ~ScopedSyscalls() { overriding_syscalls() = nullptr; }
+  ScopedSyscalls(const ScopedSyscalls&) = delete;
+  ScopedSyscalls& operator=(const ScopedSyscalls&) = delete;
 
  private:
-  SystemCalls calls_;
+  Syscalls calls_;
 };
 
 }  // namespace test_support
@@ -76,18 +78,18 @@ int open(const char* path, int flags, ...) {
     mode = va_arg(arguments, mode_t);
     va_end(arguments);
   }
-  return test_support::present_calls().open(path, flags, mode);
+  return test_support::active_syscalls().open(path, flags, mode);
 }
 ssize_t write(int file, const void* from, size_t count) {
-  return test_support::present_calls().write(file, from, count);
+  return test_support::active_syscalls().write(file, from, count);
 }
 ssize_t pread(int file, void* to, size_t count, off_t offset) {
-  return test_support::present_calls().pread(file, to, count, offset);
+  return test_support::active_syscalls().pread(file, to, count, offset);
 }
-int fsync(int file) { return test_support::present_calls().fsync(file); }
-int close(int file) { return test_support::present_calls().close(file); }
+int fsync(int file) { return test_support::active_syscalls().fsync(file); }
+int close(int file) { return test_support::active_syscalls().close(file); }
 int rename(const char* from, const char* to) noexcept {
-  return test_support::present_calls().rename(from, to);
+  return test_support::active_syscalls().rename(from, to);
 }
-int unlink(const char* path) noexcept { return test_support::present_calls().unlink(path); }
+int unlink(const char* path) noexcept { return test_support::active_syscalls().unlink(path); }
 }

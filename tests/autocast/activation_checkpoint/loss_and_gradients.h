@@ -4,11 +4,11 @@
 
 #include <vector>
 
-#include "../../support/same_bits.h"
+#include "../../support/bitwise_equal.h"
 
 namespace activation_checkpoint_test {
 
-using test_support::SameBits;
+using test_support::BitwiseEqual;
 
 /// The loss that `make_loss()` returns, and its gradients for `leaves`, which are reset before.
 /// Each call starts from the same random state.

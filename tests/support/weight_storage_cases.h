@@ -14,14 +14,14 @@
 namespace test_support {
 
 /// A way to keep weights, and who steps them: SGD at a rate of 1.
-struct Keeper {
+struct WeightStorageCase {
   const char* name;
   torch::ScalarType dtype;
   bool is_split;  ///< WeightStorage::split_master, which keeps no master as a tensor
   std::function<OwnedOptimizer(const std::vector<torch::Tensor>&)> make;
 };
 
-inline std::vector<Keeper> keepers() {
+inline std::vector<WeightStorageCase> weight_storage_cases() {
   const auto mezzos = [](mezzo::optim::WeightStorage storage) {
     return [storage](const std::vector<torch::Tensor>& parameters) {
       const mezzo::optim::WeightStorageOptions weights{.weight_storage = storage};
