@@ -33,7 +33,7 @@ PACKED = HERE / "packed.json"  # of an archive
 # How the main job is run in each precision. On CUDA `amp` is autocast to float16 unless the environment says otherwise;
 # TF32 is float32 whose products libtorch rounds.
 PRECISIONS = {"fp32": ("fp32", {}), "tf32": ("fp32", {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}),
-              "fp16": ("amp", {"MEZZO_AUTOCAST": "fp16"}), "bf16": ("amp", {"MEZZO_AUTOCAST": "bf16"})}
+              "fp16": ("amp", {"MEZZO_MIXED_PRECISION": "fp16"}), "bf16": ("amp", {"MEZZO_MIXED_PRECISION": "bf16"})}
 
 # Mezzo's kernels alone are checked, so that the time is enough. initcheck has to see who writes memory, and so checks
 # all; each tensor has memory of its own there, which captures do not allow.

@@ -15,7 +15,7 @@ void train() {
     optimizer.zero_grad();
     torch::Tensor loss;
     {
-      mezzo::Autocast<torch::kCPU> autocast;
+      mezzo::AutocastGuard<torch::kCPU> autocast;
       loss = torch::mse_loss(model->forward(data), target);
     }
     scaler.scale(loss).backward();

@@ -21,7 +21,7 @@
 //
 //   cuda_bench [--rounds N] [--small]     prints a line of JSON for each variant when it is done
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -400,7 +400,7 @@ Way training(const char* peer, const bench::EncoderSizes& sizes, int64_t batch, 
   auto run = [=]() mutable {
     Tensor loss;
     if constexpr (std::is_same_v<OwnStepper, Mezzo>) {
-      const mezzo::Autocast<torch::kCUDA> autocast;
+      const mezzo::AutocastGuard<torch::kCUDA> autocast;
       loss = loss_of();
     } else {
       at::autocast::set_autocast_enabled(at::kCUDA, true);

@@ -11,7 +11,7 @@
 //
 //   training_step_bench [rounds]
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -81,7 +81,7 @@ class Training {
 
   void step(const torch::Tensor& input) {
     {
-      std::optional<mezzo::Autocast<torch::kCPU>> autocast;
+      std::optional<mezzo::AutocastGuard<torch::kCPU>> autocast;
       if (way_.autocast) autocast.emplace();
       model_->forward(input).to(kFloat).square().mean().backward();
     }

@@ -28,7 +28,7 @@ int main() {
       const torch::Tensor target = input.mm(teacher).argmax(1);
       torch::Tensor loss;
       {
-        mezzo::AutocastGuard autocast({.device = device.type()});
+        mezzo::AutocastGuard autocast({.device_type = device.type()});
         loss = torch::nn::functional::cross_entropy(model->forward(input), target);
         loss = loss / kMicroBatches;  // the batch's loss is the mean of its parts
       }

@@ -63,7 +63,7 @@ struct Memory : c10::MemoryReportingInfoBase {
 int main() {
   torch::manual_seed(0);
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  const mezzo::AutocastSetting precision{.device = device.type(), .cache = false};
+  const mezzo::AutocastOptions precision{.device_type = device.type(), .cache_enabled = false};
   Net model;
   model->to(device);
   const auto teacher = torch::randn({32, 4}, device);

@@ -4,8 +4,8 @@
 //
 // MODEL is a Hugging Face folder of a BERT encoder (config.json, vocab.txt, model.safetensors),
 // DATA has CoNLL columns: word TAB BIO tag, a line without a tag between sentences. A fifth is held
-// out for the score. OUT is a file for torch::load. MEZZO_AUTOCAST=off|bf16|fp16|auto sets the
-// precision. Words are split as BERT does it for ASCII; ../bert_ner does it for all of Unicode.
+// out for the score. OUT is a file for torch::load. MEZZO_MIXED_PRECISION=no|bf16|fp16|auto sets
+// the precision. Words are split as BERT does it for ASCII; ../bert_ner does it for all of Unicode.
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -269,7 +269,7 @@ int main(int argc, char** argv) try {
   TokenClassifier model(config, tags.size());
   load_weights(*model, folder / "model.safetensors");
   model->to(device);
-  const auto precision = mezzo::autocast_from_env(device, mezzo::recommended(device));
+  const auto precision = mezzo::autocast_from_env(device, mezzo::recommended_autocast(device));
   std::printf("%s\n", precision.reason.c_str());
   mezzo::GradScaler scaler;
   mezzo::optim::AdamW optimizer(model->parameters(), 4e-4);

@@ -2,7 +2,7 @@
 /// The device a run is on: chosen, described and measured.
 #pragma once
 
-#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/autocast_options.h>
 
 #include <ATen/DeviceAccelerator.h>
 #include <ATen/cpu/Utils.h>
@@ -49,19 +49,21 @@ inline bool has_float16(torch::Device device) {
   return !device.is_cpu() || (found != can.end() && found->second == true);
 }
 
-/// Returns autocast for a row of the table. In rows with Autocast::on `MEZZO_AUTOCAST` (off, bf16,
-/// fp16, auto) decides; if it is unset, the device's default: bfloat16 on CPU, float16 on CUDA.
-inline mezzo::AutocastSetting setting_for(const Precision& precision, torch::Device device) {
+/// Returns autocast for a row of the table. In rows with Autocast::on `MEZZO_MIXED_PRECISION` (no,
+/// bf16, fp16, auto) decides; if it is unset, the device's default: bfloat16 on CPU, float16 on
+/// CUDA.
+inline mezzo::AutocastOptions setting_for(const Precision& precision, torch::Device device) {
   using enum Precision::Autocast;
   if (precision.autocast == on) return mezzo::autocast_from_env(device);
-  if (precision.autocast == off) return {.device = device.type(), .enabled = false};
-  return {.device = device.type(), .dtype = torch::kFloat16};
+  if (precision.autocast == off) return {.device_type = device.type(), .enabled = false};
+  return {.device_type = device.type(), .dtype = torch::kFloat16};
 }
 
 /// Returns "off", "bfloat16" or "float16": what ops compute in.
-inline std::string describe(const mezzo::AutocastSetting& setting) {
+inline std::string describe(const mezzo::AutocastOptions& setting) {
   if (!setting.enabled) return "off";
-  const auto dtype = setting.dtype.value_or(mezzo::default_autocast_dtype(setting.device.value()));
+  const auto dtype =
+      setting.dtype.value_or(mezzo::default_autocast_dtype(setting.device_type.value()));
   return dtype == torch::kBFloat16 ? "bfloat16" : "float16";
 }
 

@@ -15,7 +15,7 @@ namespace bert_ner {
 
 /// A way to train: a row of the table.
 struct Precision {
-  enum class Autocast { off, on, float16 };  ///< on: as MEZZO_AUTOCAST or the device decides
+  enum class Autocast { off, on, float16 };  ///< on: as MEZZO_MIXED_PRECISION or the device decides
   using Storage = mezzo::optim::WeightStorage;
 
   std::string flag;   ///< the value of --precision

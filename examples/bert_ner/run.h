@@ -73,7 +73,7 @@ class Run {
     record_["sentences"] = std::hash<std::string>()(data_.text);
     record_["model files"] = std::hash<std::string>()(json(files_.texts).dump());
     record_["device (--device)"] = options.device;
-    record_["autocast (MEZZO_AUTOCAST)"] = describe(precision_);
+    record_["autocast (MEZZO_MIXED_PRECISION)"] = describe(precision_);
     if (options.resume) load_checkpoint();
   }
 
@@ -241,7 +241,7 @@ class Run {
   const Options& options_;
   const TrainingOptions& training_;
   torch::Device device_;
-  mezzo::AutocastSetting precision_;
+  mezzo::AutocastOptions precision_;
   ModelFiles files_;
   int64_t max_length_;
   WordPiece tokenizer_;

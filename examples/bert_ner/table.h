@@ -142,7 +142,7 @@ inline RunResult run_in_its_process(const std::vector<std::string>& arguments) {
 inline Table run_rows(const Options& options, const std::vector<std::string>& arguments) {
   const auto device = find_device(options.device);
   const auto amp = setting_for(precision_of("amp"), device);
-  const auto native = mezzo::recommended(device);
+  const auto native = mezzo::recommended_autocast(device);
   if (amp.enabled && !native.enabled) std::cerr << "note: " << native.reason << std::endl;
 
   const auto run = [&](const std::string& precision, uint64_t seed, std::vector<std::string> more) {

@@ -2,7 +2,7 @@
 /// Tags words with a trained model, for scores and for `bert_ner predict`.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <torch/torch.h>
 
@@ -30,7 +30,7 @@ using TagSequences = std::vector<std::vector<std::string>>;
 inline TagSequences tag_sentences(BertForTokenClassification& model,
                                   std::span<const Example> examples, std::size_t sentences,
                                   const std::vector<std::string>& labels, int64_t pad,
-                                  const mezzo::AutocastSetting& precision) {
+                                  const mezzo::AutocastOptions& precision) {
   constexpr std::size_t kBatchSize = 32;
   const torch::NoGradGuard no_grad;
   const mezzo::AutocastGuard autocast(precision);

@@ -2,7 +2,7 @@
 /// The training step in mixed precision: the page to copy.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lr_schedule.h>
@@ -70,7 +70,7 @@ class Trainer {
   /// \param trained_model in bfloat16 where the row stores it so
   /// \param total_steps the length of the schedule
   Trainer(BertForTokenClassification trained_model, const TrainingOptions& options,
-          mezzo::AutocastSetting precision, int64_t total_steps)
+          mezzo::AutocastOptions precision, int64_t total_steps)
       : model(std::move(trained_model)),
         optimizer(make_optimizer(model, options)),
         schedule(*optimizer, learning_rate_curve(options.warmup, total_steps)),
@@ -128,7 +128,7 @@ class Trainer {
   int64_t steps = 0;  ///< since the start, skipped ones too
 
  private:
-  mezzo::AutocastSetting precision_;
+  mezzo::AutocastOptions precision_;
   nn::CrossEntropyLoss criterion_{nn::CrossEntropyLossOptions().ignore_index(kIgnoredLabel)};
 };
 

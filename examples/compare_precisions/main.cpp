@@ -1,11 +1,11 @@
 // Which precision should this model use? Runs it in float32 and in each candidate, from the same
 // weights and on the same batches, and prints how far gradients and losses are from float32's and
 // what a step costs. Then runs autocast's ops in float32 one at a time, which shows where the error
-// comes from, and writes the op policy that keeps the proposed setting within the bound.
+// comes from, and writes the op overrides that keeps the proposed setting within the bound.
 //
 // To ask of your own model, copy this file and write make_model, make_batches and loss_of.
 // Exits with 1 unless some 16-bit setting is within the bound, and its saved policy reads back.
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -74,7 +74,7 @@ struct Setting {
   std::optional<torch::ScalarType> autocast = {};  // what autocast lowers to; none: off
   bool casts_weights = false;  // matrices to bfloat16; norms and biases stay float32
   mezzo::optim::WeightStorage storage = mezzo::optim::WeightStorage::plain;
-  mezzo::OpPolicy policy = {};
+  mezzo::OpOverrides policy = {};
   double first_scale() const { return autocast == torch::kHalf ? 65536 : 1; }
 };
 
@@ -90,10 +90,10 @@ Tagger model_in(const Setting& setting) {
 }
 
 torch::Tensor loss_in(const Setting& setting, Tagger& model, const Batch& batch) {
-  return mezzo::autocast({.device = device().type(),
+  return mezzo::autocast({.device_type = device().type(),
                           .dtype = setting.autocast.value_or(torch::kBFloat16),
                           .enabled = setting.autocast.has_value(),
-                          .policy = setting.policy},
+                          .op_overrides = setting.policy},
                          [&] { return loss_of(model, batch); });
 }
 
@@ -164,7 +164,7 @@ std::vector<std::pair<double, std::string>> causes(const Setting& setting, const
   std::vector<std::pair<double, std::string>> errors;
   for (const char* const op : {"aten::linear", "aten::matmul", "aten::bmm", "aten::addmm"}) {
     Setting without = setting;
-    without.policy = mezzo::install_op_overrides(mezzo::OpPolicy(setting.policy).deny(op));
+    without.policy = mezzo::install_op_overrides(mezzo::OpOverrides(setting.policy).deny(op));
     errors.emplace_back(error_of(gradient_of(without, batch), exact), op);
   }
   std::sort(errors.begin(), errors.end());
@@ -196,7 +196,7 @@ int main() {
     print(setting.name, row);
     if (row.gradient_error > kMaxGradientError) {  // ops in float32, the costliest first
       for (const auto& [left, op] : causes(setting, first, exact)) {
-        setting.policy = mezzo::install_op_overrides(mezzo::OpPolicy(setting.policy).deny(op));
+        setting.policy = mezzo::install_op_overrides(mezzo::OpOverrides(setting.policy).deny(op));
         row = row_of(setting, batches, exact, reference.losses);
         if (row.gradient_error <= kMaxGradientError) break;
       }
@@ -216,5 +216,6 @@ int main() {
     std::printf("  %-14s %.3g\n", op.c_str(), left);
   }
   std::ofstream("policy.txt") << proposed->policy;
-  return mezzo::OpPolicy::from_file("policy.txt").edits() == proposed->policy.edits() ? 0 : 1;
+  return mezzo::OpOverrides::from_file("policy.txt").entries() == proposed->policy.entries() ? 0
+                                                                                             : 1;
 }

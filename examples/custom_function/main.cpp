@@ -1,7 +1,7 @@
 // A custom autograd function under autocast, as with custom_fwd and custom_bwd in Python. It always
 // computes in float32, since its sums overflow in half.
 // Exits with 1 if the loss did not fall, or if the function got another dtype.
-#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -30,7 +30,7 @@ struct RmsNorm : torch::autograd::Function<RmsNorm> {
 };
 
 /// Under autocast its floating arguments become float32, and autocast is off within.
-using Float32RmsNorm = mezzo::AutocastFunction<RmsNorm, torch::kFloat>;
+using Float32RmsNorm = mezzo::AutocastAutogradFunction<RmsNorm, torch::kFloat>;
 
 }  // namespace
 
@@ -46,7 +46,7 @@ int main() {
   for (const auto& parameter : last->parameters()) parameters.push_back(parameter);
   mezzo::optim::AdamW optimizer(parameters, 1e-2);
   mezzo::GradScaler scaler;
-  const mezzo::AutocastSetting precision{.device = device.type()};
+  const mezzo::AutocastOptions precision{.device_type = device.type()};
 
   torch::Tensor first_loss, loss;
   for (int step = 0; step < 60; ++step) {

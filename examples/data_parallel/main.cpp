@@ -48,7 +48,7 @@ bool train(Optimizer& optimizer, const Forward& forward, const NoSync& no_sync,
     for (auto& batch : mezzo::micro_batches(*loader, 2)) {
       std::optional<mezzo::NoSync> guard;
       if (!batch.is_last()) guard.emplace(no_sync());  // the last one adds the ranks up
-      loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+      loss = mezzo::autocast({.device_type = torch::kCPU}, [&] {
         return torch::nn::functional::cross_entropy(forward(batch.data.narrow(1, 0, 16)),
                                                     batch.data.select(1, 16).to(torch::kLong));
       });

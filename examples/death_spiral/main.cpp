@@ -33,7 +33,7 @@ int main() {
       optimizer.zero_grad();
       torch::Tensor loss;
       {
-        const mezzo::AutocastGuard autocast({.device = device.type(), .dtype = torch::kHalf});
+        const mezzo::AutocastGuard autocast({.device_type = device.type(), .dtype = torch::kHalf});
         loss = torch::nn::functional::cross_entropy(model->forward(inputs), labels);
       }
       std::printf("step %2d: loss %g, loss scale %g\n", step, loss.item<double>(),

@@ -53,7 +53,7 @@ int main(int count, char** arguments) try {
   const auto training = loader_of(0, 1400), validation = loader_of(1400, table.size(0));
 
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  const mezzo::AutocastSetting precision{.device = device.type()};
+  const mezzo::AutocastOptions precision{.device_type = device.type()};
   torch::nn::Sequential model(
       torch::nn::Conv2d(torch::nn::Conv2dOptions(1, 16, 3).padding(1)), torch::nn::ReLU(),
       torch::nn::Conv2d(torch::nn::Conv2dOptions(16, 32, 3).padding(1)), torch::nn::ReLU(),

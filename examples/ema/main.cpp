@@ -9,7 +9,7 @@
 namespace {
 
 constexpr double kMostOfTheError = 0.7;  // measured: 0.46 for both optimizers
-const auto kPrecision = mezzo::AutocastSetting{.device = torch::kCPU};
+const auto kPrecision = mezzo::AutocastOptions{.device_type = torch::kCPU};
 
 /// Mean square error on data without noise.
 double evaluate(torch::nn::Linear& model, const torch::Tensor& teacher) {

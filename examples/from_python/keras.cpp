@@ -26,7 +26,7 @@ int main() {
     optimizer.zero_grad();
     {
       mezzo::AutocastGuard autocast(
-          {.device = device.type()});  // set_global_policy("mixed_float16")
+          {.device_type = device.type()});  // set_global_policy("mixed_float16")
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
     optimizer.scale(loss).backward();

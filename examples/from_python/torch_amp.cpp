@@ -24,7 +24,8 @@ int main() {
 
     optimizer.zero_grad();
     {
-      mezzo::AutocastGuard autocast({.device = device.type()});  // with torch.autocast(device):
+      mezzo::AutocastGuard autocast(
+          {.device_type = device.type()});  // with torch.autocast(device):
       loss = torch::nn::functional::cross_entropy(model->forward(input), target);
     }
     scaler.scale(loss).backward();

@@ -26,7 +26,7 @@ int main() {
   critic->to(device);
   const auto center = torch::tensor({3.0F, -2.0F}).to(device);
 
-  const mezzo::AutocastSetting precision{.device = device.type()};
+  const mezzo::AutocastOptions precision{.device_type = device.type()};
   mezzo::optim::Adam for_generator(generator->parameters(),
                                    mezzo::optim::AdamOptions(1e-3).betas({0.5, 0.9}));
   mezzo::optim::Adam for_critic(critic->parameters(),

@@ -34,7 +34,7 @@ int main() {
 
   // The module enters its region in every thread that calls it; a guard works in its own thread
   // only. The region casts the float input, and runs ops that need the range in float32.
-  mezzo::AutocastModule net(model, {.device = torch::kCPU, .output = torch::kFloat});
+  mezzo::AutocastModule net(model, {.device_type = torch::kCPU, .output_dtype = torch::kFloat});
   std::vector<double> errors(4);
   std::vector<std::thread> workers;
   for (double& error : errors) {

@@ -1,7 +1,7 @@
 // An LSTM under autocast. On a CPU without half instructions oneDNN refuses the layer in half, in
 // Python too. A policy that denies it runs the layer in float32, and all other ops in 16 bits.
 // Exits with 1 if the loss did not fall.
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/mezzo.h>
 
 #include <torch/torch.h>
@@ -28,8 +28,9 @@ int main() {
   torch::manual_seed(0);
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   // Once, before other threads run ops. CUDA's LSTM is another op, which the policy leaves alone.
-  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::mkldnn_rnn_layer"));
-  const mezzo::AutocastSetting precision{.device = device.type(), .policy = policy};
+  const auto overrides =
+      mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::mkldnn_rnn_layer"));
+  const mezzo::AutocastOptions precision{.device_type = device.type(), .op_overrides = overrides};
 
   Net model;
   model->to(device);

@@ -25,7 +25,7 @@ int main() {
   mezzo::optim::AdamW adamw(others, 3e-3);
   mezzo::GradScaler scaler;
   const auto teacher = torch::randn({16, 4}) / 4;
-  const auto precision = mezzo::recommended(torch::kCPU);
+  const auto precision = mezzo::recommended_autocast(torch::kCPU);
 
   double first = 0;
   double loss = 0;

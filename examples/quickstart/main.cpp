@@ -14,7 +14,7 @@ int main() {
   torch::nn::CrossEntropyLoss criterion;
   const auto teacher = torch::randn({16, 4}, device);
 
-  const auto precision = mezzo::recommended(device);  // half, bfloat16 or float32, and why
+  const auto precision = mezzo::recommended_autocast(device);  // half, bfloat16 or float32, and why
   std::printf("%s\n", precision.reason.c_str());
   mezzo::GradScaler scaler;                                  // 2^16, x2, x0.5, every 2000 steps
   mezzo::optim::AdamW optimizer(model->parameters(), 1e-2);  // or any optimizer of torch::optim

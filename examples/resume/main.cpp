@@ -41,7 +41,7 @@ std::vector<torch::Tensor> train(const std::filesystem::path& folder, int64_t la
     const auto input = torch::randn({64, 16});
     const auto target = input.mm(teacher).argmax(1);
     optimizer.zero_grad();
-    const auto loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+    const auto loss = mezzo::autocast({.device_type = torch::kCPU}, [&] {
       return torch::nn::functional::cross_entropy(model->forward(input), target);
     });
     scaler.scale(loss).backward();

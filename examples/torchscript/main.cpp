@@ -55,7 +55,7 @@ int main(int argc, char** argv) try {
     const auto input = torch::randn({64, 16});
     const auto target = input.mm(teacher).argmax(1);
     optimizer.zero_grad();
-    const auto loss = mezzo::autocast({.device = torch::kCPU}, [&] {
+    const auto loss = mezzo::autocast({.device_type = torch::kCPU}, [&] {
       return criterion(model(input).toTensor(), target);  // forward gives an IValue
     });
     scaler.scale(loss).backward();

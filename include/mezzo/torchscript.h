@@ -95,11 +95,12 @@ inline std::shared_ptr<torch::jit::Graph> inlined_forward(const torch::jit::Modu
               "lists of its own; declare the submodule with its class, not with the interface: ",
               call->sourceRange().str());
   const torch::jit::Node* const region = find_node(block, opens_autocast);
-  TORCH_CHECK(region == nullptr,
-              "ScriptModule: this script opens a torch.autocast region in its forward, which means "
-              "nothing when its ops run one by one; save it without, and use mezzo::Autocast and "
-              "op policies, or call it outside of autocast: ",
-              region->sourceRange().str());
+  TORCH_CHECK(
+      region == nullptr,
+      "ScriptModule: this script opens a torch.autocast region in its forward, which means "
+      "nothing when its ops run one by one; save it without, and use mezzo::AutocastGuard and "
+      "op overrides, or call it outside of autocast: ",
+      region->sourceRange().str());
   return graph;
 }
 

@@ -1,8 +1,8 @@
 // torch::nn::MultiheadAttention with a key_padding_mask in 16 bits: the failure, and the
 // workarounds of docs/errors.md.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <torch/torch.h>
 
@@ -49,7 +49,7 @@ Tensor with_additive_mask(torch::nn::MultiheadAttention& model, const Tensor& x)
 
 TEST(MultiheadAttention, KeyPaddingMaskThrowsIn16Bits) {
   auto model = attention();
-  const mezzo::Autocast<torch::kCPU, torch::kBFloat16> autocast;
+  const mezzo::AutocastGuard<torch::kCPU, torch::kBFloat16> autocast;
   EXPECT_THAT(message_of([&] { with_padding(model, input()); }),
               HasSubstr("\"attn_output_weights.masked_fill\" not implemented for 'BFloat16'"))
       << "if libtorch does it now, docs/errors.md and docs/pitfalls.md need not speak of it";
@@ -58,7 +58,7 @@ TEST(MultiheadAttention, KeyPaddingMaskThrowsIn16Bits) {
 TEST(MultiheadAttention, AdditiveMaskTrainsUnderAutocast) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
-  const mezzo::Autocast<torch::kCPU, torch::kBFloat16> autocast;
+  const mezzo::AutocastGuard<torch::kCPU, torch::kBFloat16> autocast;
   const Tensor output = with_additive_mask(model, input());
   EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.02, 0.02));
   output.sum().backward();
@@ -67,9 +67,9 @@ TEST(MultiheadAttention, AdditiveMaskTrainsUnderAutocast) {
 TEST(MultiheadAttention, KeyPaddingMaskTrainsWithBmmDenied) {
   auto model = attention();
   const Tensor expected = with_padding(model, input());
-  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
+  const auto overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::bmm"));
   const mezzo::AutocastGuard autocast(
-      {.device = torch::kCPU, .dtype = torch::kBFloat16, .policy = policy});
+      {.device_type = torch::kCPU, .dtype = torch::kBFloat16, .op_overrides = overrides});
   const Tensor output = with_padding(model, input());
   EXPECT_TRUE(torch::allclose(output.to(torch::kFloat), expected, 0.02, 0.02));
   output.sum().backward();

@@ -1,7 +1,7 @@
 // Guards that do not follow the call stack: coroutines.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -119,11 +119,12 @@ std::pair<CpuState, CpuState> after_an_end_in_another_thread() {
 
 // Wrong with either, and with torch.autocast around an await.
 TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
-  using Half = mezzo::Autocast<torch::kCPU, torch::kHalf>;
+  using Half = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
   using LibtorchsHalf = LibtorchsCalls<torch::kHalf>;
-  EXPECT_EQ((after_ends_in_the_order_of_their_beginnings<Half, mezzo::Autocast<torch::kCPU>>()),
-            (after_ends_in_the_order_of_their_beginnings<LibtorchsHalf,
-                                                         LibtorchsCalls<torch::kBFloat16>>()));
+  EXPECT_EQ(
+      (after_ends_in_the_order_of_their_beginnings<Half, mezzo::AutocastGuard<torch::kCPU>>()),
+      (after_ends_in_the_order_of_their_beginnings<LibtorchsHalf,
+                                                   LibtorchsCalls<torch::kBFloat16>>()));
   EXPECT_EQ(after_an_end_in_another_thread<Half>(),
             after_an_end_in_another_thread<LibtorchsHalf>());
 }
@@ -131,7 +132,7 @@ TEST(Coroutines, AGuardAcrossASuspensionLeavesWhatLibtorchsCallsLeave) {
 Coroutine compute_in(mezzo::AutocastState state, std::vector<torch::ScalarType>& dtypes) {
   for (int stretch = 0; stretch < 3; ++stretch) {
     {
-      const mezzo::AutocastState::Scope scope(state);
+      const mezzo::AutocastStateGuard scope(state);
       dtypes.push_back(dtype_of_product());
     }
     co_await std::suspend_always();
@@ -143,11 +144,11 @@ TEST(Coroutines, AStateThatIsEnteredAfterEachSuspensionHoldsInEveryOrderAndThrea
   std::vector<torch::ScalarType> low, plain;
   std::optional<mezzo::AutocastState> half;
   {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
-    half = mezzo::AutocastState::capture();
+    const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
+    half = mezzo::AutocastState::current();
   }
   const auto first = compute_in(*half, low);
-  const auto second = compute_in(mezzo::AutocastState::capture(), plain);
+  const auto second = compute_in(mezzo::AutocastState::current(), plain);
   for (const auto* coroutine : {&first, &second}) coroutine->resume();
   in_a_thread([&] {
     const CpuState of_thread;

@@ -1,5 +1,5 @@
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_options.h>
 
 #include <torch/torch.h>
 
@@ -13,9 +13,9 @@
 namespace {
 
 using mezzo::autocast_from_env;
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using mezzo::detail::CpuFeatures;
-using mezzo::detail::parse_autocast;
+using mezzo::detail::parse_mixed_precision;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 
@@ -45,12 +45,12 @@ class ScopedVariable {
   std::optional<std::string> found_;
 };
 
-ScopedVariable environment(const char* value) { return {"MEZZO_AUTOCAST", value}; }
+ScopedVariable environment(const char* value) { return {"MEZZO_MIXED_PRECISION", value}; }
 
 TEST(AutocastFromEnv, IsTheDeviceDefaultWhenUnsetOrEmpty) {
   for (const char* value : {static_cast<const char*>(nullptr), ""}) {
     const ScopedVariable variable = environment(value);
-    const AutocastSetting cpu = autocast_from_env(torch::kCPU);
+    const AutocastOptions cpu = autocast_from_env(torch::kCPU);
     EXPECT_TRUE(cpu.enabled);
     EXPECT_EQ(cpu.dtype, torch::kBFloat16);
     EXPECT_EQ(cpu.reason, "bfloat16: the default on the CPU");
@@ -61,14 +61,14 @@ TEST(AutocastFromEnv, IsTheDeviceDefaultWhenUnsetOrEmpty) {
 
 TEST(AutocastFromEnv, IsTheCallersChoiceWhenUnset) {
   const ScopedVariable variable = environment(nullptr);
-  const AutocastSetting choice{.device = torch::kCPU, .enabled = false, .reason = "as said"};
+  const AutocastOptions choice{.device_type = torch::kCPU, .enabled = false, .reason = "as said"};
   EXPECT_FALSE(autocast_from_env(torch::kCPU, choice).enabled);
   EXPECT_EQ(autocast_from_env(torch::kCPU, choice).reason, "as said");
 }
 
 TEST(AutocastFromEnv, HonoursTheVariableOverTheCallersChoice) {
   const ScopedVariable variable = environment("fp16");
-  EXPECT_EQ(autocast_from_env(torch::kCPU, {.device = torch::kCPU}).dtype, torch::kHalf);
+  EXPECT_EQ(autocast_from_env(torch::kCPU, {.device_type = torch::kCPU}).dtype, torch::kHalf);
 }
 
 TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
@@ -80,7 +80,7 @@ TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
     const ScopedVariable variable = environment(value);
     return dtype();
   };
-  EXPECT_EQ(dtype_under("off"), torch::kFloat);
+  EXPECT_EQ(dtype_under("no"), torch::kFloat);
   EXPECT_EQ(dtype_under("bf16"), torch::kBFloat16);
   EXPECT_EQ(dtype_under("fp16"), torch::kHalf);
   EXPECT_EQ(dtype_under("bfloat16"), torch::kBFloat16);
@@ -88,17 +88,17 @@ TEST(AutocastFromEnv, SwitchesAGuardThatAsksForIt) {
 }
 
 TEST(AutocastFromEnv, TakesOffAsAnAnswerOnEveryDevice) {
-  const ScopedVariable variable = environment("off");
-  const AutocastSetting cuda = autocast_from_env(torch::kCUDA);
+  const ScopedVariable variable = environment("no");
+  const AutocastOptions cuda = autocast_from_env(torch::kCUDA);
   EXPECT_FALSE(cuda.enabled);
-  EXPECT_EQ(cuda.device, torch::kCUDA);
-  EXPECT_EQ(cuda.reason, "float32 (autocast off): MEZZO_AUTOCAST=off");
+  EXPECT_EQ(cuda.device_type, torch::kCUDA);
+  EXPECT_EQ(cuda.reason, "float32 (autocast off): MEZZO_MIXED_PRECISION=no");
 }
 
 TEST(AutocastFromEnv, AsksTheHardwareForAuto) {
   const ScopedVariable variable = environment("auto");
-  const AutocastSetting asked = autocast_from_env(torch::kCPU);
-  const AutocastSetting recommended = mezzo::recommended(torch::kCPU);
+  const AutocastOptions asked = autocast_from_env(torch::kCPU);
+  const AutocastOptions recommended = mezzo::recommended_autocast(torch::kCPU);
   EXPECT_EQ(asked.enabled, recommended.enabled);
   EXPECT_EQ(asked.reason, recommended.reason);
 }
@@ -107,8 +107,8 @@ TEST(AutocastFromEnv, ListsTheValuesWhenItIsGivenAnother) {
   for (const char* value : {"1", "on", "BF16", "half", "off "}) {
     const ScopedVariable variable = environment(value);
     EXPECT_THAT([] { autocast_from_env(torch::kCPU); },
-                ThrowsMessage<c10::Error>(HasSubstr("MEZZO_AUTOCAST=" + std::string(value) +
-                                                    " is not a known value; use off, bf16, fp16 or "
+                ThrowsMessage<c10::Error>(HasSubstr("MEZZO_MIXED_PRECISION=" + std::string(value) +
+                                                    " is not a known value; use no, bf16, fp16 or "
                                                     "auto")));
   }
 }
@@ -122,19 +122,23 @@ TEST(AutocastFromEnv, RefusesADeviceWithoutAutocast) {
 
 TEST(AutocastFromEnv, WarnsInItsReasonWhereTheCpuWouldEmulateTheDtype) {
   const CpuFeatures plain{.known = true};
-  EXPECT_EQ(parse_autocast("bf16", torch::kCPU, plain).reason,
-            "bfloat16: MEZZO_AUTOCAST=bf16, though this CPU has no bfloat16 instructions, and "
-            "emulated bfloat16 is slower than float32");
-  EXPECT_EQ(parse_autocast("fp16", torch::kCPU, plain).reason,
-            "float16: MEZZO_AUTOCAST=fp16, though this CPU has no float16 instructions, and "
+  EXPECT_EQ(
+      parse_mixed_precision("bf16", torch::kCPU, plain).reason,
+      "bfloat16: MEZZO_MIXED_PRECISION=bf16, though this CPU has no bfloat16 instructions, and "
+      "emulated bfloat16 is slower than float32");
+  EXPECT_EQ(parse_mixed_precision("fp16", torch::kCPU, plain).reason,
+            "float16: MEZZO_MIXED_PRECISION=fp16, though this CPU has no float16 instructions, and "
             "emulated float16 is slower than float32");
 }
 
 TEST(AutocastFromEnv, SaysOnlyWhoAskedWhereTheHardwareIsUpToIt) {
   const CpuFeatures able{.known = true, .bf16 = true, .fp16 = true};
-  EXPECT_EQ(parse_autocast("bf16", torch::kCPU, able).reason, "bfloat16: MEZZO_AUTOCAST=bf16");
-  EXPECT_EQ(parse_autocast("fp16", torch::kCPU, able).reason, "float16: MEZZO_AUTOCAST=fp16");
-  EXPECT_EQ(parse_autocast("fp16", torch::kCUDA, {}).reason, "float16: MEZZO_AUTOCAST=fp16");
+  EXPECT_EQ(parse_mixed_precision("bf16", torch::kCPU, able).reason,
+            "bfloat16: MEZZO_MIXED_PRECISION=bf16");
+  EXPECT_EQ(parse_mixed_precision("fp16", torch::kCPU, able).reason,
+            "float16: MEZZO_MIXED_PRECISION=fp16");
+  EXPECT_EQ(parse_mixed_precision("fp16", torch::kCUDA, {}).reason,
+            "float16: MEZZO_MIXED_PRECISION=fp16");
 }
 
 }  // namespace

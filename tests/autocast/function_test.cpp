@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <torch/torch.h>
 
@@ -21,7 +21,7 @@
 namespace {
 
 using mezzo::autocast;
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using torch::Tensor;
 
 /// Wraps for the CPU in bfloat16, the form that most tests need.
@@ -30,21 +30,21 @@ auto lowered(F&& function) {
   return autocast<torch::kCPU>(std::forward<F>(function));
 }
 
-TEST(AutocastFunction, RunsTheCallUnderAutocastAndOnlyTheCall) {
+TEST(AutocastAutogradFunction, RunsTheCallUnderAutocastAndOnlyTheCall) {
   EXPECT_EQ(autocast<torch::kCPU>(dtype_of_product)(), torch::kBFloat16);
   EXPECT_EQ((autocast<torch::kCPU, torch::kHalf>(dtype_of_product)()), torch::kHalf);
-  const AutocastSetting half{.device = torch::kCPU, .dtype = torch::kHalf};
+  const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
   EXPECT_EQ(autocast(dtype_of_product, half)(), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
-TEST(AutocastFunction, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
-  EXPECT_THROW(
-      std::ignore = autocast(dtype_of_product, {.device = torch::kCPU, .dtype = torch::kDouble}),
-      c10::Error);
+TEST(AutocastAutogradFunction, RefusesABadSettingWhenItIsMadeAndNotWhenItIsCalled) {
+  EXPECT_THROW(std::ignore = autocast(dtype_of_product,
+                                      {.device_type = torch::kCPU, .dtype = torch::kDouble}),
+               c10::Error);
 }
 
-TEST(AutocastFunction, PassesEachArgumentInItsOwnValueCategory) {
+TEST(AutocastAutogradFunction, PassesEachArgumentInItsOwnValueCategory) {
   const auto categories = [](auto&&... args) {
     return std::tuple<std::type_identity<decltype(args)>...>();
   };
@@ -58,7 +58,7 @@ TEST(AutocastFunction, PassesEachArgumentInItsOwnValueCategory) {
   static_assert(std::is_same_v<decltype(seen), const Expected>);
 }
 
-TEST(AutocastFunction, ReturnsReferencesAsTheyAre) {
+TEST(AutocastAutogradFunction, ReturnsReferencesAsTheyAre) {
   int value = 0;
   const auto same = lowered([](int& x) -> int& { return x; });
   static_assert(std::is_same_v<decltype(same(value)), int&>);
@@ -70,7 +70,7 @@ TEST(AutocastFunction, ReturnsReferencesAsTheyAre) {
   static_assert(std::is_same_v<decltype(expiring(value)), int&&>);
 }
 
-TEST(AutocastFunction, ReturnsValuesWithoutDecayAndVoidAsVoid) {
+TEST(AutocastAutogradFunction, ReturnsValuesWithoutDecayAndVoidAsVoid) {
   const auto pair = lowered([](int a) { return std::pair<int, std::string>(a, "b"); });
   static_assert(std::is_same_v<decltype(pair(1)), std::pair<int, std::string>>);
   static_assert(std::is_void_v<decltype(lowered([] {})())>);
@@ -82,7 +82,7 @@ struct Immovable {
   int value;
 };
 
-TEST(AutocastFunction, ReturnsWhatCannotEvenBeMoved) {
+TEST(AutocastAutogradFunction, ReturnsWhatCannotEvenBeMoved) {
   EXPECT_EQ(lowered([](int v) { return Immovable(v); })(5).value, 5);
 }
 
@@ -93,21 +93,21 @@ struct Overloaded {
   std::string operator()(const std::string&) const { return "string"; }
 };
 
-TEST(AutocastFunction, KeepsOverloadsAndTheConstnessOfTheCallable) {
+TEST(AutocastAutogradFunction, KeepsOverloadsAndTheConstnessOfTheCallable) {
   auto callable = lowered(Overloaded());
   EXPECT_EQ(callable(1), "mutable");
   EXPECT_EQ(std::as_const(callable)(1), "const");
   EXPECT_EQ(callable("text"), "string");
 }
 
-TEST(AutocastFunction, KeepsTheStateOfAMutableCallable) {
+TEST(AutocastAutogradFunction, KeepsTheStateOfAMutableCallable) {
   auto counter = lowered([n = 0]() mutable { return ++n; });
   counter();
   EXPECT_EQ(counter(), 2);
   static_assert(!std::invocable<const decltype(counter)&>);
 }
 
-TEST(AutocastFunction, CopiesAnLvalueUnlessItIsGivenByReference) {
+TEST(AutocastAutogradFunction, CopiesAnLvalueUnlessItIsGivenByReference) {
   auto counter = [n = 0]() mutable { return ++n; };
   lowered(counter)();
   EXPECT_EQ(counter(), 1);
@@ -122,7 +122,7 @@ struct Model {
   int layers = 3;
 };
 
-TEST(AutocastFunction, CallsMembersThroughObjectsAndPointers) {
+TEST(AutocastAutogradFunction, CallsMembersThroughObjectsAndPointers) {
   Model model;
   const Tensor x = torch::ones({2, 2});
   const auto forward = lowered(&Model::forward);
@@ -133,7 +133,7 @@ TEST(AutocastFunction, CallsMembersThroughObjectsAndPointers) {
   EXPECT_EQ(model.layers, 4);
 }
 
-TEST(AutocastFunction, TakesTheArgumentsThatTheCallableTakes) {
+TEST(AutocastAutogradFunction, TakesTheArgumentsThatTheCallableTakes) {
   const auto callable = lowered([](int) {});
   static_assert(std::is_invocable_v<decltype(callable), int>);
   static_assert(!std::is_invocable_v<decltype(callable), std::string>);
@@ -141,9 +141,9 @@ TEST(AutocastFunction, TakesTheArgumentsThatTheCallableTakes) {
 }
 
 TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
-  const AutocastSetting half{.device = torch::kCPU, .dtype = torch::kHalf};
+  const AutocastOptions half{.device_type = torch::kCPU, .dtype = torch::kHalf};
   EXPECT_EQ(autocast(half, [] { return dtype_of_product(); }), torch::kHalf);
-  EXPECT_EQ(autocast({.device = torch::kCPU}, dtype_of_product), torch::kBFloat16);
+  EXPECT_EQ(autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kBFloat16);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
   int value = 0;
   static_assert(std::is_same_v<decltype(autocast(half, [&]() -> int& { return value; })), int&>);
@@ -154,13 +154,13 @@ TEST(AutocastCall, RunsAnExpressionNowAndReturnsWhatItReturns) {
 
 Tensor product() { return torch::ones({2, 2}).mm(torch::ones({2, 2})); }
 
-const AutocastSetting kFloatOutput{.device = torch::kCPU, .output = torch::kFloat};
+const AutocastOptions kFloatOutput{.device_type = torch::kCPU, .output_dtype = torch::kFloat};
 
 TEST(AutocastOutput, IsOfTheDtypeThatTheSettingNames) {
-  EXPECT_EQ(autocast({.device = torch::kCPU}, product).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(autocast({.device_type = torch::kCPU}, product).scalar_type(), torch::kBFloat16);
   EXPECT_EQ(autocast(kFloatOutput, product).scalar_type(), torch::kFloat);
   EXPECT_EQ(autocast(product, kFloatOutput)().scalar_type(), torch::kFloat);
-  EXPECT_EQ(autocast<torch::kCPU>(product, {.output = torch::kFloat})().scalar_type(),
+  EXPECT_EQ(autocast<torch::kCPU>(product, {.output_dtype = torch::kFloat})().scalar_type(),
             torch::kFloat);
 }
 
@@ -216,8 +216,9 @@ TEST(AutocastOutput, RefusesResultsThatItCannotReach) {
   Tensor kept = product();
   EXPECT_THAT([&] { (void)autocast(kFloatOutput, [&]() -> Tensor& { return kept; }); },
               refused("returns a reference"));
-  EXPECT_THAT([] { (void)autocast({.device = torch::kCPU, .output = torch::kLong}, product); },
-              refused("output: results cannot be of Long; use torch::kFloat"));
+  EXPECT_THAT(
+      [] { (void)autocast({.device_type = torch::kCPU, .output_dtype = torch::kLong}, product); },
+      refused("output_dtype: results cannot be of Long; use torch::kFloat"));
 }
 
 // Where the logged loss of a language model is a number of bfloat16: 6.28125 for 6.2846.
@@ -228,7 +229,8 @@ TEST(AutocastOutput, KeepsTheDigitsOfALossThatIsComputedOutside) {
   const Tensor target = torch::randint(500, {64});
   const auto forward = [&] { return x.mm(w); };
   const double exact = torch::cross_entropy_loss(forward(), target).item<double>();
-  const Tensor low = torch::cross_entropy_loss(autocast({.device = torch::kCPU}, forward), target);
+  const Tensor low =
+      torch::cross_entropy_loss(autocast({.device_type = torch::kCPU}, forward), target);
   const Tensor wide = torch::cross_entropy_loss(autocast(kFloatOutput, forward), target);
   EXPECT_EQ(low.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(wide.scalar_type(), torch::kFloat);
@@ -236,9 +238,10 @@ TEST(AutocastOutput, KeepsTheDigitsOfALossThatIsComputedOutside) {
 }
 
 TEST(AutocastCall, RestoresTheStateWhenTheExpressionThrows) {
-  EXPECT_THROW(autocast({.device = torch::kCPU}, [] { TORCH_CHECK(false, "no"); }), c10::Error);
+  EXPECT_THROW(autocast({.device_type = torch::kCPU}, [] { TORCH_CHECK(false, "no"); }),
+               c10::Error);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
-  EXPECT_THROW(autocast({.device = torch::kMeta}, dtype_of_product), c10::Error);
+  EXPECT_THROW(autocast({.device_type = torch::kMeta}, dtype_of_product), c10::Error);
 }
 
 }  // namespace

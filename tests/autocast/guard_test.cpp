@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -13,7 +13,6 @@
 
 namespace {
 
-using mezzo::Autocast;
 using mezzo::AutocastGuard;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
@@ -34,24 +33,26 @@ struct Found {
   bool operator==(const Found&) const = default;
 };
 
-static_assert(!std::is_copy_constructible_v<Autocast<torch::kCPU>>);
-static_assert(!std::is_move_constructible_v<Autocast<torch::kCPU>>);
-static_assert(!std::is_copy_assignable_v<Autocast<torch::kCPU>>);
-static_assert(!std::is_move_assignable_v<Autocast<torch::kCPU>>);
-static_assert(std::is_nothrow_destructible_v<Autocast<torch::kCPU>>);
-static_assert(std::is_same_v<Autocast<torch::kCUDA>, Autocast<torch::kCUDA, torch::kHalf>>);
-static_assert(std::is_same_v<Autocast<torch::kCPU>, Autocast<torch::kCPU, torch::kBFloat16>>);
+static_assert(!std::is_copy_constructible_v<AutocastGuard<torch::kCPU>>);
+static_assert(!std::is_move_constructible_v<AutocastGuard<torch::kCPU>>);
+static_assert(!std::is_copy_assignable_v<AutocastGuard<torch::kCPU>>);
+static_assert(!std::is_move_assignable_v<AutocastGuard<torch::kCPU>>);
+static_assert(std::is_nothrow_destructible_v<AutocastGuard<torch::kCPU>>);
+static_assert(
+    std::is_same_v<AutocastGuard<torch::kCUDA>, AutocastGuard<torch::kCUDA, torch::kHalf>>);
+static_assert(
+    std::is_same_v<AutocastGuard<torch::kCPU>, AutocastGuard<torch::kCPU, torch::kBFloat16>>);
 
 TEST(Autocast, LowersProductsToTheDeviceDefaultUntilTheScopeEnds) {
   {
-    const Autocast<torch::kCPU> autocast;
+    const AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
   }
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
 TEST(Autocast, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
-  const Autocast<torch::kCUDA> autocast;
+  const AutocastGuard<torch::kCUDA> autocast;
   EXPECT_TRUE(at::autocast::is_autocast_enabled(torch::kCUDA));
   EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kCUDA), torch::kHalf);
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
@@ -60,10 +61,10 @@ TEST(Autocast, DefaultsToHalfOnCudaAndLeavesTheCpuAlone) {
 TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
   const Found before;
   {
-    const Autocast<torch::kCPU> outer;
+    const AutocastGuard<torch::kCPU> outer;
     const Found in_outer;
     {
-      const Autocast<torch::kCPU, torch::kHalf> inner({.cache = false});
+      const AutocastGuard<torch::kCPU, torch::kHalf> inner({.cache_enabled = false});
       EXPECT_EQ(dtype_of_product(), torch::kHalf);
       EXPECT_FALSE(at::autocast::is_autocast_cache_enabled());
       EXPECT_EQ(Found::read_nesting(), before.nesting + 2);
@@ -75,12 +76,12 @@ TEST(Autocast, NestsAndRestoresTheOuterRegionAtEachExit) {
 }
 
 TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
-  const Autocast<torch::kCPU> outer;
+  const AutocastGuard<torch::kCPU> outer;
   {
-    const Autocast<torch::kCPU> exact({.enabled = false});
+    const AutocastGuard<torch::kCPU> exact({.enabled = false});
     EXPECT_EQ(dtype_of_product(), torch::kFloat);
     {
-      const Autocast<torch::kCPU> again;
+      const AutocastGuard<torch::kCPU> again;
       EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
     }
     EXPECT_EQ(dtype_of_product(), torch::kFloat);
@@ -91,7 +92,7 @@ TEST(Autocast, RunsInFullPrecisionWhereItIsDisabledInsideARegion) {
 TEST(Autocast, RestoresWhatItFoundWhenAnExceptionPassesThrough) {
   const Found before;
   const auto mismatched = [] {
-    const Autocast<torch::kCPU, torch::kHalf> autocast({.cache = false});
+    const AutocastGuard<torch::kCPU, torch::kHalf> autocast({.cache_enabled = false});
     torch::mm(torch::ones({2, 3}), torch::ones({2, 3}));
   };
   EXPECT_THROW(mismatched(), c10::Error);
@@ -103,7 +104,7 @@ TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   at::autocast::set_autocast_cache_enabled(false);
   const Found by_hand;
-  { const Autocast<torch::kCPU> autocast({.enabled = false}); }
+  { const AutocastGuard<torch::kCPU> autocast({.enabled = false}); }
   EXPECT_EQ(Found(), by_hand);
   at::autocast::set_autocast_enabled(torch::kCPU, false);
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
@@ -113,12 +114,12 @@ TEST(Autocast, RestoresAStateThatOthersHadSetByHand) {
 TEST(AutocastGuard, TakesTheThreadsDtypeWithoutADtypeAsTorchDoes) {
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kHalf);
   {
-    const AutocastGuard guard({.device = torch::kCPU});
+    const AutocastGuard guard({.device_type = torch::kCPU});
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
   }
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
   const AutocastGuard outer(torch::kCPU, torch::kHalf);
-  EXPECT_EQ(mezzo::autocast({.device = torch::kCPU}, dtype_of_product), torch::kHalf);
+  EXPECT_EQ(mezzo::autocast({.device_type = torch::kCPU}, dtype_of_product), torch::kHalf);
 }
 
 TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
@@ -131,10 +132,10 @@ TEST(AutocastGuard, TakesDeviceAndDtypeAsPythonDoes) {
 }
 
 TEST(Autocast, EndsBeforeItsScopeDoes) {
-  const mezzo::Autocast<torch::kCPU, torch::kHalf> outer;
+  const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> outer;
   {
-    mezzo::Autocast<torch::kCPU> autocast;
-    mezzo::AutocastGuard exact({.device = torch::kCPU, .enabled = false});
+    mezzo::AutocastGuard<torch::kCPU> autocast;
+    mezzo::AutocastGuard exact({.device_type = torch::kCPU, .enabled = false});
     EXPECT_EQ(dtype_of_product(), torch::kFloat);
     EXPECT_FALSE(exact.is_enabled());
     EXPECT_TRUE(autocast.is_enabled());
@@ -150,27 +151,28 @@ TEST(Autocast, EndsBeforeItsScopeDoes) {
 }
 
 TEST(Autocast, RefusesAnOutputDtypeThatAGuardCannotGive) {
-  EXPECT_THAT([] { mezzo::Autocast<torch::kCPU> guard({.output = torch::kFloat}); },
+  EXPECT_THAT([] { mezzo::AutocastGuard<torch::kCPU> guard({.output_dtype = torch::kFloat}); },
               testing::ThrowsMessage<c10::Error>(testing::HasSubstr("a guard returns nothing")));
   EXPECT_EQ(dtype_of_product(), torch::kFloat);
 }
 
 TEST(AutocastGuard, RefusesASettingWithoutADevice) {
   EXPECT_THAT([] { AutocastGuard guard({.dtype = torch::kHalf}); },
-              ThrowsMessage<c10::Error>(HasSubstr("device: the AutocastSetting names none")));
+              ThrowsMessage<c10::Error>(HasSubstr("device_type: the AutocastOptions have none")));
 }
 
 TEST(Autocast, TakesDeviceAndDtypeOfItsTypeInASettingAndRefusesOthers) {
   {
-    const Autocast<torch::kCPU, torch::kHalf> same({.device = torch::kCPU, .dtype = torch::kHalf});
+    const AutocastGuard<torch::kCPU, torch::kHalf> same(
+        {.device_type = torch::kCPU, .dtype = torch::kHalf});
     EXPECT_EQ(dtype_of_product(), torch::kHalf);
   }
-  EXPECT_THAT([] { Autocast<torch::kCPU> autocast({.device = torch::kCUDA}); },
+  EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.device_type = torch::kCUDA}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("device: the AutocastSetting says cuda, the guard's type cpu")));
-  EXPECT_THAT([] { Autocast<torch::kCPU> autocast({.dtype = torch::kHalf}); },
+                  HasSubstr("device_type: the AutocastOptions say cuda, the guard's type cpu")));
+  EXPECT_THAT([] { AutocastGuard<torch::kCPU> autocast({.dtype = torch::kHalf}); },
               ThrowsMessage<c10::Error>(
-                  HasSubstr("dtype: the AutocastSetting says Half, the guard's type BFloat16")));
+                  HasSubstr("dtype: the AutocastOptions say Half, the guard's type BFloat16")));
 }
 
 TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
@@ -178,42 +180,45 @@ TEST(AutocastGuard, RefusesADtypeThatAutocastCannotLowerToAndChangesNothing) {
   for (const bool enabled : {true, false}) {
     EXPECT_THAT(
         [&] {
-          AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kFloat, .enabled = enabled});
+          AutocastGuard guard(
+              {.device_type = torch::kCPU, .dtype = torch::kFloat, .enabled = enabled});
         },
         ThrowsMessage<c10::Error>(
             HasSubstr("dtype: autocast on cpu cannot lower to Float; use Half "
                       "or BFloat16")));
     EXPECT_EQ(Found(), before);
   }
-  EXPECT_THROW(AutocastGuard guard({.device = torch::kCUDA, .dtype = torch::kDouble}), c10::Error);
+  EXPECT_THROW(AutocastGuard guard({.device_type = torch::kCUDA, .dtype = torch::kDouble}),
+               c10::Error);
   EXPECT_EQ(Found(), before);
 }
 
 TEST(AutocastGuard, TakesApplesGpusAsLibtorchDoes) {
   static_assert(mezzo::default_autocast_dtype(torch::kMPS) == torch::kHalf);
-  static_assert(mezzo::autocast_accepts(torch::kMPS, torch::kBFloat16));
+  static_assert(mezzo::is_autocast_dtype_supported(torch::kMPS, torch::kBFloat16));
   const Found before;
   const auto is_on = [] { return at::autocast::is_autocast_enabled(torch::kMPS); };
   EXPECT_FALSE(is_on());
   {
-    const mezzo::Autocast<torch::kMPS> autocast;
+    const mezzo::AutocastGuard<torch::kMPS> autocast;
     EXPECT_TRUE(is_on());
     EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kMPS), torch::kHalf);
-    const AutocastGuard inner({.device = torch::kMPS, .dtype = torch::kBFloat16});
+    const AutocastGuard inner({.device_type = torch::kMPS, .dtype = torch::kBFloat16});
     EXPECT_EQ(at::autocast::get_autocast_dtype(torch::kMPS), torch::kBFloat16);
-    const AutocastGuard off({.device = torch::kMPS, .enabled = false});
+    const AutocastGuard off({.device_type = torch::kMPS, .enabled = false});
     EXPECT_FALSE(is_on());
   }
   EXPECT_FALSE(is_on());
   EXPECT_EQ(Found(), before);
-  EXPECT_EQ(mezzo::recommended(torch::kMPS).dtype, torch::kHalf);
+  EXPECT_EQ(mezzo::recommended_autocast(torch::kMPS).dtype, torch::kHalf);
 }
 
 TEST(AutocastGuard, RefusesADeviceTypeWithoutAutocast) {
   EXPECT_THAT(
-      [] { AutocastGuard guard({.device = torch::kMeta}); },
+      [] { AutocastGuard guard({.device_type = torch::kMeta}); },
       ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
-  EXPECT_THROW(AutocastGuard guard({.device = torch::kMeta, .dtype = torch::kHalf}), c10::Error);
+  EXPECT_THROW(AutocastGuard guard({.device_type = torch::kMeta, .dtype = torch::kHalf}),
+               c10::Error);
 }
 
 // mezzo declares libtorch's functions itself: an overload of its own would make these ambiguous.

@@ -1,6 +1,6 @@
 // What regions say that this machine has no device for, or no instructions.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 
 #include <torch/torch.h>
@@ -17,9 +17,8 @@
 
 namespace {
 
-using mezzo::Autocast;
 using mezzo::AutocastGuard;
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using testing::AllOf;
 using testing::ElementsAre;
 using testing::HasSubstr;
@@ -33,12 +32,12 @@ std::vector<std::string> first_warnings(const std::function<void()>& work) {
   return warnings.texts;
 }
 
-const AutocastSetting kOnCuda{.device = torch::kCUDA};
+const AutocastOptions kOnCuda{.device_type = torch::kCUDA};
 
 TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
   if (torch::cuda::is_available()) GTEST_SKIP() << "there is CUDA";
   const std::vector<std::pair<const char*, std::function<void()>>> forms{
-      {"Autocast", [] { const Autocast<torch::kCUDA> region; }},
+      {"Autocast", [] { const AutocastGuard<torch::kCUDA> region; }},
       {"AutocastModule", [] { mezzo::AutocastModule net(torch::nn::Linear(1, 1), kOnCuda); }},
       {"now", [] { mezzo::autocast(kOnCuda, [] {}); }},
       {"callable", [] { (void)mezzo::autocast([] {}, kOnCuda); }},
@@ -46,17 +45,18 @@ TEST(HardwareWarnings, TellWhereThereIsNoCudaInPythonsWordsWhatToEnter) {
   for (const auto& [name, enter] : forms) {
     EXPECT_THAT(
         first_warnings(enter),
-        ElementsAre(AllOf(HasSubstr("User provided device_type of 'cuda', but CUDA is not "
-                                    "available."),
-                          HasSubstr("mezzo::AutocastGuard autocast(mezzo::recommended(device))"))))
+        ElementsAre(
+            AllOf(HasSubstr("User provided device_type of 'cuda', but CUDA is not "
+                            "available."),
+                  HasSubstr("mezzo::AutocastGuard autocast(mezzo::recommended_autocast(device))"))))
         << name;
   }
 }
 
 TEST(HardwareWarnings, AreGivenOnceAProcess) {
   const auto enter = [] {
-    const Autocast<torch::kCUDA> cuda;
-    const Autocast<torch::kCPU, torch::kHalf> half;
+    const AutocastGuard<torch::kCUDA> cuda;
+    const AutocastGuard<torch::kCPU, torch::kHalf> half;
   };
   {
     const test_support::WarningRecorder first;
@@ -69,18 +69,18 @@ TEST(HardwareWarnings, AreGivenOnceAProcess) {
 
 TEST(HardwareWarnings, AreNotGivenForWhatLowersNothingOrIsNative) {
   EXPECT_THAT(first_warnings([] {
-                const Autocast<torch::kCPU> bfloat16;
-                const Autocast<torch::kCUDA> off({.enabled = false});
-                const Autocast<torch::kCPU, torch::kHalf> half_off({.enabled = false});
-                const AutocastGuard cpu(mezzo::recommended(torch::kCPU));
-                const AutocastGuard cuda(mezzo::recommended(torch::kCUDA));
+                const AutocastGuard<torch::kCPU> bfloat16;
+                const AutocastGuard<torch::kCUDA> off({.enabled = false});
+                const AutocastGuard<torch::kCPU, torch::kHalf> half_off({.enabled = false});
+                const AutocastGuard cpu(mezzo::recommended_autocast(torch::kCPU));
+                const AutocastGuard cuda(mezzo::recommended_autocast(torch::kCUDA));
               }),
               IsEmpty());
 }
 
 TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
-  const std::string warning = mezzo::detail::half_warning(mezzo::detail::cpu_features());
-  const auto heard = first_warnings([] { const Autocast<torch::kCPU, torch::kHalf> region; });
+  const std::string warning = mezzo::detail::float16_cpu_warning(mezzo::detail::cpu_features());
+  const auto heard = first_warnings([] { const AutocastGuard<torch::kCPU, torch::kHalf> region; });
   if (warning.empty()) {
     EXPECT_THAT(heard, IsEmpty());
   } else {
@@ -89,13 +89,13 @@ TEST(HardwareWarnings, TellOfHalfWhereTheCpuEmulatesIt) {
 }
 
 TEST(HardwareWarnings, NameWhatHalfCostsOnACpuWithoutItsInstructions) {
-  using mezzo::detail::half_warning;
-  EXPECT_THAT(half_warning({.known = true, .bf16 = true}),
+  using mezzo::detail::float16_cpu_warning;
+  EXPECT_THAT(float16_cpu_warning({.known = true, .bf16 = true}),
               AllOf(HasSubstr("this CPU has no float16 instructions"),
                     HasSubstr("emulated float16 is slower than float32"),
-                    HasSubstr("mezzo::recommended(torch::kCPU)")));
-  EXPECT_EQ(half_warning({.known = true, .fp16 = true}), "");
-  EXPECT_EQ(half_warning({}), "") << "nobody knows";
+                    HasSubstr("mezzo::recommended_autocast(torch::kCPU)")));
+  EXPECT_EQ(float16_cpu_warning({.known = true, .fp16 = true}), "");
+  EXPECT_EQ(float16_cpu_warning({}), "") << "nobody knows";
 }
 
 }  // namespace

@@ -16,13 +16,13 @@
 namespace {
 
 using mezzo::AutocastModule;
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::ThrowsMessage;
 using torch::Tensor;
 
-const AutocastSetting kBf16{.device = torch::kCPU};
+const AutocastOptions kBf16{.device_type = torch::kCPU};
 
 /// Several arguments, a default one, a child, a buffer, and a child that must stay in eval mode.
 struct GatedImpl : torch::nn::Cloneable<GatedImpl> {
@@ -64,7 +64,7 @@ std::vector<std::string> keys(const torch::OrderedDict<std::string, Tensor>& dic
 
 TEST(AutocastModule, GivesResultsOfTheOutputDtype) {
   mezzo::AutocastModule net(torch::nn::Linear(4, 2),
-                            {.device = torch::kCPU, .output = torch::kFloat});
+                            {.device_type = torch::kCPU, .output_dtype = torch::kFloat});
   EXPECT_EQ(net(torch::ones({3, 4})).scalar_type(), torch::kFloat);
   const auto copy =
       std::dynamic_pointer_cast<mezzo::AutocastModuleImpl<torch::nn::LinearImpl>>(net->clone());
@@ -79,8 +79,8 @@ TEST(AutocastModule, RunsForwardUnderTheSettingAndNothingElse) {
 }
 
 TEST(AutocastModule, RunsInFullPrecisionWhenDisabledInsideARegion) {
-  AutocastModule wrapped(torch::nn::Linear(4, 2), {.device = torch::kCPU, .enabled = false});
-  const mezzo::Autocast<torch::kCPU> autocast;
+  AutocastModule wrapped(torch::nn::Linear(4, 2), {.device_type = torch::kCPU, .enabled = false});
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_EQ(wrapped(torch::rand({3, 4})).scalar_type(), torch::kFloat);
 }
 
@@ -205,7 +205,8 @@ TEST(AutocastModule, RefusesAnEmptyHolderAndADtypeThatAutocastCannotTake) {
               ThrowsMessage<c10::Error>(HasSubstr("AutocastModule: module is an empty holder")));
   EXPECT_THAT(
       [] {
-        AutocastModule(torch::nn::Linear(2, 2), {.device = torch::kCPU, .dtype = torch::kFloat});
+        AutocastModule(torch::nn::Linear(2, 2),
+                       {.device_type = torch::kCPU, .dtype = torch::kFloat});
       },
       ThrowsMessage<c10::Error>(HasSubstr("dtype: autocast on cpu cannot lower to Float")));
 }

@@ -65,14 +65,14 @@ class AutocastParallelApply : public testing::Test {
 
 TEST_F(AutocastParallelApply, OfPlainModulesLosesTheCallersRegionInPoolThreads) {
   std::vector<Meeting> modules = {Meeting(arrived_), Meeting(arrived_)};
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
   EXPECT_NE(outputs[0].scalar_type(), outputs[1].scalar_type())
       << "the caller's own thread lowers, the pool's thread does not";
 }
 
 TEST_F(AutocastParallelApply, OfWrappedModulesRunsUnderAutocastInEveryThread) {
-  const mezzo::AutocastSetting bf16{.device = torch::kCPU};
+  const mezzo::AutocastOptions bf16{.device_type = torch::kCPU};
   std::vector<AutocastModule<Meeting>> modules = {{Meeting(arrived_), bf16},
                                                   {Meeting(arrived_), bf16}};
   const auto outputs = torch::nn::parallel::parallel_apply(modules, inputs_);
@@ -103,10 +103,10 @@ TEST_F(AutocastParallelApply, AParallelForLosesTheCallersRegionUnlessItIsHandedO
   at::autocast::set_autocast_dtype(torch::kCPU, torch::kBFloat16);
   const auto of_libtorchs_calls = dtypes_in_parallel_for(dtype_of_a_product);
   at::autocast::set_autocast_enabled(torch::kCPU, false);
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_EQ(dtypes_in_parallel_for(dtype_of_a_product), of_libtorchs_calls);
   EXPECT_EQ(of_libtorchs_calls, (std::vector{torch::kBFloat16, torch::kFloat}));
-  EXPECT_EQ(dtypes_in_parallel_for(mezzo::with_current_autocast(dtype_of_a_product)),
+  EXPECT_EQ(dtypes_in_parallel_for(mezzo::propagate_autocast_state(dtype_of_a_product)),
             (std::vector{torch::kBFloat16, torch::kBFloat16}));
 }
 

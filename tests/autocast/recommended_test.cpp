@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/autocast_options.h>
 
 #include <torch/torch.h>
 
@@ -11,7 +11,7 @@
 
 namespace {
 
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using mezzo::detail::ComputeCapability;
 using mezzo::detail::CpuFeatures;
 using mezzo::detail::recommend_cpu;
@@ -22,10 +22,10 @@ using testing::ThrowsMessage;
 static_assert(mezzo::default_autocast_dtype(torch::kCPU) == torch::kBFloat16);
 static_assert(mezzo::default_autocast_dtype(torch::kCUDA) == torch::kHalf);
 static_assert(mezzo::default_autocast_dtype(torch::kMeta) == torch::ScalarType::Undefined);
-static_assert(mezzo::autocast_accepts(torch::kCPU, torch::kHalf));
-static_assert(mezzo::autocast_accepts(torch::kCUDA, torch::kBFloat16));
-static_assert(!mezzo::autocast_accepts(torch::kCUDA, torch::kFloat));
-static_assert(!mezzo::autocast_accepts(torch::kMeta, torch::kHalf));
+static_assert(mezzo::is_autocast_dtype_supported(torch::kCPU, torch::kHalf));
+static_assert(mezzo::is_autocast_dtype_supported(torch::kCUDA, torch::kBFloat16));
+static_assert(!mezzo::is_autocast_dtype_supported(torch::kCUDA, torch::kFloat));
+static_assert(!mezzo::is_autocast_dtype_supported(torch::kMeta, torch::kHalf));
 
 TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
   std::ifstream file("/proc/cpuinfo");
@@ -39,7 +39,7 @@ TEST(CpuFeatures, OfThisMachineAreThoseOfProcCpuinfo) {
 }
 
 TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
-  const AutocastSetting zen = recommend_cpu({.known = true, .bf16 = true});
+  const AutocastOptions zen = recommend_cpu({.known = true, .bf16 = true});
   EXPECT_TRUE(zen.enabled);
   EXPECT_EQ(zen.device, torch::kCPU);
   EXPECT_EQ(zen.dtype, torch::kBFloat16);
@@ -47,29 +47,30 @@ TEST(Recommended, PicksBFloat16OnACpuWithInstructionsForItAndSaysWhich) {
 }
 
 TEST(Recommended, LeavesAutocastOffWhereTheCpuWouldEmulateIt) {
-  const AutocastSetting emulated = recommend_cpu({.known = true});
+  const AutocastOptions emulated = recommend_cpu({.known = true});
   EXPECT_FALSE(emulated.enabled);
-  EXPECT_TRUE(mezzo::autocast_accepts(torch::kCPU, *emulated.dtype)) << "a guard must take it";
+  EXPECT_TRUE(mezzo::is_autocast_dtype_supported(torch::kCPU, *emulated.dtype))
+      << "a guard must take it";
   EXPECT_EQ(emulated.reason,
             "float32 (autocast off): this CPU has no bfloat16 instructions, and emulated bfloat16 "
             "is slower than float32");
 }
 
 TEST(Recommended, LeavesAutocastOffOnACpuThatItCannotRead) {
-  const AutocastSetting setting = recommend_cpu({});
+  const AutocastOptions setting = recommend_cpu({});
   EXPECT_FALSE(setting.enabled);
   EXPECT_THAT(setting.reason, HasSubstr("on x86-64 only; set the dtype yourself"));
 }
 
 TEST(Recommended, PicksByComputeCapabilityOnCuda) {
-  const AutocastSetting hopper = recommend_cuda(ComputeCapability{9, 0});
+  const AutocastOptions hopper = recommend_cuda(ComputeCapability{9, 0});
   EXPECT_TRUE(hopper.enabled);
   EXPECT_EQ(hopper.dtype, torch::kBFloat16);
   EXPECT_EQ(hopper.reason,
             "bfloat16: a GPU of compute capability 9.0 multiplies it natively, in float32's range");
   EXPECT_EQ(recommend_cuda(ComputeCapability{8, 0}).dtype, torch::kBFloat16);
 
-  const AutocastSetting turing = recommend_cuda(ComputeCapability{7, 5});
+  const AutocastOptions turing = recommend_cuda(ComputeCapability{7, 5});
   EXPECT_TRUE(turing.enabled);
   EXPECT_EQ(turing.dtype, torch::kHalf);
   EXPECT_EQ(turing.reason,
@@ -77,7 +78,7 @@ TEST(Recommended, PicksByComputeCapabilityOnCuda) {
             "scale the loss");
   EXPECT_EQ(recommend_cuda(ComputeCapability{7, 0}).dtype, torch::kHalf);
 
-  const AutocastSetting pascal = recommend_cuda(ComputeCapability{6, 1});
+  const AutocastOptions pascal = recommend_cuda(ComputeCapability{6, 1});
   EXPECT_FALSE(pascal.enabled);
   EXPECT_EQ(pascal.reason,
             "float32 (autocast off): a GPU of compute capability 6.1 has no tensor cores");
@@ -87,10 +88,10 @@ TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
   EXPECT_EQ(recommend_cuda(std::nullopt).reason,
             "float32 (autocast off): libtorch sees no CUDA device");
   if (!torch::cuda::is_available()) {
-    EXPECT_FALSE(mezzo::recommended(torch::kCUDA).enabled);
+    EXPECT_FALSE(mezzo::recommended_autocast(torch::kCUDA).enabled);
     EXPECT_THAT(
         [] {
-          mezzo::recommended({torch::kCUDA, 3});
+          mezzo::recommended_autocast({torch::kCUDA, 3});
         },
         ThrowsMessage<c10::Error>(HasSubstr("there is no cuda:3; libtorch sees 0")));
   }
@@ -98,7 +99,7 @@ TEST(Recommended, LeavesAutocastOffWithoutAGpu) {
 
 TEST(Recommended, RefusesADeviceWithoutAutocast) {
   EXPECT_THAT(
-      [] { mezzo::recommended(torch::kMeta); },
+      [] { mezzo::recommended_autocast(torch::kMeta); },
       ThrowsMessage<c10::Error>(HasSubstr("device: no autocast on meta; use cpu, cuda or mps")));
 }
 

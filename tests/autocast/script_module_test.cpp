@@ -1,9 +1,9 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/torchscript.h>
 
@@ -22,7 +22,7 @@
 namespace {
 
 using mezzo::AutocastModule;
-using mezzo::AutocastSetting;
+using mezzo::AutocastOptions;
 using mezzo::ScriptModule;
 using test_support::script_model;
 using test_support::twin;
@@ -59,7 +59,7 @@ void expect_equal(const std::vector<torch::Tensor>& left, const std::vector<torc
 /// Again and again, for libtorch's executor first watches and then rewrites a graph. It does so
 /// without autocast, with backward formulas of its own that round otherwise.
 void expect_steps_alike(ScriptModule& script, test_support::Twin& model,
-                        const AutocastSetting& setting) {
+                        const AutocastOptions& setting) {
   for (int step = 0; step < 4; ++step) {
     torch::Tensor output, of_twin;
     const auto found = gradients(script->parameters(), [&] {
@@ -80,22 +80,22 @@ TEST(ScriptModule, HasTheBitsOfTheSameModelInCppInEachDtype) {
   ScriptModule script(script_model());
   auto model = twin();
   for (const auto dtype : {torch::kBFloat16, torch::kHalf, torch::kBFloat16}) {
-    expect_steps_alike(script, model, {.device = torch::kCPU, .dtype = dtype});
+    expect_steps_alike(script, model, {.device_type = torch::kCPU, .dtype = dtype});
   }
-  expect_steps_alike(script, model, {.device = torch::kCPU, .enabled = false});
+  expect_steps_alike(script, model, {.device_type = torch::kCPU, .enabled = false});
 }
 
 TEST(ScriptModule, IsNotBoundByWhatABareCallLeftInLibtorchsExecutor) {
   const auto bare = script_model();
   for (int step = 0; step < 3; ++step) {
-    const mezzo::Autocast<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
     torch::jit::Module(bare).forward({images()});
   }
   ScriptModule script(bare);
   script->named_buffers()["norm.running_mean"].zero_();
   script->named_buffers()["norm.running_var"].fill_(1);
   auto model = twin();
-  expect_steps_alike(script, model, {.device = torch::kCPU, .dtype = torch::kHalf});
+  expect_steps_alike(script, model, {.device_type = torch::kCPU, .dtype = torch::kHalf});
 }
 
 TEST(ScriptModule, SharesParametersBuffersAndModeWithTheScript) {
@@ -139,7 +139,7 @@ TEST(ScriptModule, ClonesIntoLeavesOfItsOwn) {
 
 TEST(ScriptModule, RefusesArgumentsThatTheScriptDoesNotTakeUnderAutocastToo) {
   ScriptModule script(script_model());
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_THROW(script(images(), images()), c10::Error);
   EXPECT_THROW(script(3.0), c10::Error);
 }
@@ -168,7 +168,7 @@ TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
   ScriptModule net(script);
   net(images());
   {
-    const mezzo::Autocast<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
     net(images());
   }
   EXPECT_EQ(net->named_buffers()["counter.calls"].item<float>(), 2);
@@ -189,7 +189,7 @@ TEST(ScriptModule, HasTheBuffersThatItsForwardReplaced) {
 TEST(ScriptModule, RefusesAScriptThatOpensARegionItself) {
   ScriptModule net(torch::jit::load(MEZZO_AUTOCAST_TEST_DATA "/opens_autocast.pt"));
   EXPECT_NO_THROW(net(torch::ones({2, 2})));
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_THAT(
       [&] {
         net(torch::ones({2, 2}));
@@ -210,9 +210,9 @@ TEST(ScriptModule, FollowsForksUnderTheOpListsAndThePolicy) {
     return layer("a") + layer("b");
   };
   EXPECT_TRUE(torch::equal(net(x).toTensor(), in_cpp()));
-  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::linear"));
-  for (const auto& own : {mezzo::OpPolicy(), policy}) {
-    const mezzo::AutocastGuard autocast({.device = torch::kCPU, .policy = own});
+  const auto overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::linear"));
+  for (const auto& own : {mezzo::OpOverrides(), overrides}) {
+    const mezzo::AutocastGuard autocast({.device_type = torch::kCPU, .op_overrides = own});
     const auto output = net(x).toTensor();
     EXPECT_EQ(output.scalar_type(), own.empty() ? torch::kBFloat16 : torch::kFloat);
     EXPECT_TRUE(torch::equal(output, in_cpp()));
@@ -223,7 +223,7 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
   const auto refused = [](const char* file) {
     ScriptModule net(torch::jit::load(std::string(MEZZO_AUTOCAST_TEST_DATA "/") + file));
     EXPECT_NO_THROW(net(torch::ones({2, 8})));
-    const mezzo::Autocast<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
     return test_support::message_of([&] { net(torch::ones({2, 8})); });
   };
   EXPECT_THAT(refused("many_forks.pt"),
@@ -236,7 +236,7 @@ TEST(ScriptModule, RefusesWhatLibtorchWouldRunByItsOwnLists) {
 
 TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
   const auto bare = script_model();
-  AutocastModule net(ScriptModule(bare), {.device = torch::kCPU});
+  AutocastModule net(ScriptModule(bare), {.device_type = torch::kCPU});
   torch::Tensor output, forwarded;
   std::thread([&] {
     output = net(images()).toTensor();
@@ -245,7 +245,7 @@ TEST(AutocastModule, RunsTorchScriptUnderItsSettingInAnyThread) {
   EXPECT_EQ(output.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(forwarded.scalar_type(), torch::kBFloat16);
   EXPECT_EQ(net->parameters().size(), bare.parameters().size());
-  AutocastModule off(ScriptModule(bare), {.device = torch::kCPU, .enabled = false});
+  AutocastModule off(ScriptModule(bare), {.device_type = torch::kCPU, .enabled = false});
   EXPECT_EQ(off(images()).toTensor().scalar_type(), torch::kFloat);
 }
 

@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -35,17 +35,17 @@ void expect_every_device_type_as_set() {
 TEST(AutocastState, CarriesEveryDeviceTypeAndTheCacheFlag) {
   std::thread([] {  // a thread of its own, whose state ends with it
     set_every_device_type_by_hand();
-    std::thread(mezzo::with_current_autocast(expect_every_device_type_as_set)).join();
+    std::thread(mezzo::propagate_autocast_state(expect_every_device_type_as_set)).join();
   })
       .join();
 }
 
 TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
-  const AutocastState off = AutocastState::capture();
+  const AutocastState off = AutocastState::current();
   const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::Tracer);
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   {
-    const AutocastState::Scope scope(off);
+    const AutocastStateGuard scope(off);
     EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
   }
   EXPECT_TRUE(c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::Tracer));
@@ -53,15 +53,15 @@ TEST(AutocastState, LeavesTheRestOfAThreadsDispatchStateAlone) {
 }
 
 TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
-  const AutocastState off = AutocastState::capture();
-  const mezzo::Autocast<torch::kCPU> autocast({.cache = false});
-  const AutocastState on = AutocastState::capture();
+  const AutocastState off = AutocastState::current();
+  const mezzo::AutocastGuard<torch::kCPU> autocast({.cache_enabled = false});
+  const AutocastState on = AutocastState::current();
   std::thread([&] {
     {
-      const AutocastState::Scope scope(on);
+      const AutocastStateGuard scope(on);
       EXPECT_EQ(dtype_of_product(), torch::kBFloat16);
       {
-        const AutocastState::Scope inner(off);
+        const AutocastStateGuard inner(off);
         EXPECT_EQ(dtype_of_product(), torch::kFloat);
         EXPECT_TRUE(at::autocast::is_autocast_cache_enabled());
       }
@@ -75,8 +75,8 @@ TEST(AutocastState, IsRestoredInAPoolThreadBetweenTasks) {
 }
 
 TEST(AutocastState, TravelsWithTheArgumentsOfTheWork) {
-  const mezzo::Autocast<torch::kCPU> autocast;
-  const auto work = mezzo::with_current_autocast(
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
+  const auto work = mezzo::propagate_autocast_state(
       [](const Tensor& x, std::unique_ptr<int> n) { return torch::mm(x, x) * *n; });
   auto result = std::async(std::launch::async, work, torch::ones({2, 2}), std::make_unique<int>(3));
   const Tensor product = result.get();

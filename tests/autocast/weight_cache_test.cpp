@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -13,7 +13,6 @@
 
 namespace {
 
-using mezzo::Autocast;
 using mezzo::AutocastGuard;
 using testing::Each;
 using torch::Tensor;
@@ -27,9 +26,9 @@ Tensor cast(const Tensor& tensor, torch::ScalarType dtype = torch::kBFloat16) {
 
 TEST(AutocastWeightCache, CastsAWeightOnceARegionUnlessItIsDisabled) {
   const Tensor w = weight();
-  const Autocast<torch::kCPU> caching;
+  const AutocastGuard<torch::kCPU> caching;
   EXPECT_TRUE(cast(w).is_same(cast(w)));
-  const Autocast<torch::kCPU> autocast({.cache = false});
+  const AutocastGuard<torch::kCPU> autocast({.cache_enabled = false});
   EXPECT_FALSE(cast(w).is_same(cast(w)));
 }
 
@@ -37,9 +36,9 @@ TEST(AutocastWeightCache, IsClearedAtTheOutermostExit) {
   const Tensor w = weight();
   std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> copy;
   {
-    const Autocast<torch::kCPU> outer;
+    const AutocastGuard<torch::kCPU> outer;
     {
-      const Autocast<torch::kCPU> inner;
+      const AutocastGuard<torch::kCPU> inner;
       copy.emplace(cast(w).getIntrusivePtr());
     }
     EXPECT_FALSE(copy->expired());
@@ -49,11 +48,11 @@ TEST(AutocastWeightCache, IsClearedAtTheOutermostExit) {
 
 TEST(AutocastWeightCache, OutlivesAnInnerRegionOfTheSameDtype) {
   const Tensor w = weight();
-  const Autocast<torch::kCPU> outer;
+  const AutocastGuard<torch::kCPU> outer;
   const Tensor before = cast(w);
-  { const Autocast<torch::kCPU> inner; }
-  { const Autocast<torch::kCPU> exact({.enabled = false}); }
-  { const Autocast<torch::kCUDA> elsewhere; }
+  { const AutocastGuard<torch::kCPU> inner; }
+  { const AutocastGuard<torch::kCPU> exact({.enabled = false}); }
+  { const AutocastGuard<torch::kCUDA> elsewhere; }
   EXPECT_TRUE(cast(w).is_same(before));
 }
 
@@ -62,26 +61,29 @@ std::vector<std::function<void(torch::ScalarType, const std::function<void()>&)>
   using torch::kCPU;
   const auto state_of = [](torch::ScalarType dtype) {
     const AutocastGuard autocast(kCPU, dtype);
-    return mezzo::AutocastState::capture();
+    return mezzo::AutocastState::current();
   };
-  return {[](auto dtype, auto& call) {
-            const AutocastGuard autocast(kCPU, dtype);
-            call();
-          },
-          [](auto dtype, auto& call) { mezzo::autocast({.device = kCPU, .dtype = dtype}, call); },
-          [](auto dtype, auto& call) { mezzo::autocast(call, {.device = kCPU, .dtype = dtype})(); },
-          [=](auto dtype, auto& call) {
-            const mezzo::AutocastState::Scope scope(state_of(dtype));
-            call();
-          },
-          [](auto dtype, auto& call) {
-            std::function<void()> carried;
-            {
-              const AutocastGuard autocast(kCPU, dtype);
-              carried = mezzo::with_current_autocast(call);
-            }
-            carried();
-          }};
+  return {
+      [](auto dtype, auto& call) {
+        const AutocastGuard autocast(kCPU, dtype);
+        call();
+      },
+      [](auto dtype, auto& call) { mezzo::autocast({.device_type = kCPU, .dtype = dtype}, call); },
+      [](auto dtype, auto& call) {
+        mezzo::autocast(call, {.device_type = kCPU, .dtype = dtype})();
+      },
+      [=](auto dtype, auto& call) {
+        const mezzo::AutocastStateGuard scope(state_of(dtype));
+        call();
+      },
+      [](auto dtype, auto& call) {
+        std::function<void()> carried;
+        {
+          const AutocastGuard autocast(kCPU, dtype);
+          carried = mezzo::propagate_autocast_state(call);
+        }
+        carried();
+      }};
 }
 
 TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
@@ -92,7 +94,7 @@ TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
   };
   for (const auto& outer : regions()) {
     for (const auto& inner : regions()) {
-      const Autocast<torch::kCPU> outermost;
+      const AutocastGuard<torch::kCPU> outermost;
       expect_dtype(torch::kBFloat16);
       outer(torch::kHalf, [&] {
         expect_dtype(torch::kHalf);
@@ -107,9 +109,9 @@ TEST(AutocastWeightCache, ARegionOfAnotherDtypeReadsItsOwnCasts) {
 TEST(AutocastWeightCache, StaysOffInRegionsInsideOneThatDisabledIt) {
   const Tensor w = torch::ones({2, 2}).requires_grad_();
   const Tensor x = torch::ones({2, 2});
-  const Autocast<torch::kCPU> outer({.cache = false});
+  const AutocastGuard<torch::kCPU> outer({.cache_enabled = false});
   const auto product = [&] {
-    const Autocast<torch::kCPU> inner;
+    const AutocastGuard<torch::kCPU> inner;
     return torch::mm(x, w).sum().item<float>();
   };
   EXPECT_EQ(product(), 8.0F);
@@ -125,20 +127,22 @@ std::vector<bool> caches_in_silent_regions() {
   std::vector<bool> found;
   const auto look = [&] { found.push_back(at::autocast::is_autocast_cache_enabled()); };
   {
-    const Autocast<torch::kCPU> guard;
+    const AutocastGuard<torch::kCPU> guard;
     look();
   }
-  mezzo::autocast({.device = torch::kCPU, .dtype = torch::kHalf}, look);
-  std::thread(mezzo::with_current_autocast([&] { mezzo::autocast<torch::kCPU>(look)(); })).join();
+  mezzo::autocast({.device_type = torch::kCPU, .dtype = torch::kHalf}, look);
+  std::thread(mezzo::propagate_autocast_state([&] {
+    mezzo::autocast<torch::kCPU>(look)();
+  })).join();
   return found;
 }
 
 TEST(AutocastWeightCache, IsInheritedByEveryRegionThatSaysNothingOfIt) {
   EXPECT_THAT(caches_in_silent_regions(), Each(true));
   {
-    const Autocast<torch::kCPU> outer({.cache = false});
+    const AutocastGuard<torch::kCPU> outer({.cache_enabled = false});
     EXPECT_THAT(caches_in_silent_regions(), Each(false));
-    const Autocast<torch::kCUDA> inner({.cache = true});
+    const AutocastGuard<torch::kCUDA> inner({.cache_enabled = true});
     EXPECT_THAT(caches_in_silent_regions(), Each(true));
   }
   at::autocast::set_autocast_cache_enabled(false);
@@ -152,7 +156,7 @@ TEST(AutocastWeightCache, KeepsNoCopyOfANoGradScopeOrOfInferenceMode) {
   const Tensor x = torch::randn({8, 2});
   Tensor loss;
   {
-    const Autocast<torch::kCPU> autocast;
+    const AutocastGuard<torch::kCPU> autocast;
     {
       const torch::NoGradGuard no_grad;
       EXPECT_FALSE(model(x).requires_grad());

@@ -252,13 +252,13 @@ TEST_F(Program, RefusesToResumeAnotherRun) {
 }
 
 TEST_F(Program, ObeysTheEnvironmentInItsAmpRows) {
-  setenv("MEZZO_AUTOCAST", "off", 1);
+  setenv("MEZZO_MIXED_PRECISION", "no", 1);
   const auto off = run(training({"--precision", "amp", "--max-steps", "1", "--json", "-"}));
-  setenv("MEZZO_AUTOCAST", "fast", 1);
+  setenv("MEZZO_MIXED_PRECISION", "fast", 1);
   const auto wrong = run(training({"--precision", "amp", "--max-steps", "1"}));
-  unsetenv("MEZZO_AUTOCAST");
+  unsetenv("MEZZO_MIXED_PRECISION");
   EXPECT_THAT(off.out, HasSubstr("\"autocast\": \"off\""));
-  expect_failure(wrong, 1, {"MEZZO_AUTOCAST", "bf16"});
+  expect_failure(wrong, 1, {"MEZZO_MIXED_PRECISION", "bf16"});
 }
 
 TEST_F(Program, TellsUsageErrorsFromOthersByItsStatus) {

@@ -1,6 +1,6 @@
 // Which objects a checkpoint takes and gives back, and which it refuses by name.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/loss_scale_optimizer.h>
@@ -461,13 +461,13 @@ TEST(Checkpoint, ALoadInsideOneRegionOfAutocastReachesTheNextForward) {
   const torch::Tensor x = torch::rand({1, 2, 5, 5});
   torch::Tensor before, inside;
   {
-    const mezzo::Autocast<torch::kCPU> region;
+    const mezzo::AutocastGuard<torch::kCPU> region;
     before = model->forward(x);
     mezzo::load_checkpoint(temp_dir.path() / "a", TrainingState().add("model", model));
     inside = model->forward(x);
   }
   EXPECT_FALSE(torch::equal(before, inside));
-  const mezzo::Autocast<torch::kCPU> fresh;
+  const mezzo::AutocastGuard<torch::kCPU> fresh;
   EXPECT_TRUE(torch::equal(inside, saved->forward(x)));
 }
 
@@ -679,7 +679,7 @@ TEST(Checkpoint, FitsWithAndWithoutAutocastModule) {
     torch::nn::Functional relu([](const torch::Tensor& x) { return torch::relu(x); });
     torch::nn::Sequential model(torch::nn::Linear(2, 2));
     if (is_wrapped) {
-      model->push_back(mezzo::AutocastModule(relu, {.device = torch::kCPU}));
+      model->push_back(mezzo::AutocastModule(relu, {.device_type = torch::kCPU}));
     } else {
       model->push_back(relu);
     }

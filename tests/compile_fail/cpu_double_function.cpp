@@ -1,5 +1,5 @@
 // error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 int function_in_double() {
 #ifdef MEZZO_LEGAL

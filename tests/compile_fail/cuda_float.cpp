@@ -1,10 +1,10 @@
 // error: autocast cannot lower to this dtype; use torch::kHalf or torch::kBFloat16
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 void region_in_float() {
 #ifdef MEZZO_LEGAL
-  const mezzo::Autocast<c10::DeviceType::CUDA, c10::ScalarType::BFloat16> autocast;
+  const mezzo::AutocastGuard<c10::DeviceType::CUDA, c10::ScalarType::BFloat16> autocast;
 #else
-  const mezzo::Autocast<c10::DeviceType::CUDA, c10::ScalarType::Float> autocast;
+  const mezzo::AutocastGuard<c10::DeviceType::CUDA, c10::ScalarType::Float> autocast;
 #endif
 }

@@ -1,10 +1,10 @@
 // error: this device type has no autocast; use torch::kCPU, kCUDA or kMPS
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 void region_on_meta() {
 #ifdef MEZZO_LEGAL
-  const mezzo::Autocast<c10::DeviceType::CPU> autocast;
+  const mezzo::AutocastGuard<c10::DeviceType::CPU> autocast;
 #else
-  const mezzo::Autocast<c10::DeviceType::Meta> autocast;
+  const mezzo::AutocastGuard<c10::DeviceType::Meta> autocast;
 #endif
 }

@@ -1,10 +1,10 @@
 // error: ignoring return value of .*Autocast
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 void region_of_a_temporary() {
 #ifdef MEZZO_LEGAL
-  const mezzo::Autocast<c10::DeviceType::CPU> autocast;
+  const mezzo::AutocastGuard<c10::DeviceType::CPU> autocast;
 #else
-  mezzo::Autocast<c10::DeviceType::CPU>();
+  mezzo::AutocastGuard<c10::DeviceType::CPU>();
 #endif
 }

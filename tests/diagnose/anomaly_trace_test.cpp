@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/sgd.h>
@@ -31,7 +31,7 @@ using testing::IsEmpty;
 using testing::Not;
 using testing::SizeIs;
 
-using HalfAutocast = mezzo::Autocast<torch::kCPU, torch::kHalf>;
+using HalfAutocast = mezzo::AutocastGuard<torch::kCPU, torch::kHalf>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 

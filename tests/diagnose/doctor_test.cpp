@@ -391,7 +391,7 @@ TEST(Doctor, SaysWhatItCannotExamine) {
               HasSubstr("the model has no parameters"));
   EXPECT_THAT(message_of([&] { diagnose(torch::nn::Linear(nullptr), rows(), torch::kCPU); }),
               HasSubstr("the model is an empty holder or a null pointer"));
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_THAT(message_of([&] { diagnose(model, rows(), torch::kCPU); }),
               HasSubstr("outside of Autocast regions"));
 }

@@ -2,7 +2,7 @@
 // has anything to say of them. They hold what looks like a fault: masks of -inf, running extremes
 // that begin at inf, zeros that are guarded, large scalars.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/doctor.h>
 #include <mezzo/diagnose/overflow_report.h>
@@ -353,8 +353,9 @@ Made banned_word() {
 
 Tensor loss_in(at::ScalarType dtype, Model& model) {
   const bool is_single = dtype == torch::kFloat;
-  const mezzo::AutocastGuard autocast(
-      {.device = torch::kCPU, .dtype = is_single ? torch::kHalf : dtype, .enabled = !is_single});
+  const mezzo::AutocastGuard autocast({.device_type = torch::kCPU,
+                                       .dtype = is_single ? torch::kHalf : dtype,
+                                       .enabled = !is_single});
   return single(model.forward(model.sample)).mean();
 }
 

@@ -1,6 +1,6 @@
 // Which op made the first inf or NaN? Asked of AnomalyTrace.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 
 #include <torch/torch.h>
@@ -36,7 +36,7 @@ std::string trace_of_step(const nn::Module& model, at::ScalarType dtype,
   return trace_of(model, [&] {
     Tensor value;
     {
-      const mezzo::AutocastGuard autocast({.device = torch::kCPU,
+      const mezzo::AutocastGuard autocast({.device_type = torch::kCPU,
                                            .dtype = dtype == torch::kFloat ? torch::kHalf : dtype,
                                            .enabled = dtype != torch::kFloat});
       value = loss();
@@ -94,7 +94,7 @@ Run traced_weight(const std::string& parameter, float value) {
 template <class Layer>
 std::string trace_of_layer(Layer layer, const Tensor& batch, at::ScalarType dtype) {
   const torch::NoGradGuard no_grad;
-  const mezzo::AutocastGuard autocast({.device = torch::kCPU, .dtype = dtype});
+  const mezzo::AutocastGuard autocast({.device_type = torch::kCPU, .dtype = dtype});
   return trace_of(*layer, [&] { layer->forward(batch); });
 }
 
@@ -119,7 +119,7 @@ std::string trace_of_scale(double scale) {
                   [&] {
                     Tensor loss;
                     {
-                      const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+                      const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
                       loss = model.forward(batch_of_ones()).to(torch::kFloat).sum();
                     }
                     (loss * scale).backward();

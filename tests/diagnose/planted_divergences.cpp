@@ -1,6 +1,6 @@
 // Is the run lost, and why? Asked of DivergenceWatch.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/distributed/data_parallel.h>
@@ -446,7 +446,8 @@ std::vector<HealthyRun> healthy_runs() {
        [] {
          return healthy(
              [](PatientImpl& model, int) {
-               const mezzo::AutocastGuard autocast({.device = torch::kCPU, .dtype = torch::kHalf});
+               const mezzo::AutocastGuard autocast(
+                   {.device_type = torch::kCPU, .dtype = torch::kHalf});
                return squares(model).to(torch::kFloat);
              },
              {}, 1e-3);

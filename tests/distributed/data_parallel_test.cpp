@@ -1,6 +1,6 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/distributed/data_parallel.h>
 #include <mezzo/optim/adamw.h>
@@ -59,7 +59,7 @@ TEST(DataParallel, ForwardTakesAndGivesWhatTheModelsDoes) {
   const ManyArguments model;
   DataParallel ddp(model, alike_ranks(2));
   expect_passes_all_arguments(ddp);
-  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), alike_ranks(2));
+  DataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}), alike_ranks(2));
   expect_passes_all_arguments(autocast);
 
   std::shared_ptr<torch::nn::LinearImpl> pointer = torch::nn::Linear(2, 1).ptr();
@@ -76,7 +76,7 @@ TEST(DataParallel, SharesTheModelUnderItsOwnNames) {
   EXPECT_EQ(ddp->weight.unsafeGetTensorImpl(), model->weight.unsafeGetTensorImpl());
   EXPECT_EQ(ddp->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
   EXPECT_EQ(ddp.module().get(), model.get());
-  DataParallel autocast(mezzo::AutocastModule(model, {.device = torch::kCPU}), alike_ranks(2));
+  DataParallel autocast(mezzo::AutocastModule(model, {.device_type = torch::kCPU}), alike_ranks(2));
   EXPECT_EQ(autocast->named_parameters().keys(), (std::vector<std::string>{"weight", "bias"}));
 }
 
@@ -88,11 +88,12 @@ TEST(DataParallel, ComputesUnderAutocastInAThreadThatKnowsNothingOfIt) {
     return dtype;
   };
   torch::nn::Linear model(2, 1);
-  DataParallel ddp(mezzo::AutocastModule(model, {.device = torch::kCPU, .dtype = at::kBFloat16}),
-                   alike_ranks(2));
+  DataParallel ddp(
+      mezzo::AutocastModule(model, {.device_type = torch::kCPU, .dtype = at::kBFloat16}),
+      alike_ranks(2));
   EXPECT_EQ(dtype_in_a_thread(ddp), at::kBFloat16);
   DataParallel without(model, alike_ranks(2));
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_EQ(dtype_in_a_thread(without), at::kFloat) << "a guard reaches its own thread alone";
 }
 
@@ -226,11 +227,11 @@ TEST(DataParallel, TrainsTorchScriptAsTheSameModelInCpp) {
   DataParallel ddp(script, alike_ranks(2));
   DataParallel of_twin(model, alike_ranks(2));
   DataParallel wrapped(mezzo::AutocastModule(mezzo::ScriptModule(test_support::script_model()),
-                                             {.device = torch::kCPU}),
+                                             {.device_type = torch::kCPU}),
                        alike_ranks(2));
   const auto x = torch::randn({4, 3, 6, 6});
   {
-    const mezzo::Autocast<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
     ddp(x).toTensor().to(torch::kFloat).square().sum().backward();
     of_twin(x).to(torch::kFloat).square().sum().backward();
   }

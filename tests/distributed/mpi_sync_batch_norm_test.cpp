@@ -1,7 +1,7 @@
 #include <torch/torch.h>
 //
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/distributed/sync_batch_norm.h>
 
 #include <gmock/gmock.h>
@@ -137,8 +137,9 @@ TEST_F(SyncBatchNormTest, AutocastChangesNothing) {
   SyncBatchNorm norm(BatchNormOptions(kChannels), world);
   const at::Tensor x = batch.part(batch.x, world->getRank());
   const at::Tensor wanted = norm->forward(x);
-  const mezzo::Autocast<torch::kCPU> autocast(
-      {.policy = mezzo::install_op_overrides(mezzo::OpPolicy().allow("aten::mul.Tensor"))});
+  const mezzo::AutocastGuard<torch::kCPU> autocast(
+      {.op_overrides =
+           mezzo::install_op_overrides(mezzo::OpOverrides().allow("aten::mul.Tensor"))});
   EXPECT_TRUE(at::equal(norm->forward(x), wanted));
 }
 

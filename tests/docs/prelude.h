@@ -50,8 +50,8 @@ extern mezzo::optim::AdamW optimizer, opt_d, opt_g;
 extern torch::optim::SGD sgd;
 extern mezzo::LinearSchedule schedule;
 extern mezzo::StepResult result;
-extern mezzo::AutocastSetting setting;
-extern const mezzo::OpPolicy policy;
+extern mezzo::AutocastOptions setting;
+extern const mezzo::OpOverrides overrides;
 extern c10::intrusive_ptr<c10d::Backend> world;
 extern mezzo::DataParallel<Net> ddp;
 

@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/autocast_options.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
 #include <mezzo/base/mixed_precision_policy.h>
@@ -36,8 +36,9 @@ void level(std::string_view text) {
 
 void autocast(std::string_view text) {
   const auto device = take_byte(text) % 2 == 0 ? c10::kCPU : c10::kCUDA;
-  const auto setting = mezzo::detail::parse_autocast(text, device, mezzo::detail::cpu_features());
-  require(setting.device == device && !setting.reason.empty(), "a setting has a reason");
+  const auto setting =
+      mezzo::detail::parse_mixed_precision(text, device, mezzo::detail::cpu_features());
+  require(setting.device_type == device && !setting.reason.empty(), "a setting has a reason");
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // libtorch's containers of modules and parameters wherever mezzo takes a module.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
@@ -80,7 +80,7 @@ void expect_same_parameters(const Nested& left, const Nested& right) {
 
 /// Gradients and numbers of the model in a guard.
 Tensor trained_in_a_guard(Nested model) {
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   const Tensor result = model->forward(batch());
   result.to(torch::kFloat).square().sum().backward();
   return result;
@@ -89,7 +89,7 @@ Tensor trained_in_a_guard(Nested model) {
 TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
   Nested guarded, model;
   const Tensor expected = trained_in_a_guard(guarded);
-  mezzo::AutocastModule wrapped(model, {.device = torch::kCPU});
+  mezzo::AutocastModule wrapped(model, {.device_type = torch::kCPU});
   EXPECT_EQ(wrapped->named_parameters().keys(), model->named_parameters().keys());
   const Tensor result = torch::nn::AnyModule(wrapped).forward(batch());
   EXPECT_TRUE(torch::equal(result, expected));
@@ -102,7 +102,7 @@ TEST(Containers, UnderAutocastModuleGiveTheBitsOfAGuard) {
 
 TEST(Containers, MayHoldAutocastModules) {
   const torch::nn::Linear linear(4, 4);
-  const mezzo::AutocastModule wrapped(linear, {.device = torch::kCPU});
+  const mezzo::AutocastModule wrapped(linear, {.device_type = torch::kCPU});
   torch::nn::ModuleList list(wrapped);
   torch::nn::ModuleDict dict(NamedModules{{"layer", wrapped.ptr()}});
   torch::nn::Sequential sequential(wrapped, torch::nn::ReLU());
@@ -155,7 +155,7 @@ TEST(Containers, TrainInDataParallelAsAlone) {
 TEST(Containers, ComeBackFromCheckpointsWrappedOrNot) {
   const test_support::TempDir temp_dir;
   Nested saved, loaded;
-  mezzo::AutocastModule wrapped(saved, {.device = torch::kCPU});
+  mezzo::AutocastModule wrapped(saved, {.device_type = torch::kCPU});
   {
     const torch::NoGradGuard no_grad;
     for (Tensor& each : saved->parameters()) each.mul_(3);

@@ -1,6 +1,6 @@
 // Parameters and buffers that nobody trains in: quantised, integer, bool, complex, float8.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
@@ -147,7 +147,7 @@ INSTANTIATE_TEST_SUITE_P(, OddDtypes,
 TEST(OddDtypesInRegions, PassThroughUnlessTheyAreFloating) {
   for (const auto dtype : {torch::kLong, torch::kComplexFloat, torch::kFloat8_e4m3fn}) {
     const Tensor x = odd_tensor(dtype);
-    const mezzo::Autocast<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
     EXPECT_EQ(torch::mm(x, x).scalar_type(),
               dtype == torch::kFloat8_e4m3fn ? torch::kBFloat16 : dtype);
   }

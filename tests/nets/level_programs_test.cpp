@@ -1,7 +1,7 @@
 // Random programs of an Amp's calls at every level, with one or two optimizers and up to three
 // losses, beside plain loops that add up the gradients since the last step.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/ema.h>
@@ -653,8 +653,8 @@ class AmpProgram : public Program {
     report_.line(region_ ? "the region ends" : "a region begins");
     count("region");
     if (region_) return region_.reset();
-    region_.emplace(
-        mezzo::AutocastSetting{.device = torch::kCPU, .dtype = level_->precision().compute_dtype});
+    region_.emplace(mezzo::AutocastOptions{.device_type = torch::kCPU,
+                                           .dtype = level_->precision().compute_dtype});
   }
 
   void meet_bad_gradient(std::size_t i) {
@@ -844,7 +844,7 @@ class AmpProgram : public Program {
   std::vector<Side> sides_;
   std::optional<Amp> amp_;
   std::optional<Saved> saved_;
-  std::optional<mezzo::AutocastGuard> region_;
+  std::optional<mezzo::AutocastGuard<>> region_;
 };
 
 TEST(StepPrograms, OfAnAmpTrainAsPlainLoopsDo) {

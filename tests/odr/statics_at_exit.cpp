@@ -8,9 +8,9 @@
 //
 // A crash, or what a sanitizer finds, shows in the exit status.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/diagnose/anomaly_trace.h>
 #include <mezzo/diagnose/telemetry.h>
 #include <mezzo/optim/adamw.h>
@@ -49,8 +49,9 @@ struct Trainer {
   }
 
   torch::nn::Linear layer{8, 4};
-  mezzo::OpPolicy policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::bmm"));
-  mezzo::AutocastModule<torch::nn::Linear> model{layer, {.device = torch::kCPU, .policy = policy}};
+  mezzo::OpOverrides policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::bmm"));
+  mezzo::AutocastModule<torch::nn::Linear> model{
+      layer, {.device_type = torch::kCPU, .op_overrides = policy}};
   mezzo::GradBuckets buckets{layer->parameters()};
   mezzo::optim::AdamW optimizer{layer->parameters(), mezzo::optim::AdamWOptions(0.01)};
   mezzo::LinearSchedule schedule{optimizer, {.warmup_steps = 2, .total_steps = 10}};
@@ -92,7 +93,7 @@ void stay_in_a_region_for_good() {
   std::promise<void> inside;
   const auto is_inside = inside.get_future();
   std::thread([&inside] {
-    const mezzo::Autocast<torch::kCPU> autocast({.policy = before_main.policy});
+    const mezzo::AutocastGuard<torch::kCPU> autocast({.op_overrides = before_main.policy});
     before_main.model(torch::ones({2, 8}));
     inside.set_value();
     std::this_thread::sleep_for(std::chrono::hours(1));

@@ -1,8 +1,8 @@
 // Built with mezzo's headers as they are, and with the same under another version: two shared
 // libraries of one process, neither of which knows of the other. two_versions.cpp loads them.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -31,7 +31,7 @@ class Training {
   double step(bool overflows) {
     at::Tensor loss;
     {
-      const mezzo::Autocast<at::kCPU> autocast;
+      const mezzo::AutocastGuard<at::kCPU> autocast;
       loss = at::mm(input_, weight_).to(at::kFloat).square().sum();
     }
     buckets_.zero_grad();
@@ -54,8 +54,8 @@ class Training {
   mezzo::GradScaler scaler_{{.init_scale = 1024}};
 };
 
-std::optional<mezzo::Autocast<at::kCPU>> region;
-mezzo::OpPolicy denied;  // and installed
+std::optional<mezzo::AutocastGuard<at::kCPU>> region;
+mezzo::OpOverrides denied;  // and installed
 
 }  // namespace
 
@@ -96,10 +96,10 @@ C10_EXPORT void step_by_scaler(torch::optim::Optimizer& optimizer, const at::Ten
 /// What install_op_overrides says of an op to deny.
 C10_EXPORT std::string deny(const std::string& op) {
   return test_support::message_of(
-      [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpPolicy().deny(op))); });
+      [&] { denied = denied.with(mezzo::install_op_overrides(mezzo::OpOverrides().deny(op))); });
 }
 
 /// A region with all that was denied, from here to leave().
-C10_EXPORT void enter() { region.emplace(mezzo::AutocastSetting{.policy = denied}); }
+C10_EXPORT void enter() { region.emplace(mezzo::AutocastOptions{.op_overrides = denied}); }
 C10_EXPORT void leave() { region.reset(); }
 }

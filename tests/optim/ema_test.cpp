@@ -1,5 +1,5 @@
 // Averages of weights beside any optimizer, and in the model for as long as it is evaluated.
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/master_weights.h>

@@ -1,6 +1,6 @@
 // Which masters and inner states a MasterWeights keeps, and what it makes them of.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/lamb.h>
@@ -116,7 +116,7 @@ TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
 template <class Optimizer>
 void expect_fresh_casts(Optimizer& optimizer, const torch::Tensor& weight) {
   const auto x = torch::ones({1, 4});
-  const mezzo::Autocast<torch::kCPU> region;
+  const mezzo::AutocastGuard<torch::kCPU> region;
   const auto before = torch::linear(x, weight);
   const torch::NoGradGuard no_grad;
   weight.mutable_grad() = torch::ones_like(weight);

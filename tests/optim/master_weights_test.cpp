@@ -1,6 +1,6 @@
 // MasterWeights: any optimizer of libtorch's, or a user's own, trains float masters of half and
 // bfloat16 parameters, and is an ordinary optimizer again after each step.
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lamb.h>

@@ -1,6 +1,6 @@
 // mezzo::optim::Muon against Python's torch.optim.Muon, which recorded/muon.py records.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/lr_schedule.h>
 #include <mezzo/optim/muon.h>
@@ -137,7 +137,7 @@ TEST(Muon, TakesTheSameStepInAnyRegion) {
     Muon optimizer({weight});
     weight.mutable_grad() = torch::randn({6, 4});
     if (in_region) {
-      const mezzo::AutocastGuard guard({.device = torch::kCPU, .dtype = torch::kHalf});
+      const mezzo::AutocastGuard guard({.device_type = torch::kCPU, .dtype = torch::kHalf});
       optimizer.step();
     } else {
       optimizer.step();

@@ -1,6 +1,6 @@
 // A process that forks after it has trained on the CPU with one thread: the child trains on. (With
 // several threads libgomp hangs in the child, with or without mezzo.)
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -29,7 +29,7 @@ class ForkedTraining {
       optimizer_.zero_grad();
       Tensor loss;
       {
-        const mezzo::Autocast<torch::kCPU> autocast;
+        const mezzo::AutocastGuard<torch::kCPU> autocast;
         loss = model_->forward(batch_).to(torch::kFloat).square().sum();
       }
       scaler_.scale(loss).backward();

@@ -1,5 +1,5 @@
 // One iteration: what scale, unscale_ and step do to losses, gradients and parameters.
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
 
@@ -155,7 +155,7 @@ TEST(GradScaler, RefusesHalfGradientsUnlessTheyAreAllowed) {
     x.mutable_grad() = torch::full({1}, 6.6e-5, torch::kHalf);  // 1e-9 without the scale: 0 in half
     EXPECT_THAT(message_of([&] { call(scaler); }),
                 testing::AllOf(testing::StartsWith("Attempting to unscale FP16 gradients."),
-                               HasSubstr("mezzo::Autocast"), HasSubstr("MasterWeights")));
+                               HasSubstr("mezzo::AutocastGuard"), HasSubstr("MasterWeights")));
   };
   refused([&](GradScaler& scaler) { scaler.unscale_(optimizer); });
   for (const mezzo::StepOptions& options :
@@ -275,7 +275,7 @@ TEST(HalfTraining, OverflowsSkipsRecoversAndTrainsOn) {
     const double scale = scaler.get_scale();
     torch::Tensor output;
     {
-      mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+      mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
       output = model->forward(inputs);
     }
     EXPECT_EQ(output.scalar_type(), torch::kHalf);

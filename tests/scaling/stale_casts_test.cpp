@@ -70,14 +70,14 @@ TEST(StaleCasts, AWriteOfWeightsInsideOneRegionReachesTheNextForward) {
     torch::Tensor before, inside;
     const std::function<void()> write = writer.make(model);
     {
-      const mezzo::Autocast<torch::kCPU> region;
+      const mezzo::AutocastGuard<torch::kCPU> region;
       before = output_of(model, x);
       before.sum().backward();
       write();
       inside = output_of(model, x);
     }
     EXPECT_FALSE(torch::equal(before, inside));
-    const mezzo::Autocast<torch::kCPU> fresh;
+    const mezzo::AutocastGuard<torch::kCPU> fresh;
     EXPECT_TRUE(torch::equal(inside, output_of(model, x)));
   }
 }
@@ -89,7 +89,7 @@ TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
   for (const torch::Tensor& average : ema.averages()) average.add_(1);
   torch::Tensor before, averaged, after;
   {
-    const mezzo::Autocast<torch::kCPU> region;
+    const mezzo::AutocastGuard<torch::kCPU> region;
     before = output_of(model, x);
     {
       const mezzo::EmaScope scope(ema);
@@ -100,7 +100,7 @@ TEST(StaleCasts, AveragesAreUsedInsideTheirScopeAndNotAfterIt) {
   EXPECT_FALSE(torch::equal(before, averaged));
   EXPECT_TRUE(torch::equal(before, after));
   const mezzo::EmaScope scope(ema);
-  const mezzo::Autocast<torch::kCPU> fresh;
+  const mezzo::AutocastGuard<torch::kCPU> fresh;
   EXPECT_TRUE(torch::equal(averaged, output_of(model, x)));
 }
 

@@ -1,7 +1,7 @@
 // Many tests enter regions that this machine has no device or no instructions for. mezzo warns of
 // that once a process, which is here, where nobody listens, and enters no region.
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <gtest/gtest.h>
 
@@ -14,7 +14,7 @@ class SuppressHardwareWarnings : public testing::Environment {
   void SetUp() override {
     const test_support::WarningRecorder recorder;
     for (const auto device : {c10::kCPU, c10::kCUDA}) {
-      mezzo::detail::warn_of_hardware(device, at::kHalf);
+      mezzo::detail::warn_if_unsupported_hardware(device, at::kHalf);
     }
   }
 };

@@ -6,7 +6,7 @@
 /// Brings in libtorch's autograd engine, about nine seconds of compile time.
 #pragma once
 
-#include <mezzo/autocast/detail/checkpoint_node.h>
+#include <mezzo/autocast/detail/recompute_node.h>
 #include <mezzo/base/version.h>
 
 #include <concepts>
@@ -22,7 +22,7 @@ struct ActivationCheckpointOptions {
   /// Whether the recomputation draws the random numbers of the first run, as dropout needs: from
   /// the default generators of the CPU and of all CUDA devices in use. Without random ops, false
   /// saves some microseconds. Generators of your own are yours to reset.
-  bool preserve_random_state = true;
+  bool preserve_rng_state = true;
 };
 
 /// Calls `function(args...)` and returns its result, but keeps only the arguments and the function
@@ -31,7 +31,7 @@ struct ActivationCheckpointOptions {
 ///     x = mezzo::activation_checkpoint(block, x);  // a module or any callable
 ///     auto [hidden, weights] =
 ///         mezzo::activation_checkpoint([&](const torch::Tensor& h) { ... }, x);
-///     x = mezzo::activation_checkpoint({.preserve_random_state = false}, block, x, mask);
+///     x = mezzo::activation_checkpoint({.preserve_rng_state = false}, block, x, mask);
 ///
 /// Gradients equal those without the checkpoint to the bit, with one exception (docs/guide.md),
 /// also where checkpoints nest, in `torch::autograd::grad` and with retain_graph. Gradients of
@@ -52,14 +52,14 @@ struct ActivationCheckpointOptions {
 template <class F, class... Args>
 auto activation_checkpoint(const ActivationCheckpointOptions& options, F&& function,
                            Args&&... args) {
-  static_assert(detail::CallableTwice<std::decay_t<F>, detail::OwningType<Args>...>,
+  static_assert(detail::RecomputableCallable<std::decay_t<F>, detail::OwningType<Args>...>,
                 "mezzo::activation_checkpoint: the function is called twice, so it must take its "
                 "arguments by value, by const reference or as lvalues, and not as rvalues");
   // Stored as std::bind_front stores them, but for a TensorList, which would dangle.
-  return detail::first_run(std::make_shared<std::decay_t<F>>(std::forward<F>(function)),
-                           std::make_shared<std::tuple<detail::OwningType<Args>...>>(
-                               detail::to_owning(std::forward<Args>(args))...),
-                           options.preserve_random_state);
+  return detail::checkpointed_forward(std::make_shared<std::decay_t<F>>(std::forward<F>(function)),
+                                      std::make_shared<std::tuple<detail::OwningType<Args>...>>(
+                                          detail::to_owning(std::forward<Args>(args))...),
+                                      options.preserve_rng_state);
 }
 
 /// Calls `activation_checkpoint` with the default options.

@@ -1,11 +1,11 @@
 /// \file
 /// AutocastModule: a module that runs its forward pass under autocast, in whatever thread calls it.
-/// Separate from mezzo/autocast/autocast.h because libtorch's modules take twelve seconds to
+/// Separate from mezzo/autocast/autocast_guard.h because libtorch's modules take twelve seconds to
 /// compile.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/detail/autocast_region.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
@@ -25,7 +25,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 template <class M>
-auto pointed_at_by() {
+auto deduce_module_impl() {
   static_assert(ModelHandle<M> || ModuleVariable<M>,
                 "mezzo::AutocastModule<M>: M is a module holder such as torch::nn::Linear, a "
                 "std::shared_ptr to a module, or a class derived from torch::nn::Module");
@@ -33,34 +33,36 @@ auto pointed_at_by() {
 }
 /// LinearImpl for Linear, std::shared_ptr<LinearImpl> and LinearImpl itself.
 template <class M>
-using module_impl_of = typename decltype(pointed_at_by<M>())::type;
+using ModuleImplOf = typename decltype(deduce_module_impl<M>())::type;
 
 /// A `forward` of these types that goes through `Derived::call`.
 template <class Derived, class Result, class... Args>
-struct ForwardOfTypes {
+struct ForwardWithSignature {
   Result forward(Args... args) {
     return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
   }
 };
 template <class Derived, class Result, class Class, class... Args>
-ForwardOfTypes<Derived, Result, Args...> forward_like(Result (Class::*)(Args...));
+ForwardWithSignature<Derived, Result, Args...> forward_with_signature(Result (Class::*)(Args...));
 template <class Derived, class Result, class Class, class... Args>
-ForwardOfTypes<Derived, Result, Args...> forward_like(Result (Class::*)(Args...) const);
+ForwardWithSignature<Derived, Result, Args...> forward_with_signature(Result (Class::*)(Args...)
+                                                                          const);
 
 /// Gives `Derived` a `forward` that goes through `Derived::call`: of the parameters and result of
 /// the wrapped module's forward, which a container such as torch::nn::Sequential reads off
 /// `&Derived::forward`; or, where the module's forward is a template or overloaded, one that takes
 /// what the module's takes.
 template <class Derived, class Impl>
-struct ForwardLike {
+struct ForwardWithSignatureOf {
   template <class... Args>
   decltype(auto) forward(Args&&... args) {
     return static_cast<Derived&>(*this).call(std::forward<Args>(args)...);
   }
 };
 template <class Derived, class Impl>
-requires requires { forward_like<Derived>(&Impl::forward); }
-struct ForwardLike<Derived, Impl> : decltype(forward_like<Derived>(&Impl::forward)) {};
+requires requires { forward_with_signature<Derived>(&Impl::forward); }
+struct ForwardWithSignatureOf<Derived, Impl>
+    : decltype(forward_with_signature<Derived>(&Impl::forward)) {};
 
 }  // namespace detail
 
@@ -68,24 +70,24 @@ struct ForwardLike<Derived, Impl> : decltype(forward_like<Derived>(&Impl::forwar
 /// and state-dict names, and a `forward` of the same parameters. Use AutocastModule.
 template <class Impl>
 class AutocastModuleImpl : public torch::nn::Module,
-                           public detail::ForwardLike<AutocastModuleImpl<Impl>, Impl> {
+                           public detail::ForwardWithSignatureOf<AutocastModuleImpl<Impl>, Impl> {
  public:
-  /// Wraps `module`, whose `forward` runs in regions of `setting`.
-  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastSetting& setting)
-      : module_(std::move(module)), setting_(detail::checked_setting(setting)) {
+  /// Wraps `module`, whose `forward` runs in regions of `options`.
+  AutocastModuleImpl(std::shared_ptr<Impl> module, const AutocastOptions& options)
+      : module_(std::move(module)), options_(detail::validated_options(options)) {
     TORCH_CHECK(
         module_ != nullptr,
         "AutocastModule: module is an empty holder or a null pointer; construct the module first");
     // Before there are children, so that none of them is switched.
     torch::nn::Module::train(module_->is_training());
-    adopt_names();
+    register_members_of_module();
   }
 
-  /// Calls `module()->forward(args...)` under the setting.
+  /// Calls `module()->forward(args...)` under the options.
   template <class... Args>
   decltype(auto) call(Args&&... args) {
-    const detail::Region region(setting_);
-    return detail::with_output(setting_.output, [&]() -> decltype(auto) {
+    const detail::AutocastRegion region(options_);
+    return detail::call_with_output_dtype(options_.output_dtype, [&]() -> decltype(auto) {
       return module_->forward(std::forward<Args>(args)...);
     });
   }
@@ -95,11 +97,11 @@ class AutocastModuleImpl : public torch::nn::Module,
 
   // torch::nn::Module's virtual members do what the wrapped module's do.
 
-  /// Returns a copy of the wrapped module, wrapped with the same setting.
+  /// Returns a copy of the wrapped module, wrapped with the same options.
   std::shared_ptr<torch::nn::Module> clone(
       const std::optional<torch::Device>& device = std::nullopt) const override {
     return std::make_shared<AutocastModuleImpl>(
-        std::dynamic_pointer_cast<Impl>(module_->clone(device)), setting_);
+        std::dynamic_pointer_cast<Impl>(module_->clone(device)), options_);
   }
   /// Sets the mode of the wrapped module, and of this one.
   void train(bool on = true) override {
@@ -143,7 +145,7 @@ class AutocastModuleImpl : public torch::nn::Module,
 
   // Both modules have the same tensors and children under the same names, so each sees what
   // libtorch does to them in place through the other.
-  void adopt_names() {
+  void register_members_of_module() {
     for (const auto& item : module_->named_parameters(/*recurse=*/false)) {
       register_parameter(item.key(), item.value(), item.value().requires_grad());
     }
@@ -156,16 +158,16 @@ class AutocastModuleImpl : public torch::nn::Module,
   }
 
   std::shared_ptr<Impl> module_;
-  AutocastSetting setting_;  ///< checked
+  AutocastOptions options_;  ///< validated
 };
 
 /// A module whose forward runs under autocast in every thread, also in those of
 /// torch::nn::parallel::parallel_apply and data_parallel, which a guard around the call does not
 /// reach.
 ///
-///     mezzo::AutocastModule net(Net(), {.device = torch::kCUDA});
+///     mezzo::AutocastModule net(Net(), {.device_type = torch::kCUDA});
 ///     torch::Tensor out = net(images);  // Net's forward: every argument, its result
-///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, setting), ReLU());
+///     torch::nn::Sequential layers(mezzo::AutocastModule(conv, options), ReLU());
 ///
 /// `M` is a module holder (torch::nn::Linear, any TORCH_MODULE), a std::shared_ptr to a module, or
 /// a module class. The module is shared, not copied:
@@ -173,26 +175,25 @@ class AutocastModuleImpl : public torch::nn::Module,
 /// M's own names, with no prefix, so a checkpoint fits with and without the wrapper; clone() gives
 /// a wrapped copy. Two things differ: tensors that M registers after it was wrapped are not listed,
 /// and apply(f) meets this class in M's place (and M's children as before): initialise M first.
-/// \throws c10::Error for an empty holder and for a setting that AutocastGuard refuses
+/// \throws c10::Error for an empty holder and for a options that AutocastGuard refuses
 template <class M>
-class AutocastModule
-    : public torch::nn::ModuleHolder<AutocastModuleImpl<detail::module_impl_of<M>>> {
-  using Impl = detail::module_impl_of<M>;
+class AutocastModule : public torch::nn::ModuleHolder<AutocastModuleImpl<detail::ModuleImplOf<M>>> {
+  using Impl = detail::ModuleImplOf<M>;
   using Holder = torch::nn::ModuleHolder<AutocastModuleImpl<Impl>>;
 
  public:
   /// Wraps the module of a holder, which stays in use by others.
-  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastSetting& setting)
-      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), setting) {}
+  AutocastModule(const torch::nn::ModuleHolder<Impl>& module, const AutocastOptions& options)
+      : AutocastModule(module.is_empty() ? nullptr : module.ptr(), options) {}
   /// Wraps the module of a pointer.
-  AutocastModule(std::shared_ptr<Impl> module, const AutocastSetting& setting)
-      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), setting)) {}
-  /// Holds the result of `register_module("fc", mezzo::AutocastModule(fc, setting))`.
+  AutocastModule(std::shared_ptr<Impl> module, const AutocastOptions& options)
+      : Holder(std::make_shared<AutocastModuleImpl<Impl>>(std::move(module), options)) {}
+  /// Holds the result of `register_module("fc", mezzo::AutocastModule(fc, options))`.
   AutocastModule(std::shared_ptr<AutocastModuleImpl<Impl>> module) : Holder(std::move(module)) {}
   /// An empty holder, as `torch::nn::Linear(nullptr)` is.
   AutocastModule(std::nullptr_t) : Holder(nullptr) {}
 
-  /// Calls M's forward under the setting; default arguments may be left out.
+  /// Calls M's forward under the options; default arguments may be left out.
   template <class... Args>
   decltype(auto) operator()(Args&&... args) {
     return this->get()->call(std::forward<Args>(args)...);
@@ -201,6 +202,6 @@ class AutocastModule
 
 /// Deduces the class of the module.
 template <class M>
-AutocastModule(M, AutocastSetting) -> AutocastModule<M>;
+AutocastModule(M, AutocastOptions) -> AutocastModule<M>;
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

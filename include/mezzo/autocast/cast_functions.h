@@ -17,10 +17,10 @@
 /// cast tensors, so the function cannot hand results back through it. Casts are differentiable.
 ///
 /// A lvalue function is copied; pass std::ref(function) to keep a reference. An op that is
-/// registered with TORCH_LIBRARY needs none of this: name it in an OpPolicy.
+/// registered with TORCH_LIBRARY needs none of this: name it in an OpOverrides.
 #pragma once
 
-#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/autocast/detail/wrapped_function.h>
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
@@ -41,36 +41,36 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline bool autocast_is_on() {
-  return std::any_of(kPolicyDevices.begin(), kPolicyDevices.end(),
+inline bool is_any_autocast_enabled() {
+  return std::any_of(kAutocastDevices.begin(), kAutocastDevices.end(),
                      [](auto device) { return at::autocast::is_autocast_enabled(device); });
 }
 
 /// `R`, or a value where it is a reference to tensors, which may lead into a cast argument.
 template <class R>
-using WithoutTensorReference =
+using DecayTensorReference =
     std::conditional_t<std::is_reference_v<R> && contains_tensors<R>(), std::decay_t<R>, R>;
 
 /// Says to which dtype a cast function's tensors are cast.
-enum class CastTarget { fixed, of_region, widest };
+enum class CastTarget { fixed, autocast_dtype, promote };
 
 /// Calls a function on cast arguments with autocast off, and plainly where autocast is off.
-struct WithCasts {
+struct CastInputs {
   CastTarget target;
   at::ScalarType fixed = at::kFloat;
 
   template <class F, class... Args>
-  requires std::invocable<F&, Args...> WithoutTensorReference<std::invoke_result_t<F&, Args...>>
+  requires std::invocable<F&, Args...> DecayTensorReference<std::invoke_result_t<F&, Args...>>
   operator()(F& function, Args&&... args) const {
-    if (!autocast_is_on()) {
+    if (!is_any_autocast_enabled()) {
       return std::invoke(function, std::forward<Args>(args)...);
     }
-    const at::ScalarType common = target == CastTarget::widest ? widest_of(args...) : fixed;
+    const at::ScalarType common = target == CastTarget::promote ? promote(args...) : fixed;
     const auto cast = [&](const at::Tensor& tensor) {
-      const auto device = casting_device(tensor);
+      const auto device = eligible_autocast_device(tensor);
       if (!device.has_value()) return tensor;
       const auto dtype =
-          target == CastTarget::of_region ? at::autocast::get_autocast_dtype(*device) : common;
+          target == CastTarget::autocast_dtype ? at::autocast::get_autocast_dtype(*device) : common;
       return at::autocast::cached_cast(dtype, tensor, *device);
     };
     // Braces, so that the casts happen before autocast is switched off.
@@ -79,7 +79,7 @@ struct WithCasts {
     const AutocastDisabledGuard off;
     return std::apply(
         [&function](
-            auto&&... each) -> WithoutTensorReference<std::invoke_result_t<F&, decltype(each)...>> {
+            auto&&... each) -> DecayTensorReference<std::invoke_result_t<F&, decltype(each)...>> {
           return std::invoke(function, std::forward<decltype(each)>(each)...);
         },
         std::move(arguments));
@@ -87,19 +87,20 @@ struct WithCasts {
 
  private:
   template <class... Args>
-  static at::ScalarType widest_of(const Args&... args) {
-    std::optional<at::ScalarType> widest;
-    const auto look = [&widest](const at::Tensor& tensor) {
-      if (casting_device(tensor).has_value()) widest = wider(widest, tensor.scalar_type());
+  static at::ScalarType promote(const Args&... args) {
+    std::optional<at::ScalarType> promoted;
+    const auto look = [&promoted](const at::Tensor& tensor) {
+      if (eligible_autocast_device(tensor).has_value())
+        promoted = promote_type(promoted, tensor.scalar_type());
     };
     (for_each_tensor(args, look), ...);
-    return widest.value_or(at::kFloat);
+    return promoted.value_or(at::kFloat);
   }
 };
 
 template <class F>
-auto with_casts(WithCasts casts, F&& function) {
-  return WrappedFunction<std::decay_t<F>, WithCasts>(std::forward<F>(function), casts);
+auto wrap_with_cast_inputs(CastInputs casts, F&& function) {
+  return WrappedFunction<std::decay_t<F>, CastInputs>(std::forward<F>(function), casts);
 }
 
 }  // namespace detail
@@ -112,7 +113,8 @@ template <class F>
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16,
               "cast_inputs: dtype is ", dtype,
               "; it should be torch::kFloat, torch::kHalf or torch::kBFloat16");
-  return detail::with_casts({detail::CastTarget::fixed, dtype}, std::forward<F>(function));
+  return detail::wrap_with_cast_inputs({detail::CastTarget::fixed, dtype},
+                                       std::forward<F>(function));
 }
 
 /// Returns `function` as a callable that runs in float32, for functions that overflow or lose too
@@ -126,14 +128,15 @@ template <class F>
 /// `half_function`.
 template <class F>
 [[nodiscard]] auto half_function(F&& function) {
-  return detail::with_casts({detail::CastTarget::of_region}, std::forward<F>(function));
+  return detail::wrap_with_cast_inputs({detail::CastTarget::autocast_dtype},
+                                       std::forward<F>(function));
 }
 
 /// Returns `function` as a callable that runs in the widest dtype among the tensors that it is
 /// given; half and bfloat16 meet in float32. In Apex: `promote_function`.
 template <class F>
 [[nodiscard]] auto promote_function(F&& function) {
-  return detail::with_casts({detail::CastTarget::widest}, std::forward<F>(function));
+  return detail::wrap_with_cast_inputs({detail::CastTarget::promote}, std::forward<F>(function));
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -1,7 +1,7 @@
 /// \file
 /// Internal precision of libtorch's matrix products: whether float32 products may use TF32, and in
-/// which dtype cuBLAS accumulates. Autocast (mezzo/autocast/autocast.h) chooses the dtype of the
-/// matrices; this header chooses how products of that dtype are computed.
+/// which dtype cuBLAS accumulates. Autocast (mezzo/autocast/autocast_guard.h) chooses the dtype of
+/// the matrices; this header chooses how products of that dtype are computed.
 #pragma once
 
 #include <mezzo/base/version.h>

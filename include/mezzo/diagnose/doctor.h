@@ -3,9 +3,9 @@
 /// examples.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autocast_setting.h>
-#include <mezzo/autocast/detail/recommended.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/autocast_options.h>
+#include <mezzo/autocast/detail/recommended_autocast.h>
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/hardware.h>
@@ -78,7 +78,7 @@ inline std::ostream& operator<<(std::ostream& stream, const Diagnosis& diagnosis
 struct DoctorOptions {
   /// Half or bfloat16; unset: default_autocast_dtype(device).
   std::optional<at::ScalarType> dtype = std::nullopt;
-  PolicyRef policy = {};  ///< as the training's regions have it
+  OpOverridesHandle policy = {};  ///< as the training's regions have it
   /// Of training with weights of 16 bits and WeightStorage::plain. Adam moves a weight by about the
   /// rate; unset: updates are not looked at.
   std::optional<double> learning_rate = std::nullopt;
@@ -122,9 +122,9 @@ class Doctor final : OpObserver {
         options_(options),
         found_{.device = device,
                .dtype = options.dtype.value_or(default_autocast_dtype(device.type()))} {
-    check_has_autocast(device.type());
-    TORCH_CHECK(autocast_accepts(device.type(), found_.dtype), "diagnose: dtype is ", found_.dtype,
-                "; use torch::kHalf or torch::kBFloat16");
+    check_autocast_device(device.type());
+    TORCH_CHECK(is_autocast_dtype_supported(device.type(), found_.dtype), "diagnose: dtype is ",
+                found_.dtype, "; use torch::kHalf or torch::kBFloat16");
     TORCH_CHECK(!at::autocast::is_autocast_enabled(device.type()),
                 "diagnose: call it outside of Autocast regions, it opens its own");
     TORCH_CHECK(!options.learning_rate || *options.learning_rate > 0, "diagnose: learning_rate is ",
@@ -169,7 +169,7 @@ class Doctor final : OpObserver {
     const bool is_half = found_.dtype == at::kHalf;
     const std::string name(dtype_name(found_.dtype));
     const CpuFeatures cpu = cpu_features();
-    const auto gpu = device.is_cuda() ? compute_capability(device) : std::nullopt;
+    const auto gpu = device.is_cuda() ? get_compute_capability(device) : std::nullopt;
     if (!gpu && !(device.is_cpu() && cpu.known)) {
       return add(FindingSeverity::note, "hardware", device.str(),
                  "which instructions this hardware has is not known: time a step in " + name);
@@ -179,9 +179,9 @@ class Doctor final : OpObserver {
                  "products in " + name + " are computed by instructions of their own");
     }
     add(FindingSeverity::warning, "hardware", device.str(),
-        (gpu ? "this GPU has no tensor cores for it" : lack_of_instructions(name)) +
+        (gpu ? "this GPU has no tensor cores for it" : describe_missing_instructions(name)) +
             ", and emulates products in " + name + ": autocast saves memory here and no time",
-        "auto setting = mezzo::recommended(torch::" + std::string(gpu ? "kCUDA" : "kCPU") +
+        "auto setting = mezzo::recommended_autocast(torch::" + std::string(gpu ? "kCUDA" : "kCPU") +
             ");  // float32 where nothing else is fast");
   }
 
@@ -287,10 +287,10 @@ class Doctor final : OpObserver {
       random.restore();
     });
     try {
-      const AutocastGuard region({.device = found_.device.type(),
+      const AutocastGuard region({.device_type = found_.device.type(),
                                   .dtype = low.value_or(found_.dtype),
                                   .enabled = low.has_value(),
-                                  .policy = options_.policy});
+                                  .op_overrides = options_.policy});
       const std::vector<at::Tensor> outputs = forward_();
       const Unobserved unobserved;  // this is not the model's
       std::vector<at::Tensor> numbers = {at::empty({0}, at::kDouble)};

@@ -2,7 +2,7 @@
 /// Batch normalisation over the batches of all ranks.
 #pragma once
 
-#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/autocast_autograd_function.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
 #include <mezzo/distributed/detail/ranks.h>

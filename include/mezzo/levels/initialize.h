@@ -4,8 +4,8 @@
 /// Includes libtorch's modules, which take twelve seconds to compile.
 #pragma once
 
-#include <mezzo/autocast/detail/in_force.h>
-#include <mezzo/autocast/detail/region.h>
+#include <mezzo/autocast/detail/autocast_region.h>
+#include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
 #include <mezzo/levels/opt_level.h>
@@ -52,7 +52,7 @@ struct InitializeOptions {
   /// 1 prints the level to std::cout and a line for each skipped step to std::cerr; 0 does neither.
   int verbosity = 1;
   /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
-  PolicyRef policy = {};
+  OpOverridesHandle policy = {};
 };
 
 /// Options of one `scale_loss`.
@@ -211,7 +211,8 @@ class Amp {
   };
 
   /// The autocast regions on a model's devices.
-  using ForwardRegions = std::array<std::optional<detail::Region>, detail::kPolicyDevices.size()>;
+  using ForwardRegions =
+      std::array<std::optional<detail::AutocastRegion>, detail::kAutocastDevices.size()>;
 
   /// Enters the `regions` of the model that a module is, or is inside of.
   void enter(const torch::nn::Module& wanted, ForwardRegions& regions) const;
@@ -229,7 +230,7 @@ class Amp {
 
   OptLevel level_;
   bool enabled_;
-  PolicyRef policy_;
+  OpOverridesHandle policy_;
   std::vector<detail::AmpModel> models_;
   std::vector<Given> given_;
   std::vector<Loss> losses_;

@@ -29,7 +29,7 @@ inline constexpr GradScalerOptions kKerasLossScale{.init_scale = 32768.0};
 ///     auto optimizer = mezzo::enable_mixed_precision(adam);
 ///     for (auto& batch : *loader) {
 ///       optimizer.zero_grad();
-///       torch::Tensor loss = ...;                      // under mezzo::Autocast
+///       torch::Tensor loss = ...;                      // under mezzo::AutocastGuard
 ///       optimizer.scale(loss).backward();
 ///       auto result = optimizer.step();                // or step({.max_norm = 1.0})
 ///     }
@@ -116,7 +116,7 @@ class LossScaleOptimizer {
 };
 
 /// Returns `LossScaleOptimizer(optimizer, options)`. TensorFlow's function also rewrote the graph;
-/// here use mezzo::Autocast around the forward pass.
+/// here use mezzo::AutocastGuard around the forward pass.
 inline LossScaleOptimizer enable_mixed_precision(
     AnyOptimizer optimizer, const GradScalerOptions& options = kKerasLossScale) {
   return LossScaleOptimizer(optimizer, options);

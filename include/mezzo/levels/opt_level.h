@@ -238,7 +238,7 @@ inline void OptLevel::check(const Properties& level, const OptLevelOverrides& se
   if (by_op && set.keep_batchnorm_fp32) {
     refuse(c10::str("keep_batchnorm_fp32 = ", words(*set.keep_batchnorm_fp32)),
            ", whose op lists say what batch norms run in; leave the option out, or give the region "
-           "an OpPolicy");
+           "an OpOverrides");
   }
   if (by_op && set.master_weights) {
     refuse(c10::str("master_weights = ", words(*set.master_weights)),

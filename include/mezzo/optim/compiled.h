@@ -7,7 +7,7 @@
 ///     target_link_libraries(train PRIVATE mezzo::compiled)          # in place of mezzo::mezzo
 ///
 /// For CUDA kernels link `mezzo::cuda` beside it. Results are the same bits. The library also holds
-/// GradScaler, MasterWeights, op policies and checkpoints (`mezzo/compiled.cpp`).
+/// GradScaler, MasterWeights, op overrides and checkpoints (`mezzo/compiled.cpp`).
 ///
 /// The target defines MEZZO_COMPILED_LIB for its users' units, which then leave these functions to
 /// the library. It is a choice for the whole program: define it nowhere else. Units without it hold

@@ -43,7 +43,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 ///   mezzo::GradScaler scaler;
 ///   for (auto& batch : *loader) {
 ///     optimizer.zero_grad();
-///     auto loss = ...;                               // under mezzo::Autocast
+///     auto loss = ...;                               // under mezzo::AutocastGuard
 ///     scaler.scale(loss).backward();
 ///     auto result = scaler.step(optimizer, {.max_norm = 1.0});
 ///     scaler.update();

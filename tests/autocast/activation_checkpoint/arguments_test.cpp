@@ -164,7 +164,7 @@ TEST_F(CheckpointArguments, ResultsAreValuesOfTheFunctionsOwnType) {
 }
 
 TEST_F(CheckpointArguments, OptionsMayBeAVariable) {
-  const mezzo::ActivationCheckpointOptions options{.preserve_random_state = false};
+  const mezzo::ActivationCheckpointOptions options{.preserve_rng_state = false};
   expect_gradient(mezzo::activation_checkpoint(options, doubled, x_), 2);
 }
 

@@ -1,8 +1,8 @@
 #include <mezzo/autocast/activation_checkpoint.h>
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_autograd_function.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/autograd_function.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <torch/torch.h>
 
@@ -40,11 +40,11 @@ class CheckpointAutocast : public testing::TestWithParam<at::ScalarType> {
 TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(block(), x_);
   }
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
-  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = other});
+  const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = other});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{GetParam(), GetParam()}));
   EXPECT_EQ(x_.mm(w_).scalar_type(), other) << "the caller's state is back";
@@ -52,7 +52,7 @@ TEST_P(CheckpointAutocast, RecomputesInTheDtypeOfTheFirstRun) {
 
 TEST_P(CheckpointAutocast, RecomputesWithoutAutocastWhatRanWithoutIt) {
   const auto y = mezzo::activation_checkpoint(block(), x_);
-  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+  const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
   y.sum().backward();
   EXPECT_EQ(dtypes_, (std::vector{at::kFloat, at::kFloat}));
 }
@@ -64,7 +64,7 @@ TEST_P(CheckpointAutocast, HasTheGradientsOfTheSameOpsToTheBit) {
   };
   const auto loss = [&](auto&& forward) {
     return loss_and_gradients({x_, w_, u}, [&] {
-      const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+      const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
       return forward(x_).to(at::kFloat).pow(2).sum();
     });
   };
@@ -80,12 +80,12 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
       const auto other_use = [&] { return x_.mm(w_).to(at::kFloat).sum(); };
       Tensor y;
       {
-        const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+        const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
         if (cached_before) other_use();
         y = mezzo::activation_checkpoint(block(), x_).sum();
       }
       if (cached_at_backward) {
-        const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+        const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
         other_use();
         y.backward({}, /*retain_graph=*/true);
         x_.mutable_grad().reset();
@@ -102,23 +102,23 @@ TEST_P(CheckpointAutocast, DoesNotDependOnCastsThatAreCachedOutside) {
 
 TEST_P(CheckpointAutocast, OfAnAutocastModuleMayComeTwiceInARegion) {
   const auto linear = std::make_shared<torch::nn::LinearImpl>(8, 8);
-  mezzo::AutocastModule module(linear, {.device = at::kCPU, .dtype = GetParam()});
-  const auto loss = [&](const mezzo::AutocastSetting& options, auto&& block) {
+  mezzo::AutocastModule module(linear, {.device_type = at::kCPU, .dtype = GetParam()});
+  const auto loss = [&](const mezzo::AutocastOptions& options, auto&& block) {
     return loss_and_gradients({x_, linear->weight, linear->bias}, [&] {
       const mezzo::AutocastGuard autocast(options);
       return block(block(x_)).to(at::kFloat).pow(2).sum();
     });
   };
-  EXPECT_THAT(
-      loss({.device = at::kCPU, .dtype = GetParam()},
-           [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
-      BitwiseEqual(loss({.device = at::kCPU, .dtype = GetParam(), .cache = false}, module)));
+  EXPECT_THAT(loss({.device_type = at::kCPU, .dtype = GetParam()},
+                   [&](const Tensor& x) { return mezzo::activation_checkpoint(module, x); }),
+              BitwiseEqual(loss(
+                  {.device_type = at::kCPU, .dtype = GetParam(), .cache_enabled = false}, module)));
 }
 
 TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
   Tensor y;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(
         [this](const Tensor& x) {
           dtypes_.push_back(x.mm(w_).scalar_type());
@@ -135,11 +135,11 @@ TEST_P(CheckpointAutocast, StateIsRestoredWhenTheRecomputationThrows) {
 TEST_P(CheckpointAutocast, RecomputesInAnotherThreadUnderDtypeAndPolicyOfTheFirstRun) {
   Tensor y, z;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     y = mezzo::activation_checkpoint(block(), x_);
     const mezzo::AutocastGuard denying(
-        {.device = at::kCPU,
-         .policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::mm"))});
+        {.device_type = at::kCPU,
+         .op_overrides = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::mm"))});
     z = mezzo::activation_checkpoint(block(), x_);
   }
   std::thread([&] {

@@ -73,7 +73,7 @@ TEST(CheckpointLifetime, OfALongChainEndsWithoutRecursion) {
   auto y = torch::ones({1}).requires_grad_();
   for (int i = 0; i < 5'000; ++i) {
     y = mezzo::activation_checkpoint(
-        {.preserve_random_state = false}, [](const Tensor& t) { return t + 1; }, y);
+        {.preserve_rng_state = false}, [](const Tensor& t) { return t + 1; }, y);
   }
   EXPECT_EQ(y.item<float>(), 5'001);
   // In a thread whose stack overflows when each node destroys the next.

@@ -29,7 +29,7 @@ TEST_F(CheckpointRandomState, DropsTheSameElementsInTheRecomputation) {
 }
 
 TEST_F(CheckpointRandomState, DropsOtherElementsWhenAskedNotToPreserve) {
-  const auto y = mezzo::activation_checkpoint({.preserve_random_state = false}, drop, x_);
+  const auto y = mezzo::activation_checkpoint({.preserve_rng_state = false}, drop, x_);
   y.sum().backward();
   EXPECT_FALSE(torch::equal(x_.grad(), y.detach()));
 }

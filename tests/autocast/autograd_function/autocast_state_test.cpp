@@ -1,8 +1,8 @@
 // What custom_fwd and custom_bwd without cast_inputs promise: backward sees what forward saw.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autograd_function.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_autograd_function.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <torch/torch.h>
 
@@ -52,27 +52,27 @@ struct StateProduct : Base<StateProduct<Base>> {
 };
 
 template <class T>
-using KeepingState = mezzo::AutocastFunction<T>;
+using KeepingState = mezzo::AutocastAutogradFunction<T>;
 using Multiply = StateProduct<KeepingState>;
 using TheirMultiply = StateProduct<torch::autograd::Function>;
 
-class AutocastFunction : public testing::TestWithParam<at::ScalarType> {
+class AutocastAutogradFunction : public testing::TestWithParam<at::ScalarType> {
  protected:
   Tensor a_ = torch::randn({3, 4}).requires_grad_();
   Tensor b_ = torch::randn({4, 5}).requires_grad_();
 };
 
-TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
+TEST_P(AutocastAutogradFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
   const auto other = GetParam() == at::kHalf ? at::kBFloat16 : at::kHalf;
   Tensor c, of_theirs;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
-    of_theirs = mezzo::AutocastFunction<TheirMultiply>::apply(a_, b_);
+    of_theirs = mezzo::AutocastAutogradFunction<TheirMultiply>::apply(a_, b_);
   }
   EXPECT_EQ(c.scalar_type(), GetParam());
   EXPECT_EQ(seen_in_forward, (Seen{true, GetParam()}));
-  const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = other});
+  const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = other});
   for (const Tensor& result : {c, of_theirs}) {
     seen_in_backward = {};
     result.sum().backward();
@@ -81,10 +81,10 @@ TEST_P(AutocastFunction, BackwardSeesTheDtypeOfForwardUnderAnotherRegion) {
   }
 }
 
-TEST_P(AutocastFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
+TEST_P(AutocastAutogradFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
   Seen seen;
@@ -95,9 +95,10 @@ TEST_P(AutocastFunction, BackwardInAnotherThreadSeesTheStateOfForward) {
   EXPECT_EQ(seen, (Seen{true, GetParam()}));
 }
 
-TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
+TEST_P(AutocastAutogradFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
   const auto gradients = [&](auto multiply) {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam(), .cache = false});
+    const mezzo::AutocastGuard autocast(
+        {.device_type = at::kCPU, .dtype = GetParam(), .cache_enabled = false});
     return torch::autograd::grad({multiply(a_, b_).to(at::kFloat).pow(2).sum()}, {a_, b_});
   };
   const auto ours =
@@ -108,10 +109,10 @@ TEST_P(AutocastFunction, HasTheGradientsOfTheSameOpsUnderAutocast) {
   EXPECT_TRUE(torch::equal(ours[1], theirs[1]));
 }
 
-TEST_P(AutocastFunction, DoubleBackwardSeesTheStateOfForwardToo) {
+TEST_P(AutocastAutogradFunction, DoubleBackwardSeesTheStateOfForwardToo) {
   Tensor c;
   {
-    const mezzo::AutocastGuard autocast({.device = at::kCPU, .dtype = GetParam()});
+    const mezzo::AutocastGuard autocast({.device_type = at::kCPU, .dtype = GetParam()});
     c = Multiply::apply(a_, b_);
   }
   const auto first = torch::autograd::grad({c.to(at::kFloat).pow(2).sum()}, {a_}, {}, true, true);
@@ -120,14 +121,15 @@ TEST_P(AutocastFunction, DoubleBackwardSeesTheStateOfForwardToo) {
   EXPECT_GT(second[0].abs().max().item<float>(), 0.F);
 }
 
-INSTANTIATE_TEST_SUITE_P(BothDtypes, AutocastFunction, testing::Values(at::kHalf, at::kBFloat16),
+INSTANTIATE_TEST_SUITE_P(BothDtypes, AutocastAutogradFunction,
+                         testing::Values(at::kHalf, at::kBFloat16),
                          [](const auto& dtype) { return c10::toString(dtype.param); });
 
 TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
   const auto a = torch::randn({3, 4}).requires_grad_();
   const auto c = Multiply::apply(a, torch::randn({4, 5}));
   EXPECT_EQ(c.scalar_type(), at::kFloat);
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   c.sum().backward();
   EXPECT_FALSE(seen_in_forward.enabled);
   EXPECT_FALSE(seen_in_backward.enabled);
@@ -135,13 +137,14 @@ TEST(AutocastFunctionOutsideAutocast, BackwardRunsWithoutAutocastToo) {
 }
 
 TEST(AutocastFunctionPolicy, OfTheForwardHoldsInBackwardWhateverSurroundsIt) {
-  const auto denying = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm"));
-  const auto allowing = mezzo::install_op_overrides(mezzo::OpPolicy().allow("mm"));
+  const auto denying = mezzo::install_op_overrides(mezzo::OpOverrides().deny("mm"));
+  const auto allowing = mezzo::install_op_overrides(mezzo::OpOverrides().allow("mm"));
   const auto a = torch::randn({3, 4}).requires_grad_(), b = torch::randn({4, 5});
-  const auto dtype_of = [&](const mezzo::OpPolicy& in_forward, const mezzo::OpPolicy& around) {
-    const auto y = mezzo::autocast({.device = at::kCPU, .policy = in_forward},
+  const auto dtype_of = [&](const mezzo::OpOverrides& in_forward,
+                            const mezzo::OpOverrides& around) {
+    const auto y = mezzo::autocast({.device_type = at::kCPU, .op_overrides = in_forward},
                                    [&] { return Multiply::apply(a, b).sum(); });
-    const mezzo::Autocast<torch::kCPU> autocast({.policy = around});
+    const mezzo::AutocastGuard<torch::kCPU> autocast({.op_overrides = around});
     y.backward();
     return product_in_backward;
   };
@@ -151,7 +154,7 @@ TEST(AutocastFunctionPolicy, OfTheForwardHoldsInBackwardWhateverSurroundsIt) {
   std::thread([&] { EXPECT_EQ(dtype_of(denying, {}), at::kFloat); }).join();
 }
 
-struct Throws : mezzo::AutocastFunction<Throws> {
+struct Throws : mezzo::AutocastAutogradFunction<Throws> {
   static variable_list forward(AutogradContext*, const Tensor& x, bool in_forward) {
     if (in_forward) throw std::runtime_error("forward");
     return {x * 2, x * 3};
@@ -165,7 +168,7 @@ TEST(AutocastFunctionErrors, LeaveTheCallersStateAsItWas) {
   const auto x = torch::ones({2}).requires_grad_();
   Tensor y;
   {
-    const mezzo::Autocast<torch::kCPU, torch::kHalf> autocast;
+    const mezzo::AutocastGuard<torch::kCPU, torch::kHalf> autocast;
     EXPECT_THROW(Throws::apply(x, true), std::runtime_error);
     EXPECT_EQ(seen_here(), (Seen{true, at::kHalf}));
     y = Throws::apply(x, false)[1].sum();

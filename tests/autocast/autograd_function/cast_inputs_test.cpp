@@ -1,8 +1,8 @@
 // What custom_fwd(cast_inputs=...) promises: converted arguments, autocast off in forward and
 // backward.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/autograd_function.h>
+#include <mezzo/autocast/autocast_autograd_function.h>
+#include <mezzo/autocast/autocast_guard.h>
 
 #include <torch/torch.h>
 
@@ -31,7 +31,7 @@ bool on_in_backward = true;
 
 // A kernel that wants all in one dtype: a.mm(b).
 template <at::ScalarType Dtype>
-struct CastAndMultiply : mezzo::AutocastFunction<CastAndMultiply<Dtype>, Dtype> {
+struct CastAndMultiply : mezzo::AutocastAutogradFunction<CastAndMultiply<Dtype>, Dtype> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b) {
     dtypes_seen = {a.scalar_type(), b.scalar_type()};
     on_in_forward = autocast_is_on();
@@ -47,7 +47,7 @@ struct CastAndMultiply : mezzo::AutocastFunction<CastAndMultiply<Dtype>, Dtype> 
 
 template <class Function, class... Args>
 auto apply_under_autocast(Args&&... args) {
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   return Function::apply(std::forward<Args>(args)...);
 }
 
@@ -59,7 +59,7 @@ TEST(CastInputs, ConvertsToFloatAndRunsForwardAndBackwardWithAutocastOff) {
   EXPECT_FALSE(on_in_forward);
   EXPECT_TRUE(torch::equal(c, a.to(at::kFloat).mm(b)));
 
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   on_in_backward = true;
   c.sum().backward();
   EXPECT_FALSE(on_in_backward);
@@ -79,7 +79,7 @@ TEST(CastInputs, ConvertsToHalfAndGradientsComeBackInTheCallersDtype) {
 }
 
 // Notes what it was called with; its gradient is not asked for.
-struct Note : mezzo::AutocastFunction<Note, at::kHalf> {
+struct Note : mezzo::AutocastAutogradFunction<Note, at::kHalf> {
   template <class... Args>
   static Tensor forward(AutogradContext*, Args&&... args) {
     dtypes_seen.clear();
@@ -100,7 +100,7 @@ TEST(CastInputs, LeavesDoubleIntegersAndUndefinedTensorsAlone) {
 }
 
 TEST(CastInputs, LeavesTensorsOfADeviceWithoutAutocastAlone) {
-  const mezzo::Autocast<torch::kCUDA> autocast;
+  const mezzo::AutocastGuard<torch::kCUDA> autocast;
   Note::apply(torch::ones(1));
   EXPECT_EQ(dtypes_seen, std::vector{at::kFloat});
 }
@@ -122,7 +122,7 @@ TEST(CastInputs, ReachesTensorsInNestedContainers) {
   EXPECT_EQ(two[0].scalar_type(), at::kFloat) << "the caller's own containers stay as they are";
 }
 
-struct Forwards : mezzo::AutocastFunction<Forwards, at::kHalf> {
+struct Forwards : mezzo::AutocastAutogradFunction<Forwards, at::kHalf> {
   static Tensor forward(AutogradContext*, const Tensor& x, std::string_view text, int& count,
                         const std::string* pointer) {
     count += static_cast<int>(text.size() + pointer->size());
@@ -145,17 +145,17 @@ TEST(CastInputs, DoesNothingOutsideAutocast) {
   EXPECT_EQ(dtypes_seen, (std::vector{at::kBFloat16, at::kBFloat16}));
   EXPECT_EQ(c.scalar_type(), at::kBFloat16);
   {
-    const mezzo::Autocast<torch::kCPU> autocast;
-    const mezzo::Autocast<torch::kCPU> off({.enabled = false});
+    const mezzo::AutocastGuard<torch::kCPU> autocast;
+    const mezzo::AutocastGuard<torch::kCPU> off({.enabled = false});
     CastAndMultiply<at::kFloat>::apply(a, b);
     EXPECT_EQ(dtypes_seen, (std::vector{at::kBFloat16, at::kBFloat16}));
   }
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   c.sum().backward();
   EXPECT_FALSE(on_in_backward);
 }
 
-struct SumOfList : mezzo::AutocastFunction<SumOfList, at::kFloat> {
+struct SumOfList : mezzo::AutocastAutogradFunction<SumOfList, at::kFloat> {
   static Tensor forward(AutogradContext* ctx, at::TensorList list) {
     ctx->saved_data["size"] = static_cast<int64_t>(list.size());
     return torch::stack(list).sum(0);
@@ -176,14 +176,14 @@ TEST(CastInputs, FollowsATensorListAsLibtorchDoes) {
 }
 
 TEST(CastInputs, AForwardMayOpenARegionOfItsOwn) {
-  struct Opens : mezzo::AutocastFunction<Opens, at::kFloat> {
+  struct Opens : mezzo::AutocastAutogradFunction<Opens, at::kFloat> {
     static Tensor forward(AutogradContext*, const Tensor& x) {
-      const mezzo::Autocast<torch::kCPU> autocast;
+      const mezzo::AutocastGuard<torch::kCPU> autocast;
       return x.mm(x);
     }
     static variable_list backward(AutogradContext*, const variable_list&) { return {}; }
   };
-  const mezzo::Autocast<torch::kCPU> autocast;
+  const mezzo::AutocastGuard<torch::kCPU> autocast;
   EXPECT_EQ(Opens::apply(torch::ones({2, 2})).scalar_type(), at::kBFloat16);
   EXPECT_TRUE(autocast_is_on());
 }

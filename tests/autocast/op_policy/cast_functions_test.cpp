@@ -1,4 +1,4 @@
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/autocast/cast_functions.h>
 
 #include <torch/torch.h>
@@ -15,7 +15,7 @@
 
 namespace {
 
-using mezzo::Autocast;
+using mezzo::AutocastGuard;
 using torch::kBFloat16;
 using torch::kCPU;
 using torch::kDouble;
@@ -33,27 +33,27 @@ TEST(CastFunctions, CastInARegionAndNowhereElse) {
   EXPECT_EQ(exact(ones(kHalf)), kHalf);
   EXPECT_EQ(lowered(ones(kFloat)), kFloat);
   {
-    const Autocast<kCPU, kHalf> autocast;
+    const AutocastGuard<kCPU, kHalf> autocast;
     EXPECT_EQ(exact(ones(kHalf)), kFloat);
     EXPECT_EQ(lowered(ones(kFloat)), kHalf);  // the region's dtype, not the device's default
     EXPECT_EQ(mezzo::cast_inputs(kBFloat16, dtype_seen)(ones(kFloat)), kBFloat16);
-    const Autocast<kCPU> disabled({.enabled = false});
+    const AutocastGuard<kCPU> disabled({.enabled = false});
     EXPECT_EQ(lowered(ones(kFloat)), kFloat);
   }
-  const Autocast<torch::kCUDA> cuda;  // not the device of the tensors
+  const AutocastGuard<torch::kCUDA> cuda;  // not the device of the tensors
   EXPECT_EQ(lowered(ones(kFloat)), kFloat);
 }
 
 TEST(CastFunctions, RunTheFunctionWithAutocastOff) {
   const auto product = [](const Tensor& a, const Tensor& b) { return torch::mm(a, b); };
-  const Autocast<kCPU> autocast;
+  const AutocastGuard<kCPU> autocast;
   EXPECT_EQ(mezzo::float_function(product)(ones(kFloat), ones(kFloat)).scalar_type(), kFloat);
   EXPECT_EQ(product(ones(kFloat), ones(kFloat)).scalar_type(), kBFloat16);
 }
 
 TEST(CastFunctions, ReturnACopyWhereTheFunctionReturnsItsArgument) {
   const auto same = mezzo::float_function([](const Tensor& x) -> const Tensor& { return x; });
-  const Autocast<kCPU> autocast;
+  const AutocastGuard<kCPU> autocast;
   const Tensor x = ones(kHalf);
   const Tensor& result = same(x);
   EXPECT_TRUE(torch::equal(result, ones(kFloat)));
@@ -64,7 +64,7 @@ TEST(CastFunctions, PromoteToTheWidest) {
     return std::pair(a.scalar_type(), b.at(0).scalar_type());
   });
   const auto call = [&](at::ScalarType a, at::ScalarType b) {
-    const Autocast<kCPU> autocast;
+    const AutocastGuard<kCPU> autocast;
     return seen(ones(a), std::vector<Tensor>{ones(b)});
   };
   EXPECT_EQ(call(kBFloat16, kFloat), std::pair(kFloat, kFloat));
@@ -75,7 +75,7 @@ TEST(CastFunctions, PromoteToTheWidest) {
 
 TEST(CastFunctions, LeaveDoubleAndIntegerTensorsAlone) {
   const auto lowered = mezzo::half_function(dtype_seen);
-  const Autocast<kCPU> autocast;
+  const AutocastGuard<kCPU> autocast;
   EXPECT_EQ(lowered(ones(kDouble)), kDouble);
   EXPECT_EQ(lowered(ones(torch::kLong)), torch::kLong);
   EXPECT_FALSE(mezzo::half_function([](const Tensor& x) { return x.defined(); })(Tensor()));
@@ -92,7 +92,7 @@ TEST(CastFunctions, ReachTensorsInNestedContainers) {
   });
   const Containers nested{ones(kFloat), {{"a", {ones(kFloat)}}}, {1, ones(kFloat)}};
   const std::vector<Tensor> list = {ones(kFloat)};
-  const Autocast<kCPU> autocast;
+  const AutocastGuard<kCPU> autocast;
   const auto seen = lowered(nested, at::TensorList(list), std::array<Tensor, 1>{ones(kFloat)});
   EXPECT_EQ(seen, std::vector<at::ScalarType>(5, kBFloat16));
   EXPECT_EQ(list[0].scalar_type(), kFloat);  // the caller's stay as they are
@@ -106,7 +106,7 @@ TEST(CastFunctions, ForwardOtherArgumentsAndResultsPerfectly) {
       });
   int counter = 1;
   for (const bool enabled : {true, false}) {
-    const Autocast<kCPU> autocast({.enabled = enabled});
+    const AutocastGuard<kCPU> autocast({.enabled = enabled});
     int& result = f(ones(kHalf), std::make_unique<int>(2), counter);
     EXPECT_EQ(&result, &counter);
   }
@@ -116,7 +116,7 @@ TEST(CastFunctions, ForwardOtherArgumentsAndResultsPerfectly) {
 TEST(CastFunctions, AreDifferentiable) {
   auto x = torch::ones({2}, torch::requires_grad());
   {
-    const Autocast<kCPU> autocast;
+    const AutocastGuard<kCPU> autocast;
     mezzo::half_function([](const Tensor& t) { return t * 3; })(x).to(kFloat).sum().backward();
   }
   EXPECT_TRUE(torch::equal(x.grad(), torch::full({2}, 3.0)));

@@ -1,5 +1,5 @@
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
@@ -14,13 +14,13 @@
 
 namespace {
 
-using mezzo::OpCategory;
-using Lists = std::map<std::string, OpCategory>;
+using mezzo::CastPolicy;
+using Lists = std::map<std::string, CastPolicy>;
 
-Lists as_map(const mezzo::OpList& list) {
+Lists as_map(const mezzo::AutocastOpList& list) {
   Lists map;
   for (const auto& entry : list.entries()) {
-    map.emplace(entry.name, entry.category);
+    map.emplace(entry.name, entry.cast_policy);
   }
   return map;
 }
@@ -28,17 +28,17 @@ Lists as_map(const mezzo::OpList& list) {
 /// The CPU's lists, which stand in no header, as libtorch 2.11's sources have them.
 Lists cpu_lists_of_2_11() {
   Lists lists;
-  const auto list = [&lists](OpCategory category, const std::string& names) {
+  const auto list = [&lists](CastPolicy cast_policy, const std::string& names) {
     std::istringstream words(names);
-    for (std::string name; words >> name;) lists.emplace("aten::" + name, category);
+    for (std::string name; words >> name;) lists.emplace("aten::" + name, cast_policy);
   };
   // clang-format off
-  list(OpCategory::lower_precision,
+  list(CastPolicy::lower_precision_fp,
     "_addmm_activation _convolution.deprecated _native_multi_head_attention addbmm addmm "
     "baddbmm bmm conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_tbc "
     "conv_transpose1d conv_transpose2d.input conv_transpose3d.input linalg_vecdot linear "
     "matmul mkldnn_rnn_layer mm prelu scaled_dot_product_attention");
-  list(OpCategory::fp32,
+  list(CastPolicy::fp32,
     "_grid_sampler_2d_cpu_fallback _lu_with_info adaptive_avg_pool3d adaptive_max_pool3d "
     "avg_pool3d binary_cross_entropy binary_cross_entropy_with_logits cdist cholesky "
     "cholesky_inverse cholesky_solve cosine_embedding_loss cross_entropy_loss "
@@ -58,7 +58,7 @@ Lists cpu_lists_of_2_11() {
     "quantile.scalar reflection_pad1d reflection_pad2d replication_pad1d replication_pad2d "
     "replication_pad3d smooth_l1_loss soft_margin_loss stft stft.center svd trace "
     "triangular_solve triplet_margin_loss view_as_complex");
-  list(OpCategory::promote,
+  list(CastPolicy::promote,
     "cat index_copy index_copy.dimname stack");
   // clang-format on
   return lists;
@@ -69,19 +69,19 @@ std::string overload(const char* op) { return std::string("aten::") + op; }
 std::string overload(const char* op, const char* name) { return overload(op) + "." + name; }
 
 template <class... Name>
-void list(Lists& lists, OpCategory category, Name... name) {
-  lists.emplace(overload(name...), category);
+void list(Lists& lists, CastPolicy cast_policy, Name... name) {
+  lists.emplace(overload(name...), cast_policy);
 }
 
 #define NAME_OF_1(op) #op
 #define NAME_OF_2(op, overload) #op, #overload
 #define PICK(first, second, macro, ...) macro
 #define NAME_OF(...) PICK(__VA_ARGS__, NAME_OF_2, NAME_OF_1)(__VA_ARGS__)
-#define LOWER(...) list(lists, OpCategory::lower_precision, NAME_OF(__VA_ARGS__));
-#define FP32(...) list(lists, OpCategory::fp32, NAME_OF(__VA_ARGS__));
-#define SET_DTYPE(...) list(lists, OpCategory::fp32_set_opt_dtype, NAME_OF(__VA_ARGS__));
-#define APPEND_DTYPE(function, name, ...) list(lists, OpCategory::fp32_append_dtype, name);
-#define PROMOTE(...) list(lists, OpCategory::promote, NAME_OF(__VA_ARGS__));
+#define LOWER(...) list(lists, CastPolicy::lower_precision_fp, NAME_OF(__VA_ARGS__));
+#define FP32(...) list(lists, CastPolicy::fp32, NAME_OF(__VA_ARGS__));
+#define SET_DTYPE(...) list(lists, CastPolicy::fp32_set_opt_dtype, NAME_OF(__VA_ARGS__));
+#define APPEND_DTYPE(function, name, ...) list(lists, CastPolicy::fp32_append_dtype, name);
+#define PROMOTE(...) list(lists, CastPolicy::promote, NAME_OF(__VA_ARGS__));
 
 Lists lists_of_the_header() {
   Lists lists;
@@ -108,56 +108,57 @@ TEST(OpLists, AgreeWithLibtorchsSources) {
 #if TORCH_VERSION_MAJOR != 2 || TORCH_VERSION_MINOR != 11
   GTEST_SKIP() << "the table is that of libtorch 2.11";
 #endif
-  const auto cpu = mezzo::autocast_op_lists(torch::kCPU);
+  const auto cpu = mezzo::autocast_op_list(torch::kCPU);
   EXPECT_EQ(as_map(cpu), cpu_lists_of_2_11());
-  EXPECT_EQ(cpu.count(OpCategory::fp32), 101U);
+  EXPECT_EQ(cpu.count(CastPolicy::fp32), 101U);
 }
 
 TEST(OpLists, AgreeWithCudasMacros) {
   auto lists = lists_of_the_header();
   // Registered beside the macros.
-  lists.emplace("aten::cudnn_convolution", OpCategory::lower_precision);
-  lists.emplace("aten::cudnn_convolution_transpose", OpCategory::lower_precision);
-  lists.emplace("aten::binary_cross_entropy", OpCategory::banned);
+  lists.emplace("aten::cudnn_convolution", CastPolicy::lower_precision_fp);
+  lists.emplace("aten::cudnn_convolution_transpose", CastPolicy::lower_precision_fp);
+  lists.emplace("aten::binary_cross_entropy", CastPolicy::banned);
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
-  lists.emplace("aten::linalg_matrix_sqrth", OpCategory::fp32);
+  lists.emplace("aten::linalg_matrix_sqrth", CastPolicy::fp32);
 #endif
-  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), lists);
+  EXPECT_EQ(as_map(mezzo::autocast_op_list(torch::kCUDA)), lists);
 }
 
 TEST(OpLists, PutEveryOtherOpUnderFallthrough) {
-  const auto list = mezzo::autocast_op_lists(torch::kCPU);
-  EXPECT_EQ(list.category("aten::relu"), OpCategory::fallthrough);
-  EXPECT_EQ(list.category("aten::add_.Tensor"), OpCategory::fallthrough);
+  const auto list = mezzo::autocast_op_list(torch::kCPU);
+  EXPECT_EQ(list.cast_policy("aten::relu"), CastPolicy::fallthrough);
+  EXPECT_EQ(list.cast_policy("aten::add_.Tensor"), CastPolicy::fallthrough);
 }
 
 TEST(OpLists, DoNotChangeWhenAPolicyOverridesOps) {
-  const auto cpu = as_map(mezzo::autocast_op_lists(torch::kCPU));
-  const auto cuda = as_map(mezzo::autocast_op_lists(torch::kCUDA));
-  mezzo::install_op_overrides(mezzo::OpPolicy().deny("mm").allow("relu").ignore("linear"));
-  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCPU)), cpu);
-  EXPECT_EQ(as_map(mezzo::autocast_op_lists(torch::kCUDA)), cuda);
+  const auto cpu = as_map(mezzo::autocast_op_list(torch::kCPU));
+  const auto cuda = as_map(mezzo::autocast_op_list(torch::kCUDA));
+  mezzo::install_op_overrides(mezzo::OpOverrides().deny("mm").allow("relu").ignore("linear"));
+  EXPECT_EQ(as_map(mezzo::autocast_op_list(torch::kCPU)), cpu);
+  EXPECT_EQ(as_map(mezzo::autocast_op_list(torch::kCUDA)), cuda);
 }
 
 TEST(OpLists, PrintAsATable) {
   std::ostringstream text;
-  text << mezzo::autocast_op_lists(torch::kCUDA);
+  text << mezzo::autocast_op_list(torch::kCUDA);
   EXPECT_THAT(text.str(),
               testing::ContainsRegex("cuda  aten::softmax\\.int +fp32_set_opt_dtype\n"));
 }
 
 TEST(OpLists, AreRefusedForDevicesWithoutLists) {
-  EXPECT_THROW(mezzo::autocast_op_lists(torch::kXPU), c10::Error);
+  EXPECT_THROW(mezzo::autocast_op_list(torch::kXPU), c10::Error);
 }
 
-TEST(Probe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {
+TEST(AutocastKernelProbe, SaysUnknownOfAKernelThatNeitherCastsNorRefuses) {
   auto library =
       torch::Library(torch::Library::DEF, "mezzo_probe_test", std::nullopt, __FILE__, __LINE__);
   library.def("odd(Tensor x) -> Tensor");
   auto kernels = torch::Library(torch::Library::IMPL, "mezzo_probe_test",
                                 c10::DispatchKey::AutocastCPU, __FILE__, __LINE__);
   kernels.impl("odd", [](const torch::Tensor& x) { return x; });
-  EXPECT_EQ(mezzo::OpPolicy().category("mezzo_probe_test::odd", torch::kCPU), OpCategory::unknown);
+  EXPECT_EQ(mezzo::OpOverrides().cast_policy("mezzo_probe_test::odd", torch::kCPU),
+            CastPolicy::unknown);
 }
 
 TEST(OpLists, OpIsProbedWhenAskedFor) {
@@ -172,14 +173,15 @@ TEST(OpLists, OpIsProbedWhenAskedFor) {
     ++calls;
     return at::autocast::cached_cast(torch::kBFloat16, x, torch::kCPU) * 2;
   });
-  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("mezzo_lazy_test::twice"));
+  const auto overrides =
+      mezzo::install_op_overrides(mezzo::OpOverrides().deny("mezzo_lazy_test::twice"));
   EXPECT_EQ(calls, 0);
-  const mezzo::Autocast<torch::kCPU> autocast({.policy = policy});  // not the probe's
-  const auto cpu = mezzo::autocast_op_lists(torch::kCPU);
-  EXPECT_EQ(cpu.category("mezzo_lazy_test::twice"), OpCategory::lower_precision);
+  const mezzo::AutocastGuard<torch::kCPU> autocast({.op_overrides = overrides});  // not the probe's
+  const auto cpu = mezzo::autocast_op_list(torch::kCPU);
+  EXPECT_EQ(cpu.cast_policy("mezzo_lazy_test::twice"), CastPolicy::lower_precision_fp);
   EXPECT_GT(calls, 0);
-  const auto cuda = mezzo::autocast_op_lists(torch::kCUDA);
-  EXPECT_EQ(cuda.category("mezzo_lazy_test::twice"), OpCategory::fallthrough);
+  const auto cuda = mezzo::autocast_op_list(torch::kCUDA);
+  EXPECT_EQ(cuda.cast_policy("mezzo_lazy_test::twice"), CastPolicy::fallthrough);
 }
 
 }  // namespace

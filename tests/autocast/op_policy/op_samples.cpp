@@ -5,7 +5,7 @@
 #include <cstring>
 #include <sstream>
 
-namespace op_policy_test {
+namespace op_overrides_test {
 namespace {
 
 using at::Tensor;
@@ -424,4 +424,4 @@ std::string difference(const Outcome& expected, const Outcome& found, Values val
   return "";
 }
 
-}  // namespace op_policy_test
+}  // namespace op_overrides_test

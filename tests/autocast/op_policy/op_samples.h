@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-namespace op_policy_test {
+namespace op_overrides_test {
 
 /// An op and its first arguments, float32 on the CPU; the rest are the schema's defaults.
 struct OpSample {
@@ -62,4 +62,4 @@ enum class Values { bitwise_equal, within_rounding };
 /// Empty if the two agree in kind, dtype, shape and values; else what differs first.
 std::string difference(const Outcome& expected, const Outcome& found, Values values);
 
-}  // namespace op_policy_test
+}  // namespace op_overrides_test

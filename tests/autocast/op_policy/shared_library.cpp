@@ -1,8 +1,8 @@
 // Built twice, with hidden visibility: two shared libraries that use policies without knowing of
 // each other. two_libraries.cpp loads them.
 
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
@@ -11,16 +11,16 @@
 
 namespace {
 
-std::optional<mezzo::Autocast<at::kCPU>> region;
+std::optional<mezzo::AutocastGuard<at::kCPU>> region;
 
 }  // namespace
 
 extern "C" {
 
-// Enters a region whose policy denies or allows mm.
+// Enters a region whose overrides denies or allows mm.
 C10_EXPORT void enter(bool deny) {
-  const auto policy = deny ? mezzo::OpPolicy().deny("mm") : mezzo::OpPolicy().allow("mm");
-  region.emplace(mezzo::AutocastSetting{.policy = mezzo::install_op_overrides(policy)});
+  const auto overrides = deny ? mezzo::OpOverrides().deny("mm") : mezzo::OpOverrides().allow("mm");
+  region.emplace(mezzo::AutocastOptions{.op_overrides = mezzo::install_op_overrides(overrides)});
 }
 
 C10_EXPORT void leave() { region.reset(); }

@@ -1,5 +1,5 @@
-#include <mezzo/autocast/autocast.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/autocast_guard.h>
+#include <mezzo/autocast/op_overrides.h>
 
 #include <torch/torch.h>
 
@@ -13,26 +13,26 @@
 
 namespace {
 
-using mezzo::Autocast;
-using mezzo::OpPolicy;
+using mezzo::AutocastGuard;
+using mezzo::OpOverrides;
 using torch::kCPU;
 
 constexpr std::size_t kThreads = 8;
 
 // What one of the four kinds of thread expects of mm on float32 and of softmax on bfloat16.
 struct Expectation {
-  OpPolicy policy;
+  OpOverrides overrides;
   at::ScalarType mm;
   at::ScalarType softmax;
 };
 
 std::array<Expectation, 4> expectations() {
   std::array<Expectation, 4> all = {
-      {{OpPolicy(), torch::kBFloat16, torch::kBFloat16},
-       {OpPolicy().deny("mm"), torch::kFloat, torch::kBFloat16},
-       {OpPolicy().deny("softmax.int"), torch::kBFloat16, torch::kFloat},
-       {OpPolicy().ignore("mm").deny("softmax"), torch::kFloat, torch::kFloat}}};
-  for (const Expectation& each : all) mezzo::install_op_overrides(each.policy);
+      {{OpOverrides(), torch::kBFloat16, torch::kBFloat16},
+       {OpOverrides().deny("mm"), torch::kFloat, torch::kBFloat16},
+       {OpOverrides().deny("softmax.int"), torch::kBFloat16, torch::kFloat},
+       {OpOverrides().ignore("mm").deny("softmax"), torch::kFloat, torch::kFloat}}};
+  for (const Expectation& each : all) mezzo::install_op_overrides(each.overrides);
   return all;
 }
 
@@ -43,11 +43,11 @@ int run(const Expectation& expected, int rounds) {
   const auto b = torch::ones({4, 4}, torch::kBFloat16);
   int wrong = 0;
   for (int i = 0; i < rounds; ++i) {
-    const Autocast<kCPU> autocast({.policy = expected.policy});
+    const AutocastGuard<kCPU> autocast({.op_overrides = expected.overrides});
     wrong += torch::mm(a, a).scalar_type() != expected.mm;
     wrong += torch::softmax(b, 1).scalar_type() != expected.softmax;
     try {
-      const Autocast<kCPU> inner({.policy = OpPolicy(expected.policy)});
+      const AutocastGuard<kCPU> inner({.op_overrides = OpOverrides(expected.overrides)});
       torch::mm(a, torch::ones({3, 3}));
       ++wrong;
     } catch (const c10::Error&) {  // shapes that do not fit: the scope ends by exception
@@ -79,10 +79,10 @@ TEST(OpPolicyThreads, MayBuildPoliciesFromOpsThatWereNamedBefore) {
   EXPECT_EQ(in_threads([](Expectation kind) {
               int wrong = 0;
               for (int round = 0; round < 10; ++round) {
-                kind.policy = OpPolicy::parse(kind.policy.to_string());
+                kind.overrides = OpOverrides::parse(kind.overrides.to_string());
                 wrong += run(kind, 2);
-                wrong += mezzo::autocast_op_lists(kCPU).category("aten::mm") !=
-                         mezzo::OpCategory::lower_precision;
+                wrong += mezzo::autocast_op_list(kCPU).cast_policy("aten::mm") !=
+                         mezzo::CastPolicy::lower_precision_fp;
               }
               return wrong;
             }),

@@ -9,15 +9,15 @@ int main(int argc, char** argv) {
   if (argc != 3) return 2;
   const test_support::SharedLibrary first(argv[1], RTLD_LOCAL), second(argv[2], RTLD_LOCAL);
   first.call<void>("enter", /*deny=*/true);
-  expect(first.call<bool>("mm_runs_in_float"), "the first library obeys its own policy");
+  expect(first.call<bool>("mm_runs_in_float"), "the first library obeys its own overrides");
   expect(second.call<bool>("mm_runs_in_float"), "so does the second");
   second.call<void>("enter", /*deny=*/false);
   expect(!first.call<bool>("mm_runs_in_float"),
-         "an inner policy of the second library holds in the first");
+         "an inner overrides of the second library holds in the first");
   expect(first.call<const void*>("registry") == second.call<const void*>("registry"),
          "there is one registry");
   second.call<void>("leave");
-  expect(first.call<bool>("mm_runs_in_float"), "the outer policy is back");
+  expect(first.call<bool>("mm_runs_in_float"), "the outer overrides is back");
   first.call<void>("leave");
   return expect(true, "");
 }

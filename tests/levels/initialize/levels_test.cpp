@@ -1,5 +1,5 @@
 #include <mezzo/autocast/autocast_module.h>
-#include <mezzo/autocast/op_policy.h>
+#include <mezzo/autocast/op_overrides.h>
 #include <mezzo/levels/initialize.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
@@ -245,7 +245,7 @@ TEST(Initialize, KeepsBatchNormsOfEveryKindInFloat32) {
   const torch::nn::BatchNorm2d wrapped(4);
   const auto without_statistics = torch::nn::BatchNormOptions(4).track_running_stats(false);
   torch::nn::Sequential net(torch::nn::LayerNorm(std::vector<int64_t>{4}), own,
-                            mezzo::AutocastModule(wrapped, {.device = torch::kCPU}),
+                            mezzo::AutocastModule(wrapped, {.device_type = torch::kCPU}),
                             torch::nn::BatchNorm1d(without_statistics),
                             torch::nn::BatchNorm2d(without_statistics),
                             torch::nn::BatchNorm3d(without_statistics), torch::nn::BatchNorm1d(4),
@@ -316,13 +316,14 @@ TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
 
 TEST(Initialize, TakesPolicyEditsAtO1) {
   torch::nn::Linear net(4, 2);
-  const auto policy = mezzo::install_op_overrides(mezzo::OpPolicy().deny("aten::addmm"));
-  auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .policy = policy});
+  const auto policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
+  auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = policy});
   EXPECT_EQ(amp(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
   EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)(net, torch::ones({1, 4})).scalar_type(),
             torch::kHalf);
-  EXPECT_THAT([&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .policy = policy}); },
-              ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
+  EXPECT_THAT(
+      [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = policy}); },
+      ThrowsMessage<c10::Error>(HasSubstr("policy: the level O3 casts no ops")));
 }
 
 /// Returns what `call` writes to the standard output, and behind it to the error stream.

@@ -21,7 +21,7 @@ void train(const char* name) {
   for (int i = 0; i < 10; ++i) {
     const auto input = torch::randn({5, 7});
     optimizer.zero_grad();
-    auto loss = mezzo::autocast({.device = torch::kCPU},
+    auto loss = mezzo::autocast({.device_type = torch::kCPU},
                                 [&] { return model->forward(input).square().mean(); });
     if (i == 4) loss = loss * INFINITY;  // skipped
     scaler.scale(loss).backward();

@@ -314,11 +314,12 @@ inline void Amp::enter(const torch::nn::Module& wanted, ForwardRegions& regions)
               "all models to one call, mezzo::initialize({a, b}, ...)");
   if (!enabled_ || !level_.uses_op_lists()) return;
   for (std::size_t i = 0; i < regions.size(); ++i) {
-    const c10::DeviceType device = detail::kPolicyDevices[i];
+    const c10::DeviceType device = detail::kAutocastDevices[i];
     const auto is_there = [device](const at::Tensor& one) { return one.device().type() == device; };
     if (!model->parameters.empty() && std::ranges::none_of(model->parameters, is_there)) continue;
-    regions[i].emplace(detail::checked_setting(
-        {.device = device, .dtype = level_.precision().compute_dtype, .policy = policy_}));
+    regions[i].emplace(detail::validated_options({.device_type = device,
+                                                  .dtype = level_.precision().compute_dtype,
+                                                  .op_overrides = policy_}));
   }
 }
 

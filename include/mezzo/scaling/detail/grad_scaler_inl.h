@@ -110,7 +110,7 @@ MEZZO_INLINE void GradScaler::check_scaled(const torch::optim::Optimizer& optimi
         !refuses_half || !is_half, "Attempting to unscale FP16 gradients. In C++: the gradient of ",
         detail::describe_param(optimizer, *row.parameter),
         " is float16, in which it underflows without the loss scale; keep the weights in "
-        "float32 and run the forward pass under mezzo::Autocast, or train float32 masters "
+        "float32 and run the forward pass under mezzo::AutocastGuard, or train float32 masters "
         "with mezzo::MasterWeights or an optimizer of mezzo's that is given "
         "{.weight_storage = WeightStorage::fp32_master} (GradScaler({.allow_fp16_gradients = "
         "true}) unscales in float16 all the same)");

@@ -1,12 +1,12 @@
 /// \file
-/// Probe: learns what an autocast kernel does by calling it, be it libtorch's, of any version, or
-/// another library's.
+/// AutocastKernelProbe: learns what an autocast kernel does by calling it, be it libtorch's, of any
+/// version, or another library's.
 #pragma once
 
-#include <mezzo/autocast/autocast_setting.h>
-#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/autocast_options.h>
+#include <mezzo/autocast/cast_policy.h>
 #include <mezzo/autocast/detail/op_arguments.h>
-#include <mezzo/autocast/op_category.h>
+#include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/version.h>
 
@@ -28,25 +28,25 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Silences this thread's warnings while it exists.
-class SilencedWarnings {
+class SuppressWarningsGuard {
  public:
-  SilencedWarnings() : guard_(&handler_) {}
+  SuppressWarningsGuard() : guard_(&handler_) {}
 
  private:
-  struct Nowhere final : c10::WarningHandler {
+  struct DiscardingHandler final : c10::WarningHandler {
     void process(const c10::Warning&) override {}
   };
 
-  Nowhere handler_;
+  DiscardingHandler handler_;
   c10::WarningUtils::WarningHandlerGuard guard_;
 };
 
 /// A tensor that has a dtype and a device and nothing else. Autocast kernels ask for no more before
 /// they cast or pass on; code that looks at its shape or memory gets an exception. So no op ever
 /// runs on it, and CUDA's lists can be learned on a machine without a GPU.
-class OpaqueTensor final : public c10::TensorImpl {
+class ShapelessTensorImpl final : public c10::TensorImpl {
  public:
-  OpaqueTensor(c10::DeviceType device, at::ScalarType dtype)
+  ShapelessTensorImpl(c10::DeviceType device, at::ScalarType dtype)
       : TensorImpl(c10::DispatchKeySet(), c10::scalarTypeToTypeMeta(dtype),
                    c10::Device(device, device == c10::DeviceType::CPU ? c10::DeviceIndex{-1}
                                                                       : c10::DeviceIndex{0})) {
@@ -55,23 +55,23 @@ class OpaqueTensor final : public c10::TensorImpl {
   }
 
  protected:
-  c10::IntArrayRef sizes_custom() const override { refuse(); }
-  c10::IntArrayRef strides_custom() const override { refuse(); }
-  c10::SymIntArrayRef sym_sizes_custom() const override { refuse(); }
-  c10::SymIntArrayRef sym_strides_custom() const override { refuse(); }
-  c10::SymInt sym_numel_custom() const override { refuse(); }
-  int64_t size_custom(int64_t) const override { refuse(); }
-  int64_t dim_custom() const override { refuse(); }
-  int64_t numel_custom() const override { refuse(); }
+  c10::IntArrayRef sizes_custom() const override { throw_no_shape(); }
+  c10::IntArrayRef strides_custom() const override { throw_no_shape(); }
+  c10::SymIntArrayRef sym_sizes_custom() const override { throw_no_shape(); }
+  c10::SymIntArrayRef sym_strides_custom() const override { throw_no_shape(); }
+  c10::SymInt sym_numel_custom() const override { throw_no_shape(); }
+  int64_t size_custom(int64_t) const override { throw_no_shape(); }
+  int64_t dim_custom() const override { throw_no_shape(); }
+  int64_t numel_custom() const override { throw_no_shape(); }
 
  private:
-  [[noreturn]] static void refuse() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
+  [[noreturn]] static void throw_no_shape() { TORCH_CHECK(false, "a probe's tensor has no shape"); }
 };
 
 /// Returns a value of this type, whose tensors `tensor()` makes; none for a type that ops with an
 /// autocast kernel do not have.
 template <class MakeTensor>
-std::optional<c10::IValue> probe_value(const c10::Type& type, MakeTensor& tensor) {
+std::optional<c10::IValue> make_probe_value(const c10::Type& type, MakeTensor& tensor) {
   switch (type.kind()) {
     case c10::TypeKind::TensorType:
       return tensor();
@@ -84,7 +84,7 @@ std::optional<c10::IValue> probe_value(const c10::Type& type, MakeTensor& tensor
                                       ? c10::TypePtr(c10::IntType::get())
                                       : element);
       for (int i = 0; i < (element->kind() == c10::TypeKind::TensorType ? 2 : 1); ++i) {
-        const auto value = probe_value(*element, tensor);
+        const auto value = make_probe_value(*element, tensor);
         if (!value) return std::nullopt;
         list.push_back(*value);
       }
@@ -108,7 +108,7 @@ std::optional<c10::IValue> probe_value(const c10::Type& type, MakeTensor& tensor
 }
 
 /// The first op that an autocast kernel called: a cast, or the op itself.
-struct ProbeEvent {
+struct RecordedOp {
   std::string name;
   std::string overload;
   std::vector<c10::IValue> inputs;
@@ -121,117 +121,117 @@ struct ProbeEvent {
 
 /// Keeps the first op that this thread runs while it exists. Other listeners of the thread, such
 /// as a profiler, do not hear the probe.
-class FirstEvent {
+class FirstOpRecorder {
  public:
-  FirstEvent() : outer_(std::exchange(listener(), this)) {
+  FirstOpRecorder() : prev_recorder_(std::exchange(active_recorder(), this)) {
     at::set_record_function_tls_({});
-    at::addThreadLocalCallback(at::RecordFunctionCallback(&FirstEvent::start)
+    at::addThreadLocalCallback(at::RecordFunctionCallback(&FirstOpRecorder::start)
                                    .needsInputs(true)
                                    .scopes({at::RecordScope::FUNCTION}));
   }
-  ~FirstEvent() {
-    at::set_record_function_tls_(found_);
-    listener() = outer_;
+  ~FirstOpRecorder() {
+    at::set_record_function_tls_(prev_callbacks_);
+    active_recorder() = prev_recorder_;
   }
-  FirstEvent(const FirstEvent&) = delete;
-  FirstEvent& operator=(const FirstEvent&) = delete;
+  FirstOpRecorder(const FirstOpRecorder&) = delete;
+  FirstOpRecorder& operator=(const FirstOpRecorder&) = delete;
 
-  const std::optional<ProbeEvent>& event() const { return event_; }
+  const std::optional<RecordedOp>& op() const { return op_; }
 
  private:
-  static FirstEvent*& listener() {
-    static thread_local FirstEvent* active = nullptr;
+  static FirstOpRecorder*& active_recorder() {
+    static thread_local FirstOpRecorder* active = nullptr;
     return active;
   }
 
   static std::unique_ptr<at::ObserverContext> start(const at::RecordFunction& function) {
-    if (listener() != nullptr && !listener()->event_.has_value()) {
+    if (active_recorder() != nullptr && !active_recorder()->op_.has_value()) {
       const auto inputs = recorded_inputs(function);
-      listener()->event_ = ProbeEvent{function.name(), function.overload_name(),
-                                      std::vector<c10::IValue>(inputs.begin(), inputs.end())};
+      active_recorder()->op_ = RecordedOp{function.name(), function.overload_name(),
+                                          std::vector<c10::IValue>(inputs.begin(), inputs.end())};
     }
     return nullptr;
   }
 
-  FirstEvent* outer_;
-  at::RecordFunctionTLS found_ = at::get_record_function_tls_();
-  std::optional<ProbeEvent> event_;
+  FirstOpRecorder* prev_recorder_;
+  at::RecordFunctionTLS prev_callbacks_ = at::get_record_function_tls_();
+  std::optional<RecordedOp> op_;
 };
 
 /// Probes one op's kernel for one device's autocast key. A kernel of mezzo's in front of it passes
-/// on to it, since this thread has no policy meanwhile.
-class Probe {
+/// on to it, since this thread has no overrides meanwhile.
+class AutocastKernelProbe {
  public:
-  Probe(const c10::OperatorHandle& op, c10::DeviceType device)
-      : op_(op), device_(device), found_dtype_(at::autocast::get_autocast_dtype(device)) {
-    at::autocast::set_autocast_dtype(device, lower_);
+  AutocastKernelProbe(const c10::OperatorHandle& op, c10::DeviceType device)
+      : op_(op), device_(device), prev_dtype_(at::autocast::get_autocast_dtype(device)) {
+    at::autocast::set_autocast_dtype(device, lower_precision_dtype_);
   }
-  ~Probe() {
-    at::autocast::set_autocast_dtype(device_, found_dtype_);
-    thread_policies() = std::move(found_policies_);
+  ~AutocastKernelProbe() {
+    at::autocast::set_autocast_dtype(device_, prev_dtype_);
+    thread_op_overrides() = std::move(prev_op_overrides_);
   }
-  Probe(const Probe&) = delete;
-  Probe& operator=(const Probe&) = delete;
+  AutocastKernelProbe(const AutocastKernelProbe&) = delete;
+  AutocastKernelProbe& operator=(const AutocastKernelProbe&) = delete;
 
-  OpCategory category() {
+  CastPolicy cast_policy() {
     const auto all_float = run(at::kFloat, at::kFloat);
-    if (all_float.has_value() && all_float->is_cast_to(lower_)) {
-      return OpCategory::lower_precision;
+    if (all_float.has_value() && all_float->is_cast_to(lower_precision_dtype_)) {
+      return CastPolicy::lower_precision_fp;
     }
-    const auto all_lower = run(lower_, lower_);
+    const auto all_lower = run(lower_precision_dtype_, lower_precision_dtype_);
     if (all_lower.has_value() && all_lower->is_cast_to(at::kFloat)) {
-      return OpCategory::fp32;
+      return CastPolicy::fp32;
     }
     if (all_lower.has_value() && all_lower->name == op_.operator_name().name &&
-        gains_float_dtype(*all_lower)) {
+        has_float_dtype_argument(*all_lower)) {
       return all_lower->overload == op_.operator_name().overload_name
-                 ? OpCategory::fp32_set_opt_dtype
-                 : OpCategory::fp32_append_dtype;
+                 ? CastPolicy::fp32_set_opt_dtype
+                 : CastPolicy::fp32_append_dtype;
     }
-    const auto mixed = run(lower_, at::kFloat);
+    const auto mixed = run(lower_precision_dtype_, at::kFloat);
     if (mixed.has_value() && mixed->is_cast_to(at::kFloat)) {
-      return OpCategory::promote;
+      return CastPolicy::promote;
     }
-    const bool refuses_all = threw_ == 3 && !all_float && !all_lower && !mixed;
-    return refuses_all ? OpCategory::banned : OpCategory::unknown;
+    const bool throws_always = num_throws_ == 3 && !all_float && !all_lower && !mixed;
+    return throws_always ? CastPolicy::banned : CastPolicy::unknown;
   }
 
  private:
   /// Calls the kernel. The first tensor has dtype `first`, the others `rest`.
-  std::optional<ProbeEvent> run(at::ScalarType first, at::ScalarType rest) {
+  std::optional<RecordedOp> run(at::ScalarType first, at::ScalarType rest) {
     auto tensor = [&, next = first]() mutable {
       const auto dtype = std::exchange(next, rest);
-      return at::Tensor::wrap_tensor_impl(c10::make_intrusive<OpaqueTensor>(device_, dtype));
+      return at::Tensor::wrap_tensor_impl(c10::make_intrusive<ShapelessTensorImpl>(device_, dtype));
     };
     std::vector<c10::IValue> arguments;
     for (const auto& argument : op_.schema().arguments()) {
-      const auto value = probe_value(*argument.type(), tensor);
+      const auto value = make_probe_value(*argument.type(), tensor);
       if (!value) return std::nullopt;
       arguments.push_back(*value);
     }
-    const SilencedWarnings silenced;  // an op may speak before it looks at its tensors
-    FirstEvent first_event;
+    const SuppressWarningsGuard no_warnings;  // an op may speak before it looks at its tensors
+    FirstOpRecorder recorder;
     try {
       op_.callBoxedForDispatchKey(autocast_key(device_), arguments);
     } catch (const std::exception&) {  // of course: no op can run on tensors without a shape
-      ++threw_;
+      ++num_throws_;
     }
-    return first_event.event();
+    return recorder.op();
   }
 
   // The probe's own arguments leave every optional dtype open.
-  static bool gains_float_dtype(const ProbeEvent& event) {
-    return std::ranges::any_of(event.inputs, [](const c10::IValue& input) {
+  static bool has_float_dtype_argument(const RecordedOp& op) {
+    return std::ranges::any_of(op.inputs, [](const c10::IValue& input) {
       return input.isInt() && input.toInt() == static_cast<int64_t>(at::kFloat);
     });
   }
 
   const c10::OperatorHandle& op_;
   c10::DeviceType device_;
-  at::ScalarType lower_ = default_autocast_dtype(device_);
-  at::ScalarType found_dtype_;
-  ThreadPolicies found_policies_ = std::exchange(thread_policies(), {});
-  int threw_ = 0;
+  at::ScalarType lower_precision_dtype_ = default_autocast_dtype(device_);
+  at::ScalarType prev_dtype_;
+  ThreadOpOverrides prev_op_overrides_ = std::exchange(thread_op_overrides(), {});
+  int num_throws_ = 0;
 };
 
 }  // namespace detail

@@ -1,16 +1,16 @@
 /// \file
 /// The dispatcher's operators by the names that a user writes. OverrideKernel, which mezzo puts in
-/// front of libtorch's autocast kernel of one op and device: it looks up the thread's policy, and
-/// where that is silent it calls the kernel that was there. And OverrideRegistry, which has the
+/// front of libtorch's autocast kernel of one op and device: it looks up the thread's overrides,
+/// and where that is silent it calls the kernel that was there. And OverrideRegistry, which has the
 /// records of all ops and installs these kernels. There is one registry for each version of mezzo.
 /// It is never destroyed: taking a kernel out of the dispatcher while another thread calls the op
 /// crashes.
 #pragma once
 
-#include <mezzo/autocast/detail/in_force.h>
+#include <mezzo/autocast/cast_policy.h>
+#include <mezzo/autocast/detail/autocast_kernel_probe.h>
 #include <mezzo/autocast/detail/op_arguments.h>
-#include <mezzo/autocast/detail/op_policy/probe.h>
-#include <mezzo/autocast/op_category.h>
+#include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/platform.h>
@@ -38,10 +38,10 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline std::string full_name(const c10::OperatorName& name) { return c10::toString(name); }
+inline std::string to_full_name(const c10::OperatorName& name) { return c10::toString(name); }
 
 /// Returns the name with its namespace: "aten::linear" for "linear".
-inline std::string qualified(std::string_view name) {
+inline std::string qualify_name(std::string_view name) {
   const bool has_namespace = name.find("::") != std::string_view::npos;
   return has_namespace ? std::string(name) : "aten::" + std::string(name);
 }
@@ -58,7 +58,7 @@ inline std::optional<c10::OperatorHandle> find_op(const std::string& name) {
 inline bool is_functional(const c10::OperatorHandle& op) { return !op.schema().is_mutable(); }
 
 /// Whether the schema says that a result shares memory with an argument.
-inline bool returns_view(const c10::FunctionSchema& schema) {
+inline bool has_view_result(const c10::FunctionSchema& schema) {
   const auto& returns = schema.returns();
   return std::any_of(returns.begin(), returns.end(),
                      [](const auto& result) { return result.alias_info() != nullptr; });
@@ -69,11 +69,11 @@ inline bool returns_view(const c10::FunctionSchema& schema) {
 /// \throws c10::Error for a name that nobody registered, and for an op that writes into its
 ///   arguments
 inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
-  const std::string name = qualified(written);
+  const std::string name = qualify_name(written);
   std::vector<c10::OperatorHandle> ops;
   bool exists = false;
   for (const auto& op_name : c10::Dispatcher::singleton().getAllOpNames()) {
-    if (op_name.name != name && full_name(op_name) != name) continue;
+    if (op_name.name != name && to_full_name(op_name) != name) continue;
     exists = true;
     const auto op = c10::Dispatcher::singleton().findSchema(op_name);
     if (op.has_value() && is_functional(*op)) ops.push_back(*op);
@@ -82,7 +82,7 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
     return a.operator_name().overload_name < b.operator_name().overload_name;
   });
   TORCH_CHECK(exists, "op: no operator \"", name,
-              "\" is registered; name it as mezzo::autocast_op_lists(device) prints it, and load "
+              "\" is registered; name it as mezzo::autocast_op_list(device) prints it, and load "
               "its library first if it is another's");
   TORCH_CHECK(!ops.empty(), "op: ", name,
               " writes into its arguments; autocast acts on functional ops only: name the op "
@@ -90,20 +90,20 @@ inline std::vector<c10::OperatorHandle> find_ops(std::string_view written) {
   return ops;
 }
 
-/// Returns the dtype that a category casts to, or none if it casts nothing.
-inline std::optional<at::ScalarType> cast_target(OpCategory category, OpArguments arguments,
-                                                 c10::DeviceType device) {
-  switch (category) {
-    case OpCategory::lower_precision:
+/// Returns the dtype that a cast overrides casts to, or none if it casts nothing.
+inline std::optional<at::ScalarType> get_cast_dtype(CastPolicy cast_policy, OpArguments arguments,
+                                                    c10::DeviceType device) {
+  switch (cast_policy) {
+    case CastPolicy::lower_precision_fp:
       return at::autocast::get_autocast_dtype(device);
-    case OpCategory::fp32:
+    case CastPolicy::fp32:
       return at::ScalarType::Float;
-    case OpCategory::promote: {
-      std::optional<at::ScalarType> widest;
+    case CastPolicy::promote: {
+      std::optional<at::ScalarType> promoted;
       for_each_tensor(arguments, [&](const at::Tensor& tensor) {
-        if (is_eligible(tensor, device)) widest = wider(widest, tensor.scalar_type());
+        if (is_eligible(tensor, device)) promoted = promote_type(promoted, tensor.scalar_type());
       });
-      return widest;
+      return promoted;
     }
     default:
       return std::nullopt;
@@ -121,8 +121,8 @@ void replace_tensors(c10::IValue& value, const Map& map) {
 /// Returns `result`, or a copy if it shares memory with one of `arguments`. An op such as dropout
 /// returns its argument as it is, which behind a cast would be the cast copy: what is written
 /// through it would be lost, or change the copy of a weight that libtorch's cache holds.
-inline at::Tensor without_alias(const at::Tensor& result,
-                                const std::vector<at::Tensor>& arguments) {
+inline at::Tensor clone_if_alias(const at::Tensor& result,
+                                 const std::vector<at::Tensor>& arguments) {
   const bool is_alias =
       result.defined() && result.has_storage() &&
       std::any_of(arguments.begin(), arguments.end(), [&](const at::Tensor& argument) {
@@ -134,7 +134,7 @@ inline at::Tensor without_alias(const at::Tensor& result,
 class OverrideKernel final : public c10::OperatorKernel {
  public:
   /// Takes over from whatever kernel `op` has now. `record` is the op's.
-  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, const OpRecord& record)
+  OverrideKernel(const c10::OperatorHandle& op, c10::DeviceType device, const RegisteredOp& record)
       : record_(record), device_(device), key_(autocast_key(device)) {
     if (op.hasKernelForDispatchKey(key_)) {
       previous_.emplace(op.getComputedKernelForDispatchKey(key_));
@@ -142,24 +142,24 @@ class OverrideKernel final : public c10::OperatorKernel {
   }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-    const PolicyEdits* edits = thread_policies()[policy_device_index(device_)].get();
-    const auto category = edits == nullptr ? std::nullopt : edits->find(record_);
-    if (!category && previous_) {
+    const OpOverrideMap* edits = thread_op_overrides()[autocast_device_index(device_)].get();
+    const auto cast_policy = edits == nullptr ? std::nullopt : edits->find(record_);
+    if (!cast_policy && previous_) {
       previous_->callBoxed(op, keys, stack);
-    } else if (category.value_or(OpCategory::fallthrough) == OpCategory::fallthrough) {
+    } else if (cast_policy.value_or(CastPolicy::fallthrough) == CastPolicy::fallthrough) {
       // The ops that this op is made of still meet autocast.
       op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key_), stack);
     } else {
-      run(*category, op, stack);
+      run(*cast_policy, op, stack);
     }
   }
 
  private:
-  void run(OpCategory category, const c10::OperatorHandle& op, c10::Stack* stack) const {
+  void run(CastPolicy cast_policy, const c10::OperatorHandle& op, c10::Stack* stack) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     const std::size_t arity = op.schema().arguments().size();
     c10::IValue* arguments = stack->data() + (stack->size() - arity);
-    const auto dtype = cast_target(category, OpArguments(arguments, arity), device_);
+    const auto dtype = get_cast_dtype(cast_policy, OpArguments(arguments, arity), device_);
     if (dtype) {
       const auto cast = [&](const at::Tensor& tensor) {
         return at::autocast::cached_cast(*dtype, tensor, device_);
@@ -174,78 +174,79 @@ class OverrideKernel final : public c10::OperatorKernel {
     op.callBoxed(stack);
     const auto results = static_cast<std::ptrdiff_t>(op.schema().returns().size());
     std::for_each(stack->end() - results, stack->end(), [&](c10::IValue& result) {
-      replace_tensors(result, [&](const at::Tensor& one) { return without_alias(one, given); });
+      replace_tensors(result, [&](const at::Tensor& one) { return clone_if_alias(one, given); });
     });
   }
 
-  const OpRecord& record_;
+  const RegisteredOp& record_;
   c10::DeviceType device_;
   c10::DispatchKey key_;
   std::optional<c10::SafeKernelFunction> previous_;
 };
 
 /// Hidden, so that each library that holds mezzo has its own.
-MEZZO_HIDDEN inline constexpr char kInThisLibrary = 0;
+MEZZO_HIDDEN inline constexpr char kLibraryAnchor = 0;
 /// Hidden for the same reason. The dispatcher calls the kernels for the life of the process.
-MEZZO_HIDDEN inline void keep_this_library_loaded() { pin_library(&kInThisLibrary); }
+MEZZO_HIDDEN inline void pin_this_library() { pin_library(&kLibraryAnchor); }
 
 class OverrideRegistry {
  public:
   /// Returns the op's record, and makes it first if there is none. Changes nothing in the
   /// dispatcher.
-  const OpRecord& record(const c10::OperatorHandle& op) {
+  const RegisteredOp& record(const c10::OperatorHandle& op) {
     const std::lock_guard lock(mutex_);
-    return record_of(op);
+    return find_or_create(op);
   }
 
-  /// Returns the op's category without a policy, by libtorch or whoever registered the op. The
-  /// first call probes the op's kernel, which takes some tens of microseconds.
-  OpCategory registered(const c10::OperatorHandle& op, c10::DeviceType device) {
+  /// Returns the op's cast overrides without a overrides, by libtorch or whoever registered the op.
+  /// The first call probes the op's kernel, which takes some tens of microseconds.
+  CastPolicy registered(const c10::OperatorHandle& op, c10::DeviceType device) {
     const std::lock_guard lock(mutex_);
-    auto& category = record_of(op).registered[policy_device_index(device)];
-    if (!category) {
-      if (!op.hasKernelForDispatchKey(autocast_key(device))) return OpCategory::fallthrough;
-      category = Probe(op, device).category();
+    auto& cast_policy = find_or_create(op).registered[autocast_device_index(device)];
+    if (!cast_policy) {
+      if (!op.hasKernelForDispatchKey(autocast_key(device))) return CastPolicy::fallthrough;
+      cast_policy = AutocastKernelProbe(op, device).cast_policy();
     }
-    return *category;
+    return *cast_policy;
   }
 
   /// Puts a kernel in front of the op on each device, once.
   /// \throws c10::Error if the op is gone
-  void install(const OpRecord& op) {
+  void install(const RegisteredOp& op) {
     const auto handle = find_op(op.name);
     TORCH_CHECK(handle.has_value(), "op: ", op.name,
                 " is no longer registered; keep the library loaded that registered it");
     const std::lock_guard lock(mutex_);
-    OpRecord& record = record_of(*handle);
+    RegisteredOp& record = find_or_create(*handle);
     if (record.is_installed) return;
-    for (const auto device : kPolicyDevices) {
+    for (const auto device : kAutocastDevices) {
       if (!handle->hasKernelForDispatchKey(autocast_key(device))) {  // a probe would find mezzo's
-        record.registered[policy_device_index(device)] = OpCategory::fallthrough;
+        record.registered[autocast_device_index(device)] = CastPolicy::fallthrough;
       }
       auto kernel = c10::KernelFunction::makeFromBoxedFunctor(
           std::make_unique<OverrideKernel>(*handle, device, record));
-      const SilencedWarnings silenced;  // the dispatcher tells the terminal of the first override
+      const SuppressWarningsGuard
+          no_warnings;  // the dispatcher tells the terminal of the first override
       handles_.push_back(c10::Dispatcher::singleton().registerImpl(
           handle->operator_name(), autocast_key(device), std::move(kernel), std::nullopt, nullptr,
-          "override by mezzo for op policies"));
+          "override by mezzo for op overrides"));
     }
     record.is_installed = true;
   }
 
  private:
-  OpRecord& record_of(const c10::OperatorHandle& op) {
-    const auto [entry, is_new] = records_.try_emplace(full_name(op.operator_name()));
+  RegisteredOp& find_or_create(const c10::OperatorHandle& op) {
+    const auto [entry, is_new] = records_.try_emplace(to_full_name(op.operator_name()));
     if (is_new) entry->second.name = entry->first;
     return entry->second;
   }
 
   std::mutex mutex_;
-  std::map<std::string, OpRecord> records_;  // whose addresses the kernels have
+  std::map<std::string, RegisteredOp> records_;  // whose addresses the kernels have
   std::vector<c10::RegistrationHandleRAII> handles_;
 };
 
-/// Returns this version's registry. Exported for the reason given at thread_policies.
+/// Returns this version's registry. Exported for the reason given at thread_op_overrides.
 C10_EXPORT inline OverrideRegistry& override_registry() {
   static OverrideRegistry& registry = *new OverrideRegistry;
   return registry;

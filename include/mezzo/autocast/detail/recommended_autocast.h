@@ -1,9 +1,9 @@
 /// \file
-/// The settings that `recommended` and `autocast_from_env` return, each with a sentence that
-/// explains it.
+/// The options that `recommended_autocast` and `autocast_from_env` return, each with a sentence
+/// that explains it.
 #pragma once
 
-#include <mezzo/autocast/autocast_setting.h>
+#include <mezzo/autocast/autocast_options.h>
 #include <mezzo/base/detail/hardware.h>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -18,57 +18,57 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
-inline void check_has_autocast(c10::DeviceType device) {
+inline void check_autocast_device(c10::DeviceType device) {
   TORCH_CHECK(default_autocast_dtype(device) != at::ScalarType::Undefined,
               "device: no autocast on ", device, "; use cpu, cuda or mps");
 }
 
-inline AutocastSetting autocast_off(c10::DeviceType device, const std::string& why) {
-  return {.device = device,
+inline AutocastOptions disabled_autocast_options(c10::DeviceType device, const std::string& why) {
+  return {.device_type = device,
           .dtype = default_autocast_dtype(device),
           .enabled = false,
           .reason = "float32 (autocast off): " + why};
 }
 
-inline std::string lack_of_instructions(const std::string& dtype) {
+inline std::string describe_missing_instructions(const std::string& dtype) {
   return "this CPU has no " + dtype + " instructions, and emulated " + dtype +
          " is slower than float32";
 }
 
-inline AutocastSetting recommend_cpu(const CpuFeatures& cpu) {
+inline AutocastOptions recommend_cpu(const CpuFeatures& cpu) {
   constexpr c10::DeviceType kCpu = c10::DeviceType::CPU;
   if (!cpu.known) {
-    return autocast_off(
+    return disabled_autocast_options(
         kCpu, "mezzo can tell bfloat16 instructions on x86-64 only; set the dtype yourself");
   }
-  if (!cpu.bf16) return autocast_off(kCpu, lack_of_instructions("bfloat16"));
-  return {.device = kCpu,
+  if (!cpu.bf16) return disabled_autocast_options(kCpu, describe_missing_instructions("bfloat16"));
+  return {.device_type = kCpu,
           .dtype = at::ScalarType::BFloat16,
           .reason = "bfloat16: this CPU has avx512_bf16"};
 }
 
-inline AutocastSetting recommend_cuda(std::optional<ComputeCapability> gpu) {
+inline AutocastOptions recommend_cuda(std::optional<ComputeCapability> gpu) {
   constexpr c10::DeviceType kCuda = c10::DeviceType::CUDA;
   if (!gpu) {
-    return autocast_off(kCuda, "libtorch sees no CUDA device");
+    return disabled_autocast_options(kCuda, "libtorch sees no CUDA device");
   }
   const std::string name = "a GPU of compute capability " + std::to_string(gpu->major) + "." +
                            std::to_string(gpu->minor);
   if (gpu->major >= 8) {
-    return {.device = kCuda,
+    return {.device_type = kCuda,
             .dtype = at::ScalarType::BFloat16,
             .reason = "bfloat16: " + name + " multiplies it natively, in float32's range"};
   }
   if (gpu->major == 7) {
     return {
-        .device = kCuda,
+        .device_type = kCuda,
         .dtype = at::ScalarType::Half,
         .reason = "float16: " + name + " multiplies it natively, and bfloat16 not; scale the loss"};
   }
-  return autocast_off(kCuda, name + " has no tensor cores");
+  return disabled_autocast_options(kCuda, name + " has no tensor cores");
 }
 
-inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
+inline std::optional<ComputeCapability> get_compute_capability(c10::Device device) {
   const c10::DeviceIndex count = torch::cuda::device_count();
   TORCH_CHECK(!device.has_index() || device.index() < count, "device: there is no ", device,
               "; libtorch sees ", int{count}, count == 1 ? " CUDA device" : " CUDA devices",
@@ -87,82 +87,83 @@ inline std::optional<ComputeCapability> compute_capability(c10::Device device) {
 
 /// Returns the warning for a region of half on `cpu`; empty where the CPU computes half natively,
 /// or where that is not known.
-inline std::string half_warning(const CpuFeatures& cpu) {
+inline std::string float16_cpu_warning(const CpuFeatures& cpu) {
   if (!cpu.known || cpu.fp16) return {};
-  return "autocast on the CPU in float16: " + lack_of_instructions("float16") +
-         "; mezzo::recommended(torch::kCPU) is the setting that this machine runs natively";
+  return "autocast on the CPU in float16: " + describe_missing_instructions("float16") +
+         "; mezzo::recommended_autocast(torch::kCPU) is the options that this machine runs "
+         "natively";
 }
 
 /// Warns once a process of an enabled region that this machine has no device for, and of one that
 /// it only emulates. Reads the number of CUDA devices, which libtorch remembers, or, once, CPUID.
-inline void warn_of_hardware(c10::DeviceType device, at::ScalarType dtype) {
+inline void warn_if_unsupported_hardware(c10::DeviceType device, at::ScalarType dtype) {
   if (device == c10::DeviceType::CUDA && !torch::cuda::is_available()) {
     TORCH_WARN_ONCE(
         "User provided device_type of 'cuda', but CUDA is not available. In C++: this region "
-        "leaves tensors on the CPU in their dtype; enter the setting of the device that the model "
-        "is on, mezzo::AutocastGuard autocast(mezzo::recommended(device))");
+        "leaves tensors on the CPU in their dtype; enter the options of the device that the model "
+        "is on, mezzo::AutocastGuard autocast(mezzo::recommended_autocast(device))");
   }
   if (device == c10::DeviceType::CPU && dtype == at::ScalarType::Half) {
-    static const std::string warning = half_warning(cpu_features());
+    static const std::string warning = float16_cpu_warning(cpu_features());
     if (!warning.empty()) {
       TORCH_WARN_ONCE(warning);
     }
   }
 }
 
-inline constexpr const char* kAutocastVariable = "MEZZO_AUTOCAST";
+inline constexpr const char* kMixedPrecisionVariable = "MEZZO_MIXED_PRECISION";
 
 /// The reason of what it returns warns where this CPU only emulates the dtype.
-inline AutocastSetting parse_autocast(std::string_view value, c10::Device device,
-                                      const CpuFeatures& cpu) {
-  if (value == "off") {
-    return autocast_off(device.type(), std::string(kAutocastVariable) + "=off");
+inline AutocastOptions parse_mixed_precision(std::string_view value, c10::Device device,
+                                             const CpuFeatures& cpu) {
+  if (value == "no") {
+    return disabled_autocast_options(device.type(), std::string(kMixedPrecisionVariable) + "=no");
   }
   if (value == "auto") {
-    return recommended(device);
+    return recommended_autocast(device);
   }
   const bool is_bfloat16 = value == "bf16" || value == "bfloat16";
-  TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kAutocastVariable, "=", value,
-              " is not a known value; use off, bf16, fp16 or auto");
+  TORCH_CHECK(is_bfloat16 || value == "fp16" || value == "float16", kMixedPrecisionVariable, "=",
+              value, " is not a known value; use no, bf16, fp16 or auto");
   const std::string name = is_bfloat16 ? "bfloat16" : "float16";
-  std::string reason = name + ": " + kAutocastVariable + "=" + std::string(value);
+  std::string reason = name + ": " + kMixedPrecisionVariable + "=" + std::string(value);
   if (device.is_cpu() && cpu.known && !(is_bfloat16 ? cpu.bf16 : cpu.fp16)) {
-    reason += ", though " + lack_of_instructions(name);
+    reason += ", though " + describe_missing_instructions(name);
   }
-  return {.device = device.type(),
+  return {.device_type = device.type(),
           .dtype = is_bfloat16 ? at::ScalarType::BFloat16 : at::ScalarType::Half,
           .reason = reason};
 }
 
 }  // namespace detail
 
-inline AutocastSetting recommended(c10::Device device) {
-  detail::check_has_autocast(device.type());
+inline AutocastOptions recommended_autocast(c10::Device device) {
+  detail::check_autocast_device(device.type());
   if (device.is_mps()) {
-    return {.device = c10::DeviceType::MPS,
+    return {.device_type = c10::DeviceType::MPS,
             .dtype = at::ScalarType::Half,
             .reason = "float16: libtorch's default on mps; scale the loss"};
   }
   return device.is_cpu() ? detail::recommend_cpu(detail::cpu_features())
-                         : detail::recommend_cuda(detail::compute_capability(device));
+                         : detail::recommend_cuda(detail::get_compute_capability(device));
 }
 
-inline AutocastSetting autocast_from_env(c10::Device device, const AutocastSetting& when_unset) {
-  detail::check_has_autocast(device.type());
-  const char* value = std::getenv(detail::kAutocastVariable);
+inline AutocastOptions autocast_from_env(c10::Device device, const AutocastOptions& fallback) {
+  detail::check_autocast_device(device.type());
+  const char* value = std::getenv(detail::kMixedPrecisionVariable);
   if (value == nullptr || *value == '\0') {
-    return when_unset;
+    return fallback;
   }
-  return detail::parse_autocast(value, device, detail::cpu_features());
+  return detail::parse_mixed_precision(value, device, detail::cpu_features());
 }
 
-inline AutocastSetting autocast_from_env(c10::Device device) {
+inline AutocastOptions autocast_from_env(c10::Device device) {
   const std::string reason = device.is_cpu()   ? "bfloat16: the default on the CPU"
                              : device.is_mps() ? "float16: the default on MPS"
                                                : "float16: the default on CUDA";
-  return autocast_from_env(
-      device,
-      {.device = device.type(), .dtype = default_autocast_dtype(device.type()), .reason = reason});
+  return autocast_from_env(device, {.device_type = device.type(),
+                                    .dtype = default_autocast_dtype(device.type()),
+                                    .reason = reason});
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -3,7 +3,7 @@
 /// for it until backward.
 #pragma once
 
-#include <mezzo/autocast/autocast.h>
+#include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/base/detail/for_each_tensor.h>
 #include <mezzo/base/detail/rng_state.h>
 #include <mezzo/base/version.h>
@@ -67,9 +67,9 @@ NodePtr<Node> make_node(Args&&... args) {
 /// A moment in a thread, which tells the nodes made there since from all others. Nodes of one
 /// thread are numbered as they are made; those that accumulate into leaves have the highest number
 /// of all.
-class GraphMark {
+class GraphPosition {
  public:
-  bool made_since(const torch::autograd::Node& node) const {
+  bool is_before(const torch::autograd::Node& node) const {
     return node.thread_id() == thread_ && node.sequence_nr() >= first_ &&
            node.sequence_nr() != std::numeric_limits<uint64_t>::max();
   }
@@ -91,9 +91,9 @@ inline void set_edge(torch::autograd::Node& node, std::size_t index, torch::auto
 
 /// Stands where an edge left a run's graph: the engine hands over the gradient that arrives here.
 /// To the engine it looks like the node it stands in for: same shape, dtype, device and stream.
-class GraphEnd final : public torch::autograd::Node {
+class BoundaryNode final : public torch::autograd::Node {
  public:
-  explicit GraphEnd(const torch::autograd::Edge& target) {
+  explicit BoundaryNode(const torch::autograd::Edge& target) {
     input_metadata_.push_back(target.function->input_metadata(target.input_nr));
   }
   torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
@@ -103,14 +103,14 @@ class GraphEnd final : public torch::autograd::Node {
 
 /// The nodes that a run made and its results depend on, last made first: the order in which the
 /// engine runs them, and so the order in which gradients arrive where the graph ends.
-class RunGraph {
+class RecordedSubgraph {
  public:
-  RunGraph(const torch::autograd::edge_list& roots, const GraphMark& start) {
+  RecordedSubgraph(const torch::autograd::edge_list& roots, const GraphPosition& start) {
     std::unordered_set<torch::autograd::Node*> seen;
     std::vector<torch::autograd::Node*> nodes;
     const auto add = [&](const torch::autograd::Edge& edge) {
       auto* node = edge.function.get();
-      if (node != nullptr && start.made_since(*node) && seen.insert(node).second) {
+      if (node != nullptr && start.is_before(*node) && seen.insert(node).second) {
         nodes.push_back(node);
       }
     };
@@ -124,7 +124,7 @@ class RunGraph {
       for (std::size_t i = 0; i < node->num_outputs(); ++i) {
         const torch::autograd::Edge& edge = node->next_edge(i);
         if (!edge.is_valid() || seen.contains(edge.function.get())) continue;
-        leaving_.emplace_back(node, i);
+        boundary_edges_.emplace_back(node, i);
         uses_.push_back(edge);
       }
     }
@@ -138,14 +138,14 @@ class RunGraph {
   torch::autograd::edge_list cut() const {
     torch::autograd::edge_list ends;
     for (std::size_t i = 0; i < uses_.size(); ++i) {
-      ends.emplace_back(make_node<GraphEnd>(uses_[i]), 0);
-      set_edge(*leaving_[i].first, leaving_[i].second, ends.back());
+      ends.emplace_back(make_node<BoundaryNode>(uses_[i]), 0);
+      set_edge(*boundary_edges_[i].first, boundary_edges_[i].second, ends.back());
     }
     return ends;
   }
 
  private:
-  std::vector<std::pair<torch::autograd::Node*, std::size_t>> leaving_;
+  std::vector<std::pair<torch::autograd::Node*, std::size_t>> boundary_edges_;
   torch::autograd::edge_list uses_;
 };
 
@@ -160,17 +160,17 @@ std::vector<at::Tensor> tensors_in(T& value) {
 
 /// A module holder or a pointer to a module: Sequential, for one, has no call operator that works.
 template <class F, class... Args>
-concept PointsToModule = requires(F& function, Args&... args) {
+concept ModulePointer = requires(F& function, Args&... args) {
   function->forward(args...);
 };
 
 template <class F, class... Args>
-concept CallableTwice = PointsToModule<F, Args...> || std::is_invocable_v<F&, Args&...>;
+concept RecomputableCallable = ModulePointer<F, Args...> || std::is_invocable_v<F&, Args&...>;
 
 template <class F, class... Args>
-requires CallableTwice<F, Args...>
-decltype(auto) call_stored(F& function, Args&... args) {
-  if constexpr (PointsToModule<F, Args...>) {
+requires RecomputableCallable<F, Args...>
+decltype(auto) invoke_stored(F& function, Args&... args) {
+  if constexpr (ModulePointer<F, Args...>) {
     return function->forward(args...);
   } else {
     return std::invoke(function, args...);
@@ -178,7 +178,7 @@ decltype(auto) call_stored(F& function, Args&... args) {
 }
 
 /// Returns the versions of tensors; those of inference mode have none.
-inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& arguments) {
+inline std::vector<std::int64_t> get_versions(const std::vector<at::Tensor>& arguments) {
   std::vector<std::int64_t> versions;
   versions.reserve(arguments.size());
   for (const at::Tensor& tensor : arguments) {
@@ -187,9 +187,9 @@ inline std::vector<std::int64_t> versions_of(const std::vector<at::Tensor>& argu
   return versions;
 }
 
-inline void check_arguments(const std::vector<at::Tensor>& arguments,
-                            const std::vector<std::int64_t>& expected, const char* when) {
-  TORCH_CHECK(versions_of(arguments) == expected,
+inline void check_versions(const std::vector<at::Tensor>& arguments,
+                           const std::vector<std::int64_t>& expected, const char* when) {
+  TORCH_CHECK(get_versions(arguments) == expected,
               "activation_checkpoint: a tensor argument was modified in place ", when,
               ", so that running the function again would compute something else. Clone it first, "
               "or modify it after backward.");
@@ -202,7 +202,7 @@ struct Recomputation {
   std::vector<std::int64_t> versions;
   // The thread's state at the first run, which the second run gets again.
   std::optional<RngState> random;
-  AutocastState autocast = AutocastState::capture();
+  AutocastState autocast = AutocastState::current();
   std::optional<c10::Device> cuda_device =
       at::hasCUDA() ? std::optional(c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).getDevice())
                     : std::nullopt;
@@ -211,8 +211,8 @@ struct Recomputation {
 };
 
 /// The gradient edges of the results that the node stands for.
-inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& tensors,
-                                               const std::vector<std::size_t>& results) {
+inline torch::autograd::edge_list get_result_edges(const std::vector<at::Tensor>& tensors,
+                                                   const std::vector<std::size_t>& results) {
   torch::autograd::edge_list edges;
   for (const auto i : results) {
     TORCH_CHECK(i < tensors.size() && tensors[i].defined() && tensors[i].requires_grad(),
@@ -228,9 +228,9 @@ inline torch::autograd::edge_list result_edges(const std::vector<at::Tensor>& te
 /// for each *use* of a tensor from outside, in the order in which the call's own graph would
 /// deliver the gradients, so that they are added up in that order and come out the same to the bit.
 /// Another checkpoint around it replaces its next edges, so the uses are kept apart from them.
-class CheckpointNode final : public torch::autograd::Node {
+class RecomputeNode final : public torch::autograd::Node {
  public:
-  explicit CheckpointNode(Recomputation recomputation)
+  explicit RecomputeNode(Recomputation recomputation)
       : recomputation_(std::make_shared<Recomputation>(std::move(recomputation))) {
     for (const auto& use : recomputation_->uses) add_next_edge(use);
   }
@@ -251,7 +251,7 @@ class CheckpointNode final : public torch::autograd::Node {
       if (task_should_compute_output(i)) wanted.push_back(i);
     }
     if (wanted.empty() || std::ranges::none_of(gradients, &at::Tensor::defined)) return found;
-    const auto [roots, graph] = run_again(*again);
+    const auto [roots, graph] = recompute(*again);
     torch::autograd::edge_list given;
     torch::autograd::variable_list root_gradients;
     for (std::size_t i = 0; i < roots.size(); ++i) {
@@ -284,17 +284,18 @@ class CheckpointNode final : public torch::autograd::Node {
     return recomputation_;
   }
 
-  static std::pair<torch::autograd::edge_list, RunGraph> run_again(const Recomputation& again) {
-    check_arguments(again.arguments(), again.versions, "between its forward and its backward");
+  static std::pair<torch::autograd::edge_list, RecordedSubgraph> recompute(
+      const Recomputation& again) {
+    check_versions(again.arguments(), again.versions, "between its forward and its backward");
     const c10::AutoGradMode recording(true);
     const c10::OptionalDeviceGuard device(again.cuda_device);
     std::optional<RngStateGuard> random;
     if (again.random) random.emplace(*again.random);
-    const AutocastState::Scope autocast(again.autocast);
+    const AutocastStateGuard autocast(again.autocast);
     at::autocast::set_autocast_cache_enabled(false);  // as in the first run
-    const GraphMark start;
-    torch::autograd::edge_list roots = result_edges(again.run(), again.results);
-    RunGraph graph(roots, start);
+    const GraphPosition start;
+    torch::autograd::edge_list roots = get_result_edges(again.run(), again.results);
+    RecordedSubgraph graph(roots, start);
     TORCH_CHECK(graph.uses() == again.uses,
                 "activation_checkpoint: the recomputation used other parameters or other tensors "
                 "that require grad than the first run, or made such a tensor itself. The function "
@@ -311,20 +312,20 @@ class CheckpointNode final : public torch::autograd::Node {
 /// `result`. Tensors that the run did not compute from a tensor that requires grad, or that are
 /// such a tensor themselves, stay as they are.
 template <class Result>
-void replace_graph(Result& result, const GraphMark& start, Recomputation recomputation) {
+void replace_graph(Result& result, const GraphPosition& start, Recomputation recomputation) {
   std::vector<at::Tensor> tensors = tensors_in(result);
   torch::autograd::edge_list roots;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i].defined() || !tensors[i].requires_grad()) continue;
     auto edge = torch::autograd::impl::gradient_edge(tensors[i]);
-    if (!start.made_since(*edge.function)) continue;
+    if (!start.is_before(*edge.function)) continue;
     recomputation.results.push_back(i);
     roots.push_back(std::move(edge));
   }
   if (roots.empty()) return;
-  recomputation.uses = RunGraph(roots, start).uses();
+  recomputation.uses = RecordedSubgraph(roots, start).uses();
   const auto replaced = recomputation.results;
-  const auto node = make_node<CheckpointNode>(std::move(recomputation));
+  const auto node = make_node<RecomputeNode>(std::move(recomputation));
   for (const auto i : replaced) {
     tensors[i] = tensors[i].detach();
     const auto input_nr = node->add_input_metadata(tensors[i]);
@@ -336,10 +337,11 @@ void replace_graph(Result& result, const GraphMark& start, Recomputation recompu
 
 /// Runs a function on stored arguments and replaces the graph of its result.
 template <class F, class... Args>
-auto first_run(const std::shared_ptr<F>& function, const std::shared_ptr<std::tuple<Args...>>& args,
-               bool preserve_random_state) {
+auto checkpointed_forward(const std::shared_ptr<F>& function,
+                          const std::shared_ptr<std::tuple<Args...>>& args,
+                          bool preserve_rng_state) {
   const auto run = [function, args] {  // as lvalues, which leaves them for the next call
-    return std::apply([&](Args&... each) { return call_stored(*function, each...); }, *args);
+    return std::apply([&](Args&... each) { return invoke_stored(*function, each...); }, *args);
   };
   const auto arguments = [args] { return tensors_in(std::as_const(*args)); };
   static_assert(contains_tensors<decltype(run())>(),
@@ -358,18 +360,18 @@ auto first_run(const std::shared_ptr<F>& function, const std::shared_ptr<std::tu
             return tensors_in(again);
           },
       .arguments = arguments,
-      .versions = versions_of(arguments()),
-      .random = preserve_random_state ? std::optional(RngState()) : std::nullopt};
-  const GraphMark start;
+      .versions = get_versions(arguments()),
+      .random = preserve_rng_state ? std::optional(RngState()) : std::nullopt};
+  const GraphPosition start;
   auto result = [&] {
     // A cast that was cached before the first run is gone by the second: the graphs would differ.
-    const bool caches = at::autocast::is_autocast_cache_enabled();
+    const bool cache_enabled = at::autocast::is_autocast_cache_enabled();
     at::autocast::set_autocast_cache_enabled(false);
-    const auto end =
-        c10::make_scope_exit([caches] { at::autocast::set_autocast_cache_enabled(caches); });
+    const auto end = c10::make_scope_exit(
+        [cache_enabled] { at::autocast::set_autocast_cache_enabled(cache_enabled); });
     return run();
   }();
-  check_arguments(recomputation.arguments(), recomputation.versions, "by the function itself");
+  check_versions(recomputation.arguments(), recomputation.versions, "by the function itself");
   replace_graph(result, start, std::move(recomputation));
   return result;
 }

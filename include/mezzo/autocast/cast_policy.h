@@ -1,5 +1,5 @@
 /// \file
-/// The categories of autocast's op lists.
+/// The cast policies of autocast's op lists.
 #pragma once
 
 #include <mezzo/base/version.h>
@@ -13,9 +13,9 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// The treatment of an op by autocast. Double, complex and integer tensors, and tensors of another
-/// device type, are left alone by every category.
-enum class OpCategory : std::uint8_t {
-  lower_precision,     ///< floating inputs are cast to the region's dtype
+/// device type, are left alone by every cast overrides.
+enum class CastPolicy : std::uint8_t {
+  lower_precision_fp,  ///< floating inputs are cast to the region's dtype
   fp32,                ///< floating inputs are cast to float32
   fp32_set_opt_dtype,  ///< inputs stay; the `dtype` argument becomes float32 unless the caller set
                        ///< it
@@ -28,20 +28,20 @@ enum class OpCategory : std::uint8_t {
 
 namespace detail {
 
-inline constexpr std::array<std::string_view, 8> kCategoryNames = {
-    "lower_precision", "fp32",   "fp32_set_opt_dtype", "fp32_append_dtype",
-    "promote",         "banned", "fallthrough",        "unknown"};
+inline constexpr std::array<std::string_view, 8> kCastPolicyNames = {
+    "lower_precision_fp", "fp32",   "fp32_set_opt_dtype", "fp32_append_dtype", "promote", "banned",
+    "fallthrough",        "unknown"};
 
 }  // namespace detail
 
-/// Returns the enumerator's own name: "lower_precision", "fp32" and so on.
-constexpr std::string_view to_string(OpCategory category) {
-  return detail::kCategoryNames[static_cast<std::size_t>(category)];
+/// Returns the enumerator's own name: "lower_precision_fp", "fp32" and so on.
+constexpr std::string_view to_string(CastPolicy cast_policy) {
+  return detail::kCastPolicyNames[static_cast<std::size_t>(cast_policy)];
 }
 
 /// Prints the name.
-inline std::ostream& operator<<(std::ostream& stream, OpCategory category) {
-  return stream << to_string(category);
+inline std::ostream& operator<<(std::ostream& stream, CastPolicy cast_policy) {
+  return stream << to_string(cast_policy);
 }
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
