@@ -1,8 +1,8 @@
 // A convolutional network at O2: weights of 16 bits, batch norms and master weights in float32.
 // Half with a dynamic loss scale on CUDA, bfloat16 on the CPU.
 // Exits with 1 if the loss did not fall, or if a layer has another dtype than it should.
-#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/opt_levels.h>
 
 #include <torch/torch.h>
 
@@ -51,9 +51,10 @@ int main() {
     images = (images + 0.3 * torch::randn({32, 16, 16}, device)).unsqueeze(1);
 
     optimizer.zero_grad();
-    loss = torch::nn::functional::cross_entropy(amp(model, images), target);  // float32 comes out
+    loss = torch::nn::functional::cross_entropy(amp.forward(model, images),
+                                                target);  // float32 comes out
     if (step == 0) first_loss = loss.detach();
-    amp.scale_loss(loss, optimizer);         // backward; unscaled gradients in .grad, in float32
+    amp.backward(loss, optimizer);           // backward; unscaled gradients in .grad, in float32
     amp.step(optimizer, {.max_norm = 5.0});  // or skips; then the scale moves
   }
   const double before = first_loss.item<double>(), after = loss.item<double>();

@@ -1,8 +1,8 @@
 // Apex's three lines: initialize, scale_loss, and a step; here at O2, a model of 16 bits (bfloat16,
 // which needs no loss scale) with float32 batch norms and float32 master weights.
 // Exits with 1 if the loss did not fall.
-#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/opt_levels.h>
 
 #include <torch/torch.h>
 
@@ -25,9 +25,9 @@ int main() {
     const torch::Tensor target = input.mm(teacher).argmax(1);
 
     optimizer.zero_grad();
-    // amp(model, ...) casts what comes in and out; a bare model->forward(...) would not.
-    loss = torch::nn::functional::cross_entropy(amp(model, input), target);
-    amp.scale_loss(loss, optimizer);  // with amp.scale_loss(...): backward()
+    // amp.forward(model, ...) casts what comes in and out; a bare model->forward(...) would not.
+    loss = torch::nn::functional::cross_entropy(amp.forward(model, input), target);
+    amp.backward(loss, optimizer);  // with amp.scale_loss(...): backward()
     torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
     amp.step(optimizer);  // optimizer.step()
 

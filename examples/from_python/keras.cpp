@@ -1,7 +1,7 @@
 // Keras's way: the optimizer is wrapped, and its step unscales, checks, and moves the scale.
 // Exits with 1 if the loss did not fall.
-#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/opt_levels.h>
 
 #include <torch/torch.h>
 

@@ -2,8 +2,8 @@
 // inputs into classes. The other predicts values of some hundreds, whose squared error overflows
 // half at the scale that the first loss needs. Exits with 1 if a loss did not fall to half, or
 // if the scales of the two losses are the same.
-#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/opt_levels.h>
 
 #include <torch/torch.h>
 
@@ -44,7 +44,7 @@ int main() {
     const auto input = torch::randn({64, 16}, device);
     const auto scores = input.mm(teacher);
     optimizer.zero_grad();
-    const auto [logits, value] = amp(model, input);
+    const auto [logits, value] = amp.forward(model, input);
     const auto class_loss =
         torch::nn::functional::cross_entropy(logits.to(torch::kFloat), scores.argmax(1));
     const auto value_loss =
@@ -52,7 +52,7 @@ int main() {
     amp.scale_loss(class_loss, optimizer, {.loss_id = 0}, [](const torch::Tensor& scaled) {
       scaled.backward({}, /*retain_graph=*/true);  // the second loss needs the graph, too
     });
-    amp.scale_loss(value_loss, optimizer, {.loss_id = 1});
+    amp.backward(value_loss, optimizer, {.loss_id = 1});
     amp.step(optimizer);  // skipped if a gradient of either is inf or NaN; only its scale falls
     last[0] = class_loss.item<double>();
     last[1] = value_loss.item<double>();

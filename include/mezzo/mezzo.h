@@ -1,8 +1,8 @@
 /// \file
 /// The core of mezzo: regions of autocast, optimizers, loss scaling. What else there is has an
-/// umbrella of its own: mezzo/levels.h, mezzo/checkpoint.h, mezzo/diagnose.h, mezzo/distributed.h.
-/// So has what costs every unit that includes it seconds of compile time: mezzo/autocast.h adds op
-/// policies and activation checkpointing.
+/// umbrella of its own: mezzo/opt_levels.h, mezzo/checkpoint.h, mezzo/diagnose.h,
+/// mezzo/distributed.h. So has what costs every unit that includes it seconds of compile time:
+/// mezzo/autocast.h adds op policies and activation checkpointing.
 #pragma once
 
 #include <mezzo/autocast/autocast_autograd_function.h>  // IWYU pragma: export

@@ -6,8 +6,8 @@
 #include <mezzo/checkpoint.h>
 #include <mezzo/diagnose.h>
 #include <mezzo/distributed.h>
-#include <mezzo/levels.h>
 #include <mezzo/mezzo.h>
+#include <mezzo/opt_levels.h>
 #include <mezzo/optim.h>
 
 #include <c10/core/StreamGuard.h>

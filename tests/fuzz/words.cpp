@@ -2,7 +2,7 @@
 #include <mezzo/base/detail/dtype_names.h>
 #include <mezzo/base/detail/hardware.h>
 #include <mezzo/base/mixed_precision_policy.h>
-#include <mezzo/levels/opt_level.h>
+#include <mezzo/opt_levels/opt_level.h>
 
 #include <c10/util/Exception.h>
 
@@ -26,7 +26,7 @@ void precision(std::string_view text) {
 void level(std::string_view text) {
   const auto name = take_until(text, ',');
   mezzo::OptLevelOverrides overrides;
-  if (!text.empty()) overrides.loss_scale = mezzo::LossScaleChoice(std::string(text));
+  if (!text.empty()) overrides.loss_scale = mezzo::LossScaleArg(std::string(text));
   const auto level = mezzo::OptLevel::parse(name, overrides);
   require(level.name() == name && !level.describe().empty(),
           "a level has the name that it was given");

@@ -4,7 +4,7 @@
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/distributed/data_parallel.h>
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
@@ -126,10 +126,11 @@ TEST(Containers, AreCastAndSteppedByInitialize) {
     EXPECT_EQ(item.value().scalar_type(), is_whole ? torch::kFloat : torch::kHalf) << item.key();
   }
   const Tensor before = model->factors->parameters()[1].detach().clone();
-  amp.scale_loss(amp(model, batch()).sum(), optimizer);
+  amp.backward(amp.forward(model, batch()).sum(), optimizer);
   EXPECT_TRUE(amp.step(optimizer).ran());
   EXPECT_FALSE(torch::equal(model->factors->parameters()[1], before));
-  EXPECT_EQ(amp(model->sequential, batch()).scalar_type(), torch::kFloat) << "a part by itself";
+  EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat)
+      << "a part by itself";
 }
 
 TEST(Containers, AreInitializedByThemselves) {
@@ -137,7 +138,7 @@ TEST(Containers, AreInitializedByThemselves) {
   const auto amp =
       mezzo::initialize({model->list, model->sequential}, mezzo::OptLevel::O3(), {.verbosity = 0});
   for (const Tensor& each : model->list->parameters()) EXPECT_EQ(each.scalar_type(), torch::kHalf);
-  EXPECT_EQ(amp(model->sequential, batch()).scalar_type(), torch::kFloat);
+  EXPECT_EQ(amp.forward(model->sequential, batch()).scalar_type(), torch::kFloat);
 }
 
 TEST(Containers, TrainInDataParallelAsAlone) {

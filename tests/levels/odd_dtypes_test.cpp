@@ -2,7 +2,7 @@
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/grad_buckets.h>
@@ -114,7 +114,7 @@ TEST_P(OddDtypes, StayAsTheyAreInLevelsThatCastModels) {
     return;
   }
   auto amp = initialize();
-  amp.scale_loss(amp(model, torch::ones({4, 4})).sum(), optimizer);
+  amp.backward(amp.forward(model, torch::ones({4, 4})).sum(), optimizer);
   EXPECT_TRUE(amp.step(optimizer).ran());
   EXPECT_EQ(model->weight.scalar_type(), torch::kHalf);
   EXPECT_EQ(model->weight[0][0].item<float>(), -3.5F);

@@ -3,7 +3,7 @@
 
 #include <mezzo/autocast/autocast_guard.h>
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/ema.h>
 
 #include <torch/torch.h>
@@ -177,7 +177,7 @@ class AmpProgram : public Program {
     return sides_[i].model->weights;
   }
   torch::optim::Optimizer& optimizer(std::size_t i) const override { return *sides_[i].optimizer; }
-  AnyOptimizer any(std::size_t i) override { return amp_->optimizer(optimizer(i)); }
+  AnyOptimizer any(std::size_t i) override { return amp_->wrapped_optimizer(optimizer(i)); }
   void set_parameter(std::size_t i, std::size_t j, const Tensor& parameter) override {
     sides_[i].model->put(j, plain_[i].weights[j], parameter);
   }
@@ -198,7 +198,7 @@ class AmpProgram : public Program {
   torch::ScalarType model_dtype() const {
     return is_enabled_ ? level_->cast_model_type().value_or(torch::kFloat) : torch::kFloat;
   }
-  bool has_regions() const { return is_enabled_ && level_->uses_op_lists(); }
+  bool has_regions() const { return is_enabled_ && level_->uses_autocast(); }
   bool has_masters() const { return is_enabled_ && level_->master_weights(); }
 
   Recipe draw_recipe() {
@@ -257,7 +257,7 @@ class AmpProgram : public Program {
         if (one.is_late) add_parameter(i, one);
       }
       if (plain_[i].recipe.has_schedule) {
-        sides_[i].schedule.emplace(amp_->optimizer(optimizer(i)), kCurve);
+        sides_[i].schedule.emplace(amp_->wrapped_optimizer(optimizer(i)), kCurve);
       }
     }
     for (std::size_t id = 0; id < losses_.size(); ++id) {
@@ -360,7 +360,7 @@ class AmpProgram : public Program {
       Tensor& one = tensors.emplace_back();
       if (factors[j]) one = tensor_of(*factors[j], torch::kFloat, plain_[i].weights[j].shape);
     }
-    return (*amp_)(sides_[i].model, tensors);
+    return amp_->forward(sides_[i].model, tensors);
   }
 
   using Gradients = std::vector<std::optional<PlainGradient>>;
@@ -736,7 +736,7 @@ class AmpProgram : public Program {
     saved_.emplace();
     expect(false, [&] {
       for (const Side& side : sides_) {
-        saved_->optimizers.push_back(save_to_string(amp_->optimizer(*side.optimizer)));
+        saved_->optimizers.push_back(save_to_string(amp_->wrapped_optimizer(*side.optimizer)));
         saved_->schedules.push_back(side.schedule ? save_to_string(*side.schedule) : "");
         saved_->models.push_back(save_to_string(side.model));
       }
@@ -789,7 +789,7 @@ class AmpProgram : public Program {
     for (std::size_t i = 0; i < sides_.size(); ++i) {
       const std::string number = std::to_string(i);
       state.add("model" + number, sides_[i].model);
-      state.add("optimizer" + number, amp_->optimizer(optimizer(i)));
+      state.add("optimizer" + number, amp_->wrapped_optimizer(optimizer(i)));
       if (sides_[i].schedule) state.add("schedule" + number, *sides_[i].schedule);
     }
     state.add("amp", *amp_);

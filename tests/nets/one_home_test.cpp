@@ -1,8 +1,8 @@
 // A gradient has one home, `.grad`: whatever libtorch's or mezzo's calls do to it between two steps
 // counts for the next one, with masters or without, with a scaler that is enabled or not.
 
-#include <mezzo/levels/initialize.h>
-#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/opt_levels/amp.h>
+#include <mezzo/opt_levels/loss_scale_optimizer.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
@@ -464,10 +464,10 @@ class Leveled {
             {.num_losses = 2, .verbosity = 0})) {}
 
   torch::Tensor loss(double first, double second) {
-    return amp(model, torch::tensor({first, second}, torch::kFloat));
+    return amp.forward(model, torch::tensor({first, second}, torch::kFloat));
   }
   void pass(double first, double second, const mezzo::ScaleLossOptions& options = {}) {
-    amp.scale_loss(loss(first, second), *optimizer, options);
+    amp.backward(loss(first, second), *optimizer, options);
   }
   void expect(float first, float second) {
     EXPECT_EQ(value_of(model->first), first);
@@ -554,12 +554,12 @@ TEST(OneHomeOfGradients, TheAdviceForAParameterOfTwoOptimizersLeadsToTheSumOfThe
   const auto input = [](double one, double two) {
     return torch::tensor({one, two}, torch::kFloat);
   };
-  EXPECT_THAT([&] { amp.scale_loss(amp(model, input(1, 1)), first); },
+  EXPECT_THAT([&] { amp.backward(amp.forward(model, input(1, 1)), first); },
               ThrowsMessage<c10::Error>(HasSubstr("; give it to one of them")));
   torch::optim::SGD one({all[0]}, 1.0), other({all[1]}, 1.0);
   auto apart = mezzo::initialize(model, {one, other}, level, options);
-  apart.scale_loss(apart(model, input(1, 1)), {one, other}, {.loss_id = 0});
-  apart.scale_loss(apart(model, input(2, 2)), {one, other}, {.loss_id = 1});
+  apart.backward(apart.forward(model, input(1, 1)), {one, other}, {.loss_id = 0});
+  apart.backward(apart.forward(model, input(2, 2)), {one, other}, {.loss_id = 1});
   apart.step(one);
   apart.step(other);
   EXPECT_EQ(value_of(all[0]), -3);

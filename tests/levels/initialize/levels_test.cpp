@@ -1,6 +1,6 @@
 #include <mezzo/autocast/autocast_module.h>
 #include <mezzo/autocast/op_overrides.h>
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 
@@ -73,7 +73,7 @@ torch::Tensor images() { return torch::rand({4, 3, 6, 6}); }
 torch::Tensor targets() { return torch::tensor({0, 1, 1, 0}, torch::kLong); }
 
 torch::Tensor loss_of(const mezzo::Amp& amp, const Net& net, const torch::Tensor& batch) {
-  return torch::nn::functional::cross_entropy(amp(net, batch).logits, targets());
+  return torch::nn::functional::cross_entropy(amp.forward(net, batch).logits, targets());
 }
 
 using Optimizers = std::vector<
@@ -140,15 +140,15 @@ TEST(Initialize, GivesEveryTensorItsDtypeAtEveryLevelWithEveryOptimizer) {
       EXPECT_EQ(net->seen.scalar_type(), torch::kLong);
       EXPECT_TRUE(optimizer->param_groups()[0].params()[0].is_same(net->conv->weight));
 
-      auto result = amp(net, images());
+      auto result = amp.forward(net, images());
       EXPECT_EQ(net->input_dtype, expected.inputs);
       EXPECT_EQ(net->computed_in, expected.computed);
       EXPECT_EQ(result.logits.scalar_type(), expected.outputs);
       EXPECT_EQ(result.details.at("classes").scalar_type(), torch::kLong);
 
       const torch::Tensor before = net->head->weight.detach().clone();
-      amp.scale_loss(torch::nn::functional::cross_entropy(result.logits, targets()), *optimizer,
-                     {.delay_unscale = false});
+      amp.backward(torch::nn::functional::cross_entropy(result.logits, targets()), *optimizer,
+                   {.delay_unscale = false});
       EXPECT_EQ(net->conv->weight.grad().scalar_type(), expected.masters) << "true gradients";
       const auto trained = amp.master_params(*optimizer);
       EXPECT_EQ(trained[0].scalar_type(), expected.masters);
@@ -176,9 +176,9 @@ TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
   const auto net = std::make_shared<Nested>();
   auto amp = mezzo::initialize(net, OptLevel::O3(), kQuiet);
   int counter = 1;
-  int& result = amp(net, std::vector{torch::ones(2), torch::arange(2)},
-                    std::map<int, torch::Tensor>{{1, torch::ones(2, torch::kDouble)}},
-                    std::optional(torch::ones(1)), counter, "a name");
+  int& result = amp.forward(net, std::vector{torch::ones(2), torch::arange(2)},
+                            std::map<int, torch::Tensor>{{1, torch::ones(2, torch::kDouble)}},
+                            std::optional(torch::ones(1)), counter, "a name");
   EXPECT_EQ(&result, &counter);
   EXPECT_EQ(counter, 2);
   EXPECT_EQ(net->seen, "a name");
@@ -188,12 +188,12 @@ TEST(Initialize, CastsNestedArgumentsAndLeavesTheRestAsItIs) {
 TEST(Initialize, CallsModulesInsideAModelAndRefusesOthers) {
   Net net;
   auto amp = mezzo::initialize(net, OptLevel::O3_bf16(), kQuiet);
-  EXPECT_EQ(amp(net->head, torch::ones({1, 4})).scalar_type(), torch::kFloat);
-  EXPECT_EQ(amp(net, images(), torch::ones({1, 1})).logits.scalar_type(), torch::kFloat);
+  EXPECT_EQ(amp.forward(net->head, torch::ones({1, 4})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(amp.forward(net, images(), torch::ones({1, 1})).logits.scalar_type(), torch::kFloat);
   torch::nn::Linear other(4, 2);
   EXPECT_THAT(
       [&] {
-        (void)amp(other, torch::ones({1, 4}));
+        (void)amp.forward(other, torch::ones({1, 4}));
       },
       ThrowsMessage<c10::Error>(HasSubstr("is none of the models that were given")));
 }
@@ -215,18 +215,18 @@ TEST(Initialize, TakesAModelThatIsAVariableItself) {
   auto amp = mezzo::initialize(model, optimizer, OptLevel::O2_bf16(), kQuiet);
   const torch::Tensor before = model.layer->weight.detach().clone();
   EXPECT_EQ(before.scalar_type(), torch::kBFloat16);
-  const torch::Tensor output = amp(model, torch::ones({1, 2}));
+  const torch::Tensor output = amp.forward(model, torch::ones({1, 2}));
   EXPECT_EQ(model.input_dtype, torch::kBFloat16);
   EXPECT_EQ(output.scalar_type(), torch::kFloat);
-  amp.scale_loss(output.sum(), optimizer);
+  amp.backward(output.sum(), optimizer);
   amp.step(optimizer);
   EXPECT_FALSE(torch::equal(model.layer->weight, before));
-  EXPECT_EQ(amp(model.layer, torch::ones({1, 2})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(amp.forward(model.layer, torch::ones({1, 2})).scalar_type(), torch::kFloat);
 
   PlainNet third;
   torch::optim::SGD of_third(third.parameters(), 0.1);
   auto both = mezzo::initialize({other, third}, {of_other, of_third}, OptLevel::O1_bf16(), kQuiet);
-  EXPECT_EQ(both(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(both.forward(third, torch::ones({1, 2})).scalar_type(), torch::kBFloat16);
 }
 
 static_assert(std::convertible_to<PlainNet&, mezzo::ModelRefs>);
@@ -284,7 +284,7 @@ TEST(Initialize, TakesAdagradWhichHasStateBeforeItsFirstStep) {
     const torch::Tensor before = net->weight.detach().clone();
     auto amp = mezzo::initialize(net, optimizer,
                                  OptLevel::parse(level.name(), {.loss_scale = 128.0}), kQuiet);
-    amp.scale_loss(amp(net, torch::ones({1, 2})).sum(), optimizer);
+    amp.backward(amp.forward(net, torch::ones({1, 2})).sum(), optimizer);
     EXPECT_TRUE(amp.step(optimizer).ran());
     EXPECT_TRUE((before - net->weight).allclose(torch::full({2, 2}, 0.5), 1e-2, 1e-2));
     torch::nn::Linear other(2, 2);
@@ -303,7 +303,7 @@ TEST(Initialize, LeavesTheStateOfOptimizersUsableAlone) {
     const auto optimizer = make(model->parameters());
     {
       auto amp = mezzo::initialize(model, *optimizer, scaled(OptLevel::O2_bf16()), kQuiet);
-      amp.scale_loss(amp(model, filled(0.25)), *optimizer);
+      amp.backward(amp.forward(model, filled(0.25)), *optimizer);
       amp.step(*optimizer);
     }
     optimizer->zero_grad();
@@ -318,8 +318,10 @@ TEST(Initialize, TakesPolicyEditsAtO1) {
   torch::nn::Linear net(4, 2);
   const auto policy = mezzo::install_op_overrides(mezzo::OpOverrides().deny("aten::addmm"));
   auto amp = mezzo::initialize(net, OptLevel::O1(), {.verbosity = 0, .op_overrides = policy});
-  EXPECT_EQ(amp(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
-  EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)(net, torch::ones({1, 4})).scalar_type(),
+  EXPECT_EQ(amp.forward(net, torch::ones({1, 4})).scalar_type(), torch::kFloat);
+  EXPECT_EQ(mezzo::initialize(net, OptLevel::O1(), kQuiet)
+                .forward(net, torch::ones({1, 4}))
+                .scalar_type(),
             torch::kHalf);
   EXPECT_THAT(
       [&] { mezzo::initialize(net, OptLevel::O3(), {.verbosity = 0, .op_overrides = policy}); },
@@ -357,7 +359,7 @@ TEST(Initialize, VerbosityZeroPrintsNothingAndOneEachSkipOnce) {
         const std::string of_skips = printed_by([&] {
           for (const int64_t loss_id : {0, 1}) {
             optimizer->zero_grad();
-            amp->scale_loss((*amp)(model, filled(kInfinity)), *optimizer, {.loss_id = loss_id});
+            amp->backward(amp->forward(model, filled(kInfinity)), *optimizer, {.loss_id = loss_id});
             EXPECT_FALSE(amp->step(*optimizer).ran());
           }
         });
@@ -380,7 +382,7 @@ TEST(Initialize, DoesNothingWhenItIsNotEnabled) {
     scaled.backward();
   });
   EXPECT_TRUE(amp.step(optimizer).ran());
-  EXPECT_EQ(&amp.optimizer(optimizer).optimizer(), &optimizer);
+  EXPECT_EQ(&amp.wrapped_optimizer(optimizer).optimizer(), &optimizer);
   EXPECT_TRUE(amp.state_dict().empty());
 }
 

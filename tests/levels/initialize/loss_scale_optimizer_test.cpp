@@ -1,4 +1,4 @@
-#include <mezzo/levels/loss_scale_optimizer.h>
+#include <mezzo/opt_levels/loss_scale_optimizer.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/sgd.h>
 

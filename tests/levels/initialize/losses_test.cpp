@@ -1,5 +1,5 @@
 #include <mezzo/checkpoint/checkpoint.h>
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/optim/sgd.h>
@@ -62,12 +62,12 @@ struct Trio {
     first_optimizer->zero_grad();
     second_optimizer->zero_grad();
     const auto id = [&](int64_t loss) { return shares_scale ? 0 : loss; };
-    amp.scale_loss(amp(first, filled(factor[0])), *first_optimizer,
-                   {.loss_id = id(0), .delay_unscale = delays});
-    amp.scale_loss(amp(first, filled(factor[1])) + amp(second, filled(factor[1])),
-                   {*first_optimizer, *second_optimizer}, {.loss_id = id(1)});
-    amp.scale_loss(amp(second, filled(factor[2])), *second_optimizer,
-                   {.loss_id = id(2), .delay_unscale = delays});
+    amp.backward(amp.forward(first, filled(factor[0])), *first_optimizer,
+                 {.loss_id = id(0), .delay_unscale = delays});
+    amp.backward(amp.forward(first, filled(factor[1])) + amp.forward(second, filled(factor[1])),
+                 {*first_optimizer, *second_optimizer}, {.loss_id = id(1)});
+    amp.backward(amp.forward(second, filled(factor[2])), *second_optimizer,
+                 {.loss_id = id(2), .delay_unscale = delays});
   }
 
   std::vector<bool> step() {
@@ -124,10 +124,10 @@ TEST(ScaleLoss, AddsUpGradientsThatLieInBuckets) {
   Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O1()), {.verbosity = 0});
   for (const bool delays : {false, true}) {
     buckets.zero_grad(/*set_to_none=*/false);
-    amp.scale_loss(amp(model, filled(0.125)), optimizer);
+    amp.backward(amp.forward(model, filled(0.125)), optimizer);
     buckets.reattach_gradients();
-    amp.scale_loss(amp(model, filled(0.0625)), optimizer);
-    amp.scale_loss(amp(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
+    amp.backward(amp.forward(model, filled(0.0625)), optimizer);
+    amp.backward(amp.forward(model, filled(0.0625)), optimizer, {.delay_unscale = delays});
     EXPECT_EQ(amp.step(optimizer, {.max_norm = 100}).grad_norm(), 0.5);
   }
   EXPECT_EQ(weight_of(model), 0.5F);
@@ -140,9 +140,9 @@ TEST(ScaleLoss, KeepsGradientsThatHalfWouldLose) {
     Amp amp = mezzo::initialize(model, *optimizer, OptLevel::O2({.loss_scale = 65536.0}),
                                 {.verbosity = 0});
     const double tiny = std::ldexp(1.0, -30);  // of a loss in float32; 0 in half
-    amp.scale_loss(amp(model, filled(0.5)) * tiny, *optimizer);
+    amp.backward(amp.forward(model, filled(0.5)) * tiny, *optimizer);
     EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<double>(), tiny / 2);
-    amp.scale_loss(amp(model, filled(0.5)) * tiny, *optimizer);
+    amp.backward(amp.forward(model, filled(0.5)) * tiny, *optimizer);
     EXPECT_EQ(amp.master_params(*optimizer)[0].grad()[0].item<double>(), tiny);
   }
 }
@@ -166,17 +166,17 @@ TEST(ScaleLoss, TrainsAGanWhereOneLossOverflowsAndTheOtherOptimizerSteps) {
   std::vector<bool> generator_ran;
   for (int iteration = 0; iteration < 4; ++iteration) {
     for_critic.zero_grad();
-    const torch::Tensor fake = amp(generator, torch::rand({4, 2}));
-    torch::Tensor of_real = -amp(critic, torch::rand({4, 3})).mean();
+    const torch::Tensor fake = amp.forward(generator, torch::rand({4, 2}));
+    torch::Tensor of_real = -amp.forward(critic, torch::rand({4, 3})).mean();
     if (iteration == 1) of_real = of_real * kInfinity;
-    amp.scale_loss(of_real, for_critic, {.loss_id = 0});
-    amp.scale_loss(amp(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
+    amp.backward(of_real, for_critic, {.loss_id = 0});
+    amp.backward(amp.forward(critic, fake.detach()).mean(), for_critic, {.loss_id = 1});
     critic_ran.push_back(amp.step(for_critic).ran());
 
     for_generator.zero_grad();
-    torch::Tensor of_fake = -amp(critic, fake).mean();
+    torch::Tensor of_fake = -amp.forward(critic, fake).mean();
     if (iteration == 2) of_fake = of_fake * kInfinity;
-    amp.scale_loss(of_fake, for_generator, {.loss_id = 2});
+    amp.backward(of_fake, for_generator, {.loss_id = 2});
     generator_ran.push_back(amp.step(for_generator).ran());
   }
   EXPECT_EQ(critic_ran, (std::vector<bool>{true, false, true, true}));
@@ -191,7 +191,7 @@ TEST(ScaleLoss, SkipsWhereGradientsAreBrokenAfterwards) {
       Vector model;
       const auto optimizer = make(model->parameters());
       Amp amp = mezzo::initialize(model, *optimizer, level, {.verbosity = 0});
-      amp.scale_loss(amp(model, filled(0.5)), *optimizer);
+      amp.backward(amp.forward(model, filled(0.5)), *optimizer);
       amp.master_params(*optimizer)[0].grad()[1] = std::nan("");
       EXPECT_FALSE(amp.step(*optimizer).ran()) << level.name();
       EXPECT_EQ(weight_of(model), 1.0F);
@@ -220,12 +220,12 @@ TEST(ScaleLoss, TakesAGradientPenaltyThroughDoubleBackward) {
 
     torch::optim::SGD optimizer(net->parameters(), 0.1);
     Amp amp = mezzo::initialize(net, optimizer, scaled(level), {.verbosity = 0});
-    torch::Tensor loss = amp(net, input).to(torch::kFloat).pow(2).mean();
+    torch::Tensor loss = amp.forward(net, input).to(torch::kFloat).pow(2).mean();
     std::vector<torch::Tensor> gradients =
         torch::autograd::grad({amp.scaler().scale(loss)}, net->parameters(), {}, true, true);
     const double inverse = 1.0 / amp.scaler().get_scale();
     for (auto& gradient : gradients) gradient = gradient.to(torch::kFloat) * inverse;
-    amp.scale_loss(loss + penalty_of(gradients), optimizer);
+    amp.backward(loss + penalty_of(gradients), optimizer);
 
     const torch::Tensor true_loss = reference(input).pow(2).mean();
     const auto true_gradients =
@@ -247,11 +247,11 @@ TEST(AmpState, ResumesInApexsFormAndInFull) {
   Vector model;
   torch::optim::SGD optimizer(model->parameters(), 1.0);
   Amp amp = make(model.ptr(), optimizer);
-  amp.scale_loss(amp(model, filled(0.25)), optimizer, {.loss_id = 1});
+  amp.backward(amp.forward(model, filled(0.25)), optimizer, {.loss_id = 1});
   EXPECT_THAT([&] { (void)amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
   amp.step(optimizer);
-  amp.scale_loss(amp(model, filled(kInfinity)), optimizer, {.loss_id = 0});
+  amp.backward(amp.forward(model, filled(kInfinity)), optimizer, {.loss_id = 0});
   amp.step(optimizer);
   const Amp::StateDict state = amp.state_dict();
   EXPECT_EQ(state.at("loss_scaler0").at("loss_scale"), kScale / 2);
@@ -324,14 +324,14 @@ TEST(AmpErrors, NameTheWrongOrder) {
     EXPECT_THAT(call, ThrowsMessage<c10::Error>(HasSubstr(text)));
   };
   expect([&] { amp.step(optimizer); }, "no loss was scaled for this optimizer since its last step");
-  const torch::Tensor loss = amp(model, filled(0.5));
-  expect([&] { amp.scale_loss(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
-  expect([&] { amp.scale_loss(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
-  expect([&] { amp(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
-  expect([&] { amp.scale_loss(loss, {}); }, "name the optimizers");
-  expect([&] { amp.scale_loss(loss, stranger); }, "was not given to mezzo::initialize");
-  expect([&] { amp.scale_loss(torch::Tensor(), optimizer); }, "loss is undefined");
-  amp.scale_loss(loss, optimizer);
+  const torch::Tensor loss = amp.forward(model, filled(0.5));
+  expect([&] { amp.backward(loss, optimizer, {.loss_id = 1}); }, "loss_id is 1");
+  expect([&] { amp.backward(loss, optimizer, {.loss_id = -1}); }, "loss_id is -1");
+  expect([&] { amp.forward(Vector(nullptr), filled(0.5)); }, "an empty holder or a null pointer");
+  expect([&] { amp.backward(loss, {}); }, "name the optimizers");
+  expect([&] { amp.backward(loss, stranger); }, "was not given to mezzo::initialize");
+  expect([&] { amp.backward(torch::Tensor(), optimizer); }, "loss is undefined");
+  amp.backward(loss, optimizer);
   amp.step(optimizer);
   expect([&] { amp.step(optimizer); }, "no loss was scaled for this optimizer since its last step");
 }

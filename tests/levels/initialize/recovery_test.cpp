@@ -1,6 +1,6 @@
 // What an Amp is after something threw, or was called in an unusual order: never with gradients
 // that lost their scale twice, or not at all.
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/sgd.h>
 
 #include <torch/torch.h>
@@ -38,14 +38,15 @@ struct Solo {
       : amp(mezzo::initialize(model, sgd, scaled(level), kQuiet)) {}
 
   void pass(double factor, bool delays = false) {
-    amp.scale_loss(amp(model, filled(factor)), sgd, {.delay_unscale = delays});
+    amp.backward(amp.forward(model, filled(factor)), sgd, {.delay_unscale = delays});
   }
   void pass_that_throws(double factor) {
     const auto backward = [](const torch::Tensor& loss) {
       loss.backward();
       throw std::runtime_error("out of memory");
     };
-    EXPECT_THROW(amp.scale_loss(amp(model, filled(factor)), sgd, backward), std::runtime_error);
+    EXPECT_THROW(amp.scale_loss(amp.forward(model, filled(factor)), sgd, backward),
+                 std::runtime_error);
   }
   void step_that_throws(double max_norm = kNoLimit) {
     sgd.throws = true;
@@ -66,8 +67,8 @@ struct Pair {
       : amp(mezzo::initialize({first, second}, {of_first, of_second}, scaled(level), kQuiet)) {}
 
   void pass_for_both(double of_one, double of_other, bool delays = false) {
-    amp.scale_loss(amp(first, filled(of_one)) + amp(second, filled(of_other)),
-                   {of_first, of_second}, {.delay_unscale = delays});
+    amp.backward(amp.forward(first, filled(of_one)) + amp.forward(second, filled(of_other)),
+                 {of_first, of_second}, {.delay_unscale = delays});
   }
   double clean_iterations() { return amp.state_dict().at("loss_scaler0").at("unskipped"); }
 
@@ -161,7 +162,7 @@ void expect_to_step_without_gradients(const Options& options) {
     Vector model;
     Optimizer optimizer(model->parameters(), options);
     Amp amp = mezzo::initialize(model, optimizer, scaled(OptLevel::O0()), kQuiet);
-    amp.scale_loss(amp(model, filled(factor)), optimizer);
+    amp.backward(amp.forward(model, filled(factor)), optimizer);
     optimizer.zero_grad();
     EXPECT_TRUE(amp.step(optimizer).ran()) << "there is nothing to skip";
     EXPECT_EQ(weight_of(model), 1.0F);
@@ -179,10 +180,11 @@ TEST(AmpRecovery, RefusesItsCallsWithinABackwardPassAndGoesOn) {
   Amp& amp = solo.amp;
   const auto within = [&](auto&& call) {
     return [&amp, &solo, call] {
-      amp.scale_loss(amp(solo.model, filled(0.25)), solo.sgd, [&](const torch::Tensor& loss) {
-        call();
-        loss.backward();
-      });
+      amp.scale_loss(amp.forward(solo.model, filled(0.25)), solo.sgd,
+                     [&](const torch::Tensor& loss) {
+                       call();
+                       loss.backward();
+                     });
     };
   };
   const auto refused = ThrowsMessage<c10::Error>(HasSubstr("called within the backward pass of a"));
@@ -227,7 +229,7 @@ TEST(AmpRecovery, StepsAgainAfterAStepThatThrewAtItsEnd) {
     for (const bool hides : {true, false, false}) {
       sgd.hides = hides;
       amp.zero_grad(sgd);
-      amp.scale_loss(amp(model, filled(0.25)), sgd);
+      amp.backward(amp.forward(model, filled(0.25)), sgd);
       const auto step = [&] { return amp.step(sgd, {.zero_grad = true}).ran(); };
       if (hides) {
         EXPECT_THROW(step(), c10::Error);
@@ -247,7 +249,7 @@ TEST(AmpRecovery, GoesOnAfterAPassWhoseGradientCannotBeAdded) {
     loss.backward();
     solo.model->weight.mutable_grad() = torch::ones({3});
   };
-  EXPECT_THROW(solo.amp.scale_loss(solo.amp(solo.model, filled(8)), solo.sgd, backward),
+  EXPECT_THROW(solo.amp.scale_loss(solo.amp.forward(solo.model, filled(8)), solo.sgd, backward),
                c10::Error);
   solo.pass(0.5);
   EXPECT_TRUE(solo.amp.step(solo.sgd).ran());
@@ -280,14 +282,14 @@ TEST(AmpOrder, LetsAnOptimizerStepAfterTheScaleOfItsLossHasMoved) {
   pair.pass_for_both(0.25, 0.25);
   pair.amp.step(pair.of_first);
   pair.of_first.zero_grad();
-  pair.amp.scale_loss(pair.amp(pair.first, filled(0.25)), pair.of_first);
+  pair.amp.backward(pair.amp.forward(pair.first, filled(0.25)), pair.of_first);
   pair.amp.step(pair.of_first);
   EXPECT_THAT([&] { (void)pair.amp.state_dict(); },
               ThrowsMessage<c10::Error>(HasSubstr("has not stepped yet")));
   EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
   EXPECT_EQ(pair.clean_iterations(), 2);
   pair.of_second.zero_grad();
-  pair.amp.scale_loss(pair.amp(pair.second, filled(0.5)), pair.of_second);
+  pair.amp.backward(pair.amp.forward(pair.second, filled(0.5)), pair.of_second);
   EXPECT_TRUE(pair.amp.step(pair.of_second).ran());
   EXPECT_EQ(weight_of(pair.second), 0.25F);
   EXPECT_EQ(pair.clean_iterations(), 3);
@@ -299,8 +301,8 @@ TEST(AmpOrder, RefusesTwoOptimizersOfOneParameter) {
   torch::optim::SGD second(model->parameters(), 1.0);
   Amp amp = mezzo::initialize(model, {first, second}, scaled(OptLevel::O1()), kQuiet);
   const auto refuses = ThrowsMessage<c10::Error>(HasSubstr("give it to one of them"));
-  EXPECT_THAT([&] { amp.scale_loss(amp(model, filled(0.25)), {first, second}); }, refuses);
-  EXPECT_THAT([&] { amp.scale_loss(amp(model, filled(0.25)), first); }, refuses);
+  EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), {first, second}); }, refuses);
+  EXPECT_THAT([&] { amp.backward(amp.forward(model, filled(0.25)), first); }, refuses);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 #include <torch/script.h>
 #include <torch/torch.h>
 //
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/torchscript.h>
 
@@ -47,9 +47,9 @@ double loss_left(const ScriptModule& script, Optimizer& optimizer, const OptLeve
   double first = 0, last = 0;
   for (int step = 0; step < 30; ++step) {
     amp.zero_grad(optimizer);
-    const auto output = amp(script, input).toTensor();
+    const auto output = amp.forward(script, input).toTensor();
     const auto loss = torch::mse_loss(output.to(torch::kFloat), target);
-    amp.scale_loss(loss, optimizer);
+    amp.backward(loss, optimizer);
     EXPECT_TRUE(amp.step(optimizer).ran());
     last = loss.template item<double>();
     if (step == 0) first = last;
@@ -72,14 +72,14 @@ TEST(InitializeScript, CallsTheModelUnderItsLevelByAnyHandle) {
   const ScriptModule script(script_model());
   const auto input = torch::ones({2, 3, 6, 6});
   auto amp = mezzo::initialize(script, OptLevel::O1_bf16(), kSilent);
-  EXPECT_EQ(amp(script, input).toTensor().scalar_type(), torch::kBFloat16);
-  EXPECT_EQ(amp(script, std::vector<c10::IValue>{input}).toTensor().scalar_type(),
+  EXPECT_EQ(amp.forward(script, input).toTensor().scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(amp.forward(script, std::vector<c10::IValue>{input}).toTensor().scalar_type(),
             torch::kBFloat16);
   const ScriptModule handle = script;
-  EXPECT_EQ(amp(handle, input).toTensor().scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(amp.forward(handle, input).toTensor().scalar_type(), torch::kBFloat16);
   const ScriptModule conv(
       std::dynamic_pointer_cast<mezzo::ScriptModuleImpl>(script->named_children()["conv"]));
-  EXPECT_EQ(amp(conv, input).toTensor().scalar_type(), torch::kBFloat16);
+  EXPECT_EQ(amp.forward(conv, input).toTensor().scalar_type(), torch::kBFloat16);
 }
 
 TEST(InitializeScript, CastsTensorsInsideOfWhatGoesInAndComesOut) {
@@ -96,9 +96,9 @@ TEST(InitializeScript, CastsTensorsInsideOfWhatGoesInAndComesOut) {
   c10::Dict<std::string, at::Tensor> named;
   named.insert("x", x);
   const c10::List<at::Tensor> many({x, count});
-  const auto result =
-      amp(net, c10::IValue(std::make_tuple(x, int64_t{3})), c10::IValue(many), c10::IValue(named))
-          .toTuple();
+  const auto result = amp.forward(net, c10::IValue(std::make_tuple(x, int64_t{3})),
+                                  c10::IValue(many), c10::IValue(named))
+                          .toTuple();
   const auto dict = result->elements()[0].toGenericDict();
   for (const char* name : {"pair", "many", "named"}) {
     EXPECT_EQ(dict.at(name).toTensor().scalar_type(), torch::kDouble) << name;

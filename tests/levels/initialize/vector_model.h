@@ -1,7 +1,7 @@
 #pragma once
 
-#include <mezzo/levels/initialize.h>
-#include <mezzo/levels/opt_level.h>
+#include <mezzo/opt_levels/amp.h>
+#include <mezzo/opt_levels/opt_level.h>
 
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>

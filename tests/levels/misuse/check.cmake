@@ -2,7 +2,7 @@
 set(sentences
   "mezzo::initialize: the first argument is no model"
   "mezzo::initialize: the second argument is no optimizer and no level"
-  "amp(model, ...): the first argument is no model")
+  "amp.forward(model, ...): the first argument is no model")
 string(REPLACE "|" ";-I;" includes "-I;${INCLUDES}")
 string(REPLACE "|" ";-D;" definitions "-D;${DEFINITIONS}")
 execute_process(COMMAND "${COMPILER}" -std=c++20 -fsyntax-only ${includes} ${definitions} "${SOURCE}"

@@ -1,6 +1,6 @@
 // Does not compile; check.cmake has what the compiler should say.
 
-#include <mezzo/levels/initialize.h>
+#include <mezzo/opt_levels/amp.h>
 
 #include <torch/nn/module.h>
 #include <torch/optim/sgd.h>
@@ -14,5 +14,5 @@ void misuse(torch::optim::SGD& optimizer, mezzo::Amp& amp) {
   const Net fixed;
   (void)mezzo::initialize(fixed, optimizer);
   (void)mezzo::initialize(net, &optimizer);
-  (void)amp(fixed, torch::Tensor());
+  (void)amp.forward(fixed, torch::Tensor());
 }

@@ -1,4 +1,4 @@
-#include <mezzo/levels/opt_level.h>
+#include <mezzo/opt_levels/opt_level.h>
 
 #include <torch/torch.h>
 
@@ -52,7 +52,7 @@ TEST(OptLevel, HasApexsPropertiesAndTheSameInBFloat16WithoutALossScale) {
     EXPECT_EQ(level.cast_model_type(), row.model) << level;
     EXPECT_EQ(level.cast_model_outputs(), row.model ? std::optional(torch::kFloat) : kNotCast)
         << level;
-    EXPECT_EQ(level.uses_op_lists(), row.op_lists) << level;
+    EXPECT_EQ(level.uses_autocast(), row.op_lists) << level;
     EXPECT_EQ(level.keep_batchnorm_fp32(), row.keeps_norms) << level;
     EXPECT_EQ(level.master_weights(), row.masters) << level;
     EXPECT_EQ(level.loss_scale().mode, row.scales ? LossScaleMode::dynamic : LossScaleMode::none);

@@ -8,7 +8,7 @@
 #include <mezzo/autocast/detail/thread_op_overrides.h>
 #include <mezzo/base/model_refs.h>
 #include <mezzo/base/version.h>
-#include <mezzo/levels/opt_level.h>
+#include <mezzo/opt_levels/opt_level.h>
 #include <mezzo/optim/master_weights.h>
 #include <mezzo/optim/step_result.h>
 #include <mezzo/scaling/detail/gradient_stash.h>
@@ -52,7 +52,7 @@ struct InitializeOptions {
   /// 1 prints the level to std::cout and a line for each skipped step to std::cerr; 0 does neither.
   int verbosity = 1;
   /// Edits to the op lists, for O1. Corresponds to Apex's `register_half_function` and similar.
-  OpOverridesHandle policy = {};
+  OpOverridesHandle op_overrides = {};
 };
 
 /// Options of one `scale_loss`.
@@ -71,8 +71,8 @@ struct ScaleLossOptions {
 ///   auto amp = mezzo::initialize(model, optimizer, mezzo::OptLevel::O2());
 ///   for (auto& batch : *loader) {
 ///     optimizer.zero_grad();
-///     auto loss = criterion(amp(model, batch.data), batch.target);   // for model(batch.data)
-///     amp.scale_loss(loss, optimizer);                               // for loss.backward()
+///     auto loss = criterion(amp.forward(model, batch.data), batch.target);   // for model(batch.data)
+///     amp.backward(loss, optimizer);                               // for loss.backward()
 ///     torch::nn::utils::clip_grad_norm_(amp.master_params(optimizer), 1.0);
 ///     amp.step(optimizer);                                           // for optimizer.step()
 ///   }
@@ -106,7 +106,7 @@ class Amp {
   /// devices. Other arguments and results pass unchanged, structs without `tensors()` among them.
   /// \throws c10::Error for any other model
   template <class Model, class... Args>
-  decltype(auto) operator()(Model&& model, Args&&... args) const;
+  decltype(auto) forward(Model&& model, Args&&... args) const;
 
   /// Scales `loss` in float32, runs `scaled.backward()`, and unscales the gradients of `optimizers`
   /// (one, or several in braces). The gradients can then be clipped: see `master_params`. No host
@@ -123,8 +123,8 @@ class Amp {
   /// \throws c10::Error for a loss_id out of range, an undefined loss, an optimizer that was not
   ///   given to `initialize`, a parameter that two optimizers hold, or within the backward pass of
   ///   another call
-  void scale_loss(const at::Tensor& loss, const OptimizerRefs& optimizers,
-                  const ScaleLossOptions& options = {});
+  void backward(const at::Tensor& loss, const OptimizerRefs& optimizers,
+                const ScaleLossOptions& options = {});
 
   /// Runs a backward pass of your own, which is called once with the scaled loss: the body of
   /// Apex's `with amp.scale_loss(loss, optimizer) as scaled`. Work on unscaled gradients after the
@@ -158,24 +158,24 @@ class Amp {
 
   /// Returns the object that steps an optimizer: a MasterWeights around it if the level needs
   /// float32 masters that the optimizer does not keep itself, otherwise the optimizer. Save and
-  /// load this object: `torch::save(amp.optimizer(sgd), path)`.
-  AnyOptimizer& optimizer(torch::optim::Optimizer& given);
+  /// load this object: `torch::save(amp.wrapped_optimizer(sgd), path)`.
+  AnyOptimizer& wrapped_optimizer(torch::optim::Optimizer& optimizer);
 
   /// Returns the level that `initialize` was given.
   const OptLevel& level() const noexcept { return level_; }
   /// Returns whether anything is cast or scaled.
   bool is_enabled() const noexcept { return enabled_; }
   /// Returns how many losses have a scale of their own.
-  int64_t num_losses() const noexcept { return static_cast<int64_t>(losses_.size()); }
+  int64_t num_losses() const noexcept { return static_cast<int64_t>(loss_scalers_.size()); }
 
   /// Returns the scaler of a loss, for `get_scale()`, `scale(outputs)` (a gradient penalty) and
   /// `on_skip(callback)`. Do not make its other calls; Amp does. \throws c10::Error if loss_id is
   /// out of range
-  GradScaler& scaler(int64_t loss_id = 0) { return loss_of(loss_id).scaler; }
+  GradScaler& scaler(int64_t loss_id = 0) { return find_loss_scaler(loss_id).scaler; }
 
   /// Returns the state of the scalers. A run resumes from it together with the states of the models
-  /// and of `optimizer(...)`. Call it between a step and the next `scale_loss`. Waits for the
-  /// device.
+  /// and of `wrapped_optimizer(...)`. Call it between a step and the next `scale_loss`. Waits for
+  /// the device.
   /// \throws c10::Error while gradients are scaled or a step is outstanding
   StateDict state_dict() const;
 
@@ -188,24 +188,24 @@ class Amp {
 
  private:
   /// A loss scale.
-  struct Loss {
+  struct LossScaler {
     GradScaler scaler;
-    bool was_taken_off = false;  ///< since the scale moved last
+    bool is_unscaled = false;  ///< since the scale moved last
   };
   /// An optimizer that was given, the object that steps it, and its state between two steps.
-  struct Given {
+  struct ManagedOptimizer {
     torch::optim::Optimizer* optimizer;
     std::unique_ptr<MasterWeights> masters;
-    AnyOptimizer stepper;
-    bool awaits_step = false;   ///< a loss was scaled for it since its last step
-    Loss* scaled_by = nullptr;  ///< the loss whose scale the gradients carry
+    AnyOptimizer wrapped;
+    bool has_pending_step = false;      ///< a loss was scaled for it since its last step
+    LossScaler* loss_scaler = nullptr;  ///< the loss whose scale the gradients carry
   };
-  /// A backward pass between `begin_pass` and `end_pass`. If it throws, the destructor restores the
+  /// A backward pass between `prepare_backward` and `post_backward`. If it throws, the destructor restores the
   /// true gradients.
-  struct Pass {
-    Loss* loss;
+  struct BackwardPass {
+    LossScaler* loss;
     at::Tensor scaled{};  ///< the loss to run backward from
-    std::vector<Given*> optimizers{};
+    std::vector<ManagedOptimizer*> optimizers{};
     std::vector<std::unique_ptr<detail::GradientStash>>
         aside{};  ///< an optimizer; null if it had none
   };
@@ -215,27 +215,27 @@ class Amp {
       std::array<std::optional<detail::AutocastRegion>, detail::kAutocastDevices.size()>;
 
   /// Enters the `regions` of the model that a module is, or is inside of.
-  void enter(const torch::nn::Module& wanted, ForwardRegions& regions) const;
-  Given& given(const torch::optim::Optimizer& optimizer);
-  Loss& loss_of(int64_t loss_id);
-  Pass begin_pass(const at::Tensor& value, const OptimizerRefs& optimizers,
-                  const ScaleLossOptions& options);
-  void end_pass(const Pass& pass, bool delays);
-  void take_scale_off(Loss& loss);
-  static void end_iteration(Loss& loss);
+  void enter_autocast_regions(const torch::nn::Module& wanted, ForwardRegions& regions) const;
+  ManagedOptimizer& find_optimizer(const torch::optim::Optimizer& optimizer);
+  LossScaler& find_loss_scaler(int64_t loss_id);
+  BackwardPass prepare_backward(const at::Tensor& value, const OptimizerRefs& optimizers,
+                                const ScaleLossOptions& options);
+  void post_backward(const BackwardPass& pass, bool delays);
+  void unscale_gradients(LossScaler& loss);
+  static void update_scale(LossScaler& loss);
   StepResult step_if_finite(AnyOptimizer optimizer, const StepOptions& options);
-  void refuse_shared_parameters() const;
-  void refuse_within_backward(const char* call) const;
-  void require_between_iterations(const char* call) const;
+  void check_no_shared_parameters() const;
+  void check_not_in_backward(const char* call) const;
+  void check_no_pending_step(const char* call) const;
 
   OptLevel level_;
   bool enabled_;
-  OpOverridesHandle policy_;
+  OpOverridesHandle op_overrides_;
   std::vector<detail::AmpModel> models_;
-  std::vector<Given> given_;
-  std::vector<Loss> losses_;
-  GradScaler verdict_{{.mode = LossScaleMode::none, .allow_fp16_gradients = true}};
-  bool has_verdict_scale_ = false;
+  std::vector<ManagedOptimizer> optimizers_;
+  std::vector<LossScaler> loss_scalers_;
+  GradScaler unit_scaler_{{.mode = LossScaleMode::none, .allow_fp16_gradients = true}};
+  bool has_unit_scale_ = false;
   bool is_in_backward_ = false;
 };
 
@@ -334,4 +334,4 @@ inline void check_archive(torch::serialize::InputArchive& archive, const Amp& am
 
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE
 
-#include <mezzo/levels/detail/amp_impl.h>  // IWYU pragma: export
+#include <mezzo/opt_levels/detail/amp_inl.h>  // IWYU pragma: export

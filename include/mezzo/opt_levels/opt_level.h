@@ -26,27 +26,27 @@
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 
 /// A loss scale, given as 128.0, "128.0", "dynamic" or a GradScalerOptions.
-class LossScaleChoice {
+class LossScaleArg {
  public:
   /// Takes a rule as it is. \throws c10::Error as GradScalerOptions::validated does
-  LossScaleChoice(const GradScalerOptions& rule) : rule_(rule.validated()) {}
+  LossScaleArg(const GradScalerOptions& rule) : rule_(rule.validated()) {}
 
   /// Makes a constant scale.
   /// \throws c10::Error unless it is positive and finite as a float
-  LossScaleChoice(double scale) : rule_(GradScalerOptions::fixed(scale)) {}
+  LossScaleArg(double scale) : rule_(GradScalerOptions::fixed(scale)) {}
 
   /// Parses a number, or "dynamic": Apex's rule, which starts at 2^16, doubles after 2000 clean
   /// steps up to 2^24, and halves after an overflow. For other bounds use
   /// `GradScalerOptions::dynamic({...})`.
   /// \throws c10::Error for any other text
   template <std::convertible_to<std::string_view> Text>
-  LossScaleChoice(const Text& text) : rule_(parsed(text)) {}
+  LossScaleArg(const Text& text) : rule_(parse(text)) {}
 
   /// Returns the rule of the loss scale.
   const GradScalerOptions& rule() const noexcept { return rule_; }
 
  private:
-  static GradScalerOptions parsed(std::string_view text);
+  static GradScalerOptions parse(std::string_view text);
 
   GradScalerOptions rule_;
 };
@@ -62,7 +62,7 @@ struct OptLevelOverrides {
   /// Whether the optimizer keeps float32 copies of low-precision weights.
   std::optional<bool> master_weights = std::nullopt;
   /// The loss scale: 128.0, "dynamic" or a GradScalerOptions. Allowed at every level.
-  std::optional<LossScaleChoice> loss_scale = std::nullopt;
+  std::optional<LossScaleArg> loss_scale = std::nullopt;
   /// The dtype that the model's outputs are cast to. Unset: float32 if the model is cast.
   std::optional<at::ScalarType> cast_model_outputs = std::nullopt;
 };
@@ -93,42 +93,52 @@ struct OptLevelOverrides {
 class OptLevel {
  public:
   /// float32; changes nothing.
-  static OptLevel O0(const OptLevelOverrides& set = {}) { return parse("O0", set); }
+  static OptLevel O0(const OptLevelOverrides& overrides = {}) { return parse("O0", overrides); }
   /// Autocast to half, with a dynamic loss scale.
-  static OptLevel O1(const OptLevelOverrides& set = {}) { return parse("O1", set); }
+  static OptLevel O1(const OptLevelOverrides& overrides = {}) { return parse("O1", overrides); }
   /// Weights of half with float32 masters, batch norms in float32, and a dynamic loss scale.
-  static OptLevel O2(const OptLevelOverrides& set = {}) { return parse("O2", set); }
+  static OptLevel O2(const OptLevelOverrides& overrides = {}) { return parse("O2", overrides); }
   /// Weights of half, without masters and without a loss scale.
-  static OptLevel O3(const OptLevelOverrides& set = {}) { return parse("O3", set); }
+  static OptLevel O3(const OptLevelOverrides& overrides = {}) { return parse("O3", overrides); }
   /// Autocast to bfloat16, without a loss scale.
-  static OptLevel O1_bf16(const OptLevelOverrides& set = {}) { return parse("O1_bf16", set); }
+  static OptLevel O1_bf16(const OptLevelOverrides& overrides = {}) {
+    return parse("O1_bf16", overrides);
+  }
   /// Weights of bfloat16 with float32 masters, and batch norms in float32.
-  static OptLevel O2_bf16(const OptLevelOverrides& set = {}) { return parse("O2_bf16", set); }
+  static OptLevel O2_bf16(const OptLevelOverrides& overrides = {}) {
+    return parse("O2_bf16", overrides);
+  }
   /// Weights of bfloat16, without masters.
-  static OptLevel O3_bf16(const OptLevelOverrides& set = {}) { return parse("O3_bf16", set); }
+  static OptLevel O3_bf16(const OptLevelOverrides& overrides = {}) {
+    return parse("O3_bf16", overrides);
+  }
 
   /// Returns the level of this name: "O0" to "O3" (the letter O), "O1_bf16" to "O3_bf16".
   /// \throws c10::Error for any other name, in Apex's words
   static OptLevel parse(std::string_view name, const OptLevelOverrides& overrides = {}) {
-    return {properties_of(name), overrides};
+    return {find_properties(name), overrides};
   }
 
   /// Returns the name, such as "O1".
-  std::string_view name() const noexcept { return own_.name; }
+  std::string_view name() const noexcept { return properties_.name; }
 
   /// Returns the dtype that the model's weights and inputs are cast to; none if they are not cast.
-  std::optional<at::ScalarType> cast_model_type() const noexcept { return own_.cast_model_type; }
+  std::optional<at::ScalarType> cast_model_type() const noexcept {
+    return properties_.cast_model_type;
+  }
   /// Returns the dtype that the model's outputs are cast to; none if they are not cast.
   std::optional<at::ScalarType> cast_model_outputs() const noexcept {
-    if (own_.cast_model_outputs) return own_.cast_model_outputs;
+    if (properties_.cast_model_outputs) return properties_.cast_model_outputs;
     return cast_model_type() ? std::optional(at::ScalarType::Float) : std::nullopt;
   }
   /// Whether the forward pass runs under autocast, in the dtype `precision().compute_dtype`.
-  bool uses_op_lists() const noexcept { return own_.op_lists; }
+  bool uses_autocast() const noexcept { return properties_.uses_autocast; }
   /// Returns whether batch norms stay in float32.
-  bool keep_batchnorm_fp32() const noexcept { return own_.keep_batchnorm_fp32.value_or(false); }
+  bool keep_batchnorm_fp32() const noexcept {
+    return properties_.keep_batchnorm_fp32.value_or(false);
+  }
   /// Returns whether 16-bit weights have float32 masters.
-  bool master_weights() const noexcept { return own_.master_weights.value_or(false); }
+  bool master_weights() const noexcept { return properties_.master_weights.value_or(false); }
   /// Returns the loss scale; GradScalerOptions::none() for 1.
   const GradScalerOptions& loss_scale() const noexcept { return loss_scale_; }
 
@@ -144,27 +154,27 @@ class OptLevel {
   /// A row of the table of levels, or what overrides make of it.
   struct Properties {
     std::string_view name;
-    std::string_view brief;
+    std::string_view description;
     at::ScalarType low_precision;  ///< what it lowers to; float32 where it does not
     std::optional<at::ScalarType> cast_model_type;
-    bool op_lists;
+    bool uses_autocast;
     std::optional<bool> keep_batchnorm_fp32;
     std::optional<bool> master_weights;
     bool dynamic_scale;
     std::optional<at::ScalarType> cast_model_outputs{};
   };
 
-  OptLevel(const Properties& level, const OptLevelOverrides& set);
+  OptLevel(const Properties& level, const OptLevelOverrides& overrides);
 
-  static const Properties& properties_of(std::string_view name);
-  static void check(const Properties& level, const OptLevelOverrides& set);
-  std::string listing() const;
+  static const Properties& find_properties(std::string_view name);
+  static void check_overrides(const Properties& level, const OptLevelOverrides& overrides);
+  std::string list_properties() const;
 
-  Properties own_;
+  Properties properties_;
   GradScalerOptions loss_scale_;
 };
 
-inline GradScalerOptions LossScaleChoice::parsed(std::string_view text) {
+inline GradScalerOptions LossScaleArg::parse(std::string_view text) {
   if (text == "dynamic") return GradScalerOptions::dynamic({.max_scale = kApexMaxScale});
   double scale = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), scale);
@@ -173,7 +183,7 @@ inline GradScalerOptions LossScaleChoice::parsed(std::string_view text) {
   return GradScalerOptions::fixed(scale);
 }
 
-inline const OptLevel::Properties& OptLevel::properties_of(std::string_view name) {
+inline const OptLevel::Properties& OptLevel::find_properties(std::string_view name) {
   constexpr auto kFloat = at::ScalarType::Float;
   constexpr auto kHalf = at::ScalarType::Half;
   constexpr auto kBFloat16 = at::ScalarType::BFloat16;
@@ -198,17 +208,18 @@ inline const OptLevel::Properties& OptLevel::properties_of(std::string_view name
               "'O3_bf16'; O is the letter, not the number zero.");
 }
 
-inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& set)
-    : own_(level),
-      loss_scale_(set.loss_scale        ? set.loss_scale->rule()
-                  : level.dynamic_scale ? LossScaleChoice("dynamic").rule()
+inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& overrides)
+    : properties_(level),
+      loss_scale_(overrides.loss_scale  ? overrides.loss_scale->rule()
+                  : level.dynamic_scale ? LossScaleArg("dynamic").rule()
                                         : GradScalerOptions::none()) {
-  check(level, set);
-  if (set.cast_model_type) own_.cast_model_type = set.cast_model_type;
-  if (set.cast_model_outputs) own_.cast_model_outputs = set.cast_model_outputs;
-  if (set.patch_torch_functions) own_.op_lists = *set.patch_torch_functions;
-  if (set.keep_batchnorm_fp32) own_.keep_batchnorm_fp32 = set.keep_batchnorm_fp32;
-  if (set.master_weights) own_.master_weights = set.master_weights;
+  check_overrides(level, overrides);
+  if (overrides.cast_model_type) properties_.cast_model_type = overrides.cast_model_type;
+  if (overrides.cast_model_outputs) properties_.cast_model_outputs = overrides.cast_model_outputs;
+  if (overrides.patch_torch_functions) properties_.uses_autocast = *overrides.patch_torch_functions;
+  if (overrides.keep_batchnorm_fp32)
+    properties_.keep_batchnorm_fp32 = overrides.keep_batchnorm_fp32;
+  if (overrides.master_weights) properties_.master_weights = overrides.master_weights;
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
   TORCH_CHECK(!master_weights() || model != at::ScalarType::Float, "OptLevel ", name(),
               ": master_weights = true contradicts cast_model_type = float32: masters are float32 "
@@ -216,12 +227,12 @@ inline OptLevel::OptLevel(const Properties& level, const OptLevelOverrides& set)
 }
 
 /// Refuses dtypes that nobody trains in, and overrides that contradict the level.
-inline void OptLevel::check(const Properties& level, const OptLevelOverrides& set) {
-  const at::ScalarType type = set.cast_model_type.value_or(at::ScalarType::Float);
+inline void OptLevel::check_overrides(const Properties& level, const OptLevelOverrides& overrides) {
+  const at::ScalarType type = overrides.cast_model_type.value_or(at::ScalarType::Float);
   TORCH_CHECK(detail::is_training_dtype(type) && type != at::ScalarType::Double, "OptLevel ",
               level.name, ": cast_model_type is ", detail::dtype_name(type),
               "; it should be float32, float16 or bfloat16");
-  const at::ScalarType outputs = set.cast_model_outputs.value_or(at::ScalarType::Float);
+  const at::ScalarType outputs = overrides.cast_model_outputs.value_or(at::ScalarType::Float);
   TORCH_CHECK(detail::is_training_dtype(outputs), "OptLevel ", level.name,
               ": cast_model_outputs is ", detail::dtype_name(outputs),
               "; it should be float32, bfloat16, float16 or float64");
@@ -230,18 +241,18 @@ inline void OptLevel::check(const Properties& level, const OptLevelOverrides& se
     TORCH_CHECK(false, "OptLevel ", level.name, ": ", option, contradicts, advice);
   };
   const auto words = [](bool value) { return value ? "true" : "false"; };
-  const bool by_op = level.op_lists;
-  if (set.patch_torch_functions.value_or(false) && !by_op) {
+  const bool by_op = level.uses_autocast;
+  if (overrides.patch_torch_functions.value_or(false) && !by_op) {
     refuse("patch_torch_functions = true",
            ": only O1 and O1_bf16 cast op by op; choose one of them, or leave the option out");
   }
-  if (by_op && set.keep_batchnorm_fp32) {
-    refuse(c10::str("keep_batchnorm_fp32 = ", words(*set.keep_batchnorm_fp32)),
+  if (by_op && overrides.keep_batchnorm_fp32) {
+    refuse(c10::str("keep_batchnorm_fp32 = ", words(*overrides.keep_batchnorm_fp32)),
            ", whose op lists say what batch norms run in; leave the option out, or give the region "
            "an OpOverrides");
   }
-  if (by_op && set.master_weights) {
-    refuse(c10::str("master_weights = ", words(*set.master_weights)),
+  if (by_op && overrides.master_weights) {
+    refuse(c10::str("master_weights = ", words(*overrides.master_weights)),
            ", whose weights are float32 themselves; leave the option out, or choose O2");
   }
   if (type == at::ScalarType::Float) return;
@@ -261,16 +272,16 @@ inline void OptLevel::check(const Properties& level, const OptLevelOverrides& se
 
 inline MixedPrecisionPolicy OptLevel::precision() const {
   const at::ScalarType model = cast_model_type().value_or(at::ScalarType::Float);
-  const at::ScalarType compute = uses_op_lists() ? own_.low_precision : model;
+  const at::ScalarType compute = uses_autocast() ? properties_.low_precision : model;
   return {.param_dtype = master_weights() ? at::ScalarType::Float : model,
           .compute_dtype = compute,
           .output_dtype = cast_model_outputs().value_or(compute)};
 }
 
 inline std::string OptLevel::describe() const {
-  const std::string before = parse(name()).listing(), after = listing();
-  std::string selected =
-      c10::str("Selected optimization level ", name(), ":  ", own_.brief, "\n", before);
+  const std::string before = parse(name()).list_properties(), after = list_properties();
+  std::string selected = c10::str("Selected optimization level ", name(), ":  ",
+                                  properties_.description, "\n", before);
   if (after == before) return selected;
   return c10::str(selected,
                   "Processing user overrides (options that were given)...\n"
@@ -278,7 +289,7 @@ inline std::string OptLevel::describe() const {
                   after);
 }
 
-inline std::string OptLevel::listing() const {
+inline std::string OptLevel::list_properties() const {
   const auto flag = [](std::optional<bool> value) {
     return !value ? "None" : *value ? "True" : "False";
   };
@@ -293,13 +304,13 @@ inline std::string OptLevel::listing() const {
   line("enabled", "True");
   line("opt_level", std::string(name()));
   line("cast_model_type", dtype(cast_model_type()));
-  line("patch_torch_functions", flag(uses_op_lists()));
-  line("keep_batchnorm_fp32", flag(own_.keep_batchnorm_fp32));
-  line("master_weights", flag(own_.master_weights));
+  line("patch_torch_functions", flag(uses_autocast()));
+  line("keep_batchnorm_fp32", flag(properties_.keep_batchnorm_fp32));
+  line("master_weights", flag(properties_.master_weights));
   line("loss_scale", loss_scale_.mode == LossScaleMode::dynamic
                          ? "dynamic"
                          : detail::python_float(static_cast<float>(loss_scale_.init_scale)));
-  if (own_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));
+  if (properties_.cast_model_outputs) line("cast_model_outputs", dtype(cast_model_outputs()));
   return text;
 }
 
