@@ -22,7 +22,7 @@
 //   cuda_bench [--rounds N] [--small]     prints a line of JSON for each variant when it is done
 
 #include <mezzo/autocast/autocast_guard.h>
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
 #include <mezzo/optim/lion.h>
@@ -279,7 +279,7 @@ void gradient_passes(Bench& bench, int64_t count) {
     };
     bench.compare(
         std::string("check ") + name,
-        {{"mezzo", bytes, [=] { (void)mezzo::detail::summarize_gradients(gradients, one); }},
+        {{"mezzo", bytes, [=] { (void)mezzo::detail::compute_grad_stats(gradients, one); }},
          {"ATen", bytes, [=]() mutable {
             aten_unscale();
             (void)at::_foreach_norm(gradients, 2);
@@ -363,7 +363,7 @@ void steps(Bench& bench, const optim_bench::Model& model) {
     Tensor found = torch::zeros({}, kGpu);
     bench.compare(
         "check " + model.name,
-        {{"mezzo", 4 * elements, [=] { (void)mezzo::detail::summarize_gradients(gradients, one); }},
+        {{"mezzo", 4 * elements, [=] { (void)mezzo::detail::compute_grad_stats(gradients, one); }},
          {"ATen", 4 * elements, [=]() mutable {
             at::_amp_foreach_non_finite_check_and_unscale_(gradients, found, one);
             (void)at::linalg_vector_norm(at::stack(at::_foreach_norm(gradients, 2)), 2);
@@ -445,7 +445,7 @@ bool run_all(const Options& options) {
 
 }  // namespace
 
-#ifndef MEZZO_DEVICE_ON_HOST
+#ifndef MEZZO_CUDA_EMULATION
 int main(int argc, char** argv) {
   if (!cuda_test::has_gpu()) {
     std::fprintf(stderr, "cuda_bench: libtorch sees no CUDA device; nothing was measured\n");

@@ -7,7 +7,7 @@
 // of the rounds' own. On one thread time is that thread's own, so that what else the machine does
 // counts less.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 
 #include <torch/torch.h>
 
@@ -58,7 +58,7 @@ void check(const optim_bench::Model& model, int rounds) {
               model.name.c_str(), static_cast<double>(count) * 1e-6, model.shapes.size());
   Interleaved peers(torch::get_num_threads() == 1);
   peers.add("mezzo: found_inf, sum of squares, maximum",
-            [&] { mezzo::detail::summarize_gradients(gradients, inv_scale); });
+            [&] { mezzo::detail::compute_grad_stats(gradients, inv_scale); });
   peers.add("_foreach_norm, norm of norms, isfinite",
             [&] { foreach_norm_and_isfinite(gradients); });
   peers.add("_amp_foreach_... (unscale by 1) + _foreach_norm", [&] {

@@ -26,7 +26,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 ARCHITECTURES = ["80", "86", "89", "90", "100", "120"]
 BYTES = {"float": 4, "double": 8, "c10::Half": 2, "c10::BFloat16": 2}
 LOADS = ("LDG", "LD")
-MOMENTS = {"AdamRule<false>": 2, "AdamRule<true>": 3, "SgdRule<false>": 0, "SgdRule<true>": 1, "LionRule": 1}
+MOMENTS = {"AdamFunctor<false>": 2, "AdamFunctor<true>": 3, "SgdFunctor<false>": 0, "SgdFunctor<true>": 1, "LionFunctor": 1}
 
 # --- What cuobjdump prints ---------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ def arguments_of(name):
 
 
 def plain_name(demangled):
-    """optimizer_step_kernel<float, c10::Half, AdamRule<false>, PlainWeights<float>, ...> without namespaces."""
+    """optimizer_step_kernel<float, c10::Half, AdamFunctor<false>, PlainWeightFormat<float>, ...> without namespaces."""
     name = re.sub(r"\bmezzo::(?:\w+::)*", "", demangled)
     name = re.sub(r"^(?:static )?void ", "", name)
     depth = 0
@@ -261,8 +261,8 @@ class Kernel:
     smallest: int = 8      # bytes that a thread moves at once
 
 
-TITLES = {"AdamRule<false>": "Adam", "AdamRule<true>": "Adam amsgrad", "SgdRule<false>": "SGD",
-          "SgdRule<true>": "SGD momentum", "LionRule": "Lion"}
+TITLES = {"AdamFunctor<false>": "Adam", "AdamFunctor<true>": "Adam amsgrad", "SgdFunctor<false>": "SGD",
+          "SgdFunctor<true>": "SGD momentum", "LionFunctor": "Lion"}
 
 
 def kernel_of(demangled):
@@ -271,7 +271,7 @@ def kernel_of(demangled):
     short = {"c10::Half": "half", "c10::BFloat16": "bfloat16"}
     words = [short.get(argument, argument) for argument in arguments]
     smallest = 16 if arguments and arguments[0] == "double" else 8
-    if kind in ("summary_kernel", "unscale_kernel"):
+    if kind in ("grad_stats_kernel", "unscale_kernel"):
         own = BYTES[arguments[0]]
         return Kernel(f"{kind[:-7]} {words[0]}", own, own if kind == "unscale_kernel" else 0, smallest=16)
     if kind == "adamw8bit_kernel":  # no loop over packs alone: tails and formats of moments are branches
@@ -344,10 +344,10 @@ def missed_goals(rows):
         if "instructions" not in row or "double" in row["kernel"]:
             continue
         # Sums of squares are carried into a double, once a run.
-        carries = row["kernel"].startswith("summary")
+        carries = row["kernel"].startswith("grad_stats")
         if row.get("fp64", 0) > (1 if carries else 0):
             yield f"{name} takes {row['fp64']:.2f} double-precision instructions an element"
-        limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("summary") else None
+        limit = 40 if row["kernel"] == "Adam half" else 6 if row["kernel"].startswith("grad_stats") else None
         if limit and row["instructions"] > limit:
             yield f"{name} takes {row['instructions']:.2f} instructions an element, of {limit}"
 

@@ -237,49 +237,49 @@ struct Streams {
 };
 
 /// Adds the gradient to all other streams, as bits, and clears it.
-template <class Element, class Lanes>
+template <class Element, class Vec>
 struct StreamKernel {
   C10_ALWAYS_INLINE static void run(const Streams& streams) {
-    using Bits = typename Lanes::Bits;
-    constexpr int64_t kBlock = Lanes::kVectors * Lanes::kWidth;
+    using Bits = typename Vec::Bits;
+    constexpr int64_t kBlock = Vec::kUnroll * Vec::kWidth;
     const auto vectors_of = [&](std::size_t k) C10_ALWAYS_INLINE_ATTRIBUTE {
       return streams.bytes[k] * kBlock / int64_t{sizeof(Bits)};
     };
     const auto at = [&](std::size_t k, int64_t i, int64_t v) C10_ALWAYS_INLINE_ATTRIBUTE {
-      return reinterpret_cast<typename Lanes::Stored*>(streams.data[k] + i * streams.bytes[k] +
-                                                       v * int64_t{sizeof(Bits)});
+      return reinterpret_cast<typename Vec::Stored*>(streams.data[k] + i * streams.bytes[k] +
+                                                     v * int64_t{sizeof(Bits)});
     };
     const Bits zero{};
     for (int64_t i = 0; i + kBlock <= streams.count; i += kBlock) {
       Bits sum{};
       for (int64_t v = 0; v < vectors_of(0); ++v) {
-        Lanes::load(at(0, i, v), sum);
-        Lanes::store(zero, at(0, i, v));
+        Vec::load(at(0, i, v), sum);
+        Vec::store(zero, at(0, i, v));
       }
       for (std::size_t k = 1; k < streams.data.size(); ++k) {
         for (int64_t v = 0; v < vectors_of(k); ++v) {
           Bits bits;
-          Lanes::load(at(k, i, v), bits);
+          Vec::load(at(k, i, v), bits);
           sum = sum + bits;
-          Lanes::store(sum, at(k, i, v));
+          Vec::store(sum, at(k, i, v));
         }
       }
     }
   }
 };
 
-template <class Element, class Lanes>
+template <class Element, class Vec>
 struct ReadKernel {
   C10_ALWAYS_INLINE static bool run(const char* data, int64_t bytes) {
-    typename Lanes::Bits all{};
+    typename Vec::Bits all{};
     for (int64_t i = 0; i + int64_t{sizeof(all)} <= bytes; i += int64_t{sizeof(all)}) {
-      typename Lanes::Bits bits;
-      Lanes::load(reinterpret_cast<const typename Lanes::Stored*>(data + i), bits);
+      typename Vec::Bits bits;
+      Vec::load(reinterpret_cast<const typename Vec::Stored*>(data + i), bits);
       all = all | bits;
     }
-    typename Lanes::Flags flags;
+    typename Vec::Mask flags;
     mezzo::detail::reinterpret_bits(all, flags);
-    return Lanes::any(flags);
+    return Vec::any(flags);
   }
 };
 
@@ -287,27 +287,27 @@ struct ReadKernel {
 /// gradient's.
 class BareTraffic {
 #if defined(__GNUC__) && defined(__x86_64__)
-  // Not by mezzo::detail::cpu_kernel, which tunes for loops with constants.
+  // Not by mezzo::detail::kernel_for_isa, which tunes for loops with constants.
   template <int kBytes>
-  using Lanes = mezzo::detail::VectorLanes<float, kBytes>;
+  using Vec = mezzo::detail::SimdVec<float, kBytes>;
   __attribute__((target("avx512f,avx512bw"))) static bool read_avx512(const char* data, int64_t n) {
-    return ReadKernel<float, Lanes<64>>::run(data, n);
+    return ReadKernel<float, Vec<64>>::run(data, n);
   }
   __attribute__((target("avx2"))) static bool read_avx2(const char* data, int64_t n) {
-    return ReadKernel<float, Lanes<32>>::run(data, n);
+    return ReadKernel<float, Vec<32>>::run(data, n);
   }
   __attribute__((target("avx512f,avx512bw"))) static void stream_avx512(const Streams& streams) {
-    StreamKernel<float, Lanes<64>>::run(streams);
+    StreamKernel<float, Vec<64>>::run(streams);
   }
   __attribute__((target("avx2"))) static void stream_avx2(const Streams& streams) {
-    StreamKernel<float, Lanes<32>>::run(streams);
+    StreamKernel<float, Vec<32>>::run(streams);
   }
 #endif
   static auto kernels() {
     using mezzo::detail::CpuIsa;
     const CpuIsa isa = mezzo::detail::best_isa();
-    auto read = mezzo::detail::cpu_kernel<ReadKernel, float>(isa);
-    auto stream = mezzo::detail::cpu_kernel<StreamKernel, float>(isa);
+    auto read = mezzo::detail::kernel_for_isa<ReadKernel, float>(isa);
+    auto stream = mezzo::detail::kernel_for_isa<StreamKernel, float>(isa);
 #if defined(__GNUC__) && defined(__x86_64__)
     if (isa == CpuIsa::avx512) read = &read_avx512, stream = &stream_avx512;
     if (isa == CpuIsa::avx2) read = &read_avx2, stream = &stream_avx2;

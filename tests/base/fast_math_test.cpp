@@ -10,8 +10,8 @@
 
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/grad_scaler_options.h>
-#include <mezzo/kernels/cpu_lanes.h>
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
+#include <mezzo/kernels/simd.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -40,12 +40,12 @@ class FastMath : public testing::TestWithParam<CpuIsa> {
 };
 
 TEST_P(FastMath, FindsInfAndNanAllTheSame) {
-  const auto unscale = mezzo::fast_math::detail::unscale_loop<float>(GetParam());
-  const auto summarize = mezzo::fast_math::detail::summary_loop<float>(GetParam());
+  const auto unscale = mezzo::fast_math::detail::get_unscale_kernel<float>(GetParam());
+  const auto summarize = mezzo::fast_math::detail::get_grad_stats_kernel<float>(GetParam());
   const auto found_inf = [&](const void* values) {
-    mezzo::fast_math::detail::GradientPartial partial;
+    mezzo::fast_math::detail::PartialGradStats partial;
     summarize(values, 33, partial);
-    return mezzo::fast_math::detail::FinishedSummary(partial, 1.0F).found_inf;
+    return mezzo::fast_math::detail::FinalGradStats(partial, 1.0F).found_inf;
   };
   for (const uint32_t bad : kNonfinite) {
     for (const std::size_t place : {0U, 17U, 32U}) {
@@ -62,11 +62,12 @@ TEST_P(FastMath, FindsInfAndNanAllTheSame) {
 TEST_P(FastMath, RoundsHalfAndBfloat16AllTheSame) {
   std::array<uint16_t, 5> half{0x3C00, 0x7BFF, 0x0001, 0x8003,
                                0x7C00};  // 1, 65504, two subnormals, inf
-  mezzo::fast_math::detail::unscale_loop<c10::Half>(GetParam())(half.data(), half.data(), 5, 0.5);
+  mezzo::fast_math::detail::get_unscale_kernel<c10::Half>(GetParam())(half.data(), half.data(), 5,
+                                                                      0.5);
   EXPECT_EQ(half, (std::array<uint16_t, 5>{0x3800, 0x77FF, 0x0000, 0x8002, 0x7C00}));
   std::array<uint16_t, 3> bfloat16{0x3F80, 0x3F81, 0x7F80};  // 1, 1 + an ulp, inf
-  mezzo::fast_math::detail::unscale_loop<c10::BFloat16>(GetParam())(bfloat16.data(),
-                                                                    bfloat16.data(), 3, 0.5);
+  mezzo::fast_math::detail::get_unscale_kernel<c10::BFloat16>(GetParam())(bfloat16.data(),
+                                                                          bfloat16.data(), 3, 0.5);
   EXPECT_EQ(bfloat16, (std::array<uint16_t, 3>{0x3F00, 0x3F01, 0x7F80}));
 }
 
@@ -81,7 +82,7 @@ TEST(FastMathFma, RoundsOnce) {
   volatile float a = 0x1.000126p+0F, b = 0x1.fffdb4p-1F, c = -0x1.000002p+24F;
   const float left = a, right = b;
   float sum = c;
-  mezzo::fast_math::detail::ScalarLanes<float>::fma(left, right, sum, sum);
+  mezzo::fast_math::detail::ScalarVec<float>::fma(left, right, sum, sum);
   EXPECT_EQ(sum, -0x1.000002p+24F);
 }
 
@@ -91,7 +92,7 @@ TEST(FastMathFma, KeepsInfinity) {
   const auto c = std::bit_cast<float>(uint32_t{infinity});
   const float left = a, right = b;
   float sum = 0;
-  mezzo::fast_math::detail::ScalarLanes<float>::fma(left, right, c, sum);
+  mezzo::fast_math::detail::ScalarVec<float>::fma(left, right, c, sum);
   EXPECT_EQ(std::bit_cast<uint32_t>(sum), kNonfinite[1]);
 }
 

@@ -28,7 +28,7 @@ COMPUTE_SANITIZER = """tool=$2
 echo "========= COMPUTE-SANITIZER"
 [ -z "${INVALID_WRITE:-}" ] || [ $tool != memcheck ] || {
   echo "========= Invalid __global__ write of size 4 bytes"
-  echo "=========     at void mezzo::v0_3_0::detail::step_kernel<float>(mezzo::StepTable)+0x2f0"
+  echo "=========     at void mezzo::v0_3_0::detail::step_kernel<float>(mezzo::ParamListMetadata)+0x2f0"
   sleep 60
 }
 if [ $tool = racecheck ]; then

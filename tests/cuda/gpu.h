@@ -1,6 +1,6 @@
 /// \file
 /// The GPU of the tests in this folder and of cuda_bench: the first CUDA device or, where
-/// MEZZO_DEVICE_ON_HOST is defined, the one that tests/cuda_on_host simulates.
+/// MEZZO_CUDA_EMULATION is defined, the one that tests/cuda_on_host simulates.
 ///
 /// Streams, their guards and events are c10's, which serve both.
 #pragma once
@@ -15,7 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#ifdef MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
 #include "../cuda_on_host/host_gpu.h"
 #else
 #include <ATen/cuda/CUDAGraph.h>
@@ -32,10 +32,10 @@
 
 namespace cuda_test {
 
-#ifdef MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
 inline constexpr at::DeviceType kGpu = at::kPrivateUse1;
 inline constexpr bool kIsSimulated = true;
-using Graph = host_gpu::Graph;
+using Graph = emulated_gpu::Graph;
 inline bool has_gpu() { return true; }
 inline bool has_memory(double /*gigabytes*/) { return true; }
 #else
@@ -62,8 +62,8 @@ inline void synchronize() { gpu_guard().synchronizeDevice(0); }
 
 /// Returns a stream other than the default one, which CUDA cannot capture.
 inline c10::Stream new_stream() {
-#ifdef MEZZO_DEVICE_ON_HOST
-  return host_gpu::new_stream();
+#ifdef MEZZO_CUDA_EMULATION
+  return emulated_gpu::new_stream();
 #else
   return c10::cuda::getStreamFromPool();
 #endif
@@ -73,12 +73,12 @@ inline c10::Stream new_stream() {
 /// simulated GPU until `end`.
 class BusyStream {
  public:
-#ifdef MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
   explicit BusyStream(int64_t /*cycles*/ = 0) {}
   void end() { held_.end(); }
 
  private:
-  host_gpu::Held held_{current_stream()};
+  emulated_gpu::Held held_{current_stream()};
 #else
   explicit BusyStream(int64_t cycles = 300'000'000) { at::cuda::sleep(cycles); }
   void end() {}
@@ -90,9 +90,9 @@ class BusyStream {
 template <class Work>
 int64_t count_launches(const Work& work) {
   const c10::StreamGuard guard(new_stream());
-#ifdef MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
   Graph graph;
-  host_gpu::capture(graph, work);
+  emulated_gpu::capture(graph, work);
   return graph.launches();
 #else
   Graph graph(/*keep_graph=*/true);

@@ -1,7 +1,7 @@
 // Gradient summaries, buckets and dropped micro-batches on a GPU, through ATen's kernels and, where
 // mezzo::cuda is linked, through mezzo's: what the CPU says of the same gradients.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/grad_buckets.h>
 #include <mezzo/scaling/finite_grad_accumulator.h>
 
@@ -34,13 +34,13 @@ std::vector<Tensor> on_cpu(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
-void expect_same(const mezzo::Verdict& gpu, const mezzo::Verdict& cpu) {
+void expect_same(const mezzo::GradStats& gpu, const mezzo::GradStats& cpu) {
   EXPECT_EQ(gpu.found_inf.item<float>(), cpu.found_inf.item<float>());
   if (cpu.found_inf.item<float>() == 0) {
-    const double expected = cpu.sum_of_squares.item<double>();
-    EXPECT_NEAR(gpu.sum_of_squares.item<double>(), expected, 2e-6 * expected);
+    const double expected = cpu.norm_sq.item<double>();
+    EXPECT_NEAR(gpu.norm_sq.item<double>(), expected, 2e-6 * expected);
   } else {
-    EXPECT_FALSE(std::isfinite(gpu.sum_of_squares.item<double>()) &&
+    EXPECT_FALSE(std::isfinite(gpu.norm_sq.item<double>()) &&
                  std::isfinite(gpu.max_abs.item<double>()));
   }
   EXPECT_TRUE(torch::allclose(gpu.max_abs.cpu(), cpu.max_abs, 1e-6, 0, /*equal_nan=*/true));
@@ -52,8 +52,8 @@ TEST_F(GradBucketsCuda, SummarySaysWhatTheCpuSays) {
     for (const float inv_scale : {1.0F, 1.0F / 65536, 3e30F}) {
       gradients[10][999] = bad;
       const auto scale = torch::full({}, inv_scale);
-      expect_same(mezzo::detail::summarize_gradients(gradients, scale.to(kGpu)),
-                  mezzo::detail::summarize_gradients(on_cpu(gradients), scale));
+      expect_same(mezzo::detail::compute_grad_stats(gradients, scale.to(kGpu)),
+                  mezzo::detail::compute_grad_stats(on_cpu(gradients), scale));
     }
   }
 }
@@ -65,7 +65,7 @@ TEST_F(GradBucketsCuda, SummaryGivesTheSameBitsTwiceAndWaitsForNothing) {
   {
     const ForbidSync forbid;
     for (int i = 0; i < 5; ++i) {
-      sums.push_back(mezzo::detail::summarize_gradients(gradients, inv_scale).sum_of_squares);
+      sums.push_back(mezzo::detail::compute_grad_stats(gradients, inv_scale).norm_sq);
     }
   }
   for (const auto& sum : sums) {

@@ -10,7 +10,7 @@
 
 #include "gpu.h"
 
-#ifndef MEZZO_DEVICE_ON_HOST
+#ifndef MEZZO_CUDA_EMULATION
 #include <c10/cuda/CUDAFunctions.h>
 #endif
 
@@ -22,12 +22,12 @@ class OnGpu : public testing::Test {
   void SetUp() override {
     if (!has_gpu()) GTEST_SKIP() << "libtorch sees no CUDA device here";
     torch::manual_seed(1);
-#ifdef MEZZO_DEVICE_ON_HOST
-    host_gpu::begin(1);
+#ifdef MEZZO_CUDA_EMULATION
+    emulated_gpu::begin(1);
 #endif
   }
-#ifdef MEZZO_DEVICE_ON_HOST
-  void TearDown() override { host_gpu::run_all(); }
+#ifdef MEZZO_CUDA_EMULATION
+  void TearDown() override { emulated_gpu::run_all(); }
 #endif
 };
 
@@ -67,12 +67,12 @@ class ForbidSync {
  public:
   ForbidSync(const ForbidSync&) = delete;
   ForbidSync& operator=(const ForbidSync&) = delete;
-#ifdef MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
   ForbidSync() = default;
-  ~ForbidSync() { EXPECT_EQ(host_gpu::counts().waits, waits_) << "the host waited"; }
+  ~ForbidSync() { EXPECT_EQ(emulated_gpu::counts().waits, waits_) << "the host waited"; }
 
  private:
-  int64_t waits_ = host_gpu::counts().waits;
+  int64_t waits_ = emulated_gpu::counts().waits;
 #else
   ForbidSync() {
     c10::cuda::warning_state().set_sync_debug_mode(c10::cuda::SyncDebugMode::L_ERROR);

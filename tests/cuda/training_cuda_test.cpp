@@ -4,9 +4,9 @@
 #include <mezzo/checkpoint/checkpoint.h>
 #include <mezzo/diagnose/overflow_report.h>
 #include <mezzo/diagnose/telemetry.h>
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/sgd_functor.h>
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/adamw8bit.h>
@@ -341,19 +341,19 @@ constexpr int64_t kHuge = cuda_test::kIsSimulated ? 20005 : (int64_t{1} << 31) +
 TEST_F(KernelsCuda, SummaryAndUnscaleReadEveryElement) {
   if (!cuda_test::has_memory(12)) GTEST_SKIP() << "needs a GPU of 12 GB";
   const Tensor gradient = torch::ones({kHuge}, torch::dtype(torch::kBFloat16).device(kGpu));
-  const auto verdict_of = [&] {
-    return mezzo::detail::summarize_gradients({gradient}, torch::ones({}, kGpu));
+  const auto grad_stats_of = [&] {
+    return mezzo::detail::compute_grad_stats({gradient}, torch::ones({}, kGpu));
   };
   const auto count = static_cast<double>(kHuge);
-  EXPECT_EQ(verdict_of().sum_of_squares.item<double>(), count);
+  EXPECT_EQ(grad_stats_of().norm_sq.item<double>(), count);
   gradient[kHuge - 1] = 3;
   gradient[kHuge / 2] = -2;
-  EXPECT_EQ(verdict_of().sum_of_squares.item<double>(), count + 8 + 3);
-  EXPECT_EQ(verdict_of().max_abs.item<double>(), 3);
+  EXPECT_EQ(grad_stats_of().norm_sq.item<double>(), count + 8 + 3);
+  EXPECT_EQ(grad_stats_of().max_abs.item<double>(), 3);
   Tensor found_inf = torch::zeros({}, kGpu);
   mezzo::detail::unscale_and_check_({gradient}, found_inf, torch::full({}, 0.5, kGpu));
   EXPECT_EQ(found_inf.item<float>(), 0);
-  EXPECT_EQ(verdict_of().sum_of_squares.item<double>(), (count + 8 + 3) / 4);
+  EXPECT_EQ(grad_stats_of().norm_sq.item<double>(), (count + 8 + 3) / 4);
   gradient[kHuge - 1] = kInfinity;
   mezzo::detail::unscale_and_check_({gradient}, found_inf, torch::full({}, 0.5, kGpu));
   EXPECT_EQ(found_inf.item<float>(), 1);
@@ -379,7 +379,7 @@ TEST_F(KernelsCuda, StepsReachEveryElement) {
 // Elements whose indices are 2^32 apart have different random bits.
 // The simulated GPU runs one block of such a parameter (tests/cuda_on_host/steps_test.cpp).
 TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
-  using Rule = mezzo::detail::SgdRule<false>;
+  using Functor = mezzo::detail::SgdFunctor<false>;
   if (cuda_test::kIsSimulated) GTEST_SKIP() << "not run on the simulated GPU: it takes 18 GB";
   if (!cuda_test::has_memory(22)) GTEST_SKIP() << "needs a GPU of 22 GB";
   constexpr int64_t kFirst = int64_t{1} << 32;
@@ -393,10 +393,10 @@ TEST_F(KernelsCuda, StochasticBitsBeyondTwoTo32MatchCpu) {
   mezzo::optim::SGD({x}, torch::optim::SGDOptions(lr),
                     {.weight_storage = WeightStorage::stochastic_rounding, .seed = 7})
       .step();
-  mezzo::detail::OptimizerStepKernel<c10::BFloat16, Rule, mezzo::detail::StochasticWeights,
-                                     mezzo::detail::ScalarLanes<c10::BFloat16>>::
+  mezzo::detail::OptimizerStepKernel<c10::BFloat16, Functor, mezzo::detail::StochasticWeightFormat,
+                                     mezzo::detail::ScalarVec<c10::BFloat16>>::
       run({expected.data_ptr(), gradient.data_ptr(), {}, kTail, nullptr, kFirst},
-          Rule::Constants{}.at(lr, 1), {.seed = 7});
+          Functor::HyperParams{}.coefficients(lr, 1), {.seed = 7});
   EXPECT_TRUE(torch::equal(x.slice(0, kFirst).cpu(), expected));
   EXPECT_FALSE(torch::equal(x.slice(0, kFirst), x.slice(0, 0, kTail)));
 }

@@ -16,9 +16,9 @@
 
 namespace {
 
-using namespace cuda_on_host;
-using mezzo::detail::AdamW8bitStep;
-using mezzo::detail::blocks8_of;
+using namespace cuda_emulation_test;
+using mezzo::detail::AdamW8bitParamArgs;
+using mezzo::detail::num_quant_blocks;
 
 /// A parameter with its state, in memory that does not begin at a multiple of 16 bytes.
 struct Parameter {
@@ -34,7 +34,7 @@ struct Parameter {
         continue;
       }
       streams_.push_back(at::randint(0, 256, {count + 4}, at::kByte).narrow(0, 3, count));
-      streams_.push_back(at::rand({blocks8_of(count)}));
+      streams_.push_back(at::rand({num_quant_blocks(count)}));
     }
   }
 
@@ -44,16 +44,16 @@ struct Parameter {
     return copy;
   }
 
-  AdamW8bitStep step() const {
-    const mezzo::detail::AdamConstants constants{0.9, 0.99, 1e-8, 0.02, /*is_decoupled=*/true};
-    AdamW8bitStep step{
+  AdamW8bitParamArgs step() const {
+    const mezzo::detail::AdamHyperParams hyper_params{0.9, 0.99, 1e-8, 0.02, /*is_decoupled=*/true};
+    AdamW8bitParamArgs step{
         {streams_[0].data_ptr(), streams_[1].data_ptr(), {}, count_},
         {},
         streams_[0].scalar_type(),
-        constants.at(1e-2, 3),
-        {.gradient_dtype = streams_[1].scalar_type(), .seed = 77, .step = 3, .parameter = 5}};
+        hyper_params.coefficients(1e-2, 3),
+        {.gradient_dtype = streams_[1].scalar_type(), .seed = 77, .step = 3, .param_index = 5}};
     for (std::size_t k = 0; k < 2; ++k) {
-      step.span.moments[k] = streams_[has_codes_ ? 2 + 2 * k : 2 + k].data_ptr();
+      step.pointers.moments[k] = streams_[has_codes_ ? 2 + 2 * k : 2 + k].data_ptr();
       if (has_codes_) step.scales[k] = streams_[3 + 2 * k].mutable_data_ptr<float>();
     }
     return step;
@@ -89,7 +89,7 @@ void for_each_parameter(const Visit& visit) {
 class AdamW8bitOnHost : public testing::Test {
  protected:
   void SetUp() override { at::manual_seed(2); }
-  void TearDown() override { host_device::set_seed(1); }
+  void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
 TEST_F(AdamW8bitOnHost, GivesTheCpusBits) {
@@ -109,13 +109,13 @@ TEST_F(AdamW8bitOnHost, TakesUpTo150ParametersOfADtypeInOneLaunch) {
     expected.push_back(all.back().clone());
   }
   const auto steps_of = [](const std::vector<Parameter>& parameters) {
-    std::vector<AdamW8bitStep> steps;
+    std::vector<AdamW8bitParamArgs> steps;
     for (const Parameter& parameter : parameters) steps.push_back(parameter.step());
     return steps;
   };
   const auto launches = [] {
     int64_t all_launches = 0;
-    for (const auto& [kernel, count] : host_device::launches()) all_launches += count;
+    for (const auto& [kernel, count] : cuda_emulation::launches()) all_launches += count;
     return all_launches;
   };
   const int64_t before = launches();
@@ -130,7 +130,7 @@ TEST_F(AdamW8bitOnHost, IsTheSameInAnyOrder) {
   const Parameter first = before.clone();
   mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, {first.step()});
   for (uint64_t seed = 0; seed < 20; ++seed) {
-    host_device::set_seed(seed);
+    cuda_emulation::set_seed(seed);
     const Parameter again = before.clone();
     mezzo::detail::cuda_kernels()->step_adamw8bit_(at::kCPU, {again.step()});
     ASSERT_TRUE(again.is_same(first)) << seed;

@@ -1,7 +1,7 @@
 // Whole training steps on GPUs that the host plays (host_gpu.h), captured into graphs and replayed,
 // alone and between others, with the same training on the CPU beside them.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/ema.h>
 #include <mezzo/optim/sgd.h>
@@ -40,8 +40,8 @@ using testing::HasSubstr;
 /// In many orders of what the streams do.
 class Captures : public testing::TestWithParam<uint64_t> {
  protected:
-  void SetUp() override { host_gpu::begin(GetParam()); }
-  void TearDown() override { host_gpu::run_all(); }
+  void SetUp() override { emulated_gpu::begin(GetParam()); }
+  void TearDown() override { emulated_gpu::run_all(); }
 };
 
 INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{3}));
@@ -50,20 +50,20 @@ INSTANTIATE_TEST_SUITE_P(Orders, Captures, testing::Range(uint64_t{0}, uint64_t{
 struct Training : test_support::Training {
   explicit Training(at::Device device, const TrainingOptions& options = {})
       : test_support::Training(device, options) {
-    host_gpu::run_all();
+    emulated_gpu::run_all();
   }
 };
 
 // The code of docs/cuda.md.
 TEST_P(Captures, NeedAStreamOfTheirOwn) {
-  Training training(host_gpu::device());
+  Training training(emulated_gpu::device());
   (void)training.iterate();
-  host_gpu::run_all();
-  const c10::impl::VirtualGuardImpl streams(host_gpu::device().type());
-  const c10::StreamGuard default_stream(streams.getDefaultStream(host_gpu::device()));
-  host_gpu::Graph graph;
+  emulated_gpu::run_all();
+  const c10::impl::VirtualGuardImpl streams(emulated_gpu::device().type());
+  const c10::StreamGuard default_stream(streams.getDefaultStream(emulated_gpu::device()));
+  emulated_gpu::Graph graph;
   EXPECT_ANY_THROW(graph.capture_begin()) << "of a default stream";
-  const c10::StreamGuard own_stream(host_gpu::new_stream());
+  const c10::StreamGuard own_stream(emulated_gpu::new_stream());
   graph.capture_begin();
   const mezzo::StepResult result = training.iterate();
   graph.capture_end();
@@ -73,11 +73,11 @@ TEST_P(Captures, NeedAStreamOfTheirOwn) {
 
 // In the default capture mode, an event query invalidates a capture of another thread.
 TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
-  Training training(host_gpu::device());
+  Training training(emulated_gpu::device());
   const mezzo::StepResult asked = training.iterate(), awaited = training.iterate();
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  host_gpu::Graph graph;
-  host_gpu::capture(graph, [&] {
+  const c10::StreamGuard stream(emulated_gpu::new_stream());
+  emulated_gpu::Graph graph;
+  emulated_gpu::capture(graph, [&] {
     const at::Tensor sum = training.input + 1;
     std::thread([&] {
       (void)asked.ready();
@@ -85,22 +85,22 @@ TEST_P(Captures, ResultsAreAskedWhileAnotherThreadCaptures) {
     }).join();
   });
   graph.replay();
-  host_gpu::run_all();
+  emulated_gpu::run_all();
 }
 
 // The host does not see the replays of a captured scale().
 TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
-  const at::Tensor ones = at::ones({3}, at::device(host_gpu::device()));
-  const at::Tensor x = at::ones({3}, at::device(host_gpu::device())).requires_grad_();
+  const at::Tensor ones = at::ones({3}, at::device(emulated_gpu::device()));
+  const at::Tensor x = at::ones({3}, at::device(emulated_gpu::device())).requires_grad_();
   mezzo::optim::SGD optimizer({x}, 0.1);
   mezzo::GradScaler scaler;
   x.mutable_grad() = scaler.scale(ones);
   scaler.step(optimizer);
   scaler.update();
-  host_gpu::run_all();
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  host_gpu::Graph graph;
-  host_gpu::capture(graph, [&] { x.mutable_grad().copy_(scaler.scale(ones)); });
+  emulated_gpu::run_all();
+  const c10::StreamGuard stream(emulated_gpu::new_stream());
+  emulated_gpu::Graph graph;
+  emulated_gpu::capture(graph, [&] { x.mutable_grad().copy_(scaler.scale(ones)); });
   const test_support::WarningRecorder warnings;
   for (int i = 0; i < 3; ++i) {
     graph.replay();
@@ -108,7 +108,7 @@ TEST_P(Captures, EagerStepsAfterAReplayedScaleDoNotWarn) {
     scaler.update();
   }
   EXPECT_THAT(warnings.texts, testing::IsEmpty());
-  host_gpu::run_all();
+  emulated_gpu::run_all();
 }
 
 /// More parameters than a table holds: it is copied to the device.
@@ -145,14 +145,14 @@ std::vector<TrainingOptions> all_options() {
 class CapturedStep {
  public:
   explicit CapturedStep(Training& training) {
-    host_gpu::capture(graph_, [&] { result_ = training.iterate(); });
+    emulated_gpu::capture(graph_, [&] { result_ = training.iterate(); });
   }
   void replay() { graph_.replay(); }
   const mezzo::StepResult& result() const { return *result_; }
-  const host_gpu::Graph& graph() const { return graph_; }
+  const emulated_gpu::Graph& graph() const { return graph_; }
 
  private:
-  host_gpu::Graph graph_;
+  emulated_gpu::Graph graph_;
   std::optional<mezzo::StepResult> result_;
 };
 
@@ -162,7 +162,9 @@ class Pair {
   /// With `asks_at_once` the host waits for what each step says, and otherwise for none until the
   /// end.
   Pair(const TrainingOptions& options, bool asks_at_once)
-      : cpu_(at::kCPU, options), gpu_(host_gpu::device(), options), asks_at_once_(asks_at_once) {}
+      : cpu_(at::kCPU, options),
+        gpu_(emulated_gpu::device(), options),
+        asks_at_once_(asks_at_once) {}
 
   Training& gpu() { return gpu_; }
 
@@ -205,11 +207,11 @@ void expect_the_cpus_steps(const TrainingOptions& options) {
     Pair pair(options, asks_at_once);
     {
       // As libtorch's documentation has it: warm up on a stream of its own, and wait for it.
-      const c10::StreamGuard warm_up(host_gpu::new_stream());
+      const c10::StreamGuard warm_up(emulated_gpu::new_stream());
       pair.eager(1.0F);
-      host_gpu::run_all();
+      emulated_gpu::run_all();
     }
-    const c10::StreamGuard stream(host_gpu::new_stream());
+    const c10::StreamGuard stream(emulated_gpu::new_stream());
     CapturedStep a(pair.gpu());
     CapturedStep b(pair.gpu());
     pair.eager(2.0F);  // before the first replay
@@ -230,20 +232,21 @@ TEST_P(Captures, EagerStepsAndReplaysInAnyOrderAreTheCpusSteps) {
 }
 
 TEST(CapturesOfManyParameters, HaveTablesOfTheirOwn) {
-  host_gpu::begin(1);
+  emulated_gpu::begin(1);
   expect_the_cpus_steps(kManyParameters);
 }
 
 TEST_P(Captures, OfManyCountersCountEachOnce) {
-  const c10::StreamGuard stream(host_gpu::new_stream());
-  const at::Tensor counts = at::zeros({4001}, at::device(host_gpu::device()).dtype(at::kFloat));
+  const c10::StreamGuard stream(emulated_gpu::new_stream());
+  const at::Tensor counts = at::zeros({4001}, at::device(emulated_gpu::device()).dtype(at::kFloat));
   std::vector<float*> counters;
   for (int i = 0; i < 4001; ++i) counters.push_back(counts.mutable_data_ptr<float>() + i);
   const auto count = [&] {
-    mezzo::detail::cuda_kernels()->count_steps_(host_gpu::device(), counters, nullptr);
+    mezzo::detail::cuda_kernels()->increment_state_steps_(emulated_gpu::device(), counters,
+                                                          nullptr);
   };
-  host_gpu::Graph graph;
-  host_gpu::capture(graph, count);
+  emulated_gpu::Graph graph;
+  emulated_gpu::capture(graph, count);
   count();
   EXPECT_TRUE(at::equal(counts.cpu(), at::ones({4001}))) << "before the first replay";
   graph.replay();
@@ -252,17 +255,17 @@ TEST_P(Captures, OfManyCountersCountEachOnce) {
 
 TEST_P(Captures, WithoutAWarmUpAreRefused) {
   const auto refuses = [](Training& training) {
-    host_gpu::Graph graph;
-    const c10::StreamGuard stream(host_gpu::new_stream());
-    EXPECT_THAT(message_of([&] { host_gpu::capture(graph, [&] { training.iterate(); }); }),
+    emulated_gpu::Graph graph;
+    const c10::StreamGuard stream(emulated_gpu::new_stream());
+    EXPECT_THAT(message_of([&] { emulated_gpu::capture(graph, [&] { training.iterate(); }); }),
                 HasSubstr("before the capture"));
   };
   for (const TrainingOptions& options : all_options()) {
-    Training cold(host_gpu::device(), options);
+    Training cold(emulated_gpu::device(), options);
     refuses(cold);
     (void)cold.scaler().scale(cold.input);  // there is a scale now, and no state
     refuses(cold);
-    Training warm(host_gpu::device(), options);
+    Training warm(emulated_gpu::device(), options);
     warm.iterate();
     warm.optimizer().set_lr_factors({1.0, 0.5});
     refuses(warm);
@@ -274,12 +277,12 @@ TEST_P(Captures, WithoutAWarmUpAreRefused) {
 }
 
 TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
-  Training gpu(host_gpu::device());
-  const c10::StreamGuard stream(host_gpu::new_stream());
+  Training gpu(emulated_gpu::device());
+  const c10::StreamGuard stream(emulated_gpu::new_stream());
   const mezzo::StepResult eager = gpu.iterate();
-  host_gpu::Graph graph;
+  emulated_gpu::Graph graph;
   std::optional<mezzo::StepResult> result;
-  host_gpu::capture(graph, [&] {
+  emulated_gpu::capture(graph, [&] {
     result = gpu.iterate();
     EXPECT_FALSE(result->ready());
     (void)eager.ready();  // asks for no event now
@@ -298,7 +301,7 @@ TEST_P(Captures, TheOutcomeOfACapturedStepIsARepeatedQuestion) {
 }
 
 TEST_P(Captures, CountsThatTheHostKeptGoOnOnTheDevice) {
-  Training gpu(host_gpu::device());
+  Training gpu(emulated_gpu::device());
   Training cpu(at::kCPU);
   for (Training* training : {&gpu, &cpu}) {
     training->optimizer().set_applied_steps(2);
@@ -330,13 +333,13 @@ const std::vector<Asked> kAsked = {
 TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
   for (const Asked& expected : kAsked) {
     SCOPED_TRACE(expected.what);
-    Training gpu(host_gpu::device(), expected.options);
-    const c10::StreamGuard stream(host_gpu::new_stream());
+    Training gpu(emulated_gpu::device(), expected.options);
+    const c10::StreamGuard stream(emulated_gpu::new_stream());
     gpu.iterate();
     gpu.iterate();
-    const host_gpu::Counts before = host_gpu::counts();
+    const emulated_gpu::Counts before = emulated_gpu::counts();
     gpu.iterate();
-    const host_gpu::Counts after = host_gpu::counts();
+    const emulated_gpu::Counts after = emulated_gpu::counts();
     EXPECT_EQ(after.launches - before.launches, expected.launches);
     EXPECT_EQ(after.argument_bytes - before.argument_bytes, expected.argument_bytes);
     EXPECT_EQ(after.copies_to_host - before.copies_to_host, 0);
@@ -349,32 +352,32 @@ TEST_P(Captures, AStepAsksForTheLaunchesThatDocsCudaMdSaysAndForNoCopy) {
 
 // The letter's memory is another's only when its kernel has run.
 TEST_P(Captures, AScalerMayEndBeforeItsLetterHasCome) {
-  auto gpu = std::make_unique<Training>(host_gpu::device());
-  const c10::StreamGuard stream(host_gpu::new_stream());
+  auto gpu = std::make_unique<Training>(emulated_gpu::device());
+  const c10::StreamGuard stream(emulated_gpu::new_stream());
   (void)gpu->iterate();  // makes the state
-  const host_gpu::Held held(stream.current_stream());
+  const emulated_gpu::Held held(stream.current_stream());
   (void)gpu->iterate();
   gpu = nullptr;
 }
 
 TEST_P(Captures, AResultWaitsForItsLetterAndNotForTheDevice) {
-  Training gpu(host_gpu::device());
-  const c10::Stream other = host_gpu::new_stream();
-  const host_gpu::Held held(other);
+  Training gpu(emulated_gpu::device());
+  const c10::Stream other = emulated_gpu::new_stream();
+  const emulated_gpu::Held held(other);
   EXPECT_TRUE(gpu.iterate().ran());
   gpu.input.fill_(kInfinity);
   EXPECT_FALSE(gpu.iterate().ran());
 }
 
 TEST_P(Captures, TheAddressOfALetterIsAskedForOnce) {
-  Training gpu(host_gpu::device());
-  const int before = host_device::address_lookups;
+  Training gpu(emulated_gpu::device());
+  const int before = cuda_emulation::address_lookups;
   for (int i = 0; i < 20; ++i) EXPECT_TRUE(gpu.iterate().ran());
-  EXPECT_LE(host_device::address_lookups - before, 3) << "no more than there are letters";
+  EXPECT_LE(cuda_emulation::address_lookups - before, 3) << "no more than there are letters";
 }
 
 TEST_P(Captures, AResultThatIsKeptIsThatOfItsStep) {
-  Training gpu(host_gpu::device());
+  Training gpu(emulated_gpu::device());
   gpu.scaler().on_skip(nullptr);
   std::vector<std::pair<mezzo::StepResult, float>> kept;
   for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
@@ -401,7 +404,7 @@ void expect_same(const mezzo::Ema& gpu, const mezzo::Ema& cpu) {
 }
 
 TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
-  Training of_gpu(host_gpu::device());
+  Training of_gpu(emulated_gpu::device());
   std::vector<int64_t> rows;
   of_gpu.scaler().on_skip(
       [&](const mezzo::SkippedStep& skip) { rows.push_back(skip.consecutive_skips); });
@@ -409,7 +412,7 @@ TEST_P(Captures, SkipsInARowAreCountedThoughTheHostKnowsOfThemLate) {
     of_gpu.input.fill_(gradient);
     of_gpu.iterate();
   }
-  host_gpu::run_all();
+  emulated_gpu::run_all();
   of_gpu.iterate();
   EXPECT_EQ(rows, (std::vector<int64_t>{1, 2, 1, 2, 3}));
 }
@@ -425,16 +428,16 @@ struct Averaged {
 
 TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
   for (const TrainingOptions& options : all_options()) {
-    Averaged cpu(at::kCPU, options), gpu(host_gpu::device(), options);
+    Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, 3.0F}) {
       cpu.training.input.fill_(value);
       gpu.training.input.fill_(value);
       cpu.iterate();
       const mezzo::StepResult result = gpu.training.iterate();
-      const host_gpu::Counts before = host_gpu::counts();
+      const emulated_gpu::Counts before = emulated_gpu::counts();
       gpu.ema.update(result);
-      EXPECT_EQ(host_gpu::counts().waits, before.waits);
-      EXPECT_EQ(host_gpu::counts().copies_to_host, before.copies_to_host);
+      EXPECT_EQ(emulated_gpu::counts().waits, before.waits);
+      EXPECT_EQ(emulated_gpu::counts().copies_to_host, before.copies_to_host);
     }
     expect_same(gpu.ema, cpu.ema);
   }
@@ -442,12 +445,12 @@ TEST_P(Captures, AnAverageFollowsTheDevicesDecisionWithoutAWait) {
 
 TEST_P(Captures, AnAverageIsPartOfTheGraph) {
   for (const TrainingOptions& options : all_options()) {
-    Averaged cpu(at::kCPU, options), gpu(host_gpu::device(), options);
-    const c10::StreamGuard stream(host_gpu::new_stream());
+    Averaged cpu(at::kCPU, options), gpu(emulated_gpu::device(), options);
+    const c10::StreamGuard stream(emulated_gpu::new_stream());
     cpu.iterate();
     gpu.iterate();
-    host_gpu::Graph graph;
-    host_gpu::capture(graph, [&] { gpu.iterate(); });
+    emulated_gpu::Graph graph;
+    emulated_gpu::capture(graph, [&] { gpu.iterate(); });
     for (const float value : {1.0F, kInfinity, 2.0F, kInfinity, kInfinity, 3.0F}) {
       cpu.training.input.fill_(value);
       gpu.training.input.fill_(value);
@@ -461,7 +464,7 @@ TEST_P(Captures, AnAverageIsPartOfTheGraph) {
 TEST_P(Captures, ParametersAreOnTwoDevices) {
   std::vector<at::Tensor> parameters;
   for (int i = 0; i < 6; ++i) {
-    parameters.push_back(at::ones({3}, at::device(host_gpu::device(i % 2))));
+    parameters.push_back(at::ones({3}, at::device(emulated_gpu::device(i % 2))));
     parameters.back().mutable_grad() = at::ones_like(parameters.back());
   }
   mezzo::optim::AdamW optimizer(parameters);
@@ -480,9 +483,9 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
   EXPECT_TRUE(at::equal(parameters.front().cpu(), parameters.back().cpu()));
   const at::Tensor before = parameters.front().cpu();
   for (const at::Tensor& parameter : parameters) parameter.mutable_grad().fill_(kInfinity);
-  const host_gpu::Counts so_far = host_gpu::counts();
+  const emulated_gpu::Counts so_far = emulated_gpu::counts();
   const mezzo::StepResult result = iterate();
-  const host_gpu::Counts after = host_gpu::counts();
+  const emulated_gpu::Counts after = emulated_gpu::counts();
   EXPECT_EQ(after.launches - so_far.launches, 10);
   EXPECT_EQ(after.argument_bytes - so_far.argument_bytes, 81440);
   EXPECT_EQ(after.ops - so_far.ops, 14);  // the loss's product, and numbers between the devices
@@ -495,7 +498,7 @@ TEST_P(Captures, ParametersAreOnTwoDevices) {
 // --- Between two devices and their streams -----------------------------------------------------
 
 at::Tensor ones_on(int index) {
-  return at::ones({3}, at::device(host_gpu::device(index)).dtype(at::kFloat));
+  return at::ones({3}, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
 }
 
 TEST_P(Captures, ALossOnAnotherDeviceIsScaledByTheScaleOfToday) {
@@ -513,7 +516,7 @@ TEST_P(Captures, ALossOnAnotherDeviceIsScaledByTheScaleOfToday) {
 }
 
 TEST_P(Captures, AGraphOfAutogradNoticesThatTheScaleHasChanged) {
-  Training gpu(host_gpu::device());
+  Training gpu(emulated_gpu::device());
   gpu.iterate();
   const at::Tensor loss = ones_on(0).requires_grad_();
   const at::Tensor scaled = gpu.scaler().scale(loss).sum();
@@ -522,8 +525,8 @@ TEST_P(Captures, AGraphOfAutogradNoticesThatTheScaleHasChanged) {
 }
 
 TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
-  const c10::StreamGuard stream(host_gpu::new_stream(1));
-  const c10::DeviceGuard another(host_gpu::device(0));
+  const c10::StreamGuard stream(emulated_gpu::new_stream(1));
+  const c10::DeviceGuard another(emulated_gpu::device(0));
   const at::Tensor parameter = ones_on(1);
   mezzo::optim::SGD optimizer({parameter}, 1.0);
   mezzo::GradScaler scaler({.init_scale = 8});
@@ -536,13 +539,13 @@ TEST_P(Captures, GradientsAreUnscaledOnTheStreamOfTheirDevice) {
 // --- What the host hears, and keeps ------------------------------------------------------------
 
 TEST_P(Captures, ALineNamesTheScaleThatComesNext) {
-  Training gpu(host_gpu::device());
+  Training gpu(emulated_gpu::device());
   std::vector<std::pair<float, float>> scales;
   gpu.scaler().on_skip(
       [&](const mezzo::SkippedStep& skip) { scales.emplace_back(skip.scale, skip.next_scale); });
   gpu.input.fill_(kInfinity);
   for (int i = 0; i < 6; ++i) gpu.iterate();
-  host_gpu::run_all();
+  emulated_gpu::run_all();
   gpu.iterate();
   ASSERT_GE(scales.size(), 5U);
   float scale = 4.0F;
@@ -564,12 +567,12 @@ TEST_P(Captures, AGradientOfTwoParametersIsClearedAfterBothHaveReadIt) {
     EXPECT_EQ(one.grad().cpu().abs().max().item<float>(), 0.0F);
     return at::cat({one.cpu(), other.cpu()});
   };
-  EXPECT_TRUE(at::equal(stepped(host_gpu::device()), at::full({100}, -1.0)));
+  EXPECT_TRUE(at::equal(stepped(emulated_gpu::device()), at::full({100}, -1.0)));
   EXPECT_TRUE(at::equal(stepped(at::kCPU), at::full({100}, -1.0)));
 }
 
 TEST_P(Captures, ACountGoesOnWhereTheHostHadIt) {
-  Training gpu(host_gpu::device());
+  Training gpu(emulated_gpu::device());
   gpu.iterate();
   auto& state = test_support::get_param_state<mezzo::optim::AdamWParamState>(gpu.optimizer(),
                                                                              gpu.parameters()[0]);
@@ -587,11 +590,11 @@ TEST_P(Captures, ASummaryOfMoreTensorsThanATableHoldsReadsAllGradients) {
   const auto summary = [&](at::Device device) {
     std::vector<at::Tensor> there;
     for (const at::Tensor& gradient : gradients) there.push_back(gradient.to(device));
-    return mezzo::detail::summarize_gradients(there, at::ones({}, at::device(device)));
+    return mezzo::detail::compute_grad_stats(there, at::ones({}, at::device(device)));
   };
-  const mezzo::Verdict expected = summary(at::kCPU);
-  const mezzo::Verdict found = summary(host_gpu::device());
-  EXPECT_EQ(found.sum_of_squares.item<double>(), expected.sum_of_squares.item<double>());
+  const mezzo::GradStats expected = summary(at::kCPU);
+  const mezzo::GradStats found = summary(emulated_gpu::device());
+  EXPECT_EQ(found.norm_sq.item<double>(), expected.norm_sq.item<double>());
   EXPECT_EQ(found.max_abs.item<double>(), 1100.0);
 }
 

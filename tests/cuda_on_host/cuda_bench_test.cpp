@@ -10,7 +10,7 @@
 namespace {
 
 TEST(CudaBench, PrintsARowForEachWay) {
-  host_gpu::begin(1);
+  emulated_gpu::begin(1);
   testing::internal::CaptureStdout();
   EXPECT_TRUE(run_all({.rounds = 1, .is_small = true}));
   const std::string rows = testing::internal::GetCapturedStdout();
@@ -19,7 +19,7 @@ TEST(CudaBench, PrintsARowForEachWay) {
     EXPECT_NE(rows.find(std::string("{\"what\": \"") + what + "\", \"peer\""), std::string::npos)
         << rows;
   }
-  host_gpu::run_all();
+  emulated_gpu::run_all();
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ TEST(EveryKernel, IsLaunchedSomewhere) {
   EXPECT_GE(names.size(), 8U) << "the pattern no longer finds them";
   for (const std::string& name : names) {
     bool is_known = false;
-    for (const auto& [kernel, count] : host_device::launches()) {
+    for (const auto& [kernel, count] : cuda_emulation::launches()) {
       is_known = is_known || (is_mezzos(kernel) && kernel.find("::" + name) != std::string::npos);
     }
     EXPECT_TRUE(is_known) << name << " is in the sources, and nothing launches it";
@@ -48,7 +48,7 @@ class EveryKernelRan : public testing::Environment {
   void TearDown() override {
     if (GTEST_FLAG_GET(filter) != "*") return;
     int kernels = 0;
-    for (const auto& [kernel, count] : host_device::launches()) {
+    for (const auto& [kernel, count] : cuda_emulation::launches()) {
       if (!is_mezzos(kernel)) continue;
       ++kernels;
       EXPECT_GT(count, 0) << "no test launches " << kernel;

@@ -2,8 +2,8 @@
 // against its answers on the CPU: the same bits where nothing is summed, and within what the order
 // of a sum can change where something is.
 
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/cuda/gradients.cuh>
-#include <mezzo/kernels/gradient_passes.h>
 #include <mezzo/kernels/update_scale.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -23,15 +23,15 @@
 
 namespace {
 
-using cuda_on_host::BitwiseEqual;
-using cuda_on_host::clone_all;
-using cuda_on_host::kDtypes;
-using mezzo::Verdict;
+using cuda_emulation_test::BitwiseEqual;
+using cuda_emulation_test::clone_all;
+using cuda_emulation_test::kDtypes;
+using mezzo::GradStats;
 
 class GradientsOnHost : public testing::Test {
  protected:
   void SetUp() override { at::manual_seed(1); }
-  void TearDown() override { host_device::set_seed(1); }
+  void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
 TEST(PackedSlice, HasFewElementsOutsideOfPacksAtAnyAlignment) {
@@ -77,7 +77,7 @@ std::vector<at::Tensor> mixed_gradients(double spread) {
 
 int64_t launches_of(const std::string& kernel) {
   int64_t all = 0;
-  for (const auto& [name, count] : host_device::launches()) {
+  for (const auto& [name, count] : cuda_emulation::launches()) {
     if (name.find(kernel) != std::string::npos) all += count;
   }
   return all;
@@ -102,7 +102,7 @@ double gamma(double n, double u) { return n * u / (1 - n * u); }
 
 double sum_bound(int64_t count) {
   const double in_double = gamma(static_cast<double>(count + 2), 0x1p-53);
-  const double in_float = gamma(mezzo::detail::cuda::kSquaresInFloat, 0x1p-24);
+  const double in_float = gamma(mezzo::detail::cuda::kMaxFloat32Squares, 0x1p-24);
   return in_double + (1 + in_float) * (1 + in_double) - 1;
 }
 
@@ -112,22 +112,22 @@ int64_t elements_of(const std::vector<at::Tensor>& gradients) {
   return count;
 }
 
-void expect_same(const Verdict& device, const Verdict& cpu, int64_t count) {
+void expect_same(const GradStats& device, const GradStats& cpu, int64_t count) {
   EXPECT_THAT(device.found_inf, BitwiseEqual(cpu.found_inf));
   EXPECT_THAT(device.max_abs, BitwiseEqual(cpu.max_abs));
-  const double sum = device.sum_of_squares.item<double>();
-  const double expected = cpu.sum_of_squares.item<double>();
+  const double sum = device.norm_sq.item<double>();
+  const double expected = cpu.norm_sq.item<double>();
   if (std::isfinite(expected)) {
     EXPECT_LE(std::abs(sum - expected), sum_bound(count) * expected);
   } else {
-    EXPECT_THAT(device.sum_of_squares, BitwiseEqual(cpu.sum_of_squares));
+    EXPECT_THAT(device.norm_sq, BitwiseEqual(cpu.norm_sq));
   }
 }
 
 void expect_same_summary(const std::vector<at::Tensor>& gradients, float inv_scale) {
-  const Verdict cpu = mezzo::detail::summarize_gradients(gradients, scalar(inv_scale));
-  const host_device::On on;
-  expect_same(mezzo::detail::summarize_gradients(gradients, scalar(inv_scale)), cpu,
+  const GradStats cpu = mezzo::detail::compute_grad_stats(gradients, scalar(inv_scale));
+  const cuda_emulation::On on;
+  expect_same(mezzo::detail::compute_grad_stats(gradients, scalar(inv_scale)), cpu,
               elements_of(gradients));
 }
 
@@ -138,7 +138,7 @@ void expect_same_unscale(const std::vector<at::Tensor>& gradients, float inv_sca
   at::Tensor found = scalar(0);
   mezzo::detail::unscale_and_check_(expected, expected_found, scalar(inv_scale));
   {
-    const host_device::On on;
+    const cuda_emulation::On on;
     mezzo::detail::unscale_and_check_(actual, found, scalar(inv_scale));
   }
   EXPECT_TRUE(at::equal(found, expected_found));
@@ -151,9 +151,9 @@ void expect_same_check(const std::vector<at::Tensor>& gradients) {
   const std::vector<at::Tensor> before = clone_all(gradients);
   at::Tensor expected = scalar(0);
   at::Tensor found = scalar(0);
-  mezzo::detail::check_(gradients, expected);
-  const host_device::On on;
-  mezzo::detail::check_(gradients, found);
+  mezzo::detail::check_nonfinite_(gradients, expected);
+  const cuda_emulation::On on;
+  mezzo::detail::check_nonfinite_(gradients, found);
   EXPECT_TRUE(at::equal(found, expected));
   for (std::size_t i = 0; i < before.size(); ++i) {
     EXPECT_THAT(gradients[i], BitwiseEqual(before[i])) << "a check only reads";
@@ -172,14 +172,14 @@ TEST_F(GradientsOnHost, InGradBucketsAreReadInOneLaunch) {
   }
   buckets.reattach_gradients();
   for (const at::Tensor& one : parameters) gradients.push_back(one.grad());
-  const host_device::On on;
+  const cuda_emulation::On on;
   const auto expect_launches = [](const std::vector<at::Tensor>& of, int64_t launches) {
-    const int64_t reads_before = launches_of("::summary_kernel");
+    const int64_t reads_before = launches_of("::grad_stats_kernel");
     const int64_t unscales_before = launches_of("unscale_kernel");
-    (void)mezzo::detail::summarize_gradients(of, scalar(0.5));
+    (void)mezzo::detail::compute_grad_stats(of, scalar(0.5));
     at::Tensor found = scalar(0);
     mezzo::detail::unscale_and_check_(of, found, scalar(0.5));
-    EXPECT_EQ(launches_of("::summary_kernel") - reads_before, launches);
+    EXPECT_EQ(launches_of("::grad_stats_kernel") - reads_before, launches);
     EXPECT_EQ(launches_of("unscale_kernel") - unscales_before, launches);
   };
   expect_launches(apart, 2);
@@ -284,7 +284,7 @@ TEST_F(GradientsOnHost, TheLossScaleGoesAsOnTheCpu) {
     const auto device = begin();
     for (const int found : {0, 0, 0, 1, 0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0}) {
       mezzo::detail::update_scale_(story.rule, cpu, scalar(found));
-      const host_device::On on;
+      const cuda_emulation::On on;
       mezzo::detail::update_scale_(story.rule, device, scalar(found));
       EXPECT_THAT(device.scale, BitwiseEqual(cpu.scale));
       EXPECT_THAT(device.inverse, BitwiseEqual(cpu.inverse));
@@ -301,13 +301,13 @@ TEST_F(GradientsOnHost, GiveTheSameBitsInAHundredOrders) {
   }
   gradients.push_back(at::randn({77}, at::kDouble).to(at::kHalf).narrow(0, 1, 70));
   gradients[1][9000] = kNan;
-  const host_device::On on;
-  const Verdict first = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+  const cuda_emulation::On on;
+  const GradStats first = mezzo::detail::compute_grad_stats(gradients, scalar(0.25));
   for (uint64_t seed = 0; seed < 100; ++seed) {
-    host_device::set_seed(seed);
-    const Verdict again = mezzo::detail::summarize_gradients(gradients, scalar(0.25));
+    cuda_emulation::set_seed(seed);
+    const GradStats again = mezzo::detail::compute_grad_stats(gradients, scalar(0.25));
     EXPECT_THAT(again.max_abs, BitwiseEqual(first.max_abs));
-    EXPECT_THAT(again.sum_of_squares, BitwiseEqual(first.sum_of_squares));
+    EXPECT_THAT(again.norm_sq, BitwiseEqual(first.norm_sq));
     at::Tensor found = scalar(0);
     mezzo::detail::unscale_and_check_(clone_all(gradients), found, scalar(0.25));
     EXPECT_EQ(found.item<float>(), 1.0F);

@@ -19,7 +19,7 @@
 #include <ucontext.h>
 #endif
 
-namespace host_device {
+namespace cuda_emulation {
 namespace {
 
 constexpr std::size_t kStackBytes = 128 * 1024;  // of which the system gives what is touched
@@ -328,7 +328,7 @@ std::map<std::string, int64_t>& all_launches() {
 
 void set_seed(uint64_t seed) { current_seed = seed; }
 void set_is_on(bool on) { is_device_on = on; }
-bool serves(c10::Device device) {
+bool supports(c10::Device device) {
   static const char* const kernels = std::getenv("MEZZO_TEST_KERNELS");
   static const bool is_aten = kernels != nullptr && std::strcmp(kernels, "aten") == 0;
   return (device.is_privateuseone() && !is_aten) || (device.is_cpu() && is_device_on);
@@ -378,4 +378,4 @@ void run_block(int64_t number, int threads, const std::function<void()>& thread,
   Block(number, threads, thread, seed, stacks).run();
 }
 
-}  // namespace host_device
+}  // namespace cuda_emulation

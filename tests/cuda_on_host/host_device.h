@@ -1,6 +1,6 @@
 /// \file
 /// A GPU played by the host, for kernels written in the language of mezzo/kernels/cuda/device.h,
-/// which includes this where MEZZO_DEVICE_ON_HOST names it.
+/// which includes this where MEZZO_CUDA_EMULATION names it.
 ///
 /// A launch on the CPU runs at once, and one on a GPU of host_gpu.h's from its stream's queue.
 /// Threads of a block are fibers: one runs until it waits or ends, and which
@@ -29,7 +29,7 @@
 #include <utility>
 #include <vector>
 
-namespace host_device {
+namespace cuda_emulation {
 
 /// What a kernel did that no GPU promises to survive.
 struct Fault : std::runtime_error {
@@ -45,7 +45,7 @@ void set_is_on(bool is_on);
 /// Whether mezzo's kernels run on `device` (mezzo/kernels/kernel_dispatch.h asks): the CPU where it
 /// is the device, and the GPUs that host_gpu.h has unless MEZZO_TEST_KERNELS=aten in the
 /// environment leaves those to ATen's kernels.
-bool serves(c10::Device device);
+bool supports(c10::Device device);
 
 class On {
  public:
@@ -69,7 +69,7 @@ struct Index {
 c10::Stream current_stream(c10::Device device);
 void put_launch(const c10::Stream& stream, std::size_t bytes, std::vector<const void*> pointers,
                 std::function<void()> run);
-uint64_t capture_on(c10::Device device);
+uint64_t current_capture_id(c10::Device device);
 
 /// How many things allow this thread what a capture forbids.
 inline thread_local int allowances_in_captures = 0;
@@ -116,32 +116,32 @@ constexpr std::size_t bytes_of_parameters(void (*)(Parameters...)) {
   return (sizeof(Parameters) + ... + 0);
 }
 
-}  // namespace host_device
+}  // namespace cuda_emulation
 
 #define __device__
 #define __global__
 #define __launch_bounds__(...)
 
-#define MEZZO_ARGUMENT(Type) const Type&
+#define MEZZO_GRID_CONSTANT(Type) const Type&
 
 #define MEZZO_UNROLL
 #define MEZZO_NO_UNROLL
 
-#define MEZZO_SHARED(Type, name)                               \
-  static thread_local host_device::Shared<Type> name##_shared; \
+#define MEZZO_SHARED(Type, name)                                  \
+  static thread_local cuda_emulation::Shared<Type> name##_shared; \
   Type& name = *reinterpret_cast<Type*>(name##_shared.bytes)
 
-inline thread_local host_device::Index threadIdx;
-inline thread_local host_device::Index blockIdx;
-inline thread_local host_device::Index blockDim;
+inline thread_local cuda_emulation::Index threadIdx;
+inline thread_local cuda_emulation::Index blockIdx;
+inline thread_local cuda_emulation::Index blockDim;
 
 inline void __syncthreads(const std::source_location& where = std::source_location::current()) {
-  host_device::wait_for_block(0, where);
+  cuda_emulation::wait_for_block(0, where);
 }
 
 inline int __syncthreads_or(int flag,
                             const std::source_location& where = std::source_location::current()) {
-  return host_device::wait_for_block(flag, where);
+  return cuda_emulation::wait_for_block(flag, where);
 }
 
 template <class Word>
@@ -149,7 +149,7 @@ Word shuffle(unsigned mask, Word word, int lanes, const std::source_location& wh
   static_assert(sizeof(Word) == 4 || sizeof(Word) == 8);
   uint64_t bits = 0;
   std::memcpy(&bits, &word, sizeof(Word));
-  bits = host_device::wait_for_warp(mask, bits, lanes, where);
+  bits = cuda_emulation::wait_for_warp(mask, bits, lanes, where);
   std::memcpy(&word, &bits, sizeof(Word));
   return word;
 }
@@ -169,7 +169,7 @@ Word __shfl_xor_sync(unsigned mask, Word word, int lanes,
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-inline bool serves(c10::Device device) { return host_device::serves(device); }
+inline bool supports(c10::Device device) { return cuda_emulation::supports(device); }
 inline bool has_captures(c10::Device device) { return !device.is_cpu(); }
 
 class DeviceGuard {
@@ -197,30 +197,32 @@ struct Stream {
   c10::Stream stream{c10::Stream::DEFAULT, c10::kCPU};
 };
 
-inline Stream current_stream() { return {host_device::current_stream(current_device())}; }
-inline uint64_t capture_id() { return host_device::capture_on(current_device()); }
+inline Stream current_stream() { return {cuda_emulation::current_stream(current_device())}; }
+inline uint64_t capture_id() { return cuda_emulation::current_capture_id(current_device()); }
 
-inline int set_capture_mode(int mode) { return host_device::exchange_capture_mode(mode); }
+inline int exchange_thread_capture_mode(int mode) {
+  return cuda_emulation::exchange_capture_mode(mode);
+}
 
-struct InCaptureToo {
-  InCaptureToo() { ++host_device::allowances_in_captures; }
-  ~InCaptureToo() { --host_device::allowances_in_captures; }
-  InCaptureToo(const InCaptureToo&) = delete;
-  InCaptureToo& operator=(const InCaptureToo&) = delete;
+struct RelaxedCaptureModeGuard {
+  RelaxedCaptureModeGuard() { ++cuda_emulation::allowances_in_captures; }
+  ~RelaxedCaptureModeGuard() { --cuda_emulation::allowances_in_captures; }
+  RelaxedCaptureModeGuard(const RelaxedCaptureModeGuard&) = delete;
+  RelaxedCaptureModeGuard& operator=(const RelaxedCaptureModeGuard&) = delete;
 };
 
-inline void* address_on_device(void* pinned) {
-  ++host_device::address_lookups;
+inline void* device_address(void* pinned) {
+  ++cuda_emulation::address_lookups;
   return pinned;
 }
 
 template <auto kKernel, class... Args>
 void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
-  constexpr std::size_t kBytes = host_device::bytes_of_parameters(kKernel);
+  constexpr std::size_t kBytes = cuda_emulation::bytes_of_parameters(kKernel);
   static_assert(kBytes <= 32764, "what a launch can carry");
-  ++host_device::Launches<kKernel>::count;
+  ++cuda_emulation::Launches<kKernel>::count;
   if (stream.stream.device_type() == c10::kCPU) {
-    host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+    cuda_emulation::run_blocks(blocks, threads, [&] { kKernel(args...); });
     return;
   }
   std::vector<const void*> pointers;
@@ -228,8 +230,8 @@ void launch(int64_t blocks, int threads, Stream stream, const Args&... args) {
     if constexpr (std::is_pointer_v<Arg>) pointers.push_back(arg);
   };
   (add(args), ...);
-  host_device::put_launch(stream.stream, kBytes, pointers, [blocks, threads, args...] {
-    host_device::run_blocks(blocks, threads, [&] { kKernel(args...); });
+  cuda_emulation::put_launch(stream.stream, kBytes, pointers, [blocks, threads, args...] {
+    cuda_emulation::run_blocks(blocks, threads, [&] { kKernel(args...); });
   });
 }
 

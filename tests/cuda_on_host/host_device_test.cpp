@@ -13,7 +13,7 @@
 
 namespace {
 
-using host_device::Fault;
+using cuda_emulation::Fault;
 using mezzo::detail::cuda::launch;
 using mezzo::detail::cuda::Stream;
 
@@ -23,7 +23,7 @@ using OfThreads = int[kThreads];
 
 class HostDevice : public testing::Test {
  protected:
-  void TearDown() override { host_device::set_seed(1); }
+  void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
 /// Runs what launches a kernel, and says what Fault it was; empty if none.
@@ -61,14 +61,14 @@ bool reverses(int blocks) {
 
 TEST_F(HostDevice, RunsASoundKernelRightInEveryOrder) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_seed(seed);
+    cuda_emulation::set_seed(seed);
     EXPECT_TRUE(reverses<true>(5)) << seed;
   }
 }
 
 TEST_F(HostDevice, FindsAMissingBarrierWithEverySeed) {
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_seed(seed);
+    cuda_emulation::set_seed(seed);
     EXPECT_FALSE(reverses<false>(1)) << seed;
   }
 }
@@ -97,7 +97,7 @@ std::vector<int> sums_of_rounds() {
 TEST_F(HostDevice, FindsMemoryThatIsUsedAgainBeforeAllHaveReadIt) {
   int wrong = 0;
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_seed(seed);
+    cuda_emulation::set_seed(seed);
     const std::vector<int> right{kThreads, 2 * kThreads};
     EXPECT_EQ(sums_of_rounds<true>(), right);
     wrong += sums_of_rounds<false>() != right;
@@ -111,7 +111,7 @@ TEST_F(HostDevice, DrawsTheOrderOfBlocksAndThreadsFromTheSeed) {
   std::set<std::vector<unsigned>> orders;
   for (int round = 0; round < 2; ++round) {
     for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-      host_device::set_seed(seed);
+      cuda_emulation::set_seed(seed);
       std::vector<unsigned> order;
       launch<order_kernel>(3, 8, Stream{}, &order);
       orders.insert(order);
@@ -154,7 +154,7 @@ TEST_F(HostDevice, RefusesWhatNoGpuPromises) {
   using testing::HasSubstr;
   int to[kThreads];
   for (uint64_t seed = 0; seed < kSeeds; ++seed) {
-    host_device::set_seed(seed);
+    cuda_emulation::set_seed(seed);
     const auto fault = [&]<auto kKernel>(auto... args) {
       return fault_of([&] { launch<kKernel>(3, kThreads, Stream{}, args...); });
     };

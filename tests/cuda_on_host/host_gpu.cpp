@@ -19,7 +19,7 @@
 
 #include "host_gpu_queue.h"
 
-namespace host_gpu {
+namespace emulated_gpu {
 
 using Key = std::pair<c10::DeviceIndex, c10::StreamId>;
 
@@ -382,7 +382,7 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
 }
 
 void forbid_in_capture(const char* what) {
-  if (host_device::allowances_in_captures == 0) Machine::the().forbid_during_capture(what);
+  if (cuda_emulation::allowances_in_captures == 0) Machine::the().forbid_during_capture(what);
 }
 
 void wait_for(const c10::Stream& stream) {
@@ -453,25 +453,25 @@ void Held::end() { gate_->is_done = true; }
 
 Counts counts() { return Machine::the().counts; }
 
-}  // namespace host_gpu
+}  // namespace emulated_gpu
 
-c10::Stream host_device::current_stream(c10::Device device) {
+c10::Stream cuda_emulation::current_stream(c10::Device device) {
   if (device.is_cpu()) return c10::Stream(c10::Stream::DEFAULT, device);
-  return host_gpu::current_stream(device);
+  return emulated_gpu::current_stream(device);
 }
-void host_device::put_launch(const c10::Stream& stream, std::size_t bytes,
-                             std::vector<const void*> pointers, std::function<void()> run) {
-  host_gpu::Machine& machine = host_gpu::Machine::the();
+void cuda_emulation::put_launch(const c10::Stream& stream, std::size_t bytes,
+                                std::vector<const void*> pointers, std::function<void()> run) {
+  emulated_gpu::Machine& machine = emulated_gpu::Machine::the();
   const std::lock_guard lock(machine.mutex);
   machine.counts.argument_bytes += static_cast<int64_t>(bytes);
-  std::erase_if(pointers, [](const void* pointer) { return !host_gpu::is_pinned(pointer); });
-  host_gpu::enqueue(stream, std::move(run), host_gpu::Kind::launch, std::move(pointers));
+  std::erase_if(pointers, [](const void* pointer) { return !emulated_gpu::is_pinned(pointer); });
+  emulated_gpu::enqueue(stream, std::move(run), emulated_gpu::Kind::launch, std::move(pointers));
 }
-uint64_t host_device::capture_on(c10::Device device) {
-  return device.is_cpu() ? 0 : host_gpu::capture_of(host_gpu::current_stream(device));
+uint64_t cuda_emulation::current_capture_id(c10::Device device) {
+  return device.is_cpu() ? 0 : emulated_gpu::capture_of(emulated_gpu::current_stream(device));
 }
 
-namespace host_gpu {
+namespace emulated_gpu {
 
 Graph::Graph() : recording_(std::make_shared<Recording>()) {}
 Graph::~Graph() = default;
@@ -541,4 +541,4 @@ int64_t Graph::launches() const {
                        [](const auto& node) { return node.kind == Kind::launch; });
 }
 
-}  // namespace host_gpu
+}  // namespace emulated_gpu

@@ -18,9 +18,9 @@
 
 #include "host_device.h"
 
-namespace host_gpu {
+namespace emulated_gpu {
 
-using host_device::Fault;
+using cuda_emulation::Fault;
 
 inline constexpr int kDevices = 2;
 inline c10::Device device(int index = 0) {
@@ -96,4 +96,4 @@ void capture(Graph& graph, const Work& work) {
   graph.capture_end();
 }
 
-}  // namespace host_gpu
+}  // namespace emulated_gpu

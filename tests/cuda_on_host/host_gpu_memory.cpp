@@ -14,7 +14,7 @@
 #include "host_gpu.h"
 #include "host_gpu_queue.h"
 
-namespace host_gpu {
+namespace emulated_gpu {
 namespace {
 
 constexpr std::size_t kAlignment = 512;
@@ -41,7 +41,7 @@ class DeviceMemory final : public c10::Allocator {
     const c10::Device on = current_device();
     if (bytes == 0) return {nullptr, on};
     const std::lock_guard lock(mutex());
-    const c10::Stream stream = host_gpu::current_stream(on);
+    const c10::Stream stream = emulated_gpu::current_stream(on);
     take_back_late();
     Block* const block = take(stream, bytes);
     enqueue(
@@ -212,4 +212,4 @@ void record_use(const c10::DataPtr& memory, const c10::Stream& stream) {
 
 void check_ends_of_memory() { DeviceMemory::the().check_ends(); }
 
-}  // namespace host_gpu
+}  // namespace emulated_gpu

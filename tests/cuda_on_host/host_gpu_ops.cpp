@@ -19,7 +19,7 @@
 #include "host_gpu.h"
 #include "host_gpu_queue.h"
 
-namespace host_gpu {
+namespace emulated_gpu {
 namespace {
 
 using Stack = torch::jit::Stack;
@@ -189,7 +189,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
 at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
                  std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
                  std::optional<bool> /*pin*/, std::optional<at::MemoryFormat> format) {
-  const c10::DeviceGuard guard(device.value_or(host_gpu::device()));
+  const c10::DeviceGuard guard(device.value_or(emulated_gpu::device()));
   return at::detail::empty_generic(sizes, device_memory(),
                                    c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                    dtype.value_or(at::kFloat), format);
@@ -198,7 +198,7 @@ at::Tensor empty(at::IntArrayRef sizes, std::optional<at::ScalarType> dtype,
 at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,
                          std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/,
                          std::optional<at::Device> device, std::optional<bool> /*pin*/) {
-  const c10::DeviceGuard guard(device.value_or(host_gpu::device()));
+  const c10::DeviceGuard guard(device.value_or(emulated_gpu::device()));
   return at::detail::empty_strided_generic(sizes, strides, device_memory(),
                                            c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                            dtype.value_or(at::kFloat));
@@ -281,4 +281,4 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 }
 
 }  // namespace
-}  // namespace host_gpu
+}  // namespace emulated_gpu

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-namespace host_gpu {
+namespace emulated_gpu {
 
 /// poison: the NaNs that memory holds when it is new or freed, which no GPU writes.
 enum class Kind { launch, op, copy_from_host, copy_to_host, poison };
@@ -32,7 +32,7 @@ void enqueue(const c10::Stream& stream, std::function<void()> run, Kind kind,
 /// The host's wait for a stream. \throws Fault during a capture
 void wait_for(const c10::Stream& stream);
 
-/// \throws Fault during a capture, unless this thread has an InCaptureToo
+/// \throws Fault during a capture, unless this thread has an RelaxedCaptureModeGuard
 void forbid_in_capture(const char* what);
 
 /// Of the capture that the stream is part of; 0: of none.
@@ -53,4 +53,4 @@ std::pair<char*, std::size_t> pinned_block(const void* memory);
 void record_use(const c10::DataPtr& memory, const c10::Stream& stream);
 void check_ends_of_memory();
 
-}  // namespace host_gpu
+}  // namespace emulated_gpu

@@ -7,7 +7,7 @@
 
 #include "../support/bitwise_equal.h"
 
-namespace cuda_on_host {
+namespace cuda_emulation_test {
 
 using test_support::bitwise_equal;
 using test_support::BitwiseEqual;
@@ -29,4 +29,4 @@ inline std::vector<at::Tensor> clone_all(const std::vector<at::Tensor>& tensors)
   return copies;
 }
 
-}  // namespace cuda_on_host
+}  // namespace cuda_emulation_test

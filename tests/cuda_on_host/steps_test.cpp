@@ -2,13 +2,13 @@
 // every pair of dtypes and way of keeping weights, odd tails, any alignment, and all that a step
 // does beside the update. The same bits.
 
-#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/cuda/optimizer_step.cuh>
 #include <mezzo/kernels/kernel_dispatch.h>
-#include <mezzo/kernels/launch_table.h>
-#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/lion_functor.h>
+#include <mezzo/kernels/multi_tensor_metadata.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/sgd_functor.h>
 #include <mezzo/kernels/weight_formats.h>
 
 #include <ATen/ATen.h>
@@ -30,17 +30,17 @@
 
 namespace {
 
-using namespace cuda_on_host;
-using mezzo::detail::AdamConstants;
-using mezzo::detail::SgdConstants;
-using mezzo::detail::StepUse;
+using namespace cuda_emulation_test;
+using mezzo::detail::AdamHyperParams;
+using mezzo::detail::SgdHyperParams;
+using mezzo::detail::StepArgs;
 using mezzo::optim::WeightStorage;
 
-AdamConstants adam_constants(bool is_decoupled) {
+AdamHyperParams adam_hyper_params(bool is_decoupled) {
   return {
       .beta1 = 0.9, .beta2 = 0.99, .eps = 1e-8, .weight_decay = 0.02, .is_decoupled = is_decoupled};
 }
-SgdConstants sgd_constants() {
+SgdHyperParams sgd_hyper_params() {
   return {.momentum = 0.9, .dampening = 0.1, .weight_decay = 0.02, .nesterov = true};
 }
 
@@ -51,23 +51,23 @@ struct StepCase {
   double max_norm = 0;  ///< 0: no clipping
   bool is_checked = false;
   bool is_skipped = false;
-  bool clear = false;
+  bool zero_grad = false;
   int64_t rates = 0;       ///< how many factors of the rate there are
   bool publishes = false;  ///< floats, as bfloat16 or half
-  bool copies_half = false;
+  bool model_param_is_fp16 = false;
   int parameters_of_a_group = 4;
 };
 
 std::vector<StepCase> step_cases() {
   return {{.name = "plain"},
-          {.name = "clear", .clear = true},
+          {.name = "clear", .zero_grad = true},
           {.name = "checked", .scale = 0.25F, .is_checked = true},
           {.name = "skipped", .scale = 0.25F, .is_skipped = true},
-          {.name = "skipped and cleared", .is_skipped = true, .clear = true},
+          {.name = "skipped and cleared", .is_skipped = true, .zero_grad = true},
           {.name = "clipped", .scale = 0.5F, .max_norm = 0.5},
           {.name = "scheduled", .rates = 3},
           {.name = "published", .publishes = true},
-          {.name = "published as half", .publishes = true, .copies_half = true}};
+          {.name = "published as half", .publishes = true, .model_param_is_fp16 = true}};
 }
 
 /// Dtypes, and how weights are kept.
@@ -79,26 +79,26 @@ struct Storage {
   WeightStorage weights = WeightStorage::plain;
 };
 
-/// Calls `work<Parameter, Gradient, Weights>(Storage)` for all that there are kernels for.
+/// Calls `work<Parameter, Gradient, WeightFormat>(Storage)` for all that there are kernels for.
 template <class Work>
 void for_each_storage(const Work& work) {
   using c10::BFloat16;
   using c10::Half;
-  using mezzo::detail::PlainWeights;
-  using mezzo::detail::SplitWeights;
-  using mezzo::detail::StochasticWeights;
+  using mezzo::detail::PlainWeightFormat;
+  using mezzo::detail::SplitWeightFormat;
+  using mezzo::detail::StochasticWeightFormat;
   using enum WeightStorage;
-  const auto visit = [&]<class Parameter, class Gradient, class Weights>(const char* name,
-                                                                         WeightStorage weights) {
+  const auto visit = [&]<class Parameter, class Gradient, class WeightFormat>(
+                         const char* name, WeightStorage weights) {
     const auto dtype = c10::CppTypeToScalarType<Parameter>::value;
     const auto gradient = c10::CppTypeToScalarType<Gradient>::value;
-    const auto moment = c10::CppTypeToScalarType<typename Weights::Moment>::value;
-    work.template operator()<Parameter, Gradient, Weights>(
+    const auto moment = c10::CppTypeToScalarType<typename WeightFormat::Moment>::value;
+    work.template operator()<Parameter, Gradient, WeightFormat>(
         Storage{name, dtype, gradient, moment, weights});
   };
   const auto visit_plain = [&]<class Parameter, class Gradient>(const char* name,
                                                                 WeightStorage weights) {
-    visit.template operator()<Parameter, Gradient, PlainWeights<Parameter>>(name, weights);
+    visit.template operator()<Parameter, Gradient, PlainWeightFormat<Parameter>>(name, weights);
   };
   visit_plain.template operator()<float, float>("float", plain);
   visit_plain.template operator()<float, BFloat16>("master of bfloat16", fp32_master);
@@ -109,12 +109,12 @@ void for_each_storage(const Work& work) {
   visit_plain.template operator()<BFloat16, float>("bfloat16 with float", plain);
   visit_plain.template operator()<Half, Half>("half", plain);
   visit_plain.template operator()<Half, float>("half with float", plain);
-  visit.template operator()<BFloat16, BFloat16, SplitWeights>("split", split_master);
-  visit.template operator()<BFloat16, float, SplitWeights>("split with float", split_master);
-  visit.template operator()<BFloat16, BFloat16, StochasticWeights>("stochastic",
-                                                                   stochastic_rounding);
-  visit.template operator()<BFloat16, float, StochasticWeights>("stochastic with float",
-                                                                stochastic_rounding);
+  visit.template operator()<BFloat16, BFloat16, SplitWeightFormat>("split", split_master);
+  visit.template operator()<BFloat16, float, SplitWeightFormat>("split with float", split_master);
+  visit.template operator()<BFloat16, BFloat16, StochasticWeightFormat>("stochastic",
+                                                                        stochastic_rounding);
+  visit.template operator()<BFloat16, float, StochasticWeightFormat>("stochastic with float",
+                                                                     stochastic_rounding);
 }
 
 /// Parameters of one storage with their state. Every second one is not aligned; of each six one
@@ -159,7 +159,7 @@ class StepParameters {
   const at::Tensor& stream(std::size_t i, std::size_t k) const { return streams_[i][k]; }
   float& count(std::size_t i) { return counts_[i]; }
 
-  mezzo::detail::StepSpan span(std::size_t i) const {
+  mezzo::detail::ParamPointers span(std::size_t i) const {
     const auto data = [&](std::size_t k) {
       return streams_[i][k].defined() ? streams_[i][k].data_ptr() : nullptr;
     };
@@ -201,94 +201,95 @@ int group_of(std::size_t i, const StepCase& step) {
 }
 
 /// What the kernels are to find out by themselves.
-StepUse use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
-  StepUse use{.copies_half = step.copies_half,
-              .gradient_dtype = parameters.storage().gradient,
-              .clears = step.clear,
-              .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
-              .step = static_cast<uint64_t>(parameters.count(i)) + 1,
-              .parameter = 1000 + i};
+StepArgs use_of(StepParameters& parameters, std::size_t i, const StepCase& step) {
+  StepArgs use{.model_param_is_fp16 = step.model_param_is_fp16,
+               .gradient_dtype = parameters.storage().gradient,
+               .zeroes_grad = step.zero_grad,
+               .seed = 77U + static_cast<uint64_t>(group_of(i, step)),
+               .step = static_cast<uint64_t>(parameters.count(i)) + 1,
+               .param_index = 1000 + i};
   use.multipliers = mezzo::detail::grad_multipliers(
       step.scale != 0 ? static_cast<double>(step.scale) : 1.0,
       step.max_norm != 0 ? std::min(1.0, step.max_norm / (std::sqrt(kSumOfSquares) + 1e-6)) : 1.0);
   return use;
 }
 
-template <class Parameter, class Rule, class Weights>
+template <class Parameter, class Functor, class WeightFormat>
 void step_on_cpu(StepParameters& parameters, const StepCase& step,
-                 const typename Rule::Constants& constants) {
-  using Lanes = mezzo::detail::ScalarLanes<Parameter>;
+                 const typename Functor::HyperParams& hyper_params) {
+  using Vec = mezzo::detail::ScalarVec<Parameter>;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     if (step.is_skipped) {
-      if (step.clear) parameters.stream(i, 1).zero_();
+      if (step.zero_grad) parameters.stream(i, 1).zero_();
       continue;
     }
-    const StepUse use = use_of(parameters, i, step);
+    const StepArgs use = use_of(parameters, i, step);
     const double rate =
         rate_of_group(group_of(i, step)) * (step.rates == 0 ? 1.0 : kRates[step.rates - 1]);
-    const auto coefficients = constants.at(rate, static_cast<int64_t>(use.step));
-    mezzo::detail::OptimizerStepKernel<Parameter, Rule, Weights, Lanes>::run(parameters.span(i),
-                                                                             coefficients, use);
+    const auto coefficients = hyper_params.coefficients(rate, static_cast<int64_t>(use.step));
+    mezzo::detail::OptimizerStepKernel<Parameter, Functor, WeightFormat, Vec>::run(
+        parameters.span(i), coefficients, use);
   }
 }
 
-template <class Rule>
-constexpr bool kIsVariant = std::is_same_v<Rule, mezzo::detail::AdamRule<true>> ||
-                            std::is_same_v<Rule, mezzo::detail::SgdRule<true>>;
+template <class Functor>
+constexpr bool kHasExtraMoment = std::is_same_v<Functor, mezzo::detail::AdamFunctor<true>> ||
+                                 std::is_same_v<Functor, mezzo::detail::SgdFunctor<true>>;
 
 /// In one call, as the library makes it. Moments that the rule has none of are null.
-template <class Rule>
+template <class Functor>
 void step_on_device(const std::vector<StepParameters*>& all, const StepCase& step,
-                    const typename Rule::Constants& constants) {
+                    const typename Functor::HyperParams& hyper_params) {
   const float found_inf = step.is_skipped ? 1.0F : 0.0F;
-  mezzo::detail::StepInputs inputs{.max_norm = step.max_norm, .clear = step.clear};
-  if (step.scale != 0) inputs.inv_scale = &step.scale;
-  if (step.is_checked || step.is_skipped) inputs.found_inf = &found_inf;
-  if (step.max_norm != 0) inputs.sum_of_squares = &kSumOfSquares;
+  mezzo::detail::DeviceStepArgs step_args{.max_norm = step.max_norm, .zero_grad = step.zero_grad};
+  if (step.scale != 0) step_args.inv_scale = &step.scale;
+  if (step.is_checked || step.is_skipped) step_args.found_inf = &found_inf;
+  if (step.max_norm != 0) step_args.norm_sq = &kSumOfSquares;
   if (step.rates != 0) {
-    inputs.applied = &kApplied;
-    inputs.lr_factors = kRates;
-    inputs.lr_factor_count = step.rates;
+    step_args.applied_steps = &kApplied;
+    step_args.lr_factors = kRates;
+    step_args.lr_factor_count = step.rates;
   }
-  std::vector<mezzo::detail::StepRow> rows;
-  std::vector<mezzo::detail::StepGroup> groups;
+  std::vector<mezzo::detail::ParamArgs> rows;
+  std::vector<mezzo::detail::DeviceGroupArgs> groups;
   for (StepParameters* const parameters : all) {
     for (std::size_t i = 0; i < parameters->size(); ++i) {
       const auto group = static_cast<uint32_t>(group_of(i, step));
       while (groups.size() <= group) {
         const int next = static_cast<int>(groups.size());
-        groups.push_back({constants, rate_of_group(next), 77U + static_cast<uint64_t>(next)});
+        groups.push_back({hyper_params, rate_of_group(next), 77U + static_cast<uint64_t>(next)});
       }
-      auto span = parameters->span(i);
-      for (unsigned k = Rule::kMoments; k < mezzo::detail::kMaxMoments; ++k)
-        span.moments[k] = nullptr;
+      auto pointers = parameters->span(i);
+      for (unsigned k = Functor::kNumMoments; k < mezzo::detail::kMaxMoments; ++k)
+        pointers.moments[k] = nullptr;
       const Storage& storage = parameters->storage();
-      rows.push_back({span, &parameters->count(i), group, 1000 + static_cast<uint32_t>(i),
-                      kIsVariant<Rule>, step.copies_half, storage.weights, storage.parameter,
-                      storage.gradient});
+      rows.push_back({pointers, &parameters->count(i), group, 1000 + static_cast<uint32_t>(i),
+                      kHasExtraMoment<Functor>, step.model_param_is_fp16, storage.weights,
+                      storage.parameter, storage.gradient});
     }
   }
-  mezzo::detail::cuda_kernels()->step_(at::kCPU, Rule::kCudaRule, rows, groups, inputs);
+  mezzo::detail::cuda_kernels()->step_(at::kCPU, Functor::kOptimizerKind, rows, groups, step_args);
 }
 
 class StepsOnHost : public testing::Test {
  protected:
   void SetUp() override { at::manual_seed(2); }
-  void TearDown() override { host_device::set_seed(1); }
+  void TearDown() override { cuda_emulation::set_seed(1); }
 };
 
 /// Sizes around a thread's pack, a stride and a block of the kernel.
 const std::vector<int64_t> kSizes{0,    1,     3,    4,    1023, 1026, 8192,
                                   8195, 20001, 8193, 1030, 77,   1031, 78};
 
-template <class Rule>
-void expect_step_of_every_storage(const StepCase& step, const typename Rule::Constants& constants) {
-  const auto expect = [&]<class Parameter, class Gradient, class Weights>(Storage storage) {
+template <class Functor>
+void expect_step_of_every_storage(const StepCase& step,
+                                  const typename Functor::HyperParams& hyper_params) {
+  const auto expect = [&]<class Parameter, class Gradient, class WeightFormat>(Storage storage) {
     StepParameters parameters(storage, step, kSizes);
     const StepParameters before = parameters.clone();
     StepParameters expected = parameters.clone();
-    step_on_cpu<Parameter, Rule, Weights>(expected, step, constants);
-    step_on_device<Rule>({&parameters}, step, constants);
+    step_on_cpu<Parameter, Functor, WeightFormat>(expected, step, hyper_params);
+    step_on_device<Functor>({&parameters}, step, hyper_params);
     EXPECT_EQ(parameters.difference(expected), "") << storage.name;
     if (!step.is_skipped) {
       EXPECT_NE(parameters.difference(before), "") << storage.name;
@@ -297,68 +298,68 @@ void expect_step_of_every_storage(const StepCase& step, const typename Rule::Con
   for_each_storage(expect);
 }
 
-template <class Rule>
-void expect_steps(const typename Rule::Constants& constants) {
+template <class Functor>
+void expect_steps(const typename Functor::HyperParams& hyper_params) {
   for (const StepCase& step : step_cases()) {
     SCOPED_TRACE(step.name);
-    expect_step_of_every_storage<Rule>(step, constants);
+    expect_step_of_every_storage<Functor>(step, hyper_params);
   }
 }
 
 TEST_F(StepsOnHost, AdamWAndAdam) {
-  expect_steps<mezzo::detail::AdamRule<false>>(adam_constants(/*is_decoupled=*/true));
-  expect_steps<mezzo::detail::AdamRule<false>>(adam_constants(/*is_decoupled=*/false));
+  expect_steps<mezzo::detail::AdamFunctor<false>>(adam_hyper_params(/*is_decoupled=*/true));
+  expect_steps<mezzo::detail::AdamFunctor<false>>(adam_hyper_params(/*is_decoupled=*/false));
 }
 
 TEST_F(StepsOnHost, Amsgrad) {
-  expect_steps<mezzo::detail::AdamRule<true>>(adam_constants(/*is_decoupled=*/true));
+  expect_steps<mezzo::detail::AdamFunctor<true>>(adam_hyper_params(/*is_decoupled=*/true));
 }
 
 TEST_F(StepsOnHost, SgdWithAndWithoutMomentum) {
-  expect_steps<mezzo::detail::SgdRule<false>>({.weight_decay = 0.02});
-  expect_steps<mezzo::detail::SgdRule<true>>(sgd_constants());
+  expect_steps<mezzo::detail::SgdFunctor<false>>({.weight_decay = 0.02});
+  expect_steps<mezzo::detail::SgdFunctor<true>>(sgd_hyper_params());
 }
 
 TEST_F(StepsOnHost, Lion) {
-  expect_steps<mezzo::detail::LionRule>({.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1});
+  expect_steps<mezzo::detail::LionFunctor>({.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1});
 }
 
 /// Parameters of several groups, of every storage, in one call.
-template <class Rule>
-void expect_one_call(const typename Rule::Constants& constants) {
-  const StepCase step{.name = "one call", .scale = 0.5F, .clear = true};
+template <class Functor>
+void expect_one_call(const typename Functor::HyperParams& hyper_params) {
+  const StepCase step{.name = "one call", .scale = 0.5F, .zero_grad = true};
   std::vector<StepParameters> all;
   std::vector<StepParameters> expected;
-  for_each_storage([&]<class Parameter, class Gradient, class Weights>(Storage storage) {
+  for_each_storage([&]<class Parameter, class Gradient, class WeightFormat>(Storage storage) {
     all.emplace_back(storage, step, std::vector<int64_t>{5, 9000});
     expected.push_back(all.back().clone());
-    step_on_cpu<Parameter, Rule, Weights>(expected.back(), step, constants);
+    step_on_cpu<Parameter, Functor, WeightFormat>(expected.back(), step, hyper_params);
   });
   std::vector<StepParameters*> pointers;
   for (StepParameters& one : all) pointers.push_back(&one);
-  step_on_device<Rule>(pointers, step, constants);
+  step_on_device<Functor>(pointers, step, hyper_params);
   for (std::size_t i = 0; i < all.size(); ++i) {
     EXPECT_EQ(all[i].difference(expected[i]), "") << i;
   }
 }
 
 TEST_F(StepsOnHost, EveryStorageInOneCall) {
-  expect_one_call<mezzo::detail::AdamRule<true>>(adam_constants(true));
-  expect_one_call<mezzo::detail::SgdRule<true>>(sgd_constants());
+  expect_one_call<mezzo::detail::AdamFunctor<true>>(adam_hyper_params(true));
+  expect_one_call<mezzo::detail::SgdFunctor<true>>(sgd_hyper_params());
 }
 
 /// More parameters and groups than a table holds: more launches.
 void expect_many(int count, int parameters_of_a_group) {
-  using Rule = mezzo::detail::AdamRule<false>;
+  using Functor = mezzo::detail::AdamFunctor<false>;
   const StepCase step{.name = "many", .parameters_of_a_group = parameters_of_a_group};
   std::vector<int64_t> sizes;
   for (int i = 0; i < count; ++i) sizes.push_back(i % 41);
   sizes[static_cast<std::size_t>(count) / 2] = 20001;
   StepParameters parameters({"float", at::kFloat, at::kFloat, at::kFloat}, step, sizes);
   StepParameters expected = parameters.clone();
-  step_on_cpu<float, Rule, mezzo::detail::PlainWeights<float>>(expected, step,
-                                                               adam_constants(true));
-  step_on_device<Rule>({&parameters}, step, adam_constants(true));
+  step_on_cpu<float, Functor, mezzo::detail::PlainWeightFormat<float>>(expected, step,
+                                                                       adam_hyper_params(true));
+  step_on_device<Functor>({&parameters}, step, adam_hyper_params(true));
   EXPECT_EQ(parameters.difference(expected), "") << count;
 }
 
@@ -374,19 +375,20 @@ TEST_F(StepsOnHost, StepsAreCountedUnlessSkipped) {
       std::vector<float> counts(size, 7.0F);
       std::vector<float*> counters;
       for (float& count : counts) counters.push_back(&count);
-      mezzo::detail::cuda_kernels()->count_steps_(at::kCPU, counters, found < 0 ? nullptr : &found);
+      mezzo::detail::cuda_kernels()->increment_state_steps_(at::kCPU, counters,
+                                                            found < 0 ? nullptr : &found);
       EXPECT_EQ(counts, std::vector<float>(size, found > 0 ? 7.0F : 8.0F));
     }
   }
 }
 
 // A kernel that its header has and no test here launches itself.
-[[maybe_unused]] const auto kCountSteps = &mezzo::detail::cuda::count_steps_kernel;
+[[maybe_unused]] const auto kCountSteps = &mezzo::detail::cuda::increment_state_steps_kernel;
 
 /// The last block of a parameter, without the blocks before it. Its element indices exceed 32 bits.
 TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
-  using Rule = mezzo::detail::SgdRule<false>;
-  using mezzo::detail::StochasticWeights;
+  using Functor = mezzo::detail::SgdFunctor<false>;
+  using mezzo::detail::StochasticWeightFormat;
   constexpr int64_t kFirst = int64_t{1} << 32;
   constexpr int64_t kTail = 1001;
   const at::Tensor weights = at::ones({kTail}, at::kBFloat16);
@@ -396,22 +398,23 @@ TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
     return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(tail.data_ptr()) -
                                    static_cast<uintptr_t>(kFirst * tail.element_size()));
   };
-  mezzo::detail::StepRow row{};
-  row.span = {address_of_first(weights), address_of_first(gradients), {}, kFirst + kTail};
-  row.number = 5;
+  mezzo::detail::ParamArgs row{};
+  row.pointers = {address_of_first(weights), address_of_first(gradients), {}, kFirst + kTail};
+  row.param_index = 5;
   row.storage = WeightStorage::stochastic_rounding;
   row.parameter_dtype = at::kBFloat16;
   row.gradient_dtype = at::kFloat;
-  mezzo::detail::StepTable table(mezzo::detail::cuda::kStepBlock);
-  ASSERT_TRUE(table.push_back(row, {SgdConstants{}, /*lr=*/1e-3, /*seed=*/7}));
-  host_device::run_block(table.blocks() - 1, mezzo::detail::cuda::kStepThreads, [&] {
-    mezzo::detail::cuda::optimizer_step_kernel<c10::BFloat16, Rule, StochasticWeights>(table, {});
+  mezzo::detail::ParamListMetadata table(mezzo::detail::cuda::kStepElementsPerBlock);
+  ASSERT_TRUE(table.push_back(row, {SgdHyperParams{}, /*lr=*/1e-3, /*seed=*/7}));
+  cuda_emulation::run_block(table.num_blocks() - 1, mezzo::detail::cuda::kStepThreads, [&] {
+    mezzo::detail::cuda::optimizer_step_kernel<c10::BFloat16, Functor, StochasticWeightFormat>(
+        table, {});
   });
   const auto step_on_cpu = [&](const at::Tensor& parameter, int64_t first) {
-    mezzo::detail::OptimizerStepKernel<c10::BFloat16, Rule, StochasticWeights,
-                                       mezzo::detail::ScalarLanes<c10::BFloat16>>::
+    mezzo::detail::OptimizerStepKernel<c10::BFloat16, Functor, StochasticWeightFormat,
+                                       mezzo::detail::ScalarVec<c10::BFloat16>>::
         run({parameter.data_ptr(), gradients.data_ptr(), {}, kTail, nullptr, first},
-            SgdConstants{}.at(1e-3, 1), {.seed = 7, .parameter = 5});
+            SgdHyperParams{}.coefficients(1e-3, 1), {.seed = 7, .param_index = 5});
   };
   step_on_cpu(expected, kFirst);
   EXPECT_THAT(weights, BitwiseEqual(expected));
@@ -421,40 +424,40 @@ TEST_F(StepsOnHost, StochasticBitsBeyondTwoTo32MatchCpu) {
 }
 
 /// A hundred orders, of which each storage has its share.
-template <class Rule>
-void expect_the_same_in_every_order(const typename Rule::Constants& constants) {
+template <class Functor>
+void expect_the_same_in_every_order(const typename Functor::HyperParams& hyper_params) {
   const StepCase step{.name = "orders", .scale = 0.5F, .max_norm = 1};
   uint64_t seed = 0;
-  for_each_storage([&]<class Parameter, class Gradient, class Weights>(Storage storage) {
+  for_each_storage([&]<class Parameter, class Gradient, class WeightFormat>(Storage storage) {
     const StepParameters before(storage, step, {3, 1030});
     StepParameters first = before.clone();
-    step_on_device<Rule>({&first}, step, constants);
+    step_on_device<Functor>({&first}, step, hyper_params);
     for (const uint64_t end = seed + 12; seed < end; ++seed) {
-      host_device::set_seed(seed);
+      cuda_emulation::set_seed(seed);
       StepParameters again = before.clone();
-      step_on_device<Rule>({&again}, step, constants);
+      step_on_device<Functor>({&again}, step, hyper_params);
       ASSERT_EQ(again.difference(first), "") << storage.name << " with the seed " << seed;
     }
   });
 }
 
 TEST_F(StepsOnHost, GiveTheSameBitsInAHundredOrders) {
-  expect_the_same_in_every_order<mezzo::detail::AdamRule<false>>(adam_constants(true));
-  expect_the_same_in_every_order<mezzo::detail::AdamRule<true>>(adam_constants(true));
-  expect_the_same_in_every_order<mezzo::detail::SgdRule<false>>({});
-  expect_the_same_in_every_order<mezzo::detail::SgdRule<true>>(sgd_constants());
-  expect_the_same_in_every_order<mezzo::detail::LionRule>({.beta1 = 0.9, .beta2 = 0.99});
+  expect_the_same_in_every_order<mezzo::detail::AdamFunctor<false>>(adam_hyper_params(true));
+  expect_the_same_in_every_order<mezzo::detail::AdamFunctor<true>>(adam_hyper_params(true));
+  expect_the_same_in_every_order<mezzo::detail::SgdFunctor<false>>({});
+  expect_the_same_in_every_order<mezzo::detail::SgdFunctor<true>>(sgd_hyper_params());
+  expect_the_same_in_every_order<mezzo::detail::LionFunctor>({.beta1 = 0.9, .beta2 = 0.99});
 }
 
-TEST(StepStreams, MisalignedStreamsArePeeledOrReadAlone) {
-  using Streams =
-      mezzo::detail::cuda::StepStreams<mezzo::detail::LionRule, mezzo::detail::PlainWeights<float>>;
+TEST(ParamArrays, MisalignedStreamsArePeeledOrReadAlone) {
+  using Streams = mezzo::detail::cuda::ParamArrays<mezzo::detail::LionFunctor,
+                                                   mezzo::detail::PlainWeightFormat<float>>;
   const at::Tensor memory = at::zeros({3, 128});  // each row is aligned
   const auto head_of = [&](int parameter, int gradient, int moment, bool& is_gradient_aligned) {
-    mezzo::detail::StepTable::Slice slice{};
-    slice.span.parameter = memory[0].data_ptr<float>() + parameter;
-    slice.span.gradient = memory[1].data_ptr<float>() + gradient;
-    slice.span.moments[0] = memory[2].data_ptr<float>() + moment;
+    mezzo::detail::ParamListMetadata::Chunk slice{};
+    slice.pointers.parameter = memory[0].data_ptr<float>() + parameter;
+    slice.pointers.gradient = memory[1].data_ptr<float>() + gradient;
+    slice.pointers.moments[0] = memory[2].data_ptr<float>() + moment;
     Streams streams(slice);
     const int head = streams.align(100);
     is_gradient_aligned = streams.gradient.is_aligned;

@@ -23,19 +23,19 @@
 
 namespace {
 
-using host_gpu::Fault;
-using host_gpu::Graph;
+using emulated_gpu::Fault;
+using emulated_gpu::Graph;
 
 class Streams : public testing::TestWithParam<uint64_t> {
  protected:
-  void SetUp() override { host_gpu::begin(GetParam()); }
-  void TearDown() override { host_gpu::run_all(); }
+  void SetUp() override { emulated_gpu::begin(GetParam()); }
+  void TearDown() override { emulated_gpu::run_all(); }
 };
 
 INSTANTIATE_TEST_SUITE_P(Orders, Streams, testing::Range(uint64_t{0}, uint64_t{8}));
 
 at::Tensor on_gpu(double value, int index = 0) {
-  return at::full({}, value, at::device(host_gpu::device(index)).dtype(at::kFloat));
+  return at::full({}, value, at::device(emulated_gpu::device(index)).dtype(at::kFloat));
 }
 
 at::Tensor pinned(double value) { return at::full({}, value, at::kFloat).pin_memory(); }
@@ -48,7 +48,7 @@ TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
   EXPECT_EQ(x.item<float>(), expected.item<float>());
   const at::Tensor chosen =
       at::where(x.gt(5), x, x.neg())
-          .index_select(0, at::zeros({1}, at::device(host_gpu::device()).dtype(at::kLong)));
+          .index_select(0, at::zeros({1}, at::device(emulated_gpu::device()).dtype(at::kLong)));
   EXPECT_EQ(chosen.item<float>(), expected.item<float>());
 }
 
@@ -56,16 +56,16 @@ TEST_P(Streams, OpsRunInTheOrderOfTheirStream) {
 TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
-    host_gpu::begin(seed);
+    emulated_gpu::begin(seed);
     const at::Tensor x = on_gpu(1);
-    host_gpu::run_all();
-    const c10::Stream other = host_gpu::new_stream();
+    emulated_gpu::run_all();
+    const c10::Stream other = emulated_gpu::new_stream();
     x.mul_(10);
     {
       const c10::StreamGuard guard(other);
       x.add_(1);
     }
-    host_gpu::run_all();
+    emulated_gpu::run_all();
     seen.insert(x.item<float>());
   }
   EXPECT_EQ(seen, (std::set<float>{11, 20}));
@@ -74,9 +74,9 @@ TEST(StreamsOfManyOrders, NothingOrdersTwoStreamsButAnEvent) {
 TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
   std::set<float> seen;
   for (uint64_t seed = 0; seed < 100; ++seed) {
-    host_gpu::begin(seed);
+    emulated_gpu::begin(seed);
     at::Tensor source = pinned(1);
-    const at::Tensor x = source.to(host_gpu::device(), /*non_blocking=*/true);
+    const at::Tensor x = source.to(emulated_gpu::device(), /*non_blocking=*/true);
     source.fill_(2);
     seen.insert(x.item<float>());
   }
@@ -86,7 +86,7 @@ TEST(StreamsOfManyOrders, CopiesOfPinnedMemoryAreLate) {
 void write_kernel(float* place) { *place = 2.0F; }
 
 void launch_write(at::Tensor& place) {
-  const mezzo::detail::cuda::DeviceGuard guard(host_gpu::device());
+  const mezzo::detail::cuda::DeviceGuard guard(emulated_gpu::device());
   mezzo::detail::cuda::launch<write_kernel>(1, 1, mezzo::detail::cuda::current_stream(),
                                             place.mutable_data_ptr<float>());
 }
@@ -96,7 +96,7 @@ const std::vector<std::function<void(at::Tensor&)>> kWrites{
     launch_write, [](at::Tensor& place) { place.copy_(on_gpu(2), /*non_blocking=*/true); }};
 
 c10::Stream current_stream() {
-  return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(host_gpu::device());
+  return c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(emulated_gpu::device());
 }
 
 // Also where the device is done with it long since: CUDA promises no more.
@@ -109,7 +109,7 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAnEventThatHasCome) {
     write(place);
     behind.record(current_stream());
     {
-      const c10::StreamGuard other(host_gpu::new_stream());
+      const c10::StreamGuard other(emulated_gpu::new_stream());
       for (int i = 0; i < 10; ++i) EXPECT_EQ(on_gpu(3).item<float>(), 3);
     }
     before.synchronize();
@@ -127,7 +127,7 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
     EXPECT_EQ(place.item<float>(), 2);
     at::Tensor again = pinned(1);
     write(again);
-    const c10::Stream other = host_gpu::new_stream();
+    const c10::Stream other = emulated_gpu::new_stream();
     c10::Event written(c10::kPrivateUse1);
     written.record(current_stream());
     written.block(other);
@@ -139,40 +139,42 @@ TEST_P(Streams, TheHostSeesPinnedMemoryBehindAWaitOrAnotherStreamsEvent) {
 }
 
 TEST_P(Streams, AKernelThatWritesFreedPinnedMemoryIsAFault) {
-  host_gpu::Held held(current_stream());
+  emulated_gpu::Held held(current_stream());
   {
     at::Tensor place = pinned(1);
     launch_write(place);
   }
   held.end();
-  EXPECT_THROW(host_gpu::run_all(), Fault);
+  EXPECT_THROW(emulated_gpu::run_all(), Fault);
 }
 
 TEST_P(Streams, ALetterMayBeFreedBeforeItsKernelHasRun) {
   const at::Tensor number = on_gpu(1);
   {
-    const at::Tensor letter = mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device());
+    const at::Tensor letter =
+        mezzo::detail::empty_host_tensor({4}, at::kDouble, emulated_gpu::device());
     void* address = nullptr;
-    mezzo::detail::cuda_kernels()->write_letter_(number, number, {}, {}, letter, address);
+    mezzo::detail::cuda_kernels()->write_step_values_(number, number, {}, {}, letter, address);
   }
-  EXPECT_NO_THROW(host_gpu::run_all());
+  EXPECT_NO_THROW(emulated_gpu::run_all());
 }
 
 TEST_P(Streams, MemoryIsPinnedInACaptureByLeaveOnly) {
-  const c10::StreamGuard guard(host_gpu::new_stream());
+  const c10::StreamGuard guard(emulated_gpu::new_stream());
   Graph graph;
-  host_gpu::capture(graph, [] {
+  emulated_gpu::capture(graph, [] {
     EXPECT_THROW((void)pinned(1), Fault);
-    EXPECT_TRUE(mezzo::detail::empty_on_host({4}, at::kDouble, host_gpu::device()).is_pinned());
+    EXPECT_TRUE(
+        mezzo::detail::empty_host_tensor({4}, at::kDouble, emulated_gpu::device()).is_pinned());
   });
 }
 
 TEST_P(Streams, AStreamWaitsForAnEvent) {
   const at::Tensor x = on_gpu(1);
-  const c10::Stream other = host_gpu::new_stream();
+  const c10::Stream other = emulated_gpu::new_stream();
   c10::Event event(c10::kPrivateUse1);
   x.mul_(10);
-  event.record(c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(host_gpu::device()));
+  event.record(c10::impl::VirtualGuardImpl(c10::kPrivateUse1).getStream(emulated_gpu::device()));
   event.block(other);
   const c10::StreamGuard guard(other);
   EXPECT_EQ(x.add(1).item<float>(), 11);
@@ -183,11 +185,11 @@ TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
   c10::Event outside(c10::kPrivateUse1);
   Graph graph;
   EXPECT_THROW(graph.capture_begin(), Fault) << "the default stream";
-  const c10::StreamGuard guard(host_gpu::new_stream());
+  const c10::StreamGuard guard(emulated_gpu::new_stream());
   outside.record(guard.original_stream());
-  host_gpu::run_all();
+  emulated_gpu::run_all();
   c10::Event inside(c10::kPrivateUse1);
-  host_gpu::capture(graph, [&] {
+  emulated_gpu::capture(graph, [&] {
     x.add_(1);
     inside.record(guard.current_stream());
     EXPECT_THROW(outside.block(guard.current_stream()), Fault);
@@ -195,7 +197,7 @@ TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
     EXPECT_THROW(outside.synchronize(), Fault);
     EXPECT_THROW((void)x.item<float>(), Fault);
     EXPECT_THROW((void)x.cpu(), Fault);
-    EXPECT_THROW((void)at::ones({}).to(host_gpu::device(), /*non_blocking=*/true), Fault);
+    EXPECT_THROW((void)at::ones({}).to(emulated_gpu::device(), /*non_blocking=*/true), Fault);
   });
   EXPECT_THROW(inside.block(guard.original_stream()), Fault);
   EXPECT_THROW((void)inside.query(), Fault);
@@ -208,9 +210,9 @@ TEST_P(Streams, ACaptureRunsNothingAndForbidsWhatCudaForbids) {
 TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
   const at::Tensor x = on_gpu(1);
   const at::Tensor y = on_gpu(0);
-  host_gpu::run_all();
-  const c10::Stream other = host_gpu::new_stream();
-  const c10::StreamGuard guard(host_gpu::new_stream());
+  emulated_gpu::run_all();
+  const c10::Stream other = emulated_gpu::new_stream();
+  const c10::StreamGuard guard(emulated_gpu::new_stream());
   const auto fork = [&](bool joins) {
     c10::Event forked(c10::kPrivateUse1);
     forked.record(guard.current_stream());
@@ -225,7 +227,7 @@ TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
     x.add_(1);
   };
   Graph graph;
-  host_gpu::capture(graph, [&] { fork(true); });
+  emulated_gpu::capture(graph, [&] { fork(true); });
   for (int i = 0; i < 5; ++i) graph.replay();
   EXPECT_EQ(x.item<float>(), 6);
   EXPECT_EQ(y.item<float>(), 5);
@@ -236,7 +238,7 @@ TEST_P(Streams, ACaptureTakesInStreamsThatComeBack) {
 }
 
 TEST_P(Streams, MemoryIsNanUntilItIsWritten) {
-  const auto options = at::device(host_gpu::device()).dtype(at::kFloat);
+  const auto options = at::device(emulated_gpu::device()).dtype(at::kFloat);
   const void* address = nullptr;
   {
     const at::Tensor freed = at::ones({7}, options);

@@ -18,8 +18,8 @@
 
 namespace {
 
-using mezzo::detail::blocks8_of;
 using mezzo::detail::CpuIsa;
+using mezzo::detail::num_quant_blocks;
 
 struct Blocks {
   std::vector<uint8_t> codes;
@@ -28,18 +28,18 @@ struct Blocks {
 };
 
 /// Converts blocks as AdamW8bit's loop does.
-template <class Element, class IsSigned, class Lanes>
+template <class Element, class IsSigned, class Vec>
 struct ConvertKernel {
   C10_ALWAYS_INLINE static void run(uint8_t* codes, float* scales, float* values, int64_t count,
                                     bool is_back) {
-    using Converter = mezzo::detail::Block8Converter<Lanes, IsSigned::value>;
-    for (int64_t begin = 0; begin < count; begin += mezzo::detail::kBlock8) {
-      const int64_t own = std::min(mezzo::detail::kBlock8, count - begin);
-      float& scale = scales[begin / mezzo::detail::kBlock8];
+    using Converter = mezzo::detail::BlockQuantizer<Vec, IsSigned::value>;
+    for (int64_t begin = 0; begin < count; begin += mezzo::detail::kQuantBlockSize) {
+      const int64_t own = std::min(mezzo::detail::kQuantBlockSize, count - begin);
+      float& scale = scales[begin / mezzo::detail::kQuantBlockSize];
       if (is_back) {
-        Converter::narrow(values + begin, codes + begin, scale, own);
+        Converter::quantize(values + begin, codes + begin, scale, own);
       } else {
-        Converter::widen(codes + begin, scale, values + begin, own);
+        Converter::dequantize(codes + begin, scale, values + begin, own);
       }
     }
   }
@@ -47,16 +47,16 @@ struct ConvertKernel {
 
 void convert(bool is_signed, Blocks& blocks, std::vector<float>& values, bool is_back, CpuIsa isa) {
   const auto run = is_signed
-                       ? mezzo::detail::cpu_kernel<ConvertKernel, float, std::true_type>(isa)
-                       : mezzo::detail::cpu_kernel<ConvertKernel, float, std::false_type>(isa);
+                       ? mezzo::detail::kernel_for_isa<ConvertKernel, float, std::true_type>(isa)
+                       : mezzo::detail::kernel_for_isa<ConvertKernel, float, std::false_type>(isa);
   run(blocks.codes.data(), blocks.scales.data(), values.data(), static_cast<int64_t>(values.size()),
       is_back);
 }
 
 Blocks narrowed(bool is_signed, std::vector<float> values, CpuIsa isa) {
   Blocks blocks{std::vector<uint8_t>(values.size()),
-                std::vector<float>(
-                    static_cast<std::size_t>(blocks8_of(static_cast<int64_t>(values.size()))))};
+                std::vector<float>(static_cast<std::size_t>(
+                    num_quant_blocks(static_cast<int64_t>(values.size()))))};
   convert(is_signed, blocks, values, /*is_back=*/true, isa);
   return blocks;
 }

@@ -1,7 +1,7 @@
 // One read of the gradients against a plain reference in double: every dtype and instruction set,
 // sizes around vectors and chunks, values at the edges, layouts.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 
 #include <torch/torch.h>
 
@@ -20,13 +20,13 @@
 namespace {
 
 using mezzo::detail::CpuIsa;
-using mezzo::detail::GradientPartial;
-using mezzo::detail::kSummaryChunk;
+using mezzo::detail::kGradStatsChunkElements;
+using mezzo::detail::PartialGradStats;
 
 /// What a summary should say, in plain loops over plain numbers.
 struct PlainSummary {
   bool found_inf = false;
-  double sum_of_squares = 0;
+  double norm_sq = 0;
   double max_abs = 0;
 };
 
@@ -41,7 +41,7 @@ PlainSummary plain_summary(const std::vector<torch::Tensor>& gradients, float in
                                  ? values[j] * static_cast<double>(inv_scale)
                                  : static_cast<double>(static_cast<float>(values[j]) * inv_scale);
       const double magnitude = std::abs(product);
-      summary.sum_of_squares += magnitude * magnitude;
+      summary.norm_sq += magnitude * magnitude;
       if (!(magnitude <= summary.max_abs) && !std::isnan(summary.max_abs)) {
         summary.max_abs = magnitude;
       }
@@ -63,9 +63,9 @@ void expect_near(double actual, double expected) {
 
 void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale) {
   const auto expected = plain_summary(gradients, inv_scale);
-  const auto summary = mezzo::detail::summarize_gradients(gradients, torch::full({}, inv_scale));
+  const auto summary = mezzo::detail::compute_grad_stats(gradients, torch::full({}, inv_scale));
   EXPECT_EQ(summary.found_inf.item<float>() != 0, expected.found_inf);
-  expect_near(summary.sum_of_squares.item<double>(), expected.sum_of_squares);
+  expect_near(summary.norm_sq.item<double>(), expected.norm_sq);
   if (std::isnan(expected.max_abs)) {
     EXPECT_TRUE(std::isnan(summary.max_abs.item<double>()));
   } else {
@@ -73,7 +73,7 @@ void expect_summary(const std::vector<torch::Tensor>& gradients, float inv_scale
   }
 }
 
-class SummaryLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
+class GradStatsKernelFn : public testing::TestWithParam<std::tuple<torch::ScalarType, CpuIsa>> {
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
@@ -81,17 +81,18 @@ class SummaryLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
 
-  static GradientPartial run(const torch::Tensor& values, CpuIsa on) {
-    GradientPartial partial;
-    mezzo::detail::summary_loop(dtype(), on)(values.const_data_ptr(), values.numel(), partial);
+  static PartialGradStats run(const torch::Tensor& values, CpuIsa on) {
+    PartialGradStats partial;
+    mezzo::detail::get_grad_stats_kernel(dtype(), on)(values.const_data_ptr(), values.numel(),
+                                                      partial);
     return partial;
   }
-  static GradientPartial scalar_reference(const torch::Tensor& values) {
-    using mezzo::detail::ScalarLanes;
-    using mezzo::detail::SummaryKernel;
-    GradientPartial partial;
+  static PartialGradStats scalar_reference(const torch::Tensor& values) {
+    using mezzo::detail::GradStatsKernel;
+    using mezzo::detail::ScalarVec;
+    PartialGradStats partial;
     mezzo::detail::for_gradient_dtype(dtype(), [&]<class Element>(Element) {
-      SummaryKernel<Element, ScalarLanes<Element>>::run(values.const_data_ptr(), values.numel(),
+      GradStatsKernel<Element, ScalarVec<Element>>::run(values.const_data_ptr(), values.numel(),
                                                         partial);
     });
     return partial;
@@ -101,51 +102,50 @@ class SummaryLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
   }
 };
 
-TEST_P(SummaryLoop, GivesTheSameBitsAsTheScalarReferenceForEveryTail) {
+TEST_P(GradStatsKernelFn, GivesTheSameBitsAsTheScalarReferenceForEveryTail) {
   torch::manual_seed(1);
   for (int64_t count = 0; count <= 70; ++count) {
     const auto values = random(count);
-    const GradientPartial reference = scalar_reference(values);
-    const GradientPartial partial = run(values, isa());
-    EXPECT_EQ(std::bit_cast<uint64_t>(partial.sum_of_squares),
-              std::bit_cast<uint64_t>(reference.sum_of_squares))
+    const PartialGradStats reference = scalar_reference(values);
+    const PartialGradStats partial = run(values, isa());
+    EXPECT_EQ(std::bit_cast<uint64_t>(partial.norm_sq), std::bit_cast<uint64_t>(reference.norm_sq))
         << count;
     EXPECT_EQ(partial.max_double, reference.max_double) << count;
     EXPECT_EQ(partial.max_float, reference.max_float) << count;
     const auto expected = plain_summary({values}, 1.0F);
-    EXPECT_NEAR(partial.sum_of_squares, expected.sum_of_squares, 1e-12 * expected.sum_of_squares);
+    EXPECT_NEAR(partial.norm_sq, expected.norm_sq, 1e-12 * expected.norm_sq);
   }
 }
 
-TEST_P(SummaryLoop, ReadsMemoryAtAnyByte) {
+TEST_P(GradStatsKernelFn, ReadsMemoryAtAnyByte) {
   torch::manual_seed(2);
   constexpr int64_t kCount = 53;
   const auto values = random(kCount);
-  const GradientPartial reference = scalar_reference(values);
+  const PartialGradStats reference = scalar_reference(values);
   const auto bytes = static_cast<std::size_t>(kCount) * values.element_size();
   for (std::size_t offset = 0; offset < 65; ++offset) {
     std::vector<char> memory(bytes + 130, 'm');
     std::memcpy(memory.data() + offset, values.const_data_ptr(), bytes);
-    GradientPartial partial;
-    mezzo::detail::summary_loop(dtype(), isa())(memory.data() + offset, kCount, partial);
-    EXPECT_EQ(partial.sum_of_squares, reference.sum_of_squares) << offset;
+    PartialGradStats partial;
+    mezzo::detail::get_grad_stats_kernel(dtype(), isa())(memory.data() + offset, kCount, partial);
+    EXPECT_EQ(partial.norm_sq, reference.norm_sq) << offset;
   }
 }
 
-TEST_P(SummaryLoop, SeesOneBadElementAtEveryPlace) {
+TEST_P(GradStatsKernelFn, SeesOneBadElementAtEveryPlace) {
   constexpr int64_t kCount = 39;
   for (const float bad : {kInfinity, -kInfinity, kNan}) {
     for (int64_t place = 0; place < kCount; ++place) {
       auto values = torch::ones({kCount}, dtype());
       values[place] = bad;
-      const mezzo::detail::FinishedSummary finished(run(values, isa()), 0.5F);
+      const mezzo::detail::FinalGradStats finished(run(values, isa()), 0.5F);
       EXPECT_TRUE(finished.found_inf) << bad << " at " << place;
       EXPECT_EQ(std::isnan(finished.max_abs), std::isnan(bad)) << bad << " at " << place;
     }
   }
 }
 
-TEST_P(SummaryLoop, SeesNothingInTheLargestAndSmallestFiniteValues) {
+TEST_P(GradStatsKernelFn, SeesNothingInTheLargestAndSmallestFiniteValues) {
   const double largest = dtype() == torch::kHalf       ? 65504.0
                          : dtype() == torch::kBFloat16 ? 3.3895313892515355e38
                          : dtype() == torch::kFloat    ? std::numeric_limits<float>::max()
@@ -154,22 +154,22 @@ TEST_P(SummaryLoop, SeesNothingInTheLargestAndSmallestFiniteValues) {
       torch::tensor({largest, -largest, 0.0, -0.0, 6e-8, 1e-40, 1e-45, 1e-300}, torch::kDouble)
           .to(dtype())
           .repeat({11});
-  const GradientPartial partial = run(values, isa());
-  const mezzo::detail::FinishedSummary finished(partial, 1.0F);
+  const PartialGradStats partial = run(values, isa());
+  const mezzo::detail::FinalGradStats finished(partial, 1.0F);
   EXPECT_FALSE(finished.found_inf);
   EXPECT_EQ(finished.max_abs, largest);
-  EXPECT_DOUBLE_EQ(finished.sum_of_squares, 22 * largest * largest);
+  EXPECT_DOUBLE_EQ(finished.norm_sq, 22 * largest * largest);
 }
 
-TEST_P(SummaryLoop, AddsUpSubnormals) {
+TEST_P(GradStatsKernelFn, AddsUpSubnormals) {
   const double smallest = dtype() == torch::kHalf       ? std::ldexp(1.0, -24)
                           : dtype() == torch::kBFloat16 ? std::ldexp(1.0, -133)
                                                         : std::ldexp(1.0, -149);
   const auto values = torch::full({37}, 3 * smallest, torch::kDouble).to(dtype());
-  EXPECT_EQ(run(values, isa()).sum_of_squares, 37 * 9 * smallest * smallest);
+  EXPECT_EQ(run(values, isa()).norm_sq, 37 * 9 * smallest * smallest);
 }
 
-INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, SummaryLoop,
+INSTANTIATE_TEST_SUITE_P(AllDtypesAndInstructionSets, GradStatsKernelFn,
                          testing::Combine(testing::Values(torch::kFloat, torch::kDouble,
                                                           torch::kHalf, torch::kBFloat16),
                                           testing::Values(CpuIsa::scalar, CpuIsa::vector128,
@@ -183,8 +183,9 @@ class SummaryOfDtype : public testing::TestWithParam<torch::ScalarType> {};
 
 TEST_P(SummaryOfDtype, AgreesWithTheReferenceForSizesAroundAChunk) {
   torch::manual_seed(4);
-  for (const int64_t count : {int64_t{0}, int64_t{1}, kSummaryChunk - 1, kSummaryChunk,
-                              kSummaryChunk + 1, 3 * kSummaryChunk + 17}) {
+  for (const int64_t count :
+       {int64_t{0}, int64_t{1}, kGradStatsChunkElements - 1, kGradStatsChunkElements,
+        kGradStatsChunkElements + 1, 3 * kGradStatsChunkElements + 17}) {
     const auto values = torch::randn({count}, torch::kDouble).to(GetParam());
     SCOPED_TRACE(count);
     expect_summary({values}, 0.25F);
@@ -192,7 +193,7 @@ TEST_P(SummaryOfDtype, AgreesWithTheReferenceForSizesAroundAChunk) {
     for (const int64_t place : {int64_t{0}, count / 2, count - 1}) {
       auto broken = values.clone();
       broken[place] = place == count / 2 ? kNan : kInfinity;
-      const auto summary = mezzo::detail::summarize_gradients({values, broken}, one_over(4));
+      const auto summary = mezzo::detail::compute_grad_stats({values, broken}, one_over(4));
       EXPECT_EQ(summary.found_inf.item<float>(), 1.0F) << place;
     }
   }
@@ -245,7 +246,7 @@ TEST_P(SummaryOfDtype, GivesTheSameBitsForAnyNumberOfThreads) {
     at::set_num_threads(count);
     for (int repeat = 0; repeat < 3; ++repeat) {
       sums.push_back(
-          mezzo::detail::summarize_gradients(gradients, one_over(3)).sum_of_squares.item<double>());
+          mezzo::detail::compute_grad_stats(gradients, one_over(3)).norm_sq.item<double>());
     }
   }
   at::set_num_threads(threads);
@@ -263,10 +264,10 @@ TEST_P(SummaryOfDtype, AgreesWithWhatAtensKernelsSay) {
     for (const float inv_scale : {1.0F, 1e-3F, 4096.0F}) {
       gradients[0][1][3] = bad;
       const auto factor = torch::full({1}, inv_scale);
-      const auto own = mezzo::detail::summarize_gradients(gradients, factor);
-      const auto aten = mezzo::detail::summarize_with_aten(gradients, factor);
+      const auto own = mezzo::detail::compute_grad_stats(gradients, factor);
+      const auto aten = mezzo::detail::compute_grad_stats_aten(gradients, factor);
       EXPECT_EQ(aten.found_inf.item<float>(), own.found_inf.item<float>());
-      expect_near(aten.sum_of_squares.item<double>(), own.sum_of_squares.item<double>());
+      expect_near(aten.norm_sq.item<double>(), own.norm_sq.item<double>());
       EXPECT_TRUE(torch::allclose(aten.max_abs, own.max_abs, 1e-6, 0, true));
     }
   }
@@ -290,9 +291,9 @@ TEST(GradientSummary, OfNeighboursInOneBufferIsThatOfOneGradient) {
   const auto part = [&](int64_t begin, int64_t end) { return buffer.slice(0, begin, end); };
   const torch::Tensor inv_scale = torch::full({}, 0.5F);
   const auto expect_one = [&](const std::vector<torch::Tensor>& parts) {
-    const auto whole = mezzo::detail::summarize_gradients({buffer}, inv_scale);
-    const auto joined = mezzo::detail::summarize_gradients(parts, inv_scale);
-    EXPECT_TRUE(torch::equal(joined.sum_of_squares, whole.sum_of_squares));
+    const auto whole = mezzo::detail::compute_grad_stats({buffer}, inv_scale);
+    const auto joined = mezzo::detail::compute_grad_stats(parts, inv_scale);
+    EXPECT_TRUE(torch::equal(joined.norm_sq, whole.norm_sq));
     EXPECT_TRUE(torch::equal(joined.max_abs, whole.max_abs));
     EXPECT_TRUE(torch::equal(joined.found_inf, whole.found_inf));
   };
@@ -301,7 +302,7 @@ TEST(GradientSummary, OfNeighboursInOneBufferIsThatOfOneGradient) {
   buffer[77777] = std::numeric_limits<float>::infinity();
   expect_one({part(50000, 100000), part(7, 50000), part(0, 7)});
   // What lies between neighbours is not theirs.
-  EXPECT_EQ(mezzo::detail::summarize_gradients({part(0, 77777), part(77778, 100000)}, inv_scale)
+  EXPECT_EQ(mezzo::detail::compute_grad_stats({part(0, 77777), part(77778, 100000)}, inv_scale)
                 .found_inf.item<float>(),
             0.0F);
 }
@@ -310,20 +311,20 @@ TEST(GradientSummary, OfNothingIsZero) {
   for (const std::vector<torch::Tensor>& nothing :
        {std::vector<torch::Tensor>{}, {torch::empty({0})}}) {
     const auto inv_scale = torch::ones({});
-    const auto summary = mezzo::detail::summarize_gradients(nothing, inv_scale);
+    const auto summary = mezzo::detail::compute_grad_stats(nothing, inv_scale);
     EXPECT_EQ(summary.found_inf.item<float>(), 0);
-    EXPECT_EQ(summary.sum_of_squares.item<double>(), 0);
+    EXPECT_EQ(summary.norm_sq.item<double>(), 0);
     EXPECT_EQ(summary.max_abs.item<double>(), 0);
-    const auto aten = mezzo::detail::summarize_with_aten(nothing, inv_scale);
+    const auto aten = mezzo::detail::compute_grad_stats_aten(nothing, inv_scale);
     EXPECT_EQ(aten.found_inf.item<float>(), 0);
-    EXPECT_EQ(aten.sum_of_squares.item<double>(), 0);
+    EXPECT_EQ(aten.norm_sq.item<double>(), 0);
   }
 }
 
 TEST(GradientSummary, LeavesCopyOnWriteGradientsShared) {
   const auto gradient = torch::ones({100});
   const auto lazy = torch::_lazy_clone(gradient);
-  mezzo::detail::summarize_gradients({lazy}, torch::ones({}));
+  mezzo::detail::compute_grad_stats({lazy}, torch::ones({}));
   EXPECT_EQ(lazy.const_data_ptr(), gradient.const_data_ptr());
 }
 

@@ -29,40 +29,40 @@ using mezzo::detail::CpuIsa;
 using mezzo::detail::is_nan;
 
 /// c = a * b + c over whole vectors: `count` is a multiple of every width.
-template <class Element, class Lanes>
+template <class Element, class Vec>
 struct FmaKernel {
   C10_ALWAYS_INLINE static void run(const Element* a, const Element* b, Element* c, int64_t count) {
-    using Stored = typename Lanes::Stored;
-    for (int64_t i = 0; i < count; i += Lanes::kWidth) {
-      typename Lanes::Bits bits;
-      typename Lanes::Value left;
-      typename Lanes::Value right;
-      typename Lanes::Value sum;
-      Lanes::load(reinterpret_cast<const Stored*>(a + i), bits);
-      Lanes::Format::widen(bits, left);
-      Lanes::load(reinterpret_cast<const Stored*>(b + i), bits);
-      Lanes::Format::widen(bits, right);
-      Lanes::load(reinterpret_cast<const Stored*>(c + i), bits);
-      Lanes::Format::widen(bits, sum);
-      Lanes::fma(left, right, sum, sum);
-      Lanes::Format::narrow(sum, bits);
-      Lanes::store(bits, reinterpret_cast<Stored*>(c + i));
+    using Stored = typename Vec::Stored;
+    for (int64_t i = 0; i < count; i += Vec::kWidth) {
+      typename Vec::Bits bits;
+      typename Vec::Value left;
+      typename Vec::Value right;
+      typename Vec::Value sum;
+      Vec::load(reinterpret_cast<const Stored*>(a + i), bits);
+      Vec::Format::to_opmath(bits, left);
+      Vec::load(reinterpret_cast<const Stored*>(b + i), bits);
+      Vec::Format::to_opmath(bits, right);
+      Vec::load(reinterpret_cast<const Stored*>(c + i), bits);
+      Vec::Format::to_opmath(bits, sum);
+      Vec::fma(left, right, sum, sum);
+      Vec::Format::from_opmath(sum, bits);
+      Vec::store(bits, reinterpret_cast<Stored*>(c + i));
     }
   }
 };
 
-template <class Element, class Lanes>
+template <class Element, class Vec>
 struct SqrtKernel {
   C10_ALWAYS_INLINE static void run(Element* x, int64_t count) {
-    using Stored = typename Lanes::Stored;
-    for (int64_t i = 0; i < count; i += Lanes::kWidth) {
-      typename Lanes::Bits bits;
-      typename Lanes::Value value;
-      Lanes::load(reinterpret_cast<const Stored*>(x + i), bits);
-      Lanes::Format::widen(bits, value);
-      Lanes::sqrt(value, value);
-      Lanes::Format::narrow(value, bits);
-      Lanes::store(bits, reinterpret_cast<Stored*>(x + i));
+    using Stored = typename Vec::Stored;
+    for (int64_t i = 0; i < count; i += Vec::kWidth) {
+      typename Vec::Bits bits;
+      typename Vec::Value value;
+      Vec::load(reinterpret_cast<const Stored*>(x + i), bits);
+      Vec::Format::to_opmath(bits, value);
+      Vec::sqrt(value, value);
+      Vec::Format::from_opmath(value, bits);
+      Vec::store(bits, reinterpret_cast<Stored*>(x + i));
     }
   }
 };
@@ -149,7 +149,7 @@ class LaneMath : public testing::TestWithParam<CpuIsa> {
   static void expect_fma_of_one_rounding() {
     const Operands<T> operands(200000);
     auto results = operands.c;
-    mezzo::detail::cpu_kernel<FmaKernel, T>(GetParam())(
+    mezzo::detail::kernel_for_isa<FmaKernel, T>(GetParam())(
         operands.a.data(), operands.b.data(), results.data(), static_cast<int64_t>(results.size()));
     for (std::size_t i = 0; i < results.size(); ++i) {
       const T expected = std::fma(operands.a[i], operands.b[i], operands.c[i]);
@@ -163,8 +163,8 @@ class LaneMath : public testing::TestWithParam<CpuIsa> {
   static void expect_rounded_roots() {
     const Operands<T> operands(4000);
     auto results = operands.a;
-    mezzo::detail::cpu_kernel<SqrtKernel, T>(GetParam())(results.data(),
-                                                         static_cast<int64_t>(results.size()));
+    mezzo::detail::kernel_for_isa<SqrtKernel, T>(GetParam())(results.data(),
+                                                             static_cast<int64_t>(results.size()));
     for (std::size_t i = 0; i < results.size(); ++i) {
       ASSERT_TRUE(same(results[i], std::sqrt(operands.a[i]))) << std::hexfloat << operands.a[i];
     }
@@ -194,10 +194,11 @@ std::optional<uint64_t> state_in_use() {
 }
 
 // What a kernel leaves there slows an Intel processor's SSE code, which is the caller's, forty
-// times. This unit is compiled as its user's may be: at -O0, where g++ clears nothing by itself.
+// times. This unit is compiled as its user's may be: at -O0, where g++ zeroes_grad nothing by
+// itself.
 TEST_P(LaneMath, ClearsUpperHalvesOfVectorRegisters) {
   std::vector<float> values(64, 4.0F);
-  const auto root = mezzo::detail::cpu_kernel<SqrtKernel, float>(GetParam());
+  const auto root = mezzo::detail::kernel_for_isa<SqrtKernel, float>(GetParam());
   root(values.data(), 64);
   const std::optional<uint64_t> in_use = state_in_use();
   if (!in_use || GetParam() == CpuIsa::scalar) GTEST_SKIP() << "not known, or no vectors";

@@ -69,7 +69,7 @@ struct StepBuffers {
     return {parameter, gradient, moments[0], moments[1], moments[2]};
   }
 
-  mezzo::detail::StepSpan span() {
+  mezzo::detail::ParamPointers span() {
     return {parameter.data_ptr(),
             gradient.data_ptr(),
             {moments[0].data_ptr(), moments[1].data_ptr(), moments[2].data_ptr()},
@@ -99,7 +99,7 @@ class MisalignedBuffers {
     }
   }
 
-  mezzo::detail::StepSpan span() {
+  mezzo::detail::ParamPointers span() {
     return {places_[0].data(),
             places_[1].data(),
             {places_[2].data(), places_[3].data(), places_[4].data()},

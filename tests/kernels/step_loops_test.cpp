@@ -2,10 +2,10 @@
 // every instruction set that this machine has, every tail, any alignment, values at the formats'
 // edges.
 
-#include <mezzo/kernels/adam_element.h>
-#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/adam_functor.h>
+#include <mezzo/kernels/lion_functor.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/sgd_functor.h>
 
 #include <torch/torch.h>
 
@@ -20,11 +20,11 @@
 
 namespace {
 
-using mezzo::detail::AdamRule;
+using mezzo::detail::AdamFunctor;
 using mezzo::detail::CpuIsa;
-using mezzo::detail::LionRule;
-using mezzo::detail::SgdRule;
-using mezzo::detail::step_loop;
+using mezzo::detail::get_step_kernel;
+using mezzo::detail::LionFunctor;
+using mezzo::detail::SgdFunctor;
 using test_support::BitwiseEqual;
 
 constexpr auto kPlain = mezzo::optim::WeightStorage::plain;
@@ -41,8 +41,8 @@ void plain_adam(const mezzo::detail::AdamCoefficients& c, bool amsgrad, T& param
   square = std::fma(in(c.beta2), square, in(1.0 - c.beta2) * gradient * gradient);
   T divisor = square;
   if (amsgrad) divisor = largest = largest > square ? largest : square;
-  const T denominator = std::fma(std::sqrt(divisor), in(c.root_scale), in(c.eps));
-  parameter = std::fma(in(-c.step_size), mean / denominator, parameter * in(c.decay));
+  const T denominator = std::fma(std::sqrt(divisor), in(c.inv_bias_correction2_sqrt), in(c.eps));
+  parameter = std::fma(in(-c.step_size), mean / denominator, parameter * in(c.decay_factor));
 }
 
 template <class T>
@@ -52,8 +52,8 @@ void plain_sgd(const mezzo::detail::SgdCoefficients& c, bool has_momentum, T& pa
   if (c.weight_decay != 0) gradient = std::fma(in(c.weight_decay), parameter, gradient);
   T direction = gradient;
   if (has_momentum) {
-    direction = buffer = std::fma(in(c.momentum), buffer, in(c.share) * gradient);
-    if (c.look_ahead != 0) direction = std::fma(in(c.look_ahead), buffer, gradient);
+    direction = buffer = std::fma(in(c.momentum), buffer, in(c.one_minus_dampening) * gradient);
+    if (c.nesterov_momentum != 0) direction = std::fma(in(c.nesterov_momentum), buffer, gradient);
   }
   parameter = std::fma(in(-c.lr), direction, parameter);
 }
@@ -65,24 +65,25 @@ void plain_lion(const mezzo::detail::LionCoefficients& c, T& parameter, T gradie
   mean = std::fma(in(c.beta2), mean, in(1.0 - c.beta2) * gradient);
   const T nothing = direction * 0;  // of the direction's sign, or NaN
   const T change = direction > 0 ? in(-c.lr) : direction < 0 ? in(c.lr) : nothing;
-  parameter = std::fma(parameter, in(c.decay), change);
+  parameter = std::fma(parameter, in(c.decay_factor), change);
 }
 
-/// A rule with its constants: its loops, and the plain reference.
+/// A rule with its hyper_params: its loops, and the plain reference.
 struct RuleCase {
   std::string name;
-  mezzo::detail::StepNumbers coefficients;
-  std::function<mezzo::detail::StepLoop(torch::ScalarType, CpuIsa)> loop;
+  mezzo::detail::FunctorArgs coefficients;
+  std::function<mezzo::detail::StepKernelFn(torch::ScalarType, CpuIsa)> loop;
   /// Steps parameter, gradient and moments, all of float or all of double.
   std::function<void(const std::vector<torch::Tensor>& values, double factor)> step_plainly;
 };
 
 /// `plain` is given the coefficients, the parameter, the gradient and three moments.
-template <class Rule, class Plain>
-RuleCase rule_case(std::string name, const typename Rule::Constants& constants, Plain plain) {
-  const auto coefficients = constants.at(/*lr=*/1e-3, /*step=*/3);
+template <class Functor, class Plain>
+RuleCase rule_case(std::string name, const typename Functor::HyperParams& hyper_params,
+                   Plain plain) {
+  const auto coefficients = hyper_params.coefficients(/*lr=*/1e-3, /*step=*/3);
   const auto loop = [](torch::ScalarType dtype, CpuIsa isa) {
-    return step_loop<Rule>(kPlain, dtype, isa);
+    return get_step_kernel<Functor>(kPlain, dtype, isa);
   };
   return {std::move(name), coefficients, loop,
           [coefficients, plain](const std::vector<torch::Tensor>& values, double factor) {
@@ -99,16 +100,18 @@ RuleCase rule_case(std::string name, const typename Rule::Constants& constants, 
 std::vector<RuleCase> rule_cases() {
   std::vector<RuleCase> all;
   for (const bool decoupled : {false, true}) {
-    const mezzo::detail::AdamConstants constants{
+    const mezzo::detail::AdamHyperParams hyper_params{
         .beta1 = 0.9, .beta2 = 0.999, .eps = 1e-8, .weight_decay = 0.1, .is_decoupled = decoupled};
     const std::string name = decoupled ? "adamw" : "adam";
-    all.push_back(rule_case<AdamRule<false>>(
-        name, constants, [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
+    all.push_back(rule_case<AdamFunctor<false>>(
+        name, hyper_params, [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
           plain_adam(c, false, p, g, m, s, l);
         }));
-    all.push_back(rule_case<AdamRule<true>>(name + " amsgrad", constants,
-                                            [](const auto& c, auto& p, auto g, auto& m, auto& s,
-                                               auto& l) { plain_adam(c, true, p, g, m, s, l); }));
+    all.push_back(
+        rule_case<AdamFunctor<true>>(name + " amsgrad", hyper_params,
+                                     [](const auto& c, auto& p, auto g, auto& m, auto& s, auto& l) {
+                                       plain_adam(c, true, p, g, m, s, l);
+                                     }));
   }
   const auto sgd = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
     plain_sgd(c, false, p, g, m);
@@ -116,13 +119,13 @@ std::vector<RuleCase> rule_cases() {
   const auto momentum = [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) {
     plain_sgd(c, true, p, g, m);
   };
-  all.push_back(rule_case<SgdRule<false>>("sgd", {}, sgd));
-  all.push_back(rule_case<SgdRule<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
+  all.push_back(rule_case<SgdFunctor<false>>("sgd", {}, sgd));
+  all.push_back(rule_case<SgdFunctor<false>>("sgd with decay", {.weight_decay = 0.1}, sgd));
   all.push_back(
-      rule_case<SgdRule<true>>("momentum", {.momentum = 0.9, .dampening = 0.25}, momentum));
-  all.push_back(rule_case<SgdRule<true>>(
+      rule_case<SgdFunctor<true>>("momentum", {.momentum = 0.9, .dampening = 0.25}, momentum));
+  all.push_back(rule_case<SgdFunctor<true>>(
       "nesterov", {.momentum = 0.9, .weight_decay = 0.1, .nesterov = true}, momentum));
-  all.push_back(rule_case<LionRule>(
+  all.push_back(rule_case<LionFunctor>(
       "lion", {.beta1 = 0.9, .beta2 = 0.99, .weight_decay = 0.1},
       [](const auto& c, auto& p, auto g, auto& m, auto&, auto&) { plain_lion(c, p, g, m); }));
   return all;
@@ -136,12 +139,14 @@ struct LoopCase {
 
   std::string name() const { return rule.name + " " + name_of(dtypes); }
 
-  void run(const mezzo::detail::StepSpan& span, double factor, bool clears = false) const {
-    const mezzo::detail::StepRow row{
-        .span = span, .parameter_dtype = dtypes.parameter, .gradient_dtype = dtypes.gradient};
+  void run(const mezzo::detail::ParamPointers& pointers, double factor,
+           bool zeroes_grad = false) const {
+    const mezzo::detail::ParamArgs row{.pointers = pointers,
+                                       .parameter_dtype = dtypes.parameter,
+                                       .gradient_dtype = dtypes.gradient};
     mezzo::detail::run_step_cpu(std::vector{row},
                                 {{rule.loop(dtypes.parameter, isa), rule.coefficients}},
-                                {.multipliers = {.first = factor}}, clears);
+                                {.multipliers = {.first = factor}}, zeroes_grad);
   }
 
   /// The buffers after one step of the plain reference with gradients times `factor`.
@@ -212,7 +217,7 @@ TEST_P(StepLoops, ClearTheGradientsWhenAsked) {
   for (const LoopCase& one : cases()) {
     auto buffers = StepBuffers::random(one.dtypes, 45);
     auto after = one.expected(buffers, 0.5);
-    one.run(buffers.span(), 0.5, /*clears=*/true);
+    one.run(buffers.span(), 0.5, /*zeroes_grad=*/true);
     after.gradient.zero_();
     EXPECT_THAT(buffers.in_order(), BitwiseEqual(after.in_order())) << one.name();
   }
@@ -224,27 +229,28 @@ INSTANTIATE_TEST_SUITE_P(AllInstructionSets, StepLoops,
                          [](const auto& test) { return name_of(test.param); });
 
 TEST(StepLoopDtypes, HaveNoLoopForOthers) {
-  EXPECT_TRUE(step_loop<AdamRule<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));
-  EXPECT_FALSE(step_loop<AdamRule<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
+  EXPECT_TRUE(get_step_kernel<AdamFunctor<false>>(kPlain, torch::kHalf, mezzo::detail::best_isa()));
+  EXPECT_FALSE(
+      get_step_kernel<AdamFunctor<false>>(kPlain, torch::kLong, mezzo::detail::best_isa()));
 }
 
 TEST(StepPieces, CoverEveryElementOfEveryRowOnce) {
-  constexpr int64_t kPiece = mezzo::detail::kStepPiece;
+  constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
   std::vector<std::vector<char>> memory;
   for (const int64_t count : {int64_t{3}, int64_t{0}, kPiece - 4, kPiece + 1, int64_t{1},
                               3 * kPiece, int64_t{7}, kPiece - 1, kPiece}) {
     memory.emplace_back(static_cast<std::size_t>(count));
   }
-  std::vector<mezzo::detail::StepRow> rows;
+  std::vector<mezzo::detail::ParamArgs> rows;
   for (auto& bytes : memory) {
-    rows.push_back({.span = {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
+    rows.push_back({.pointers = {bytes.data(), nullptr, {}, static_cast<int64_t>(bytes.size())},
                     .parameter_dtype = torch::kByte});
   }
-  const auto visit = [](const mezzo::detail::StepSpan& span, const auto&, const auto&) {
-    auto* visits = static_cast<char*>(span.parameter);
-    for (int64_t i = 0; i < span.count; ++i) ++visits[i];
+  const auto visit = [](const mezzo::detail::ParamPointers& pointers, const auto&, const auto&) {
+    auto* visits = static_cast<char*>(pointers.parameter);
+    for (int64_t i = 0; i < pointers.numel; ++i) ++visits[i];
   };
-  mezzo::detail::run_step_cpu(rows, {{visit, {}}}, {}, /*clears=*/false);
+  mezzo::detail::run_step_cpu(rows, {{visit, {}}}, {}, /*zeroes_grad=*/false);
   for (const auto& bytes : memory) EXPECT_EQ(bytes, std::vector<char>(bytes.size(), 1));
 }
 

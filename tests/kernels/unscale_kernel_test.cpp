@@ -1,7 +1,7 @@
 // The CPU loops against plain references: every dtype, every instruction set that this machine has,
 // odd tails, misaligned starts, values at the edges of the formats.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/work_chunks.h>
 
 #include <torch/torch.h>
@@ -34,7 +34,7 @@ class UnscaleLoop : public testing::TestWithParam<std::tuple<torch::ScalarType, 
  protected:
   void SetUp() override {
     if (!mezzo::detail::has_isa(isa())) GTEST_SKIP() << "this CPU has no " << name_of(isa());
-    loop_ = mezzo::detail::unscale_loop(dtype(), isa());
+    loop_ = mezzo::detail::get_unscale_kernel(dtype(), isa());
   }
   static torch::ScalarType dtype() { return std::get<0>(GetParam()); }
   static CpuIsa isa() { return std::get<1>(GetParam()); }
@@ -134,7 +134,7 @@ void expect_same_conversions(const std::vector<float>& values) {
   using Format = mezzo::detail::FloatFormat<Element>;
   for (const float value : values) {
     uint32_t bits = 0;
-    Format::narrow(value, bits);
+    Format::from_opmath(value, bits);
     const Element expected(value);
     if (std::isnan(value)) {
       EXPECT_TRUE(
@@ -179,7 +179,7 @@ template <class Element>
 void expect_same_widening() {
   for (uint32_t bits = 0; bits < 65536; ++bits) {
     float widened = 0;
-    mezzo::detail::FloatFormat<Element>::widen(bits, widened);
+    mezzo::detail::FloatFormat<Element>::to_opmath(bits, widened);
     const auto expected = static_cast<float>(std::bit_cast<Element>(static_cast<uint16_t>(bits)));
     if (std::isnan(expected)) {
       ASSERT_TRUE(std::isnan(widened)) << bits;
@@ -220,7 +220,7 @@ TEST(UnscaleCpu, ScalesAllTensorsOfAllDtypesOnAllThreads) {
 
 bool any_nonfinite(const std::vector<torch::Tensor>& gradients) {
   at::Tensor found = torch::zeros({});
-  mezzo::detail::check_(gradients, found);
+  mezzo::detail::check_nonfinite_(gradients, found);
   return found.item<float>() != 0;
 }
 
@@ -270,9 +270,9 @@ TEST(WorkChunks, CoverEachElementOnceInChunksThatDoNotDependOnTheThreads) {
     for (const int64_t count : counts) visits.emplace_back(static_cast<std::size_t>(count));
     EXPECT_TRUE(chunks.any([&](const auto& chunk) {
       EXPECT_EQ(chunk.begin % 100, 0);
-      EXPECT_EQ(chunk.count, std::min<int64_t>(100, counts[chunk.item] - chunk.begin));
-      for (int64_t i = 0; i < chunk.count; ++i) ++visits[chunk.item][chunk.begin + i];
-      return chunk.item == 3 && chunk.begin == 200;
+      EXPECT_EQ(chunk.count, std::min<int64_t>(100, counts[chunk.tensor_index] - chunk.begin));
+      for (int64_t i = 0; i < chunk.count; ++i) ++visits[chunk.tensor_index][chunk.begin + i];
+      return chunk.tensor_index == 3 && chunk.begin == 200;
     }));
     EXPECT_FALSE(chunks.any([](const auto&) { return false; }));
     for (const auto& item : visits) EXPECT_EQ(item, std::vector<char>(item.size(), 1));

@@ -226,10 +226,10 @@ TEST(GradScalerStep, InfFoundByUnscaleSkipsARepairedGradient) {
 TEST(GradScalerStep, StepThatThrewIsRetriedWithRepairedGradients) {
   struct Throwing : mezzo::optim::SGD {
     using SGD::SGD;
-    void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict,
+    void apply(mezzo::StepPlan plan, const mezzo::GradStats& stats,
                const mezzo::StepOptions& options) override {
       if (throws) throw std::runtime_error("a collective failed");
-      SGD::apply(std::move(plan), verdict, options);
+      SGD::apply(std::move(plan), stats, options);
     }
     torch::Tensor master_param(const torch::Tensor& parameter) override {
       if (throws) throw std::runtime_error("no memory");

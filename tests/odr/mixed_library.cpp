@@ -1,7 +1,7 @@
 // Built with and without CUDA kernels, with hidden and with default visibility: shared libraries
 // that hold mezzo without knowing of each other. mixed_libraries.cpp loads them.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/grad_buckets.h>
 
@@ -14,8 +14,8 @@ using mezzo::detail::KernelBackend;
 #ifdef REGISTERS_KERNELS
 // In place of mezzo_cuda.cu, which takes nvcc: nothing here runs on a GPU.
 static constexpr mezzo::detail::CudaKernels kKernels{
-    .serves = [](at::Device device) { return device.is_cuda(); },
-    .capture_on = [](at::Device) -> uint64_t { return 0; },
+    .supports = [](at::Device device) { return device.is_cuda(); },
+    .current_capture_id = [](at::Device) -> uint64_t { return 0; },
     .exchange_capture_mode = [](at::Device, int mode) { return mode; }};
 static const bool kIsRegistered = (mezzo::detail::register_cuda_kernels(kKernels), true);
 #endif
@@ -40,7 +40,7 @@ C10_EXPORT double sum_of_squares(const at::Tensor& parameter) {
   buckets.zero_grad();
   parameter.mul(2).sum().backward();
   buckets.reattach_gradients();
-  const auto summary = mezzo::detail::summarize_gradients({parameter.grad()}, at::ones({}));
-  return summary.sum_of_squares.item<double>();
+  const auto summary = mezzo::detail::compute_grad_stats({parameter.grad()}, at::ones({}));
+  return summary.norm_sq.item<double>();
 }
 }

@@ -30,11 +30,11 @@
 namespace {
 
 using mezzo::CosineCurve;
+using mezzo::GradStats;
 using mezzo::LinearCurve;
 using mezzo::LinearSchedule;
 using mezzo::PolynomialCurve;
 using mezzo::StepResult;
-using mezzo::Verdict;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
@@ -617,7 +617,7 @@ TEST(LrScheduleFiles, AreRefusedWholeForOtherGroupsAndForOtherFiles) {
 
 // --- A schedule as a table, indexed by the steps that were applied.
 
-Verdict verdict_of(bool found_inf) {
+GradStats verdict_of(bool found_inf) {
   return {torch::ones({}), torch::full({}, found_inf ? 1.0F : 0.0F)};
 }
 

@@ -106,8 +106,8 @@ TEST(MasterWeightsState, SparseGradientsAreAddedBeforeTheyAreClipped) {
     const auto values = torch::tensor({1.0, 10.0, -11.0, 5.0}).to(torch::kBFloat16).view({4, 1});
     weight.mutable_grad() = torch::sparse_coo_tensor(indices, values, {3, 1});
     auto plan = masters.plan();
-    const auto verdict = masters.read(plan, torch::ones({1}));
-    masters.apply(std::move(plan), verdict, {.max_norm = max_norm});
+    const auto stats = masters.read(plan, torch::ones({1}));
+    masters.apply(std::move(plan), stats, {.max_norm = max_norm});
     EXPECT_EQ(weight[0][0].item<float>(), 1) << max_norm;
     EXPECT_LT(weight[1][0].item<float>(), 0.5);
   }

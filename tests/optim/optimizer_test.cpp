@@ -26,8 +26,8 @@ namespace {
 
 using mezzo::accumulate_in_float;
 using mezzo::GradScaler;
+using mezzo::GradStats;
 using mezzo::StepOptions;
-using mezzo::Verdict;
 using mezzo::optim::AdamW;
 using mezzo::optim::AdamWOptions;
 using mezzo::optim::SGD;
@@ -57,7 +57,7 @@ TEST(StepPlan, HasARowForEachGradient) {
   const auto plan = optimizer.plan();
   ASSERT_EQ(plan.rows.size(), 2U);
   EXPECT_TRUE(plan.rows[1].gradient.is_same(y.grad()));
-  EXPECT_EQ(plan.rows[1].number, 2U) << "among all parameters";
+  EXPECT_EQ(plan.rows[1].param_index, 2U) << "among all parameters";
   EXPECT_FALSE(plan.has_bare_half);
   EXPECT_TRUE(SGD({unused}, SGDOptions(1.0)).plan().rows.empty());
 }
@@ -65,11 +65,11 @@ TEST(StepPlan, HasARowForEachGradient) {
 TEST(StepPlan, IsReadOnceForAVerdict) {
   const auto x = with_gradient({12, 0}), y = with_gradient({-16});
   SGD optimizer({x, y}, SGDOptions(1.0));
-  const auto verdict = optimizer.read(optimizer.plan(), inverse());
-  EXPECT_EQ(verdict.inv_scale.item<float>(), 0.25F);
-  EXPECT_EQ(verdict.found_inf.item<float>(), 0.0F);
-  EXPECT_EQ(verdict.sum_of_squares.item<double>(), 25.0);
-  EXPECT_EQ(verdict.max_abs.item<double>(), 4.0);
+  const auto stats = optimizer.read(optimizer.plan(), inverse());
+  EXPECT_EQ(stats.inv_scale.item<float>(), 0.25F);
+  EXPECT_EQ(stats.found_inf.item<float>(), 0.0F);
+  EXPECT_EQ(stats.norm_sq.item<double>(), 25.0);
+  EXPECT_EQ(stats.max_abs.item<double>(), 4.0);
   x.mutable_grad()[1] = std::numeric_limits<float>::infinity();
   EXPECT_EQ(optimizer.read(optimizer.plan(), inverse()).found_inf.item<float>(), 1.0F);
 }
@@ -81,8 +81,8 @@ TEST(StepPlan, IsAppliedAsGradScalerAppliesIt) {
   (void)scaler.scale(torch::zeros({}));
   for (int i = 0; i < 3; ++i) {
     auto plan = left.plan();
-    const auto verdict = left.read(plan, inverse());
-    left.apply(std::move(plan), verdict, {.max_norm = 1.0});
+    const auto stats = left.read(plan, inverse());
+    left.apply(std::move(plan), stats, {.max_norm = 1.0});
     scaler.step(right, {.max_norm = 1.0});
     scaler.update();
     EXPECT_TRUE(torch::equal(ours, theirs)) << i;
@@ -280,7 +280,7 @@ std::vector<torch::Tensor> parameters() {
           torch::randn({5}, torch::kDouble), torch::randn({3})};
 }
 
-Verdict verdict_of(bool found_inf, double norm) {
+GradStats verdict_of(bool found_inf, double norm) {
   return {torch::full({}, 0.25F), torch::full({}, found_inf ? 1.0F : 0.0F),
           torch::full({}, norm * norm, torch::kDouble)};
 }
@@ -306,10 +306,10 @@ void expect_same_steps(const Options& options, at::ScalarType dtype = torch::kFl
       ours[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
       aten[k].mutable_grad() = is_left_out ? torch::Tensor() : gradient.clone();
     }
-    const auto verdict = i % 5 == 4 ? Verdict() : verdict_of(i % 3 == 0, i);
+    const auto stats = i % 5 == 4 ? GradStats() : verdict_of(i % 3 == 0, i);
     const StepOptions step_options{.max_norm = 2.0, .zero_grad = i == 7};
-    left.apply(left.plan(), verdict, step_options);
-    right.apply(right.plan(), verdict, step_options);
+    left.apply(left.plan(), stats, step_options);
+    right.apply(right.plan(), stats, step_options);
     for (std::size_t k = 0; k < ours.size(); ++k) {
       if (!given[k].defined()) continue;
       const auto wanted = i == 7 ? torch::zeros_like(given[k]) : given[k];
@@ -427,9 +427,9 @@ TEST(AtenStep, CountsNoStepThatItRefuses) {
 struct FailingSgd : AtenOptimizer<SGD> {
   using AtenOptimizer::AtenOptimizer;
   void aten_step(const mezzo::detail::GroupNumbers& numbers, const mezzo::detail::AtenLists& lists,
-                 const mezzo::detail::AtenVerdict& verdict) const override {
+                 const mezzo::detail::AtenVerdict& amp_args) const override {
     if (++calls == 2) throw std::runtime_error("out of memory");
-    SGD::aten_step(numbers, lists, verdict);
+    SGD::aten_step(numbers, lists, amp_args);
   }
   mutable int calls = 0;
 };

@@ -1,7 +1,7 @@
 // Stochastic rounding: right in the mean, the same on every machine, and what it is for: a model
 // of bfloat16 that goes on learning.
 
-#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
 #include <mezzo/kernels/weight_formats.h>
 #include <mezzo/optim/adamw.h>
@@ -21,7 +21,7 @@
 
 namespace {
 
-using mezzo::detail::AdamRule;
+using mezzo::detail::AdamFunctor;
 using mezzo::detail::CpuIsa;
 using mezzo::detail::RandomKey;
 using mezzo::optim::AdamW;
@@ -31,7 +31,7 @@ using test_support::BitwiseEqual;
 
 c10::BFloat16 rounded(float value, uint32_t noise) {
   uint32_t bits = 0;
-  mezzo::detail::narrow_stochastically(value, noise, bits);
+  mezzo::detail::stochastic_round_to_bf16(value, noise, bits);
   return {static_cast<uint16_t>(bits), c10::BFloat16::from_bits()};
 }
 
@@ -57,7 +57,7 @@ TEST(StochasticRounding, GoesToEitherNeighbourAsOftenAsItIsNear) {
 /// The random bits of an element's parameter and moments, as the kernel draws them.
 std::array<uint32_t, 4> noise_of(uint64_t number, RandomKey key) {
   uint32_t bits = static_cast<uint32_t>(number) ^ key;
-  mezzo::detail::mix(bits);
+  mezzo::detail::hash_bits(bits);
   return {bits & 0xFFFFU, bits >> 16, (bits * 0x9E3779B1U) >> 16, (bits * 0x85EBCA77U) >> 16};
 }
 
@@ -100,7 +100,7 @@ TEST(RandomBits, DifferBySeedStepParameterAndBlock) {
 template <bool kAmsgrad>
 StepBuffers expected_after(const StepBuffers& before,
                            const mezzo::detail::AdamCoefficients& coefficients,
-                           const mezzo::detail::StepUse& use, int64_t first) {
+                           const mezzo::detail::StepArgs& use, int64_t first) {
   StepBuffers after = before.clone();
   const auto float_of = [](const torch::Tensor& tensor, int64_t i) {
     return static_cast<float>(tensor.const_data_ptr<c10::BFloat16>()[i]);
@@ -108,26 +108,26 @@ StepBuffers expected_after(const StepBuffers& before,
   for (int64_t i = 0; i < before.parameter.numel(); ++i) {
     const auto number = static_cast<uint64_t>(first + i);
     const RandomKey key =
-        mezzo::detail::random_key(use.seed, use.step, use.parameter, number >> 32);
-    using Lanes = mezzo::detail::ScalarLanes<float>;
-    const typename AdamRule<kAmsgrad>::template Element<Lanes> update(coefficients);
+        mezzo::detail::random_key(use.seed, use.step, use.param_index, number >> 32);
+    using Vec = mezzo::detail::ScalarVec<float>;
+    const typename AdamFunctor<kAmsgrad>::template Update<Vec> update(coefficients);
     float parameter = float_of(before.parameter, i);
     float gradient = float_of(before.gradient, i) * static_cast<float>(use.multipliers.first);
-    float moments[AdamRule<kAmsgrad>::kMoments];
-    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+    float moments[AdamFunctor<kAmsgrad>::kNumMoments];
+    for (unsigned k = 0; k < AdamFunctor<kAmsgrad>::kNumMoments; ++k) {
       moments[k] = float_of(before.moments[k], i);
     }
     update(parameter, gradient, moments);
     const std::array<uint32_t, 4> noise = noise_of(number, key);
     after.parameter.data_ptr<c10::BFloat16>()[i] = rounded(parameter, noise[0]);
-    for (unsigned k = 0; k < AdamRule<kAmsgrad>::kMoments; ++k) {
+    for (unsigned k = 0; k < AdamFunctor<kAmsgrad>::kNumMoments; ++k) {
       after.moments[k].data_ptr<c10::BFloat16>()[i] = rounded(moments[k], noise[k + 1]);
     }
   }
   return after;
 }
 
-constexpr int64_t kPiece = mezzo::detail::kStepPiece;
+constexpr int64_t kPiece = mezzo::detail::kMinChunkElements;
 
 class StochasticLoop : public testing::TestWithParam<CpuIsa> {
  protected:
@@ -138,24 +138,25 @@ class StochasticLoop : public testing::TestWithParam<CpuIsa> {
   template <bool kAmsgrad>
   void expect_plain_results(int64_t first) {
     constexpr DtypePair kDtypes{torch::kBFloat16, torch::kBFloat16};
-    const auto loop = mezzo::detail::step_loop<AdamRule<kAmsgrad>>(
+    const auto loop = mezzo::detail::get_step_kernel<AdamFunctor<kAmsgrad>>(
         mezzo::optim::WeightStorage::stochastic_rounding, torch::kBFloat16, GetParam());
-    const auto coefficients = mezzo::detail::AdamConstants{0.9, 0.999, 1e-8, 0.1, true}.at(1e-2, 7);
-    const mezzo::detail::StepUse use{
-        .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .parameter = 3};
+    const auto coefficients =
+        mezzo::detail::AdamHyperParams{0.9, 0.999, 1e-8, 0.1, true}.coefficients(1e-2, 7);
+    const mezzo::detail::StepArgs use{
+        .multipliers = {.first = 0.25}, .seed = 11, .step = 7, .param_index = 3};
     for (const int64_t count : {int64_t{0}, int64_t{1}, int64_t{15}, int64_t{16}, int64_t{17},
                                 int64_t{1000}, kPiece + 100}) {
       torch::manual_seed(count);
       auto buffers = StepBuffers::random(kDtypes, count);
       const auto expected = expected_after<kAmsgrad>(buffers, coefficients, use, first);
-      mezzo::detail::StepRow row{.span = buffers.span(),
-                                 .number = 3,
-                                 .storage = mezzo::optim::WeightStorage::stochastic_rounding,
-                                 .parameter_dtype = kDtypes.parameter,
-                                 .gradient_dtype = kDtypes.gradient};
-      row.span.first = first;
+      mezzo::detail::ParamArgs row{.pointers = buffers.span(),
+                                   .param_index = 3,
+                                   .storage = mezzo::optim::WeightStorage::stochastic_rounding,
+                                   .parameter_dtype = kDtypes.parameter,
+                                   .gradient_dtype = kDtypes.gradient};
+      row.pointers.first = first;
       mezzo::detail::run_step_cpu(std::vector{row}, {{loop, coefficients, 7}}, use,
-                                  /*clears=*/false);
+                                  /*zeroes_grad=*/false);
       EXPECT_THAT(buffers.in_order(), BitwiseEqual(expected.in_order()))
           << count << " elements from " << first;
     }

@@ -71,24 +71,24 @@ std::vector<float> interesting_floats() {
   return values;
 }
 
-TEST(SplitWeights, GiveEveryFloatBackToTheBit) {
+TEST(SplitWeightFormat, GiveEveryFloatBackToTheBit) {
   for (const float value : interesting_floats()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
-    mezzo::detail::split_halves(value, upper, lower);
+    mezzo::detail::split_low_bits(value, upper, lower);
     ASSERT_LE(upper, 0xFFFFU);
     ASSERT_LE(lower, 0xFFFFU);
     float back = 0;
-    mezzo::detail::join_halves(upper, lower, back);
+    mezzo::detail::combine_low_bits(upper, lower, back);
     EXPECT_EQ(std::memcmp(&back, &value, sizeof(value)), 0) << value;
   }
 }
 
-TEST(SplitWeights, HaveTheNearestBfloat16AsTheirUpperHalf) {
+TEST(SplitWeightFormat, HaveTheNearestBfloat16AsTheirUpperHalf) {
   for (const float value : interesting_floats()) {
     uint32_t upper = 0;
     uint32_t lower = 0;
-    mezzo::detail::split_halves(value, upper, lower);
+    mezzo::detail::split_low_bits(value, upper, lower);
     const c10::BFloat16 own(static_cast<uint16_t>(upper), c10::BFloat16::from_bits());
     const c10::BFloat16 nearest(value);
     if (static_cast<float>(own) == static_cast<float>(nearest)) continue;
@@ -98,16 +98,16 @@ TEST(SplitWeights, HaveTheNearestBfloat16AsTheirUpperHalf) {
   }
 }
 
-TEST(SplitWeights, KeepNaNANaN) {
+TEST(SplitWeightFormat, KeepNaNANaN) {
   for (const uint32_t bits : {0x7F800001U, 0x7FFFFFFFU, 0xFFFFFFFFU, 0x7FC00000U, 0xFF80FFFFU}) {
     float value = 0;
     std::memcpy(&value, &bits, sizeof(value));
     uint32_t upper = 0;
     uint32_t lower = 0;
     float back = 0;
-    mezzo::detail::split_halves(value, upper, lower);
+    mezzo::detail::split_low_bits(value, upper, lower);
     EXPECT_LE(upper, 0xFFFFU);
-    mezzo::detail::join_halves(upper, lower, back);
+    mezzo::detail::combine_low_bits(upper, lower, back);
     EXPECT_TRUE(std::isnan(back));
   }
 }
@@ -241,7 +241,7 @@ TYPED_TEST(EveryOptimizer, GoesOnFromAFileAsIfItHadNotStopped) {
   }
 }
 
-TEST(SplitWeights, TakeAMastersTiesOverThatRoundTheOtherWay) {
+TEST(SplitWeightFormat, TakeAMastersTiesOverThatRoundTheOtherWay) {
   const auto parameter = torch::full({1}, 1.0F).to(torch::kBFloat16);
   const auto tie = torch::full({1}, 1.0F + 1.0F / 256);  // the nearest even bfloat16 is 1
   AdamWParamState state;

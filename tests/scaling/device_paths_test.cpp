@@ -1,6 +1,6 @@
 // What runs on other devices, walked with CPU and "meta" tensors in their place.
 
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/adamw.h>
 #include <mezzo/optim/sgd.h>
 #include <mezzo/scaling/grad_scaler.h>
@@ -39,13 +39,13 @@ TEST(AtenPath, UnscalesMixedDtypesAndChecksTheProducts) {
   const std::vector<torch::Tensor> gradients{
       torch::full({2}, 8.0F), torch::full({1}, 8.0).to(torch::kDouble), torch::full({3}, 16.0F)};
   auto found_inf = torch::zeros({});
-  mezzo::detail::unscale_with_aten_(gradients, found_inf, torch::full({}, 0.5F));
+  mezzo::detail::unscale_aten_(gradients, found_inf, torch::full({}, 0.5F));
   EXPECT_EQ(found_inf.item<float>(), 0.0F);
   EXPECT_TRUE(torch::equal(gradients[0], torch::full({2}, 4.0F)));
   EXPECT_EQ(gradients[1].item<double>(), 4.0);
   EXPECT_TRUE(torch::equal(gradients[2], torch::full({3}, 8.0F)));
   gradients[1][0] = std::numeric_limits<double>::infinity();
-  mezzo::detail::unscale_with_aten_(gradients, found_inf, torch::ones({}));
+  mezzo::detail::unscale_aten_(gradients, found_inf, torch::ones({}));
   EXPECT_EQ(found_inf.item<float>(), 1.0F);
 }
 
@@ -65,8 +65,7 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
                                               torch::zeros({}, torch::kInt), torch::Tensor()};
     for (const bool found_inf : {false, false, true, true, true, true, false, false}) {
       state = rule.next(state, found_inf);
-      mezzo::detail::update_scale_with_aten_(rule, tensors,
-                                             torch::full({}, found_inf ? 1.0F : 0.0F));
+      mezzo::detail::update_scale_aten_(rule, tensors, torch::full({}, found_inf ? 1.0F : 0.0F));
       EXPECT_EQ(tensors.scale.item<float>(), state.scale);
       EXPECT_EQ(tensors.inverse.item<float>(), 1.0F / state.scale);
       EXPECT_EQ(tensors.growth_tracker.item<int32_t>(), state.growth_tracker);
@@ -76,11 +75,10 @@ TEST(AtenPath, UpdatesAndClampsAsTheRuleDoes) {
 
 TEST(AtenPath, RefusesHysteresisAndNamesTheTargetThatHasIt) {
   const auto refused = [] {
-    mezzo::detail::require_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}),
-                                         torch::kXPU);
+    mezzo::detail::check_update_kernel(GradScalerOptions::dynamic({.hysteresis = 2}), torch::kXPU);
   };
   EXPECT_THAT(message_of(refused), HasSubstr("mezzo::cuda"));
-  EXPECT_NO_THROW(mezzo::detail::require_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
+  EXPECT_NO_THROW(mezzo::detail::check_update_kernel(GradScalerOptions::dynamic(), torch::kXPU));
 }
 
 // A step divides by the inverse, which is written wherever the scale is.

@@ -9,9 +9,9 @@ namespace test_support {
 template <class Optimizer>
 struct AtenOptimizer : Optimizer {
   using Optimizer::Optimizer;
-  void apply(mezzo::StepPlan plan, const mezzo::Verdict& verdict = {},
+  void apply(mezzo::StepPlan plan, const mezzo::GradStats& stats = {},
              const mezzo::StepOptions& options = {}) override {
-    this->apply_on_devices(plan, verdict, options, /*with_aten=*/true);
+    this->apply_on_devices(plan, stats, options, /*with_aten=*/true);
   }
 };
 

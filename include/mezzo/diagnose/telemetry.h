@@ -95,7 +95,7 @@ class LateNumber {
     const c10::InferenceMode no_inference(false);
     const at::Device device = tensor.device();
     const auto dtype = tensor.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-    host_ = empty_on_host({}, dtype, device);
+    host_ = empty_host_tensor({}, dtype, device);
     host_.copy_(tensor.detach().reshape({}).to(dtype), /*non_blocking=*/true);
     if (device.is_cpu()) return;
     arrives_.emplace(device.type());

@@ -319,7 +319,7 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
   }
 
   /// Steps this rank's parameters and gets the others'.
-  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
+  void apply(StepPlan plan, const GradStats& stats = {}, const StepOptions& options = {}) override {
     const c10::NoGradGuard no_grad;
     std::vector<at::Tensor> stepped;
     for (const StepPlan::Row& row : plan.rows) {
@@ -331,7 +331,7 @@ class ShardedOptimizer<OptimizerType> : public detail::Sharded<OptimizerType> {
       return this->shards_.is_others(row.parameter->unsafeGetTensorImpl());
     });
     plan.has_rows_elsewhere = !stepped.empty();
-    OptimizerType::apply(std::move(plan), verdict, options);
+    OptimizerType::apply(std::move(plan), stats, options);
     this->shards_.exchange(stepped);
   }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/cpu_lanes.h>
+#include <mezzo/kernels/simd.h>
 
 #include <ATen/Version.h>
 
@@ -12,15 +12,15 @@
 //
 // A kernel is a class template over the dtypes of its memory (or any types) and, last, its lanes:
 //
-//   template <class Element, class Lanes>
+//   template <class Element, class Vec>
 //   struct UnscaleKernel {
 //     C10_ALWAYS_INLINE static bool run(const void* from, void* to, int64_t count, double scale);
 //   };
-//   bool (*unscale)(const void*, void*, int64_t, double) = cpu_kernel<UnscaleKernel, float>(best_isa());
+//   bool (*unscale)(const void*, void*, int64_t, double) = kernel_for_isa<UnscaleKernel, float>(best_isa());
 //
 // `run` and all functions that it calls are C10_ALWAYS_INLINE; otherwise they would be compiled for
-// the caller's target. Its arguments are no vectors. `Lanes` is ScalarLanes<Element> or
-// VectorLanes<Element, bytes> of the first type; `Lanes::template Like<Other>` has the same number
+// the caller's target. Its arguments are no vectors. `Vec` is ScalarVec<Element> or
+// SimdVec<Element, bytes> of the first type; `Vec::template Rebind<Other>` has the same number
 // of lanes of another dtype.
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
@@ -30,13 +30,13 @@ namespace detail {
 enum class CpuIsa : uint8_t { scalar, vector128, avx2, avx512 };
 
 template <class Kernel, class Function = decltype(&Kernel::run)>
-struct KernelEntry;
+struct IsaVariants;
 
 #if defined(__GNUC__) && defined(__x86_64__)
 /// Clears the upper halves of the vector registers when it is destroyed. Left as they are they slow
 /// the caller's own code down on Intel's CPUs; g++ clears them by itself from -O2 on alone.
-struct ClearUpperHalves {
-  __attribute__((target("avx"), always_inline)) ~ClearUpperHalves() { __builtin_ia32_vzeroupper(); }
+struct VzeroupperGuard {
+  __attribute__((target("avx"), always_inline)) ~VzeroupperGuard() { __builtin_ia32_vzeroupper(); }
 };
 #endif
 
@@ -50,15 +50,15 @@ struct ClearUpperHalves {
 
 /// The functions, one for each target, into which a kernel's body is inlined.
 template <class Kernel, class Result, class... Args>
-struct KernelEntry<Kernel, Result (*)(Args...)> {
-  static Result plain(Args... args) { return Kernel::run(args...); }
+struct IsaVariants<Kernel, Result (*)(Args...)> {
+  static Result baseline(Args... args) { return Kernel::run(args...); }
 #if defined(__GNUC__) && defined(__x86_64__)
   __attribute__((target("avx2,fma" MEZZO_TUNING))) static Result avx2(Args... args) {
-    const ClearUpperHalves at_the_end;
+    const VzeroupperGuard at_the_end;
     return Kernel::run(args...);
   }
   __attribute__((target("avx512f,avx512bw" MEZZO_TUNING))) static Result avx512(Args... args) {
-    const ClearUpperHalves at_the_end;
+    const VzeroupperGuard at_the_end;
     return Kernel::run(args...);
   }
 #endif
@@ -92,19 +92,19 @@ inline bool has_isa(CpuIsa isa) {
 
 /// Returns the kernel's `run` compiled for `isa`. Call it only on a CPU with that instruction set.
 template <template <class...> class Kernel, class Element, class... Others>
-auto cpu_kernel(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarLanes<Element>>::run) {
+auto kernel_for_isa(CpuIsa isa) -> decltype(&Kernel<Element, Others..., ScalarVec<Element>>::run) {
   switch (isa) {
 #if defined(__GNUC__) && defined(__x86_64__)
     case CpuIsa::avx512:
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 64>>>::avx512;
+      return &IsaVariants<Kernel<Element, Others..., SimdVec<Element, 64>>>::avx512;
     case CpuIsa::avx2:
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 32>>>::avx2;
+      return &IsaVariants<Kernel<Element, Others..., SimdVec<Element, 32>>>::avx2;
 #elif defined(__GNUC__) && defined(__aarch64__)
     case CpuIsa::vector128:
-      return &KernelEntry<Kernel<Element, Others..., VectorLanes<Element, 16>>>::plain;
+      return &IsaVariants<Kernel<Element, Others..., SimdVec<Element, 16>>>::baseline;
 #endif
     default:
-      return &KernelEntry<Kernel<Element, Others..., ScalarLanes<Element>>>::plain;
+      return &IsaVariants<Kernel<Element, Others..., ScalarVec<Element>>>::baseline;
   }
 }
 

@@ -27,17 +27,17 @@ inline void bump_version(const at::Tensor& written) {
 }
 
 /// Returns whether the tensor's memory holds its values: it has no negation or conjugation bit.
-inline bool is_plain(const at::Tensor& tensor) {
+inline bool is_resolved(const at::Tensor& tensor) {
   return !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor();
 }
 
 /// Returns whether a tensor's values are the numel() elements from data_ptr on, in any order.
 inline bool is_dense_memory(const at::Tensor& tensor) {
-  return tensor.is_non_overlapping_and_dense() && is_plain(tensor);
+  return tensor.is_non_overlapping_and_dense() && is_resolved(tensor);
 }
 
 /// Returns whether two tensors of the same shape have their elements in the same order in memory.
-inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
+inline bool same_strides(const at::Tensor& left, const at::Tensor& right) {
   if (left.is_contiguous() && right.is_contiguous()) return true;
   if (left.strides().equals(right.strides())) return true;
   for (int64_t dimension = 0; dimension < left.dim(); ++dimension) {
@@ -48,15 +48,15 @@ inline bool same_layout(const at::Tensor& left, const at::Tensor& right) {
 }
 
 /// Returns `tensor` with the memory layout of `like`: itself if it has that layout, else a copy.
-inline at::Tensor in_layout_of(const at::Tensor& like, const at::Tensor& tensor) {
-  if (is_plain(tensor) && same_layout(like, tensor)) return tensor;
+inline at::Tensor with_strides_of(const at::Tensor& like, const at::Tensor& tensor) {
+  if (is_resolved(tensor) && same_strides(like, tensor)) return tensor;
   at::Tensor copy = at::empty_strided(like.sizes(), like.strides(), tensor.options());
   copy.copy_(tensor);
   return copy;
 }
 
 /// Returns whether two tensors of one storage have a byte in common, by marking the bytes of one in
-/// a mask of all that both span.
+/// a mask of all that both pointers.
 inline bool share_bytes(const at::Tensor& left, const at::Tensor& right, int64_t begin,
                         int64_t end) {
   const at::Tensor mask = at::zeros({end - begin}, at::kBool);
@@ -75,7 +75,7 @@ inline bool share_bytes(const at::Tensor& left, const at::Tensor& right, int64_t
 }
 
 /// Returns two of the tensors that share bytes. Lazy copies share none until they are written.
-inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
+inline std::optional<std::pair<at::Tensor, at::Tensor>> find_overlap(
     const std::vector<at::Tensor>& tensors) {
   struct Range {
     const at::Tensor* tensor;
@@ -115,7 +115,7 @@ inline std::optional<std::pair<at::Tensor, at::Tensor>> overlap_in(
 }
 
 /// Elements of one dtype, one after the other, which a loop or a kernel walks as one row.
-struct Stretch {
+struct ContiguousRange {
   void* data;
   int64_t count;
   at::ScalarType dtype;
@@ -128,14 +128,14 @@ struct Stretch {
 
 /// The memory of gradients, in their order. Gradients that lie next to each other in one buffer, in
 /// either direction, are one stretch: those in GradBuckets are a few long ones.
-class Stretches {
+class ContiguousRanges {
  public:
   /// Adds a dense tensor whose elements begin at `data`.
   void add(const at::Tensor& tensor, void* data) {
     add(tensor, {data, tensor.numel(), tensor.scalar_type()});
   }
   /// Adds a dense tensor of which all is known but its storage.
-  void add(const at::Tensor& tensor, const Stretch& own) {
+  void add(const at::Tensor& tensor, const ContiguousRange& own) {
     if (own.count == 0) return;
     const c10::StorageImpl* const storage = tensor.storage().unsafeGetStorageImpl();
     const bool may_join = !all_.empty() && storage == storage_ && all_.back().dtype == own.dtype;
@@ -148,10 +148,10 @@ class Stretches {
       all_.push_back(own);
     }
   }
-  const std::vector<Stretch>& all() const noexcept { return all_; }
+  const std::vector<ContiguousRange>& all() const noexcept { return all_; }
 
  private:
-  std::vector<Stretch> all_;
+  std::vector<ContiguousRange> all_;
   const c10::StorageImpl* storage_ = nullptr;  // of the last tensor
 };
 

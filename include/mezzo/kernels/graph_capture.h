@@ -20,7 +20,7 @@ namespace detail {
 
 /// Returns the id of the capture that `stream` is part of, or 0. Asks the driver, since nothing of
 /// CUDA is linked without mezzo::cuda; libtorch has loaded the driver if a CUDA tensor exists.
-inline uint64_t capture_by_driver(void* stream) {
+inline uint64_t capture_id_from_driver(void* stream) {
   using Query = int(void* stream, int* status, uint64_t* id);
   static Query* const query = [] {
     auto* const found = load_symbol<Query>(kCudaDriver, "cuStreamGetCaptureInfo");
@@ -55,11 +55,11 @@ void* native_handle(const Stream& stream) {
 }
 
 /// Returns the id of the capture that the device's current stream is part of, or 0.
-inline uint64_t capture_on(at::Device device) {
-  if (const CudaKernels* const cuda = cuda_kernels()) return cuda->capture_on(device);
+inline uint64_t current_capture_id(at::Device device) {
+  if (const CudaKernels* const cuda = cuda_kernels()) return cuda->current_capture_id(device);
   if (!device.is_cuda()) return 0;
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-  return capture_by_driver(native_handle(stream));
+  return capture_id_from_driver(native_handle(stream));
 }
 
 /// Sets the mode in which the driver treats this thread's calls during captures, and returns the
@@ -106,7 +106,8 @@ class RelaxedCaptureModeGuard {
 /// reads and writes it without a wait of the host. May be called in a capture: the driver forbids
 /// allocations there, and libtorch 2.10 does not ask it for an exception, as mezzo::cuda does and
 /// libtorch 2.11 too.
-inline at::Tensor empty_on_host(at::IntArrayRef sizes, at::ScalarType dtype, at::Device device) {
+inline at::Tensor empty_host_tensor(at::IntArrayRef sizes, at::ScalarType dtype,
+                                    at::Device device) {
   const CudaKernels* const cuda = cuda_kernels();
   if (cuda != nullptr && !device.is_cpu()) return cuda->empty_pinned(sizes, dtype);
   return at::empty(sizes, at::device(at::kCPU).dtype(dtype).pinned_memory(!device.is_cpu()));
@@ -115,8 +116,8 @@ inline at::Tensor empty_on_host(at::IntArrayRef sizes, at::ScalarType dtype, at:
 /// Called before `what`, which must survive from step to step, is created: a captured creation
 /// would be repeated by each replay. \throws c10::Error if the device's current stream is being
 /// captured
-inline void check_is_warm(at::Device device, const char* what) {
-  TORCH_CHECK(capture_on(device) == 0, what,
+inline void check_not_capturing(at::Device device, const char* what) {
+  TORCH_CHECK(current_capture_id(device) == 0, what,
               " would be made in the capture of a CUDA graph, and so begin anew at each replay; "
               "take a whole step (scale, backward, step, update) before the capture");
 }

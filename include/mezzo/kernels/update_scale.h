@@ -32,21 +32,22 @@ C10_HOST_DEVICE inline float inverse_scale(float scale) {
   return static_cast<float>(1.0 / static_cast<double>(scale));
 }
 
-/// Throws if `rule` needs an option that ATen's kernel lacks, on a device without mezzo's kernels.
-inline void require_update_kernel(const GradScalerOptions& rule, at::Device device) {
-  TORCH_CHECK(rule.hysteresis == 1 || rule.mode != LossScaleMode::dynamic ||
+/// Throws if `options` needs an option that ATen's kernel lacks, on a device without mezzo's
+/// kernels.
+inline void check_update_kernel(const GradScalerOptions& options, at::Device device) {
+  TORCH_CHECK(options.hysteresis == 1 || options.mode != LossScaleMode::dynamic ||
                   kernel_backend(device) != KernelBackend::aten,
-              "hysteresis is ", rule.hysteresis, ", which ATen's kernel for ", device.type(),
+              "hysteresis is ", options.hysteresis, ", which ATen's kernel for ", device.type(),
               " lacks; link the CMake target mezzo::cuda, or leave hysteresis at 1");
 }
 
-inline void update_scale_on_host_(const GradScalerOptions& rule, const ScaleTensors& tensors,
-                                  const at::Tensor& found_inf) {
+inline void update_scale_cpu_(const GradScalerOptions& options, const ScaleTensors& tensors,
+                              const at::Tensor& found_inf) {
   auto* scale_value = tensors.scale.mutable_data_ptr<float>();
   auto* tracker_value = tensors.growth_tracker.mutable_data_ptr<int32_t>();
   auto* hysteresis_value = tensors.hysteresis_tracker.mutable_data_ptr<int32_t>();
-  const LossScaleState next = rule.next({*scale_value, *tracker_value, *hysteresis_value},
-                                        *found_inf.const_data_ptr<float>() != 0.0F);
+  const LossScaleState next = options.next({*scale_value, *tracker_value, *hysteresis_value},
+                                           *found_inf.const_data_ptr<float>() != 0.0F);
   *scale_value = next.scale;
   *tensors.inverse.mutable_data_ptr<float>() = inverse_scale(next.scale);
   *tracker_value = next.growth_tracker;
@@ -55,31 +56,31 @@ inline void update_scale_on_host_(const GradScalerOptions& rule, const ScaleTens
   tensors.scale.unsafeGetTensorImpl()->bump_version();
 }
 
-inline void update_scale_with_aten_(const GradScalerOptions& rule, ScaleTensors tensors,
-                                    const at::Tensor& found_inf) {
+inline void update_scale_aten_(const GradScalerOptions& options, ScaleTensors tensors,
+                               const at::Tensor& found_inf) {
   const at::Tensor highest = tensors.scale.clamp_min(kMaxGrownScale);
-  at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, rule.growth_factor,
-                         rule.backoff_factor, rule.growth_interval);
+  at::_amp_update_scale_(tensors.scale, tensors.growth_tracker, found_inf, options.growth_factor,
+                         options.backoff_factor, options.growth_interval);
   at::minimum_out(tensors.scale, tensors.scale, highest);
   const bool is_bounded =
-      rule.min_scale > 0 || rule.max_scale < std::numeric_limits<double>::infinity();
-  if (is_bounded) tensors.scale.clamp_(rule.min_scale, rule.max_scale);
+      options.min_scale > 0 || options.max_scale < std::numeric_limits<double>::infinity();
+  if (is_bounded) tensors.scale.clamp_(options.min_scale, options.max_scale);
   at::reciprocal_out(tensors.inverse, tensors.scale);
 }
 
 /// GradScalerOptions::next on a device: updates the state in place. `found_inf` is a float, not 0
 /// if an inf was found. All tensors have one element and are on one device. One launch with mezzo's
 /// kernel.
-inline void update_scale_(const GradScalerOptions& rule, const ScaleTensors& tensors,
+inline void update_scale_(const GradScalerOptions& options, const ScaleTensors& tensors,
                           const at::Tensor& found_inf) {
-  if (rule.mode != LossScaleMode::dynamic) return;
+  if (options.mode != LossScaleMode::dynamic) return;
   switch (kernel_backend(tensors.scale.device())) {
     case KernelBackend::cuda:
-      return cuda_kernels()->update_scale_(rule, tensors, found_inf);
+      return cuda_kernels()->update_scale_(options, tensors, found_inf);
     case KernelBackend::cpu:
-      return update_scale_on_host_(rule, tensors, found_inf);
+      return update_scale_cpu_(options, tensors, found_inf);
     case KernelBackend::aten:
-      return update_scale_with_aten_(rule, tensors, found_inf);
+      return update_scale_aten_(options, tensors, found_inf);
   }
 }
 

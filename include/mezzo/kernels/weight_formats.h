@@ -22,7 +22,7 @@ namespace detail {
 using RandomKey = uint32_t;
 
 /// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014).
-C10_HOST_DEVICE inline uint64_t mixed_bits(uint64_t bits) {
+C10_HOST_DEVICE inline uint64_t splitmix64(uint64_t bits) {
   bits += 0x9E3779B97F4A7C15U;
   bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9U;
   bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBU;
@@ -33,13 +33,13 @@ C10_HOST_DEVICE inline uint64_t mixed_bits(uint64_t bits) {
 C10_HOST_DEVICE inline RandomKey random_key(uint64_t seed, uint64_t step, uint64_t parameter,
                                             uint64_t block) {
   return static_cast<RandomKey>(
-      mixed_bits(mixed_bits(mixed_bits(mixed_bits(seed) ^ step) ^ parameter) ^ block));
+      splitmix64(splitmix64(splitmix64(splitmix64(seed) ^ step) ^ parameter) ^ block));
 }
 
 /// Mixes 32 bits, for one lane or many: a permutation in which each bit of the result depends on
 /// each of `bits` (the multiply-xorshift hash with the constants of Wellons' search, 2018).
-template <class BitLanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void mix(BitLanes& bits) {
+template <class BitsVec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void hash_bits(BitsVec& bits) {
   bits = (bits ^ (bits >> 16)) * 0x7FEB352DU;
   bits = (bits ^ (bits >> 15)) * 0x846CA68BU;
   bits = bits ^ (bits >> 16);
@@ -47,7 +47,7 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void mix(BitLanes& bits) {
 
 /// Parameter and moments in one dtype, rounded to nearest.
 template <class Element>
-struct PlainWeights {
+struct PlainWeightFormat {
   using Parameter = Element;
   using Moment = Element;
   static constexpr bool kIsSplit = false;
@@ -55,61 +55,61 @@ struct PlainWeights {
 };
 
 /// A float parameter in two halves, the upper of which is the model's; moments are floats.
-struct SplitWeights : PlainWeights<c10::BFloat16> {
+struct SplitWeightFormat : PlainWeightFormat<c10::BFloat16> {
   using Moment = float;
   static constexpr bool kIsSplit = true;
 };
 
 /// Parameter and moments in bfloat16, rounded stochastically.
-struct StochasticWeights : PlainWeights<c10::BFloat16> {
+struct StochasticWeightFormat : PlainWeightFormat<c10::BFloat16> {
   static constexpr bool kIsStochastic = true;
 };
 
-/// Calls `visit.operator()<Weights>()` with each way of keeping weights.
+/// Calls `visit.operator()<WeightFormat>()` with each way of keeping weights.
 template <class Visit>
-void for_each_weights(const Visit& visit) {
-  visit.template operator()<PlainWeights<float>>();
-  visit.template operator()<PlainWeights<double>>();
-  visit.template operator()<PlainWeights<c10::BFloat16>>();
-  visit.template operator()<PlainWeights<c10::Half>>();
-  visit.template operator()<SplitWeights>();
-  visit.template operator()<StochasticWeights>();
+void for_each_weight_format(const Visit& visit) {
+  visit.template operator()<PlainWeightFormat<float>>();
+  visit.template operator()<PlainWeightFormat<double>>();
+  visit.template operator()<PlainWeightFormat<c10::BFloat16>>();
+  visit.template operator()<PlainWeightFormat<c10::Half>>();
+  visit.template operator()<SplitWeightFormat>();
+  visit.template operator()<StochasticWeightFormat>();
 }
 
-/// Returns whether a parameter is kept as `Weights`. `kept` is the dtype of what is trained: float
-/// where that is a master.
-template <class Weights>
-bool keeps_as(optim::WeightStorage storage, at::ScalarType kept) {
-  return Weights::kIsSplit == (storage == optim::WeightStorage::split_master) &&
-         Weights::kIsStochastic == (storage == optim::WeightStorage::stochastic_rounding) &&
-         kept == c10::CppTypeToScalarType<typename Weights::Parameter>::value;
+/// Returns whether a parameter is dtype as `WeightFormat`. `dtype` is the dtype of what is trained:
+/// float where that is a master.
+template <class WeightFormat>
+bool matches_format(optim::WeightStorage storage, at::ScalarType dtype) {
+  return WeightFormat::kIsSplit == (storage == optim::WeightStorage::split_master) &&
+         WeightFormat::kIsStochastic == (storage == optim::WeightStorage::stochastic_rounding) &&
+         dtype == c10::CppTypeToScalarType<typename WeightFormat::Parameter>::value;
 }
 
 /// Returns a float from its bfloat16 and a signed 16-bit number, by which its bits exceed those of
 /// the bfloat16. A negative number under a zero and a positive one under an infinity, which no
 /// split makes, are left from a value that somebody has written over, and count as none.
-template <class BitLanes, class ValueLanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void join_halves(const BitLanes& upper, const BitLanes& lower,
-                                                   ValueLanes& value) {
-  const BitLanes zero = lower & 0U;
-  const BitLanes magnitude = upper & 0x7FFFU;
-  const BitLanes if_negative = magnitude < 1U ? zero : lower;
-  const BitLanes if_positive = magnitude > 0x7F7FU ? zero : lower;
-  const BitLanes own = lower > 0x7FFFU ? if_negative : if_positive;
-  const BitLanes wide = (upper << 16) + ((own ^ 0x8000U) - 0x8000U);
+template <class BitsVec, class ValueVec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void combine_low_bits(const BitsVec& upper, const BitsVec& lower,
+                                                        ValueVec& value) {
+  const BitsVec zero = lower & 0U;
+  const BitsVec magnitude = upper & 0x7FFFU;
+  const BitsVec if_negative = magnitude < 1U ? zero : lower;
+  const BitsVec if_positive = magnitude > 0x7F7FU ? zero : lower;
+  const BitsVec own = lower > 0x7FFFU ? if_negative : if_positive;
+  const BitsVec wide = (upper << 16) + ((own ^ 0x8000U) - 0x8000U);
   reinterpret_bits(wide, value);
 }
 
 /// Splits a float exactly into its nearest bfloat16 and the signed 16-bit rest. Of two equally near
 /// bfloat16 it takes the one of larger magnitude, the only one for which 16 bits suffice. A NaN
 /// loses its payload.
-template <class ValueLanes, class BitLanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void split_halves(const ValueLanes& value, BitLanes& upper,
-                                                    BitLanes& lower) {
-  BitLanes wide;
+template <class ValueVec, class BitsVec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void split_low_bits(const ValueVec& value, BitsVec& upper,
+                                                      BitsVec& lower) {
+  BitsVec wide;
   reinterpret_bits(value, wide);
-  const BitLanes zero = wide & 0U;
-  const BitLanes quiet_nan = ((wide >> 16) & 0x8000U) | 0x7FC0U;
+  const BitsVec zero = wide & 0U;
+  const BitsVec quiet_nan = ((wide >> 16) & 0x8000U) | 0x7FC0U;
   upper = (wide + 0x8000U) >> 16;
   upper = (wide & 0x7FFFFFFFU) > 0x7F800000U ? quiet_nan : upper;
   lower = (wide & 0x7FFFFFFFU) > 0x7F800000U ? zero : wide & 0xFFFFU;
@@ -118,11 +118,11 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void split_halves(const ValueLanes& value, Bit
 /// Rounds to one of the two bfloat16 around `value` at random, so that the mean of many roundings
 /// is `value`. Rounds up in magnitude if the 16 bits that are cut off plus `noise`, 16 random bits,
 /// carry into the next bit.
-template <class ValueLanes, class BitLanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_stochastically(const ValueLanes& value,
-                                                             const BitLanes& noise,
-                                                             BitLanes& bits) {
-  BitLanes wide;
+template <class ValueVec, class BitsVec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void stochastic_round_to_bf16(const ValueVec& value,
+                                                                const BitsVec& noise,
+                                                                BitsVec& bits) {
+  BitsVec wide;
   reinterpret_bits(value, wide);
   // What arithmetic makes is a quiet NaN, also when it is cut off.
   wide = (wide << 1) > 0xFF000000U ? wide : wide + noise;

@@ -18,23 +18,23 @@ namespace detail {
 
 /// Calls `work(i)` once for each i below `count` on libtorch's intra-op threads, each of which
 /// takes the next as soon as it is free: cores are not equally fast, and a thread that the system
-/// holds up holds up no more than its own.
+/// holds up holds up no more than its chunk_size.
 ///
 /// at::parallel_for will not do in a header: it is a template, and runs serially in a caller that
 /// is compiled without -fopenmp. TensorIterator's loop over elements lives in libtorch itself; here
 /// its elements are the threads.
 inline void parallel_dynamic(int64_t count, c10::function_ref<void(int64_t)> work) {
   std::atomic<int64_t> next{0};
-  const auto take_all = [&](char**, const int64_t*, int64_t, int64_t) {
+  const auto run_items = [&](char**, const int64_t*, int64_t, int64_t) {
     for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) work(i);
   };
   std::vector<char> threads(
       static_cast<std::size_t>(std::min<int64_t>(count, at::get_num_threads())));
-  if (threads.size() < 2) return take_all(nullptr, nullptr, 0, 0);
+  if (threads.size() < 2) return run_items(nullptr, nullptr, 0, 0);
   const at::Tensor elements = at::from_blob(threads.data(), {static_cast<int64_t>(threads.size())},
                                             at::TensorOptions().dtype(at::kByte));
   auto iterator = at::TensorIteratorConfig().add_borrowed_const_input(elements).build();
-  iterator.for_each(take_all, /*grain_size=*/1);
+  iterator.for_each(run_items, /*grain_size=*/1);
 }
 
 /// The number of elements below which another thread costs more time than it saves.
@@ -46,7 +46,7 @@ inline constexpr int64_t kThreadGrain = 32768;
 class WorkChunks {
  public:
   struct Chunk {
-    std::size_t item;  ///< the tensor's number, as it was added
+    std::size_t tensor_index;  ///< the tensor's number, as it was added
     int64_t begin;
     int64_t count;
   };
@@ -55,15 +55,15 @@ class WorkChunks {
   /// `batch` elements.
   explicit WorkChunks(int64_t size, int64_t batch = kThreadGrain) : size_(size), batch_(batch) {}
 
-  void add(std::size_t item, int64_t count) {
+  void add(std::size_t tensor_index, int64_t count) {
     for (int64_t begin = 0; begin < count; begin += size_) {
-      const int64_t own = std::min(size_, count - begin);
-      if (room_ <= 0) {
+      const int64_t chunk_size = std::min(size_, count - begin);
+      if (batch_budget_ <= 0) {
         first_of_batch_.push_back(chunks_.size());
-        room_ = batch_;
+        batch_budget_ = batch_;
       }
-      chunks_.push_back({item, begin, own});
-      room_ -= own + kChunkCost;
+      chunks_.push_back({tensor_index, begin, chunk_size});
+      batch_budget_ -= chunk_size + kChunkCost;
     }
   }
 
@@ -94,7 +94,7 @@ class WorkChunks {
 
   int64_t size_;
   int64_t batch_;
-  int64_t room_ = 0;  // of the last batch
+  int64_t batch_budget_ = 0;  // of the last batch
   std::vector<Chunk> chunks_;
   std::vector<std::size_t> first_of_batch_;
 };

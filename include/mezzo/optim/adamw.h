@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adam_functor.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/optimizer.h>
@@ -35,7 +35,7 @@ class AdamState : public ParamState<Own, Base> {
 
 /// What Adam, and with kIsDecoupled AdamW, says of itself.
 template <class Options, class State, bool kIsDecoupled>
-struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<true>> {
+struct AdamTraits : OptimizerTraits<Options, State, AdamFunctor<false>, AdamFunctor<true>> {
   static constexpr const char* kName = kIsDecoupled ? "AdamW" : "Adam";
   static constexpr const char* kOptions =
       kIsDecoupled ? "mezzo::optim::AdamWOptions" : "mezzo::optim::AdamOptions";
@@ -47,23 +47,23 @@ struct AdamTraits : OptimizerTraits<Options, State, AdamRule<false>, AdamRule<tr
         options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
-    numbers.constants = AdamConstants{beta1, beta2, options.eps(), options.weight_decay(),
-                                      /*is_decoupled=*/kIsDecoupled};
-    numbers.is_variant = options.amsgrad();
+    numbers.functor_args = AdamHyperParams{beta1, beta2, options.eps(), options.weight_decay(),
+                                           /*is_decoupled=*/kIsDecoupled};
+    numbers.has_extra_moment = options.amsgrad();
   }
 
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
-                        const AtenVerdict& verdict) {
-    const auto own = numbers.constants.as<AdamConstants>();
-    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
-                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+                        const AtenVerdict& amp_args) {
+    const auto own = numbers.functor_args.as<AdamHyperParams>();
+    const at::Tensor lr = amp_args.lr_factor ? *amp_args.lr_factor * numbers.lr
+                                             : at::scalar_tensor(numbers.lr, at::kDouble);
     const auto& [means, squares, largest] = lists.moments;
     const auto step = [](const auto&... arguments) {
       kIsDecoupled ? at::_fused_adamw_(arguments...) : at::_fused_adam_(arguments...);
     };
     step(lists.parameters, lists.gradients, means, squares, largest, lists.counts, lr, own.beta1,
-         own.beta2, own.weight_decay, own.eps, numbers.is_variant, /*maximize=*/false,
-         verdict.grad_scale, verdict.found_inf);
+         own.beta2, own.weight_decay, own.eps, numbers.has_extra_moment, /*maximize=*/false,
+         amp_args.grad_scale, amp_args.found_inf);
   }
 };
 

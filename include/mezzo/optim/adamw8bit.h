@@ -183,12 +183,12 @@ inline void AdamW8bit::check_state(const at::Tensor& parameter, const AdamW8bitP
                                    const detail::OptimizerWords& words) {
   const auto fits = [&](const at::Tensor& moment, const at::Tensor& scales) {
     if (!moment.defined() || moment.sizes() != parameter.sizes() ||
-        moment.layout() != at::kStrided || !detail::same_layout(parameter, moment)) {
+        moment.layout() != at::kStrided || !detail::same_strides(parameter, moment)) {
       return false;
     }
     if (!scales.defined()) return moment.scalar_type() == at::kFloat;
     return moment.scalar_type() == at::kByte && scales.scalar_type() == at::kFloat &&
-           scales.is_contiguous() && scales.numel() == detail::blocks8_of(parameter.numel());
+           scales.is_contiguous() && scales.numel() == detail::num_quant_blocks(parameter.numel());
   };
   check_fits(fits(state.exp_avg(), state.exp_avg_scales()) &&
                  fits(state.exp_avg_sq(), state.exp_avg_sq_scales()) &&
@@ -209,7 +209,7 @@ inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
   }
   if (!has_floats) {
     for (at::Tensor* const scales : {&made->exp_avg_scales(), &made->exp_avg_sq_scales()}) {
-      *scales = at::zeros({detail::blocks8_of(parameter.numel())}, options.dtype(at::kFloat));
+      *scales = at::zeros({detail::num_quant_blocks(parameter.numel())}, options.dtype(at::kFloat));
     }
   }
   kept = std::move(made);
@@ -217,23 +217,23 @@ inline AdamW8bitParamState& AdamW8bit::made_state(const at::Tensor& parameter) {
 }
 
 inline void AdamW8bit::update() {
-  std::vector<std::pair<at::Device, std::vector<detail::AdamW8bitStep>>> by_device;
+  std::vector<std::pair<at::Device, std::vector<detail::AdamW8bitParamArgs>>> by_device;
   std::vector<at::Tensor> gradients;  // kept alive
   std::uint64_t number = 0;
   for (const auto& group : param_groups_) {
     const auto& options = static_cast<const torch::optim::AdamWOptions&>(group.options());
     const auto [beta1, beta2] = options.betas();
-    const detail::AdamConstants constants{.beta1 = beta1,
-                                          .beta2 = beta2,
-                                          .eps = options.eps(),
-                                          .weight_decay = options.weight_decay(),
-                                          .is_decoupled = true};
+    const detail::AdamHyperParams hyper_params{.beta1 = beta1,
+                                               .beta2 = beta2,
+                                               .eps = options.eps(),
+                                               .weight_decay = options.weight_decay(),
+                                               .is_decoupled = true};
     for (const at::Tensor& parameter : group.params()) {
       const std::uint64_t own_number = number++;
       if (!parameter.grad().defined()) continue;
       AdamW8bitParamState& state = made_state(parameter);
       state.step(state.step() + 1);
-      gradients.push_back(detail::in_layout_of(parameter, parameter.grad()));
+      gradients.push_back(detail::with_strides_of(parameter, parameter.grad()));
       const auto scales = [](at::Tensor& kept) {
         return kept.defined() ? kept.mutable_data_ptr<float>() : nullptr;
       };
@@ -250,11 +250,11 @@ inline void AdamW8bit::update() {
             parameter.numel()},
            {scales(state.exp_avg_scales()), scales(state.exp_avg_sq_scales())},
            parameter.scalar_type(),
-           constants.at(options.lr(), state.step()),
+           hyper_params.coefficients(options.lr(), state.step()),
            {.gradient_dtype = gradients.back().scalar_type(),
             .seed = seed_,
             .step = static_cast<std::uint64_t>(state.step()),
-            .parameter = own_number}});
+            .param_index = own_number}});
       detail::bump_version(parameter);
     }
   }

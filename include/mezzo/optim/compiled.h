@@ -24,19 +24,20 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// \cond
-#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...) \
-  EXTERN template StepLoop step_loop<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, CpuIsa);
+#define MEZZO_COMPILED_STEPS_OF(EXTERN, ...)                                                      \
+  EXTERN template StepKernelFn get_step_kernel<__VA_ARGS__>(optim::WeightStorage, at::ScalarType, \
+                                                            CpuIsa);
 
 #define MEZZO_COMPILED_RULES(EXTERN)                                                           \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<false>)                                             \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamRule<true>)                                              \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<false>)                                          \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, AdamFunctor<true>)                                           \
   EXTERN template class OptimizerShell<                                                        \
       AdamTraits<optim::AdamOptions, optim::AdamParamState, /*kIsDecoupled=*/false>>;          \
   EXTERN template class OptimizerShell<                                                        \
       AdamTraits<optim::AdamWOptions, optim::AdamWParamState, /*kIsDecoupled=*/true>>;         \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, LionRule)                                                    \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<false>)                                              \
-  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdRule<true>)                                               \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, LionFunctor)                                                 \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<false>)                                           \
+  MEZZO_COMPILED_STEPS_OF(EXTERN, SgdFunctor<true>)                                            \
   EXTERN template class OptimizerShell<LionTraits<optim::LionOptions, optim::LionParamState>>; \
   EXTERN template class OptimizerShell<SgdTraits<optim::SGDOptions, optim::SGDParamState>>;
 /// \endcond

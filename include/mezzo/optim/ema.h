@@ -107,7 +107,7 @@ inline Ema::Ema(std::vector<at::Tensor> parameters, EmaOptions options)
   const detail::NoGradInferenceGuard no_graph;
   const std::vector<at::Tensor> begin = weights();
   for (std::size_t i = 0; i < begin.size(); ++i) {
-    detail::check_is_warm(begin[i].device(), "an average");
+    detail::check_not_capturing(begin[i].device(), "an average");
     averages_[i] = begin[i].detach().to(detail::accum_dtype(begin[i]), /*non_blocking=*/false,
                                         /*copy=*/true);
   }

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/lion_element.h>
+#include <mezzo/kernels/lion_functor.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/optimizer.h>
@@ -60,7 +60,7 @@ namespace detail {
 
 /// Lion's rule.
 template <class OptionsT, class State>
-struct LionTraits : OptimizerTraits<OptionsT, State, LionRule> {
+struct LionTraits : OptimizerTraits<OptionsT, State, LionFunctor> {
   static constexpr const char* kName = "Lion";
   static constexpr const char* kOptions = "mezzo::optim::LionOptions";
 
@@ -69,7 +69,7 @@ struct LionTraits : OptimizerTraits<OptionsT, State, LionRule> {
                   options.betas());
     const auto [beta1, beta2] = options.betas();
     numbers.lr = options.lr();
-    numbers.constants = LionConstants{beta1, beta2, options.weight_decay()};
+    numbers.functor_args = LionHyperParams{beta1, beta2, options.weight_decay()};
     numbers.missing_in_aten = "ATen has no kernel of this optimizer";
   }
 };

@@ -53,7 +53,7 @@ class MasterWeights : public optim::FusedOptimizer, public optim::ArchiveChecker
   /// \throws c10::Error as the constructor does, where parameters were added since, and what the
   ///   inner optimizer's step throws
   MEZZO_INLINE StepPlan plan() override;
-  MEZZO_INLINE void apply(StepPlan plan, const Verdict& verdict = {},
+  MEZZO_INLINE void apply(StepPlan plan, const GradStats& stats = {},
                           const StepOptions& options = {}) override;
 
   void enable_master_weights() override {}  // it always trains masters

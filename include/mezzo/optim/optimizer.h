@@ -1,14 +1,14 @@
 /// \file
-/// FusedOptimizer: a training step as values. StepPlan lists the parameters that take part, Verdict
-/// holds what one read of the gradients found, and `apply` does the rest in one pass. AnyOptimizer:
-/// a reference to any optimizer.
+/// FusedOptimizer: a training step as values. StepPlan lists the parameters that take part,
+/// GradStats holds what one read of the gradients found, and `apply` does the rest in one pass.
+/// AnyOptimizer: a reference to any optimizer.
 #pragma once
 
 #include <mezzo/base/detail/autocast_mode.h>
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/grad_stats.h>
 #include <mezzo/optim/detail/applied_steps.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/lr_factors.h>
@@ -44,8 +44,8 @@ struct ShardedState {
 ///
 /// \code
 ///   StepPlan plan = optimizer.plan();
-///   Verdict verdict = optimizer.read(plan, inv_scale);
-///   optimizer.apply(std::move(plan), verdict, {.max_norm = 1.0});
+///   GradStats stats = optimizer.read(plan, inv_scale);
+///   optimizer.apply(std::move(plan), stats, {.max_norm = 1.0});
 /// \endcode
 ///
 /// GradScaler::step calls these three functions. Between `plan` and `apply` groups, gradients and
@@ -156,15 +156,15 @@ class FusedOptimizer {
   /// Reads the plan's gradients once, and returns what it found on all devices, in tensors on the
   /// device of the first gradient. Does not synchronise, except to coalesce sparse gradients.
   /// \param inv_scale a float of one element, on any device
-  virtual Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) {
+  virtual GradStats read(const StepPlan& plan, const at::Tensor& inv_scale) {
     const c10::NoGradGuard no_grad;
     return detail::read_gradients(detail::dense_gradients(plan), inv_scale);
   }
 
-  /// Takes the step, or skips it where the verdict found an inf: parameters, moments and counts
+  /// Takes the step, or skips it where the statistics have an inf: parameters, moments and counts
   /// then keep every bit. Runs on the current streams. Waits for a device only where parameters lie
   /// on several.
-  virtual void apply(StepPlan plan, const Verdict& verdict = {},
+  virtual void apply(StepPlan plan, const GradStats& stats = {},
                      const StepOptions& options = {}) = 0;
 
   /// Returns the tensor that a step trains in place of `parameter`: its float master, made if there

@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/sgd_element.h>
+#include <mezzo/kernels/sgd_functor.h>
 #include <mezzo/optim/detail/optimizer_shell.h>
 #include <mezzo/optim/detail/param_slot.h>
 #include <mezzo/optim/optimizer.h>
@@ -53,7 +53,7 @@ namespace detail {
 
 /// SGD's rule.
 template <class OptionsT, class State>
-struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true>> {
+struct SgdTraits : OptimizerTraits<OptionsT, State, SgdFunctor<false>, SgdFunctor<true>> {
   static constexpr const char* kName = "SGD";
   static constexpr const char* kOptions = "mezzo::optim::SGDOptions";
   static constexpr bool kLibtorchCounts = false;
@@ -68,9 +68,9 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true
                 "SGD: nesterov is set with momentum ", options.momentum(), " and dampening ",
                 options.dampening(), "; it needs a positive momentum and a dampening of 0");
     numbers.lr = options.lr();
-    numbers.constants = SgdConstants{options.momentum(), options.dampening(),
-                                     options.weight_decay(), options.nesterov()};
-    numbers.is_variant = options.momentum() != 0;
+    numbers.functor_args = SgdHyperParams{options.momentum(), options.dampening(),
+                                          options.weight_decay(), options.nesterov()};
+    numbers.has_extra_moment = options.momentum() != 0;
     // Without dampening a buffer of zeros becomes the first gradient by itself.
     numbers.begins_as_gradient = options.momentum() != 0 && options.dampening() != 0;
     // ATen's kernel is given a buffer of zeros at the first step. Told of a first step, it would
@@ -81,14 +81,14 @@ struct SgdTraits : OptimizerTraits<OptionsT, State, SgdRule<false>, SgdRule<true
   }
 
   static void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
-                        const AtenVerdict& verdict) {
-    const auto own = numbers.constants.as<SgdConstants>();
-    const at::Tensor lr = verdict.lr_factor ? *verdict.lr_factor * numbers.lr
-                                            : at::scalar_tensor(numbers.lr, at::kDouble);
+                        const AtenVerdict& amp_args) {
+    const auto own = numbers.functor_args.as<SgdHyperParams>();
+    const at::Tensor lr = amp_args.lr_factor ? *amp_args.lr_factor * numbers.lr
+                                             : at::scalar_tensor(numbers.lr, at::kDouble);
     at::_fused_sgd_(lists.parameters, lists.gradients, lists.moments[0], own.weight_decay,
                     own.momentum, lr, own.dampening, own.nesterov,
-                    /*maximize=*/false, /*is_first_step=*/false, verdict.grad_scale,
-                    verdict.found_inf);
+                    /*maximize=*/false, /*is_first_step=*/false, amp_args.grad_scale,
+                    amp_args.found_inf);
   }
 };
 

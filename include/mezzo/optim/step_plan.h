@@ -4,7 +4,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/step_args.h>
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -19,8 +19,8 @@ namespace detail {
 struct GroupNumbers {
   double lr = 0;
   bool follows_table = false;       ///< the device multiplies `lr` by a schedule's factor
-  StepNumbers constants{};          ///< the rule's own numbers
-  bool is_variant = false;          ///< takes the rule's other loop: amsgrad, momentum
+  FunctorArgs functor_args{};       ///< the rule's own numbers
+  bool has_extra_moment = false;    ///< takes the rule's other loop: amsgrad, momentum
   int moments = 0;                  ///< how many; none for SGD without momentum
   bool begins_as_gradient = false;  ///< with dampening, the first buffer is the first gradient
   const char* missing_in_aten = nullptr;  ///< why ATen's kernels cannot step this group
@@ -49,7 +49,7 @@ struct StepPlan {
   /// A parameter with a gradient. Every optimizer sets `storage` (`fp32_master` in a
   /// MasterWeights); mezzo's own also set group, number and the addresses that there are before the
   /// step. Between `plan` and `apply` they stay as they are.
-  struct Row : detail::StepRow {
+  struct Row : detail::ParamArgs {
     const at::Tensor* parameter = nullptr;  ///< in the groups of the optimizer
     at::Tensor gradient{};                  ///< of the parameter, dense
     /// The optimizer's state of the parameter; null where there is none yet.

@@ -202,7 +202,7 @@ class GradScaler {
   State& get_state(const torch::optim::Optimizer& optimizer);
   State& get_state_to_step(const torch::optim::Optimizer& optimizer);
   void check_scaled(const torch::optim::Optimizer& optimizer, const StepPlan& plan) const;
-  void merge_found_inf(State& state, Verdict& verdict) const;
+  void merge_found_inf(State& state, GradStats& stats) const;
   void mark_cleared_grads();
   void unscale_grads(AnyOptimizer optimizer, State& state);
   StepResult step_fused(optim::FusedOptimizer& fused, const StepOptions& options);

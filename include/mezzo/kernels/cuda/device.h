@@ -3,13 +3,13 @@
 /// __syncthreads_or, __shfl_down_sync with a full mask, __launch_bounds__, and the macros and host
 /// functions below. No atomics, no cooperative groups, and no dynamically sized shared memory. A
 /// host can therefore run the kernels: tests compile them with the host's compiler, and the header
-/// MEZZO_DEVICE_ON_HOST implements this part for a CPU.
+/// MEZZO_CUDA_EMULATION implements this part for a CPU.
 #pragma once
 
 #include <mezzo/base/version.h>
 
-#ifdef MEZZO_DEVICE_ON_HOST
-#include MEZZO_DEVICE_ON_HOST
+#ifdef MEZZO_CUDA_EMULATION
+#include MEZZO_CUDA_EMULATION
 #else
 
 #include <c10/core/Device.h>
@@ -24,7 +24,7 @@
 #include <cstdint>
 
 /// Marks a kernel parameter that is too large for each thread to copy.
-#define MEZZO_ARGUMENT(Type) const __grid_constant__ Type
+#define MEZZO_GRID_CONSTANT(Type) const __grid_constant__ Type
 
 /// Unrolls the loop that follows, so that its arrays stay in registers.
 #define MEZZO_UNROLL _Pragma("unroll")
@@ -42,7 +42,7 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
 /// Returns whether mezzo's kernels serve tensors of `device`.
-inline bool serves(c10::Device device) { return device.is_cuda(); }
+inline bool supports(c10::Device device) { return device.is_cuda(); }
 /// Returns whether work on `device` can be captured into a graph.
 inline bool has_captures(c10::Device device) { return device.is_cuda(); }
 
@@ -69,20 +69,20 @@ inline uint64_t capture_id() {
 }
 
 /// Sets this thread's capture mode, and returns the mode before.
-inline int set_capture_mode(int mode) {
+inline int exchange_thread_capture_mode(int mode) {
   auto exchanged = static_cast<cudaStreamCaptureMode>(mode);
   C10_CUDA_CHECK(cudaThreadExchangeStreamCaptureMode(&exchanged));
   return static_cast<int>(exchanged);
 }
 
 /// Lets this thread call what a capture forbids by default, such as allocations.
-struct InCaptureToo {
+struct RelaxedCaptureModeGuard {
   c10::cuda::CUDAStreamCaptureModeGuard guard{cudaStreamCaptureModeRelaxed};
 };
 
 /// Returns the address that kernels use for pinned memory of the host.
-inline void* address_on_device(void* pinned) {
-  const InCaptureToo allowed;
+inline void* device_address(void* pinned) {
+  const RelaxedCaptureModeGuard allowed;
   void* address = nullptr;
   C10_CUDA_CHECK(cudaHostGetDevicePointer(&address, pinned, 0));
   return address;

@@ -6,30 +6,30 @@
 
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
-#include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/launch_table.h>
+#include <mezzo/kernels/grad_stats_partial.h>
+#include <mezzo/kernels/multi_tensor_metadata.h>
 
 #include <cstdint>
 
 namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail::cuda {
 
-inline constexpr int kGradientThreads = 512;
-inline constexpr int kFinishThreads = 1024;
+inline constexpr int kGradThreads = 512;
+inline constexpr int kMergeThreads = 1024;
 
 /// Elements that one block reads: eight packs of 16 bytes for each thread.
 template <class Element>
-inline constexpr int kGradientBlock = kGradientThreads * 16 * 8 / int{sizeof(Element)};
+inline constexpr int kGradElementsPerBlock = kGradThreads * 16 * 8 / int{sizeof(Element)};
 
 /// The number of packs that a thread reads at once.
-inline constexpr int kPacksAtOnce = 4;
+inline constexpr int kUnroll = 4;
 
 /// The largest number of elements whose squares are summed in float.
-inline constexpr int kSquaresInFloat = kPacksAtOnce * GradientPack<uint16_t>::kSize;
+inline constexpr int kMaxFloat32Squares = kUnroll * GradientPack<uint16_t>::kSize;
 
 /// Returns whether a float sum of squares of finite numbers is accurate: nothing overflowed, and
 /// the squares below 2^-126 lost less than the rounding of the rest.
-__device__ inline bool is_exact_enough(float sum) { return sum >= 0x1p-102F && sum <= 0x1p127F; }
+__device__ inline bool is_accurate(float sum) { return sum >= 0x1p-102F && sum <= 0x1p127F; }
 
 /// Adds the squares of `values`. They are summed in float, within gamma(n) = n u / (1 - n u) of
 /// their sum, u = 2^-24; or in double if float is too narrow (inf, NaN, very large and very small
@@ -38,8 +38,8 @@ template <int kCount>
 __device__ void add_squares(const float (&values)[kCount], double& sum) {
   float own = 0;
   MEZZO_UNROLL
-  for (int i = 0; i < kCount; ++i) ScalarLanes<float>::fma(values[i], values[i], own, own);
-  if (is_exact_enough(own)) {
+  for (int i = 0; i < kCount; ++i) ScalarVec<float>::fma(values[i], values[i], own, own);
+  if (is_accurate(own)) {
     sum += static_cast<double>(own);
     return;
   }
@@ -88,16 +88,15 @@ struct PackedSlice {
 /// Calls `visit` on this thread's share of a slice: with arrays of packs, and with each element
 /// outside of packs.
 template <class Stored, class Visit>
-__device__ void visit_share(const PackedSlice<Stored>& slice, int thread, int threads,
-                            Visit& visit) {
+__device__ void for_each_of_thread(const PackedSlice<Stored>& slice, int thread, int threads,
+                                   Visit& visit) {
   using Pack = GradientPack<Stored>;
   const Pack* const pack = slice.pack();
   int64_t i = thread;
-  for (; i + int64_t{kPacksAtOnce - 1} * threads < slice.packs;
-       i += int64_t{kPacksAtOnce} * threads) {
-    Pack values[kPacksAtOnce];
+  for (; i + int64_t{kUnroll - 1} * threads < slice.packs; i += int64_t{kUnroll} * threads) {
+    Pack values[kUnroll];
     MEZZO_UNROLL
-    for (int k = 0; k < kPacksAtOnce; ++k) values[k] = pack[i + int64_t{k} * threads];
+    for (int k = 0; k < kUnroll; ++k) values[k] = pack[i + int64_t{k} * threads];
     visit(values);
   }
   for (; i < slice.packs; i += threads) {
@@ -109,7 +108,7 @@ __device__ void visit_share(const PackedSlice<Stored>& slice, int thread, int th
 
 /// A thread's partial result.
 template <class Element>
-class SummaryShare {
+class ThreadGradStats {
  public:
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
@@ -117,95 +116,95 @@ class SummaryShare {
 
   template <int kPacks>
   __device__ void operator()(const Pack (&packs)[kPacks]) {
-    typename Format::Value values[kPacks * Pack::kSize];
+    typename Format::opmath_t values[kPacks * Pack::kSize];
     MEZZO_UNROLL
     for (int i = 0; i < kPacks * Pack::kSize; ++i) {
       const typename Format::Bits bits = packs[i / Pack::kSize].element[i % Pack::kSize];
-      Format::widen(bits, values[i]);
+      Format::to_opmath(bits, values[i]);
       keep_larger_magnitude<Format>(bits, largest_);
     }
-    add_squares(values, sum_of_squares_);
+    add_squares(values, norm_sq_);
   }
   __device__ void operator()(Stored stored) {
     const typename Format::Bits bits = stored;
-    typename Format::Value value;
-    Format::widen(bits, value);
-    add_square(value, sum_of_squares_);
+    typename Format::opmath_t value;
+    Format::to_opmath(bits, value);
+    add_square(value, norm_sq_);
     keep_larger_magnitude<Format>(bits, largest_);
   }
-  __device__ GradientPartial partial() const {
-    GradientPartial result;
-    result.sum_of_squares = sum_of_squares_;
+  __device__ PartialGradStats partial() const {
+    PartialGradStats result;
+    result.norm_sq = norm_sq_;
     set_largest<Format>(largest_, result);
     return result;
   }
 
  private:
-  double sum_of_squares_ = 0;
+  double norm_sq_ = 0;
   typename Format::Bits largest_ = 0;
 };
 
 /// Returns the partial result of the lane `lanes` further on.
-__device__ inline GradientPartial shuffle_down(const GradientPartial& partial, int lanes) {
+__device__ inline PartialGradStats shuffle_down(const PartialGradStats& partial, int lanes) {
   constexpr unsigned kAll = 0xFFFFFFFFU;
   const auto max_double = static_cast<unsigned long long>(partial.max_double);
-  return {__shfl_down_sync(kAll, partial.sum_of_squares, lanes),
-          __shfl_down_sync(kAll, max_double, lanes),
+  return {__shfl_down_sync(kAll, partial.norm_sq, lanes), __shfl_down_sync(kAll, max_double, lanes),
           __shfl_down_sync(kAll, partial.max_float, lanes)};
 }
 
 /// Merges the block's partial results; thread 0 gets the result.
 template <int kThreads>
-__device__ GradientPartial merge_block(GradientPartial partial) {
+__device__ PartialGradStats merge_block(PartialGradStats partial) {
   constexpr int kWarps = kThreads / 32;
-  using OfWarps = GradientPartial[kWarps];
-  MEZZO_SHARED(OfWarps, of_warp);
+  using WarpPartials = PartialGradStats[kWarps];
+  MEZZO_SHARED(WarpPartials, warp_partials);
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = partial;
+  if (threadIdx.x % 32 == 0) warp_partials[threadIdx.x / 32] = partial;
   __syncthreads();
   if (threadIdx.x >= 32) return partial;
-  partial = threadIdx.x < kWarps ? of_warp[threadIdx.x] : GradientPartial();
+  partial = threadIdx.x < kWarps ? warp_partials[threadIdx.x] : PartialGradStats();
   for (int lanes = 16; lanes > 0; lanes /= 2) partial.merge(shuffle_down(partial, lanes));
   return partial;
 }
 
 template <class Element>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
-    summary_kernel(MEZZO_ARGUMENT(GradientTable) table, GradientPartial* partials) {
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradThreads)
+    grad_stats_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) table, PartialGradStats* partials) {
   using Stored = typename FloatFormat<Element>::Stored;
-  const auto slice = table.slice_of(blockIdx.x);
-  SummaryShare<Element> share;
-  visit_share(PackedSlice<Stored>(slice.data, slice.begin, slice.end),
-              static_cast<int>(threadIdx.x), kGradientThreads, share);
-  const GradientPartial merged = merge_block<kGradientThreads>(share.partial());
-  if (threadIdx.x == 0) partials[slice.first_partial + slice.own_block] = merged;
+  const auto slice = table.get_chunk(blockIdx.x);
+  ThreadGradStats<Element> share;
+  for_each_of_thread(PackedSlice<Stored>(slice.data, slice.begin, slice.end),
+                     static_cast<int>(threadIdx.x), kGradThreads, share);
+  const PartialGradStats merged = merge_block<kGradThreads>(share.partial());
+  if (threadIdx.x == 0) partials[slice.first_partial + slice.chunk_in_tensor] = merged;
 }
 
 /// Merges the partial results of all blocks. Runs as one block.
 template <int kThreads>
 __attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kThreads)
-    finish_summary_kernel(const GradientPartial* partials, int64_t count, const float* inv_scale,
-                          float* found_inf, double* sum_of_squares, double* max_abs) {
-  GradientPartial own;
+    merge_grad_stats_kernel(const PartialGradStats* partials, int64_t count, const float* inv_scale,
+                            float* found_inf, double* norm_sq, double* max_abs) {
+  PartialGradStats own;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) own.merge(partials[i]);
-  const GradientPartial total = merge_block<kThreads>(own);
+  const PartialGradStats total = merge_block<kThreads>(own);
   if (threadIdx.x != 0) return;
-  const FinishedSummary finished(total, *inv_scale);
+  const FinalGradStats finished(total, *inv_scale);
   *found_inf = finished.found_inf ? 1.0F : 0.0F;
-  *sum_of_squares = finished.sum_of_squares;
+  *norm_sq = finished.norm_sq;
   *max_abs = finished.max_abs;
 }
 
 /// Unscales and checks, in packs, but for the ends of a slice.
 template <class Element>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradientThreads)
-    unscale_kernel(MEZZO_ARGUMENT(GradientTable) table, const float* inv_scale, float* found_inf) {
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kGradThreads)
+    unscale_kernel(MEZZO_GRID_CONSTANT(GradListMetadata) table, const float* inv_scale,
+                   float* found_inf) {
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  const auto slice = table.slice_of(blockIdx.x);
+  const auto slice = table.get_chunk(blockIdx.x);
   const PackedSlice<Stored> packed(slice.data, slice.begin, slice.end);
-  const UnscaleElement<Format, typename Format::Value> multiply{
-      static_cast<typename Format::Value>(*inv_scale)};
+  const UnscaleFunctor<Format, typename Format::opmath_t> multiply{
+      static_cast<typename Format::opmath_t>(*inv_scale)};
   uint32_t nonfinite = 0;
   const auto unscale = [&](Stored& stored) {
     typename Format::Bits bits = stored;

@@ -6,8 +6,8 @@
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/cuda/device.h>
 #include <mezzo/kernels/float_format.h>
-#include <mezzo/kernels/launch_table.h>
-#include <mezzo/kernels/optimizer_step_body.h>
+#include <mezzo/kernels/multi_tensor_metadata.h>
+#include <mezzo/kernels/step_functor.h>
 
 #include <cstdint>
 
@@ -17,12 +17,12 @@ namespace detail::cuda {
 inline constexpr int kStepThreads = 256;
 /// Blocks that a multiprocessor has room for. Without this number nvcc aims at more blocks, gives
 /// threads fewer registers, and spills the rest to memory.
-inline constexpr int kStepBlocks = 2;
-inline constexpr int kStepBlock = kStepThreads * 32;
+inline constexpr int kStepMinBlocksPerSm = 2;
+inline constexpr int kStepElementsPerBlock = kStepThreads * 32;
 
 /// Elements that a thread reads of each stream at once: 16 bytes of a float or 16-bit parameter.
 template <class Stored>
-inline constexpr int kStepPack = sizeof(Stored) == 2 ? 8 : 4;
+inline constexpr int kStepVectorSize = sizeof(Stored) == 2 ? 8 : 4;
 
 template <class Stored, int kSize>
 struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPack {
@@ -31,14 +31,14 @@ struct alignas(sizeof(Stored) * kSize < 16 ? sizeof(Stored) * kSize : 16) StepPa
 
 /// Reads elements at an address that a pack of them may have.
 template <class Stored, class Bits, int kSize>
-__device__ void load_pack(const Stored* from, Bits (&bits)[kSize]) {
+__device__ void load_vector(const Stored* from, Bits (&bits)[kSize]) {
   const auto pack = *reinterpret_cast<const StepPack<Stored, kSize>*>(from);
   MEZZO_UNROLL
   for (int i = 0; i < kSize; ++i) bits[i] = pack.element[i];
 }
 
 template <class Stored, class Bits, int kSize>
-__device__ void store_pack(const Bits (&bits)[kSize], Stored* to) {
+__device__ void store_vector(const Bits (&bits)[kSize], Stored* to) {
   StepPack<Stored, kSize> pack;
   MEZZO_UNROLL
   for (int i = 0; i < kSize; ++i) pack.element[i] = static_cast<Stored>(bits[i]);
@@ -46,7 +46,7 @@ __device__ void store_pack(const Bits (&bits)[kSize], Stored* to) {
 }
 
 /// Returns the number of elements before the first at an address that a pack may have.
-__device__ inline int elements_before_packs(const void* data, int bytes, int pack) {
+__device__ inline int elements_before_vectors(const void* data, int bytes, int pack) {
   const int alignment = bytes * pack < 16 ? bytes * pack : 16;
   const auto beyond = static_cast<int>(reinterpret_cast<uintptr_t>(data) % alignment);
   return beyond == 0 ? 0 : (alignment - beyond) / bytes;
@@ -94,8 +94,8 @@ struct StepGradient {
     }
   }
 
-  __device__ int elements_before_packs(int pack) const {
-    return cuda::elements_before_packs(data, bytes_of(dtype), pack);
+  __device__ int elements_before_vectors(int pack) const {
+    return cuda::elements_before_vectors(data, bytes_of(dtype), pack);
   }
   __device__ void advance(int64_t by) { data += by * bytes_of(dtype); }
 
@@ -106,35 +106,35 @@ struct StepGradient {
     const auto* const from = reinterpret_cast<const typename Format::Stored*>(data);
     typename Format::Bits bits[kSize];
     if (is_aligned) {
-      load_pack(from, bits);
+      load_vector(from, bits);
     } else {
       MEZZO_UNROLL
       for (int i = 0; i < kSize; ++i) bits[i] = from[i];
     }
     MEZZO_UNROLL
     for (int i = 0; i < kSize; ++i) {
-      typename Format::Value value;
-      Format::widen(bits[i], value);
+      typename Format::opmath_t value;
+      Format::to_opmath(bits[i], value);
       values[i] = static_cast<Scalar>(value);
     }
   }
 };
 
-/// Calls `visit.operator()<kPack>(streams, at)` for each of this thread's packs of a slice of
+/// Calls `visit.operator()<kVectorSize>(streams, at)` for each of this thread's packs of a slice of
 /// `count` elements, the first of which begins after `head` elements, and `visit.operator()<1>` for
 /// each of its elements outside of packs. The streams that `visit` gets begin at element `at`.
-template <int kPack, class Streams, class Visit>
-__device__ void visit_slice(const Streams& streams, int head, int count, const Visit& visit) {
-  constexpr int kStride = kStepThreads * kPack;
+template <int kVectorSize, class Streams, class Visit>
+__device__ void for_each_in_chunk(const Streams& streams, int head, int count, const Visit& visit) {
+  constexpr int kStride = kStepThreads * kVectorSize;
   const int before = head < count ? head : count;
-  const int packed = (count - before) / kPack * kPack;
+  const int packed = (count - before) / kVectorSize * kVectorSize;
   const auto thread = static_cast<int>(threadIdx.x);
   Streams here = streams;  // pointers advance: an index would cost instructions for each stream
-  here.advance(before + thread * kPack);
+  here.advance(before + thread * kVectorSize);
   // Not unrolled: a pack is enough work for one turn, and copies of it compile slowly.
   MEZZO_NO_UNROLL
-  for (int at = thread * kPack; at < packed; at += kStride) {
-    visit.template operator()<kPack>(here, before + at);
+  for (int at = thread * kVectorSize; at < packed; at += kStride) {
+    visit.template operator()<kVectorSize>(here, before + at);
     here.advance(kStride);
   }
   MEZZO_NO_UNROLL
@@ -147,31 +147,32 @@ __device__ void visit_slice(const Streams& streams, int head, int count, const V
 }
 
 /// The streams of one slice, typed.
-template <class Rule, class Weights>
-struct StepStreams {
-  using Lanes = ScalarLanes<typename Weights::Parameter>;
-  using Scalar = typename Lanes::Value;
-  using Body = StepBody<Rule, Weights, Lanes>;
-  using Stored = typename Lanes::Stored;
-  using StoredMoment = typename FloatFormat<typename Weights::Moment>::Stored;
-  static constexpr int kPack = kStepPack<Stored>;
-  static constexpr unsigned kMoments = Rule::kMoments;
+template <class Functor, class WeightFormat>
+struct ParamArrays {
+  using Vec = ScalarVec<typename WeightFormat::Parameter>;
+  using Scalar = typename Vec::Value;
+  using Body = StepFunctor<Functor, WeightFormat, Vec>;
+  using Stored = typename Vec::Stored;
+  using StoredMoment = typename FloatFormat<typename WeightFormat::Moment>::Stored;
+  static constexpr int kVectorSize = kStepVectorSize<Stored>;
+  static constexpr unsigned kNumMoments = Functor::kNumMoments;
 
   Stored* parameter;
-  StoredMoment* moments[kMoments > 0 ? kMoments : 1];
-  uint16_t* low_half_or_copy;
-  bool has_low_half_or_copy;  // as a flag: advanced, null would not be null
+  StoredMoment* moments[kNumMoments > 0 ? kNumMoments : 1];
+  uint16_t* low_bits_or_model_param;
+  bool has_low_bits_or_model_param;  // as a flag: advanced, null would not be null
   StepGradient<Scalar> gradient;
 
-  __device__ explicit StepStreams(const StepTable::Slice& slice)
-      : parameter(static_cast<Stored*>(slice.span.parameter)),
+  __device__ explicit ParamArrays(const ParamListMetadata::Chunk& slice)
+      : parameter(static_cast<Stored*>(slice.pointers.parameter)),
         moments{},
-        low_half_or_copy(static_cast<uint16_t*>(slice.span.low_half_or_copy)),
-        has_low_half_or_copy(Body::kIsSplit || (Body::kMayCopy && low_half_or_copy != nullptr)),
-        gradient{static_cast<char*>(slice.span.gradient), slice.gradient_dtype} {
+        low_bits_or_model_param(static_cast<uint16_t*>(slice.pointers.low_bits_or_model_param)),
+        has_low_bits_or_model_param(
+            Body::kIsSplit || (Body::kMayHaveModelParam && low_bits_or_model_param != nullptr)),
+        gradient{static_cast<char*>(slice.pointers.gradient), slice.gradient_dtype} {
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) {
-      moments[k] = static_cast<StoredMoment*>(slice.span.moments[k]);
+    for (unsigned k = 0; k != kNumMoments; ++k) {
+      moments[k] = static_cast<StoredMoment*>(slice.pointers.moments[k]);
     }
     advance(slice.begin);
   }
@@ -179,51 +180,55 @@ struct StepStreams {
   __device__ void advance(int64_t by) {
     parameter += by;
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) moments[k] += by;
-    if (has_low_half_or_copy) low_half_or_copy += by;
+    for (unsigned k = 0; k != kNumMoments; ++k) moments[k] += by;
+    if (has_low_bits_or_model_param) low_bits_or_model_param += by;
     gradient.advance(by);
   }
 
   /// Returns the number of elements before the first pack, and marks a gradient whose packs are
   /// elsewhere. If any other stream's are, no element is in a pack.
   __device__ int align(int count) {
-    const int head = elements_before_packs(parameter, sizeof(Stored), kPack);
-    StepStreams first = *this;
+    const int head = elements_before_vectors(parameter, sizeof(Stored), kVectorSize);
+    ParamArrays first = *this;
     first.advance(head);
-    gradient.is_aligned = first.gradient.elements_before_packs(kPack) == 0;
-    bool agree =
-        !has_low_half_or_copy || elements_before_packs(first.low_half_or_copy, 2, kPack) == 0;
+    gradient.is_aligned = first.gradient.elements_before_vectors(kVectorSize) == 0;
+    bool agree = !has_low_bits_or_model_param ||
+                 elements_before_vectors(first.low_bits_or_model_param, 2, kVectorSize) == 0;
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) {
-      agree = agree && elements_before_packs(first.moments[k], sizeof(StoredMoment), kPack) == 0;
+    for (unsigned k = 0; k != kNumMoments; ++k) {
+      agree = agree &&
+              elements_before_vectors(first.moments[k], sizeof(StoredMoment), kVectorSize) == 0;
     }
     return agree ? head : count;
   }
 
   /// Steps the first `kSize` elements, which have numbers from `number` on in the parameter.
   template <int kSize>
-  __device__ void step(const Body& body, bool clears, uint32_t number, const RandomKey& key) const {
-    typename Body::template Places<kSize> places;
-    places.has_low_half_or_copy = has_low_half_or_copy;
-    gradient.load(places.gradient);
-    if (clears) gradient.template clear<kSize>();
-    load_pack(parameter, places.parameter);
+  __device__ void step(const Body& body, bool zeroes_grad, uint32_t number,
+                       const RandomKey& key) const {
+    typename Body::template Elements<kSize> elements;
+    elements.has_low_bits_or_model_param = has_low_bits_or_model_param;
+    gradient.load(elements.gradient);
+    if (zeroes_grad) gradient.template clear<kSize>();
+    load_vector(parameter, elements.parameter);
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) load_pack(moments[k], places.moments[k]);
-    if (has_low_half_or_copy) load_pack(low_half_or_copy, places.low_half_or_copy);
-    typename Lanes::Bits seeds[kSize];
+    for (unsigned k = 0; k != kNumMoments; ++k) load_vector(moments[k], elements.moments[k]);
+    if (has_low_bits_or_model_param)
+      load_vector(low_bits_or_model_param, elements.low_bits_or_model_param);
+    typename Vec::Bits seeds[kSize];
     MEZZO_UNROLL
     for (int i = 0; i < kSize; ++i) seeds[i] = (number + static_cast<uint32_t>(i)) ^ key;
-    body(places, seeds);
-    store_pack(places.parameter, parameter);
+    body(elements, seeds);
+    store_vector(elements.parameter, parameter);
     MEZZO_UNROLL
-    for (unsigned k = 0; k != kMoments; ++k) store_pack(places.moments[k], moments[k]);
-    if (has_low_half_or_copy) store_pack(places.low_half_or_copy, low_half_or_copy);
+    for (unsigned k = 0; k != kNumMoments; ++k) store_vector(elements.moments[k], moments[k]);
+    if (has_low_bits_or_model_param)
+      store_vector(elements.low_bits_or_model_param, low_bits_or_model_param);
   }
 
   __device__ void clear_gradients(int count) const {
-    const int head = gradient.elements_before_packs(kPack);
-    visit_slice<kPack>(
+    const int head = gradient.elements_before_vectors(kVectorSize);
+    for_each_in_chunk<kVectorSize>(
         gradient, head, count,
         [&]<int kSize>(const StepGradient<Scalar>& here, int) { here.template clear<kSize>(); });
   }
@@ -231,7 +236,7 @@ struct StepStreams {
 
 /// The numbers that all threads of a block need.
 template <class Body>
-struct BlockStep {
+struct BlockContext {
   Body body;
   RandomKey key;
 };
@@ -239,52 +244,57 @@ struct BlockStep {
 /// Returns the numbers of a block's slice to each of its threads. Thread 0 computes them, in double
 /// and hundreds of cycles; the body rounds them to the dtype of its arithmetic. All elements of a
 /// slice have one random key: 2^32 is a multiple of a block's elements.
-template <class Constants, class Body>
-__device__ BlockStep<Body> block_step(const StepTable& table, const StepTable::Slice& slice,
-                                      const StepInputs& inputs) {
-  static_assert((int64_t{1} << 32) % kStepBlock == 0);
-  MEZZO_SHARED(BlockStep<Body>, of_block);
+template <class HyperParams, class Body>
+__device__ BlockContext<Body> make_block_context(const ParamListMetadata& table,
+                                                 const ParamListMetadata::Chunk& slice,
+                                                 const DeviceStepArgs& step_args) {
+  static_assert((int64_t{1} << 32) % kStepElementsPerBlock == 0);
+  MEZZO_SHARED(BlockContext<Body>, shared_context);
   if (threadIdx.x == 0) {
-    const StepGroup& group = table.group(slice.group);
-    const int64_t step = slice.count == nullptr ? 1 : static_cast<int64_t>(*slice.count) + 1;
-    StepUse use{.copies_half = slice.copies_half};
-    const bool clips = inputs.sum_of_squares != nullptr;
-    use.multipliers =
-        grad_multipliers(inputs.inv_scale != nullptr ? static_cast<double>(*inputs.inv_scale) : 1.0,
-                         clips ? clip_coefficient(*inputs.sum_of_squares, inputs.max_norm) : 1.0);
-    const auto constants = group.constants.as<Constants>();
-    of_block = {Body(constants.at(group.lr * inputs.lr_factor(), step), use),
-                random_key(group.seed, static_cast<uint64_t>(step), slice.number,
-                           static_cast<uint64_t>(slice.begin >> 32))};
+    const DeviceGroupArgs& group = table.group(slice.group);
+    const int64_t step =
+        slice.state_step == nullptr ? 1 : static_cast<int64_t>(*slice.state_step) + 1;
+    StepArgs use{.model_param_is_fp16 = slice.model_param_is_fp16};
+    const bool has_max_norm = step_args.norm_sq != nullptr;
+    use.multipliers = grad_multipliers(
+        step_args.inv_scale != nullptr ? static_cast<double>(*step_args.inv_scale) : 1.0,
+        has_max_norm ? clip_coefficient(*step_args.norm_sq, step_args.max_norm) : 1.0);
+    const auto hyper_params = group.functor_args.as<HyperParams>();
+    shared_context = {Body(hyper_params.coefficients(group.lr * step_args.lr_factor(), step), use),
+                      random_key(group.seed, static_cast<uint64_t>(step), slice.param_index,
+                                 static_cast<uint64_t>(slice.begin >> 32))};
   }
   __syncthreads();
-  return of_block;  // in registers, which no store can change
+  return shared_context;  // in registers, which no store can change
 }
 
-template <class Parameter, class Rule, class Weights>
-__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads, kStepBlocks)
-    optimizer_step_kernel(MEZZO_ARGUMENT(StepTable) table, const StepInputs inputs) {
-  using Streams = StepStreams<Rule, Weights>;
-  const StepTable::Slice slice = table.slice_of(blockIdx.x);
+template <class Parameter, class Functor, class WeightFormat>
+__attribute__((visibility("hidden"))) __global__ void __launch_bounds__(kStepThreads,
+                                                                        kStepMinBlocksPerSm)
+    optimizer_step_kernel(MEZZO_GRID_CONSTANT(ParamListMetadata) table,
+                          const DeviceStepArgs step_args) {
+  using Streams = ParamArrays<Functor, WeightFormat>;
+  const ParamListMetadata::Chunk slice = table.get_chunk(blockIdx.x);
   Streams streams(slice);
   const auto count = static_cast<int>(slice.end - slice.begin);
-  if (inputs.found_inf != nullptr && *inputs.found_inf != 0.0F) {
-    if (inputs.clear) streams.clear_gradients(count);
+  if (step_args.found_inf != nullptr && *step_args.found_inf != 0.0F) {
+    if (step_args.zero_grad) streams.clear_gradients(count);
     return;
   }
-  const auto own =
-      block_step<typename Rule::Constants, typename Streams::Body>(table, slice, inputs);
+  const auto own = make_block_context<typename Functor::HyperParams, typename Streams::Body>(
+      table, slice, step_args);
   const int head = streams.align(count);
-  visit_slice<Streams::kPack>(streams, head, count, [&]<int kSize>(const Streams& here, int at) {
-    here.template step<kSize>(own.body, inputs.clear, static_cast<uint32_t>(slice.begin + at),
-                              own.key);
-  });
+  for_each_in_chunk<Streams::kVectorSize>(
+      streams, head, count, [&]<int kSize>(const Streams& here, int at) {
+        here.template step<kSize>(own.body, step_args.zero_grad,
+                                  static_cast<uint32_t>(slice.begin + at), own.key);
+      });
 }
 
-/// Counts a step, in a launch after the step, whose blocks all read the counters. Static, as every
-/// kernel that is no template: several objects of one program may hold it.
-static __global__ void count_steps_kernel(MEZZO_ARGUMENT(CounterTable) table,
-                                          const float* found_inf) {
+/// Counts a step, in a launch after the step, whose blocks all read the state_steps. Static, as
+/// every kernel that is no template: several objects of one program may hold it.
+static __global__ void increment_state_steps_kernel(MEZZO_GRID_CONSTANT(StateStepsMetadata) table,
+                                                    const float* found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0F) return;
   for (int i = static_cast<int>(threadIdx.x); i < table.size; i += static_cast<int>(blockDim.x)) {
     *table.counter[i] += 1.0F;

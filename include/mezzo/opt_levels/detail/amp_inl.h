@@ -235,7 +235,7 @@ inline void propagate_found_inf(const std::vector<const torch::optim::Optimizer*
       if (first.numel() == 0) continue;
       while (first.dim() > 0) first = first.select(0, 0);
       for (const at::Tensor& one : found) {
-        const at::Tensor is_bad = on_device(one, first.device()).ne(0);
+        const at::Tensor is_bad = to_device(one, first.device()).ne(0);
         const double nan = std::numeric_limits<double>::quiet_NaN();
         first.copy_(at::where(is_bad, at::full_like(first, nan), first));
       }

@@ -99,7 +99,7 @@ class StepCount {
   const at::Tensor& on_device() const {
     if (on_device_->defined() && *on_host_ != kDeviceCounts) {
       check_steps(*on_host_);
-      check_is_warm(on_device_->device(), "a number of steps");
+      check_not_capturing(on_device_->device(), "a number of steps");
       const c10::NoGradGuard no_grad;
       on_device_->fill_(*on_host_);
       *on_host_ = kDeviceCounts;
@@ -122,7 +122,7 @@ inline std::vector<at::Tensor> counts_on(at::Device device, const std::vector<St
     values.push_back(static_cast<float>(count.value()));
   }
   if (!newcomers.empty()) {
-    check_is_warm(device, "a number of steps");
+    check_not_capturing(device, "a number of steps");
     const NoGradInferenceGuard no_graph;  // plain tensors, also in a step of inference tensors
     const at::Tensor together = at::tensor(values).to(device);
     for (std::size_t i = 0; i < newcomers.size(); ++i) {

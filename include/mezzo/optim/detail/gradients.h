@@ -3,7 +3,7 @@
 #include <mezzo/base/detail/describe.h>
 #include <mezzo/base/detail/low_precision.h>
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/step_plan.h>
 
@@ -127,33 +127,33 @@ void for_each_device(std::span<const at::Tensor> tensors, const Visit& visit) {
   }
 }
 
-/// Adds another device's verdict to `total`, on the device of `total`.
-inline void join(Verdict& total, const Verdict& more) {
+/// Adds another device's statistics to `total`, on the device of `total`.
+inline void join(GradStats& total, const GradStats& more) {
   const at::Device device = total.inv_scale.device();
-  total.found_inf = total.found_inf.add(on_device(more.found_inf, device));
-  total.sum_of_squares = total.sum_of_squares.add(on_device(more.sum_of_squares, device));
-  total.max_abs = at::maximum(total.max_abs, on_device(more.max_abs, device));
+  total.found_inf = total.found_inf.add(to_device(more.found_inf, device));
+  total.norm_sq = total.norm_sq.add(to_device(more.norm_sq, device));
+  total.max_abs = at::maximum(total.max_abs, to_device(more.max_abs, device));
 }
 
 /// Returns what the gradients are to be multiplied with; none if the step is skipped. Waits for the
-/// verdict's device.
-inline std::optional<GradMultipliers> grad_multipliers(const Verdict& verdict, double max_norm) {
-  if (!verdict.defined()) return GradMultipliers{};
-  if (verdict.found_inf.item<float>() != 0.0F) return std::nullopt;
-  const bool clips = verdict.sum_of_squares.defined();
-  return grad_multipliers(
-      verdict.inv_scale.item<double>(),
-      clips ? clip_coefficient(verdict.sum_of_squares.item<double>(), max_norm) : 1.0);
+/// device of `stats`.
+inline std::optional<GradMultipliers> grad_multipliers(const GradStats& stats, double max_norm) {
+  if (!stats.defined()) return GradMultipliers{};
+  if (stats.found_inf.item<float>() != 0.0F) return std::nullopt;
+  const bool clips = stats.norm_sq.defined();
+  return grad_multipliers(stats.inv_scale.item<double>(),
+                          clips ? clip_coefficient(stats.norm_sq.item<double>(), max_norm) : 1.0);
 }
 
 /// Reads dense gradients once; see FusedOptimizer::read. Those of one device should follow each
 /// other.
-inline Verdict read_gradients(std::span<const at::Tensor> gradients, const at::Tensor& inv_scale) {
-  if (gradients.empty()) return summarize_gradients({}, inv_scale);
-  Verdict all;
+inline GradStats read_gradients(std::span<const at::Tensor> gradients,
+                                const at::Tensor& inv_scale) {
+  if (gradients.empty()) return compute_grad_stats({}, inv_scale);
+  GradStats all;
   for_each_device(gradients, [&](std::span<const at::Tensor> here) {
-    const Verdict one = summarize_gradients(at::TensorList(here.data(), here.size()),
-                                            on_device(inv_scale, here.front().device()));
+    const GradStats one = compute_grad_stats(at::TensorList(here.data(), here.size()),
+                                             to_device(inv_scale, here.front().device()));
     if (all.defined()) {
       join(all, one);
     } else {
@@ -180,7 +180,7 @@ inline void clip_in_place(std::span<const at::Tensor> gradients, double norm, do
   if (coefficient >= 1) return;  // a NaN spreads, as from libtorch's clipping
   for_each_device(gradients, [&](std::span<const at::Tensor> here) {
     std::vector<at::Tensor> others;
-    for (const at::Tensor& gradient : each_once({here.begin(), here.end()})) {
+    for (const at::Tensor& gradient : unique_tensors({here.begin(), here.end()})) {
       if (gradient.scalar_type() != at::kDouble) {
         others.push_back(gradient);
       } else {

@@ -127,7 +127,7 @@ class LrFactors {
   /// Returns the table as doubles on `device`.
   const at::Tensor& on(at::Device device) {
     if (!on_device_.defined() || on_device_.device() != device) {
-      check_is_warm(device, "the table of lr factors");
+      check_not_capturing(device, "the table of lr factors");
       on_device_ = at::tensor(table_, at::kDouble).to(device);
     }
     return on_device_;

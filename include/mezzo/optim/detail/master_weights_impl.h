@@ -164,10 +164,10 @@ MEZZO_INLINE StepPlan MasterWeights::plan() {
   return plan;
 }
 
-MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const Verdict& verdict,
+MEZZO_INLINE void MasterWeights::apply(StepPlan plan, const GradStats& stats,
                                        const StepOptions& options) {
   const c10::NoGradGuard no_grad;
-  const auto multipliers = detail::grad_multipliers(verdict, options.max_norm);
+  const auto multipliers = detail::grad_multipliers(stats, options.max_norm);
   if (multipliers) {
     step_inner(plan, *multipliers);
     applied_steps_.count().set(applied_steps() + 1);

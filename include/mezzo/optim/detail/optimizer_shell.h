@@ -25,14 +25,14 @@ namespace detail {
 /// The common part of an optimizer's traits. `Own` derives from it and adds
 ///   kName, kOptions;
 ///   read(options, numbers), which checks options and takes the rule's numbers of a group;
-///   aten_step(numbers, lists, verdict), unless read sets numbers.missing_in_aten.
+///   aten_step(numbers, lists, amp_args), unless read sets numbers.missing_in_aten.
 /// Options are of libtorch's class where it has one.
-template <class OptionsT, class StateT, class RuleT, class VariantRuleT = RuleT>
+template <class OptionsT, class StateT, class FunctorT, class ExtraMomentFunctorT = FunctorT>
 struct OptimizerTraits {
   using Options = OptionsT;
   using State = StateT;
-  using Rule = RuleT;
-  using VariantRule = VariantRuleT;
+  using Functor = FunctorT;
+  using ExtraMomentFunctor = ExtraMomentFunctorT;
 
   /// Whether the files of libtorch's optimizer of this name hold counts of steps.
   static constexpr bool kLibtorchCounts = true;
@@ -52,7 +52,7 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
                           const Options& defaults = {},
                           const optim::WeightStorageOptions& weights = {})
       : StepEngine(groups, std::make_unique<Options>(defaults), weights, Traits::kName,
-                   Traits::Rule::kCudaRule) {
+                   Traits::Functor::kOptimizerKind) {
     (void)numbers_of(defaults);
     check_has_parameters(!groups.empty(), Traits::kName);
     for (std::size_t group = 0; group < param_groups_.size(); ++group) {
@@ -93,8 +93,9 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
     return numbers_of(
         options_as<Options>(param_groups_[group], group, Traits::kName, Traits::kOptions));
   }
-  StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const override {
-    return numbers.constants.as<typename Traits::Rule::Constants>().at(numbers.lr, step);
+  FunctorArgs coefficients(const GroupNumbers& numbers, int64_t step) const override {
+    return numbers.functor_args.as<typename Traits::Functor::HyperParams>().coefficients(numbers.lr,
+                                                                                         step);
   }
   std::unique_ptr<torch::optim::OptimizerParamState> new_state() const override {
     return std::make_unique<State>();
@@ -103,16 +104,17 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
     if (typeid(state) == typeid(State)) return &static_cast<State&>(state);  // a hot path
     return dynamic_cast<State*>(&state);
   }
-  StepLoop loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
-                    at::ScalarType dtype) const override {
-    return numbers.is_variant ? step_loop<typename Traits::VariantRule>(storage, dtype, best_isa())
-                              : step_loop<typename Traits::Rule>(storage, dtype, best_isa());
+  StepKernelFn loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
+                        at::ScalarType dtype) const override {
+    return numbers.has_extra_moment
+               ? get_step_kernel<typename Traits::ExtraMomentFunctor>(storage, dtype, best_isa())
+               : get_step_kernel<typename Traits::Functor>(storage, dtype, best_isa());
   }
   void aten_step([[maybe_unused]] const GroupNumbers& numbers,
                  [[maybe_unused]] const AtenLists& lists,
-                 [[maybe_unused]] const AtenVerdict& verdict) const override {
-    if constexpr (requires { Traits::aten_step(numbers, lists, verdict); }) {
-      Traits::aten_step(numbers, lists, verdict);
+                 [[maybe_unused]] const AtenVerdict& amp_args) const override {
+    if constexpr (requires { Traits::aten_step(numbers, lists, amp_args); }) {
+      Traits::aten_step(numbers, lists, amp_args);
     }
   }
 
@@ -128,9 +130,10 @@ class OptimizerShell : public StepEngine, public optim::ArchiveChecker {
   static GroupNumbers numbers_of(const Options& options) {
     GroupNumbers numbers;
     Traits::read(options, numbers);
-    using Rule = typename Traits::Rule;
-    using Variant = typename Traits::VariantRule;
-    numbers.moments = static_cast<int>(numbers.is_variant ? Variant::kMoments : Rule::kMoments);
+    using Functor = typename Traits::Functor;
+    using Variant = typename Traits::ExtraMomentFunctor;
+    numbers.moments =
+        static_cast<int>(numbers.has_extra_moment ? Variant::kNumMoments : Functor::kNumMoments);
     return numbers;
   }
 };

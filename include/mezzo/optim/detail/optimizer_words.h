@@ -232,7 +232,7 @@ inline void refuse_duplicates(const std::vector<at::Tensor>& all, const Optimize
                 "give it once");
     if (parameter.layout() == at::kStrided) strided.push_back(parameter);
   }
-  const auto shared = overlap_in(strided);
+  const auto shared = find_overlap(strided);
   TORCH_CHECK(!shared, optimizer, ": ", optimizer.parameter(shared->first), " and ",
               optimizer.parameter(shared->second),
               " share memory, which a step would change twice; give the tensor once that both are "

@@ -6,7 +6,7 @@
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/dense_memory.h>
 #include <mezzo/kernels/graph_capture.h>
-#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/step_args.h>
 #include <mezzo/optim/detail/applied_steps.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 
@@ -40,7 +40,7 @@ struct KeptWeights {
   /// With WeightStorage::fp32_master, and in a MasterWeights: the float tensor that the parameter
   /// is rounded from.
   at::Tensor master{};
-  /// With WeightStorage::split_master, int16: see join_halves.
+  /// With WeightStorage::split_master, int16: see combine_low_bits.
   at::Tensor lower_half{};
   /// The version of a master that a caller has been given, after mezzo's last write to it: with
   /// another version the caller has written it.
@@ -128,14 +128,14 @@ inline void check_shape_of(const at::Tensor& kept, const char* what, const at::T
 inline void settle_master(const at::Tensor& parameter, KeptWeights& kept) {
   const at::Tensor before = kept.master;
   if (!before.defined()) {
-    check_is_warm(parameter.device(), "a float master");
+    check_not_capturing(parameter.device(), "a float master");
     kept.master = parameter.detach().to(at::kFloat);
   } else if (kept.shown_version && *kept.shown_version != before._version()) {
     parameter.detach().copy_(before);
     clear_autocast_cache();
     kept.shown_version = before._version();
   }
-  kept.master = in_layout_of(parameter, kept.master.to(parameter.device(), at::kFloat));
+  kept.master = with_strides_of(parameter, kept.master.to(parameter.device(), at::kFloat));
   if (!kept.master.is_same(before)) kept.shown_version.reset();
 }
 
@@ -154,7 +154,7 @@ inline void heal_master(const at::Tensor& parameter, KeptWeights& kept) {
 /// parameter has been written since does not show: what is left below is less than a digit.
 inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
   if (kept.master.defined()) {
-    check_is_warm(parameter.device(), "the lower halves of weights");
+    check_not_capturing(parameter.device(), "the lower halves of weights");
     const at::Tensor master = kept.master.to(parameter.device(), at::kFloat);
     const at::Tensor is_current = is_rounded_from(master, parameter);
     const at::Tensor own = parameter.detach().view(at::kShort);
@@ -163,12 +163,12 @@ inline void settle_lower_half(const at::Tensor& parameter, KeptWeights& kept) {
     kept.lower_half = lower_half_of(master).masked_fill(is_current.logical_not(), 0);
     kept.master = at::Tensor();
   } else if (!kept.lower_half.defined() || kept.lower_half.sizes() != parameter.sizes()) {
-    check_is_warm(parameter.device(), "the lower halves of weights");
+    check_not_capturing(parameter.device(), "the lower halves of weights");
     kept.lower_half =
         at::zeros_like(parameter, parameter.options().dtype(at::kShort).requires_grad(false),
                        at::MemoryFormat::Preserve);
   }
-  kept.lower_half = in_layout_of(parameter, kept.lower_half.to(parameter.device()));
+  kept.lower_half = with_strides_of(parameter, kept.lower_half.to(parameter.device()));
 }
 
 // --- Slots and states --------------------------------------------------------------------------

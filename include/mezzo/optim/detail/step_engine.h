@@ -3,7 +3,7 @@
 #include <mezzo/base/version.h>
 #include <mezzo/base/weight_storage.h>
 #include <mezzo/kernels/optimizer_step_cpu.h>
-#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/step_args.h>
 #include <mezzo/optim/detail/optimizer_archive.h>
 #include <mezzo/optim/detail/optimizer_words.h>
 #include <mezzo/optim/detail/param_slot.h>
@@ -33,7 +33,7 @@ struct AtenLists {
   std::vector<at::Tensor> counts{};  ///< floats, of this step already
 };
 
-/// A verdict as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
+/// GradStats as ATen's kernels take it: the divisor of gradients, whether to do nothing, and, under
 /// a schedule, the factor of the lr, in float, the only dtype that CUDA's kernels take.
 struct AtenVerdict {
   std::optional<at::Tensor> grad_scale;
@@ -55,9 +55,9 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
 
   at::Tensor step(LossClosure closure = nullptr) override { return FusedOptimizer::step(closure); }
   MEZZO_INLINE StepPlan plan() override;
-  MEZZO_INLINE Verdict read(const StepPlan& plan, const at::Tensor& inv_scale) override;
-  void apply(StepPlan plan, const Verdict& verdict = {}, const StepOptions& options = {}) override {
-    apply_on_devices(plan, verdict, options, /*with_aten=*/false);
+  MEZZO_INLINE GradStats read(const StepPlan& plan, const at::Tensor& inv_scale) override;
+  void apply(StepPlan plan, const GradStats& stats = {}, const StepOptions& options = {}) override {
+    apply_on_devices(plan, stats, options, /*with_aten=*/false);
   }
 
   /// Returns how the weights of all groups are kept.
@@ -77,23 +77,23 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                           std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                           const optim::WeightStorageOptions& weights, const char* name,
-                          CudaRule rule);
+                          OptimizerKind kind);
 
   // The rule: AdamW and Adam, SGD, or Lion.
 
   /// Reads and checks the options of a group.
   virtual GroupNumbers group_numbers(std::size_t group) const = 0;
   /// Returns the numbers of a group's step number `step`, counted from 1.
-  virtual StepNumbers coefficients(const GroupNumbers& numbers, int64_t step) const = 0;
+  virtual FunctorArgs coefficients(const GroupNumbers& numbers, int64_t step) const = 0;
   /// Returns the loop of a group for weights that are kept so; null for a dtype that has none.
-  virtual StepLoop loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
-                            at::ScalarType dtype) const = 0;
+  virtual StepKernelFn loop_for(const GroupNumbers& numbers, optim::WeightStorage storage,
+                                at::ScalarType dtype) const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> new_state() const = 0;
   /// Returns a state as a slot; null where the state is another optimizer's.
   virtual ParamSlot* slot_in(torch::optim::OptimizerParamState& state) const = 0;
   /// Steps through ATen's fused kernel, if numbers.missing_in_aten is null.
   virtual void aten_step(const GroupNumbers& numbers, const AtenLists& lists,
-                         const AtenVerdict& verdict) const = 0;
+                         const AtenVerdict& amp_args) const = 0;
 
   OptimizerWords words() const noexcept { return {name_, param_groups_}; }
   /// Drops the states of parameters that are gone. Called when there are more or fewer than
@@ -106,7 +106,7 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
                                        const at::Tensor& parameter) const;
   /// Applies a plan: through ATen's fused kernels where mezzo has none for a device, or if
   /// `with_aten` for all.
-  MEZZO_INLINE void apply_on_devices(StepPlan& plan, const Verdict& verdict,
+  MEZZO_INLINE void apply_on_devices(StepPlan& plan, const GradStats& stats,
                                      const StepOptions& options, bool with_aten);
   /// Adds a row to `plan`, if `parameter` has a gradient.
   /// \throws c10::Error naming the parameter, if `apply` could not take the step
@@ -143,25 +143,25 @@ class StepEngine : public torch::optim::Optimizer, public optim::FusedOptimizer 
   MEZZO_INLINE void check_for_aten(const Row& row, const GroupNumbers& numbers) const;
   MEZZO_INLINE ParamSlot* open_slot(Row& row, const GroupNumbers& numbers);
   MEZZO_INLINE void set_lrs(StepPlan& plan);
-  MEZZO_INLINE void count_applied(const StepPlan& plan, const Verdict& verdict);
+  MEZZO_INLINE void count_applied(const StepPlan& plan, const GradStats& stats);
   /// The last walk: sets the counts of the CPU's `calls`, bumps versions, and clears gradients, if
   /// they are to be and no kernel has done so.
-  MEZZO_INLINE void finish(Rows rows, std::span<const StepCall> calls, bool clears,
+  MEZZO_INLINE void finish(Rows rows, std::span<const CpuGroupArgs> calls, bool clears,
                            bool are_cleared, const Prepared& prepared);
 
-  MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
+  MEZZO_INLINE void step_cpu(Rows rows, const Groups& groups, const GradStats& stats,
                              const StepOptions& options);
   /// Completes the addresses of a row, for a step that clears gradients or not. Returns its slot;
   /// null where nothing is kept.
   MEZZO_INLINE ParamSlot* prepare(Row& row, const GroupNumbers& numbers, bool clear,
                                   Prepared& prepared);
 
-  MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
+  MEZZO_INLINE void step_on_cuda(Rows rows, const Groups& groups, const GradStats& stats,
                                  const StepOptions& options, bool counts_applied);
-  MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const Verdict& verdict,
+  MEZZO_INLINE void step_with_aten(Rows rows, const Groups& groups, const GradStats& stats,
                                    const StepOptions& options);
 
-  CudaRule rule_;
+  OptimizerKind kind_;
   std::size_t parameters_ = 0;  // in all groups, when meet_parameters looked at them
 };
 

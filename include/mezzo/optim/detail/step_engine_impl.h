@@ -4,11 +4,11 @@
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/grad_stats.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/kernel_dispatch.h>
-#include <mezzo/kernels/launch_table.h>
-#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/multi_tensor_metadata.h>
+#include <mezzo/kernels/step_args.h>
 #include <mezzo/optim/detail/averaged_parameters.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/step_engine.h>
@@ -32,8 +32,8 @@ namespace detail {
 MEZZO_INLINE StepEngine::StepEngine(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                                     std::unique_ptr<torch::optim::OptimizerOptions> defaults,
                                     const optim::WeightStorageOptions& weights, const char* name,
-                                    CudaRule rule)
-    : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), rule_(rule) {}
+                                    OptimizerKind kind)
+    : Optimizer(groups, std::move(defaults)), weights_(weights), name_(name), kind_(kind) {}
 
 MEZZO_INLINE void StepEngine::meet_parameters() {
   const std::vector<at::Tensor> all = words().parameters();
@@ -106,8 +106,8 @@ MEZZO_INLINE ParamSlot& StepEngine::checked_slot(torch::optim::OptimizerParamSta
 inline bool is_fitting(const at::Tensor& moment, at::ScalarType dtype,
                        const at::Tensor& parameter) {
   return moment.defined() && moment.scalar_type() == dtype &&
-         moment.device() == parameter.device() && is_plain(moment) &&
-         same_layout(parameter, moment);
+         moment.device() == parameter.device() && is_resolved(moment) &&
+         same_strides(parameter, moment);
 }
 
 /// Returns the k-th moment in memory laid out as the parameter's: made when there is none yet, and
@@ -119,12 +119,12 @@ inline at::Tensor& fitting_moment(ParamSlot& slot, int k, optim::WeightStorage s
   if (is_fitting(moment, dtype, parameter)) return moment;
   const bool is_as_kept =
       moment.defined() && moment.scalar_type() == dtype && moment.device() == parameter.device();
-  if (!is_as_kept) check_is_warm(parameter.device(), "a moment");
+  if (!is_as_kept) check_not_capturing(parameter.device(), "a moment");
   if (!moment.defined()) {
     const auto options = parameter.options().requires_grad(false);
     return moment = at::zeros_like(parameter, options.dtype(dtype), at::MemoryFormat::Preserve);
   }
-  return moment = in_layout_of(parameter, moment.detach().to(parameter.device(), dtype));
+  return moment = with_strides_of(parameter, moment.detach().to(parameter.device(), dtype));
 }
 
 // --- The plan ----------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
   const at::ScalarType own = parameter.scalar_type();
   const at::ScalarType given = gradient.scalar_type();
   Row row{{.group = static_cast<std::uint32_t>(group),
-           .number = static_cast<std::uint32_t>(number),
-           .variant = numbers.is_variant,
-           .copies_half = has_master && own == at::kHalf,
+           .param_index = static_cast<std::uint32_t>(number),
+           .has_extra_moment = numbers.has_extra_moment,
+           .model_param_is_fp16 = has_master && own == at::kHalf,
            .storage = storage,
            .parameter_dtype = has_master ? at::kFloat : own,
            .gradient_dtype = given},
@@ -265,33 +265,33 @@ MEZZO_INLINE void StepEngine::add_row(StepPlan& plan, const at::Tensor& paramete
 MEZZO_INLINE void StepEngine::set_addresses(Row& row, ParamSlot* slot,
                                             const GroupNumbers& numbers) {
   const at::Tensor& parameter = *row.parameter;
-  row.span.count = parameter.numel();
-  row.span.parameter = parameter.mutable_data_ptr();
-  const bool is_laid_out = is_plain(row.gradient) && same_layout(parameter, row.gradient);
+  row.pointers.numel = parameter.numel();
+  row.pointers.parameter = parameter.mutable_data_ptr();
+  const bool is_laid_out = is_resolved(row.gradient) && same_strides(parameter, row.gradient);
   if (is_laid_out && !c10::impl::cow::is_cow_data_ptr(row.gradient.storage().data_ptr())) {
-    row.span.gradient = const_cast<void*>(row.gradient.const_data_ptr());
+    row.pointers.gradient = const_cast<void*>(row.gradient.const_data_ptr());
   }
   if (slot == nullptr) return;
   const at::ScalarType dtype = moment_dtype(parameter, row.storage);
   for (int k = 0; k < numbers.moments; ++k) {
     const at::Tensor& moment = slot->moment(k);
-    if (is_fitting(moment, dtype, parameter)) row.span.moments[k] = moment.mutable_data_ptr();
+    if (is_fitting(moment, dtype, parameter)) row.pointers.moments[k] = moment.mutable_data_ptr();
   }
 }
 
-MEZZO_INLINE Verdict StepEngine::read(const StepPlan& plan, const at::Tensor& inv_scale) {
+MEZZO_INLINE GradStats StepEngine::read(const StepPlan& plan, const at::Tensor& inv_scale) {
   const c10::NoGradGuard no_grad;
   const bool has_addresses = !plan.rows.empty() && !plan.has_devices &&
                              std::all_of(plan.rows.begin(), plan.rows.end(), [](const Row& row) {
-                               return row.span.gradient != nullptr;
+                               return row.pointers.gradient != nullptr;
                              });
   if (!has_addresses) return FusedOptimizer::read(plan, inv_scale);
-  Stretches memory;
+  ContiguousRanges memory;
   for (const Row& row : plan.rows) {
-    memory.add(row.gradient, {row.span.gradient, row.span.count, row.gradient_dtype});
+    memory.add(row.gradient, {row.pointers.gradient, row.pointers.numel, row.gradient_dtype});
   }
-  return summarize_stretches(memory.all(),
-                             on_device(inv_scale, plan.rows.front().parameter->device()));
+  return compute_grad_stats_of_ranges(memory.all(),
+                                      to_device(inv_scale, plan.rows.front().parameter->device()));
 }
 
 // --- Applying it -------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ MEZZO_INLINE void StepEngine::check_for_aten(const Row& row, const GroupNumbers&
               words().parameter(*row.parameter), " has none; use WeightStorage::fp32_master there");
 }
 
-MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& verdict,
+MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const GradStats& stats,
                                                const StepOptions& options, bool with_aten) {
   const NoGradInferenceGuard no_graph;  // what is made are plain tensors under InferenceMode too
   bool is_counted = false;
@@ -324,7 +324,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     auto end = plan.has_devices ? begin + 1 : plan.rows.end();
     while (end != plan.rows.end() && end->parameter->device() == device) ++end;
     const Rows rows(begin, end);
-    const Verdict own = verdict.on(device);
+    const GradStats own = stats.to(device);
     switch (with_aten ? KernelBackend::aten : kernel_backend(device)) {
       case KernelBackend::cpu:
         step_cpu(rows, plan.groups, own, options);
@@ -339,7 +339,7 @@ MEZZO_INLINE void StepEngine::apply_on_devices(StepPlan& plan, const Verdict& ve
     begin = end;
   }
   clear_autocast_cache();
-  if (!is_counted) count_applied(plan, verdict);
+  if (!is_counted) count_applied(plan, stats);
 }
 
 /// Sets the rates of a step under a schedule: on a device the bases, which it multiplies, otherwise
@@ -358,19 +358,19 @@ MEZZO_INLINE void StepEngine::set_lrs(StepPlan& plan) {
 
 /// Counts the step on the device that decides whether it is applied. Of several devices one counts
 /// for all: they step together or not at all. A step without any gradient counts too. If other
-/// ranks have rows and this one has none, the device of the verdict counts.
-MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const Verdict& verdict) {
+/// ranks have rows and this one has none, the device of the statistics counts.
+MEZZO_INLINE void StepEngine::count_applied(const StepPlan& plan, const GradStats& stats) {
   at::Device device = at::kCPU;
   if (applied_steps_.on_device().defined()) {  // a captured step may go on counting there
     device = applied_steps_.on_device().device();
-  } else if (plan.has_rows_elsewhere && verdict.defined()) {
-    device = verdict.found_inf.device();
+  } else if (plan.has_rows_elsewhere && stats.defined()) {
+    device = stats.found_inf.device();
   }
   const auto steps_there = [&](const Row& row) { return row.parameter->device() == device; };
   if (!plan.rows.empty() && std::none_of(plan.rows.begin(), plan.rows.end(), steps_there)) {
     device = plan.rows.front().parameter->device();
   }
-  count_step(applied_steps_.count(), device, verdict.on(device).found_inf);
+  count_step(applied_steps_.count(), device, stats.to(device).found_inf);
 }
 
 /// Makes the slot of a row if it needs one, and brings the weights that it keeps up to date.
@@ -400,37 +400,38 @@ inline bool share_gradients(std::span<const StepPlan::Row> rows) {
   std::vector<at::Tensor> gradients;
   gradients.reserve(rows.size());
   for (const StepPlan::Row& row : rows) gradients.push_back(row.gradient);
-  return overlap_in(gradients).has_value();
+  return find_overlap(gradients).has_value();
 }
 
 MEZZO_INLINE ParamSlot* StepEngine::prepare(Row& row, const GroupNumbers& numbers, bool clear,
                                             Prepared& prepared) {
   ParamSlot* const slot = open_slot(row, numbers);
   const at::Tensor& parameter = *row.parameter;
-  StepSpan& span = row.span;
-  if (span.parameter == nullptr) set_addresses(row, slot, numbers);  // kernels were loaded since
-  if (span.gradient == nullptr) {  // lazy, or no loop can walk it beside its parameter
-    at::Tensor gradient = in_layout_of(parameter, row.gradient);
+  ParamPointers& pointers = row.pointers;
+  if (pointers.parameter == nullptr)
+    set_addresses(row, slot, numbers);  // kernels were loaded since
+  if (pointers.gradient == nullptr) {   // lazy, or no loop can walk it beside its parameter
+    at::Tensor gradient = with_strides_of(parameter, row.gradient);
     if (clear && !gradient.is_same(row.gradient)) prepared.uncleared.push_back(row.gradient);
-    span.gradient =
+    pointers.gradient =
         clear ? gradient.mutable_data_ptr() : const_cast<void*>(gradient.const_data_ptr());
     prepared.gradients.push_back(std::move(gradient));
   }
   if (slot == nullptr) return nullptr;
   for (int k = 0; k < numbers.moments; ++k) {
-    if (span.moments[k] != nullptr) continue;
-    span.moments[k] = fitting_moment(*slot, k, row.storage, parameter).mutable_data_ptr();
+    if (pointers.moments[k] != nullptr) continue;
+    pointers.moments[k] = fitting_moment(*slot, k, row.storage, parameter).mutable_data_ptr();
   }
   if (row.storage == optim::WeightStorage::fp32_master) {
-    span.low_half_or_copy = span.parameter;
-    span.parameter = slot->master.mutable_data_ptr();
+    pointers.low_bits_or_model_param = pointers.parameter;
+    pointers.parameter = slot->master.mutable_data_ptr();
   } else if (row.storage == optim::WeightStorage::split_master) {
-    span.low_half_or_copy = slot->lower_half.mutable_data_ptr();
+    pointers.low_bits_or_model_param = slot->lower_half.mutable_data_ptr();
   }
   return slot;
 }
 
-MEZZO_INLINE void StepEngine::finish(Rows rows, std::span<const StepCall> calls, bool clears,
+MEZZO_INLINE void StepEngine::finish(Rows rows, std::span<const CpuGroupArgs> calls, bool clears,
                                      bool are_cleared, const Prepared& prepared) {
   for (const at::Tensor& gradient : prepared.uncleared) zero_grad_(gradient);
   for (const Row& row : rows) {
@@ -447,9 +448,9 @@ MEZZO_INLINE void StepEngine::finish(Rows rows, std::span<const StepCall> calls,
 
 // --- The CPU -----------------------------------------------------------------------------------
 
-MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Verdict& verdict,
+MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const GradStats& stats,
                                        const StepOptions& options) {
-  const std::optional<GradMultipliers> multipliers = grad_multipliers(verdict, options.max_norm);
+  const std::optional<GradMultipliers> multipliers = grad_multipliers(stats, options.max_norm);
   if (!multipliers) {
     for (const Row& row : rows) {
       if (row.state != nullptr) slot_in(*row.state)->end_step();
@@ -459,7 +460,7 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
   }
   const bool clears_on_the_way = options.zero_grad && !share_gradients(rows);
   Prepared prepared;
-  std::vector<StepCall> calls;
+  std::vector<CpuGroupArgs> calls;
   const Row* last = nullptr;
   std::size_t last_group = 0;
   for (Row& row : rows) {
@@ -485,40 +486,40 @@ MEZZO_INLINE void StepEngine::step_cpu(Rows rows, const Groups& groups, const Ve
 
 // --- CUDA, and devices without kernels of mezzo's -----------------------------------------------
 
-inline StepInputs step_inputs(const Verdict& verdict, const StepOptions& options) {
-  StepInputs inputs{.max_norm = options.max_norm, .clear = options.zero_grad};
-  if (!verdict.defined()) return inputs;
-  inputs.inv_scale = verdict.inv_scale.const_data_ptr<float>();
-  inputs.found_inf = verdict.found_inf.const_data_ptr<float>();
-  if (verdict.sum_of_squares.defined()) {
-    inputs.sum_of_squares = verdict.sum_of_squares.const_data_ptr<double>();
+inline DeviceStepArgs device_step_args(const GradStats& stats, const StepOptions& options) {
+  DeviceStepArgs inputs{.max_norm = options.max_norm, .zero_grad = options.zero_grad};
+  if (!stats.defined()) return inputs;
+  inputs.inv_scale = stats.inv_scale.const_data_ptr<float>();
+  inputs.found_inf = stats.found_inf.const_data_ptr<float>();
+  if (stats.norm_sq.defined()) {
+    inputs.norm_sq = stats.norm_sq.const_data_ptr<double>();
   }
   return inputs;
 }
 
-MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const Verdict& verdict,
+MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, const GradStats& stats,
                                            const StepOptions& options, bool counts_applied) {
   const at::Device device = rows.front().parameter->device();
-  StepInputs inputs = step_inputs(verdict, options);
-  inputs.clear = inputs.clear && !share_gradients(rows);
+  DeviceStepArgs inputs = device_step_args(stats, options);
+  inputs.zero_grad = inputs.zero_grad && !share_gradients(rows);
   at::Tensor applied;
   if (counts_applied) applied = counts_on(device, {applied_steps_.count()}).front();
   if (groups.front().follows_table) {
     const at::Tensor& factors = lr_factors_.on(device);
-    inputs.applied = applied.const_data_ptr<float>();
+    inputs.applied_steps = applied.const_data_ptr<float>();
     inputs.lr_factors = factors.const_data_ptr<double>();
     inputs.lr_factor_count = factors.numel();
   }
   Prepared prepared;
-  std::vector<StepGroup> step_groups;
+  std::vector<DeviceGroupArgs> step_groups;
   for (const GroupNumbers& group : groups) {
-    step_groups.push_back({group.constants, group.lr, weights_.seed});
+    step_groups.push_back({group.functor_args, group.lr, weights_.seed});
   }
-  std::vector<StepRow> step_rows;
+  std::vector<ParamArgs> step_rows;
   std::vector<StepCount> counts;
   for (Row& row : rows) {
     const GroupNumbers& numbers = groups[row.group];
-    ParamSlot* const slot = prepare(row, numbers, inputs.clear, prepared);
+    ParamSlot* const slot = prepare(row, numbers, inputs.zero_grad, prepared);
     step_rows.push_back(row);
     if (slot != nullptr) counts.push_back(slot->count());
   }
@@ -527,34 +528,34 @@ MEZZO_INLINE void StepEngine::step_on_cuda(Rows rows, const Groups& groups, cons
   auto next = on_device.begin();
   for (std::size_t i = 0; i < rows.size(); ++i) {
     if (rows[i].state == nullptr) continue;
-    step_rows[i].count = (next++)->mutable_data_ptr<float>();
-    counters.push_back(step_rows[i].count);
+    step_rows[i].state_step = (next++)->mutable_data_ptr<float>();
+    counters.push_back(step_rows[i].state_step);
   }
-  cuda_kernels()->step_(device, rule_, step_rows, step_groups, inputs);
+  cuda_kernels()->step_(device, kind_, step_rows, step_groups, inputs);
   if (counts_applied) counters.push_back(applied.mutable_data_ptr<float>());
   if (!counters.empty()) {
-    cuda_kernels()->count_steps_(device, counters, inputs.found_inf);
+    cuda_kernels()->increment_state_steps_(device, counters, inputs.found_inf);
   }
-  finish(rows, {}, options.zero_grad, inputs.clear, prepared);
+  finish(rows, {}, options.zero_grad, inputs.zero_grad, prepared);
 }
 
-inline AtenVerdict aten_verdict(const Verdict& verdict, double max_norm) {
-  if (!verdict.defined()) return {};
-  at::Tensor grad_scale = verdict.inv_scale.reciprocal();  // ATen's kernels divide by it
+inline AtenVerdict aten_verdict(const GradStats& stats, double max_norm) {
+  if (!stats.defined()) return {};
+  at::Tensor grad_scale = stats.inv_scale.reciprocal();  // ATen's kernels divide by it
   const bool clips = max_norm != std::numeric_limits<double>::infinity();
-  if (clips && verdict.sum_of_squares.defined()) {
-    const at::Tensor norm = verdict.sum_of_squares.sqrt();
+  if (clips && stats.norm_sq.defined()) {
+    const at::Tensor norm = stats.norm_sq.sqrt();
     grad_scale = norm.add(1e-6).div(max_norm).clamp_min(1.0).mul(grad_scale).to(at::kFloat);
   }
   // ATen's kernels skip where it is 1, and a sum of several checks may be more.
-  return {grad_scale, verdict.found_inf.ne(0).to(at::kFloat), std::nullopt};
+  return {grad_scale, stats.found_inf.ne(0).to(at::kFloat), std::nullopt};
 }
 
 /// Steps through ATen's fused optimizers, without a wait.
 MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
-                                             const Verdict& verdict, const StepOptions& options) {
+                                             const GradStats& stats, const StepOptions& options) {
   const at::Device device = rows.front().parameter->device();
-  AtenVerdict own = aten_verdict(verdict, options.max_norm);
+  AtenVerdict own = aten_verdict(stats, options.max_norm);
   if (groups.front().follows_table) {
     const at::Tensor& factors = lr_factors_.on(device);
     const at::Tensor applied = counts_on(device, {applied_steps_.count()}).front();
@@ -582,7 +583,7 @@ MEZZO_INLINE void StepEngine::step_with_aten(Rows rows, const Groups& groups,
     lists.parameters.push_back(parameter);
     // ATen's kernels write unscaled gradients back, and a step leaves gradients as they are.
     const bool copies = own.grad_scale.has_value() || row.gradient.is_inference();
-    lists.gradients.push_back(in_layout_of(
+    lists.gradients.push_back(with_strides_of(
         parameter, row.gradient.to(parameter.scalar_type(), /*non_blocking=*/false, copies)));
     if (slot == nullptr) continue;
     lists.counts.push_back(slot->count().on_device());

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/devices.h>
+#include <mezzo/kernels/grad_stats.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/optim/step_result.h>
@@ -32,13 +32,13 @@ using StepValues = std::array<double, 4>;
 /// Returns the outcome that the values of a step without closure stand for.
 /// \param has_norm  whether the last two are known
 inline StepOutcome make_outcome(const StepValues& values, bool has_norm, bool was_unscaled) {
-  const auto [scale, found_inf, sum_of_squares, max_abs] = values;
+  const auto [scale, found_inf, norm_sq, max_abs] = values;
   StepOutcome outcome{.ran = found_inf == 0,
                       .found_inf = found_inf != 0,
                       .scale = static_cast<float>(scale),
                       .was_unscaled = was_unscaled};
   if (has_norm) {
-    outcome.grad_norm = std::sqrt(sum_of_squares);
+    outcome.grad_norm = std::sqrt(norm_sq);
     outcome.grad_max_abs = max_abs;
   }
   if (outcome.ran) outcome.value = at::Tensor();
@@ -56,9 +56,9 @@ class DeviceStepFuture final : public StepSlot {
  public:
   /// \param device  where the values will be; the host's memory for them is allocated here
   explicit DeviceStepFuture(at::Device device)
-      : device_(device), is_captured_(capture_on(device) != 0), event_(device.type()) {
+      : device_(device), is_captured_(current_capture_id(device) != 0), event_(device.type()) {
     const c10::InferenceMode no_inference(false);  // a later step writes it, in any mode
-    host_values_ = empty_on_host({4}, at::kDouble, device);
+    host_values_ = empty_host_tensor({4}, at::kDouble, device);
     host_values_.mutable_data_ptr<double>()[1] = kNoReplay;
   }
 
@@ -66,15 +66,15 @@ class DeviceStepFuture final : public StepSlot {
 
   /// Sends the values of a step. No host sync.
   /// \param scale  a float of one element
-  /// \param verdict  the totals of all devices; sum_of_squares and max_abs may be undefined
+  /// \param stats  the totals of all devices; norm_sq and max_abs may be undefined
   /// \param was_unscaled  whether the gradients had lost the scale before the step
-  void enqueue_copy(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+  void enqueue_copy(const at::Tensor& scale, const GradStats& stats, bool was_unscaled) {
     is_read_ = false;
-    has_norm_ = verdict.sum_of_squares.defined();
+    has_norm_ = stats.norm_sq.defined();
     was_unscaled_ = was_unscaled;
-    found_inf_ = verdict.found_inf;
+    found_inf_ = stats.found_inf;
     is_ready_ = false;
-    copy_to_host(on_device(scale, device_), verdict.on(device_));
+    copy_to_host(to_device(scale, device_), stats.to(device_));
     if (!is_captured_)
       event_.record(c10::impl::VirtualGuardImpl(device_.type()).getStream(device_));
   }
@@ -83,7 +83,7 @@ class DeviceStepFuture final : public StepSlot {
   /// queried during a capture.
   bool ready() const noexcept override {
     try {
-      if (!is_ready_ && !is_captured_ && capture_on(device_) == 0) {
+      if (!is_ready_ && !is_captured_ && current_capture_id(device_) == 0) {
         const RelaxedCaptureModeGuard relaxed(device_);
         is_ready_ = event_.query();
       }
@@ -101,7 +101,7 @@ class DeviceStepFuture final : public StepSlot {
     const std::lock_guard lock(mutex_);
     if (is_read_) return outcome_;
     if (!is_ready_) {
-      TORCH_CHECK(capture_on(device_) == 0,
+      TORCH_CHECK(current_capture_id(device_) == 0,
                   "StepResult: asked for an outcome while a CUDA graph is being captured, which "
                   "runs nothing; ask after the capture, and after a replay for that of a captured "
                   "step");
@@ -127,15 +127,14 @@ class DeviceStepFuture final : public StepSlot {
  private:
   static constexpr double kNoReplay = -1.0;  // in place of found_inf, which is not negative
 
-  void copy_to_host(const at::Tensor& scale, const Verdict& verdict) {
+  void copy_to_host(const at::Tensor& scale, const GradStats& stats) {
     if (kernel_backend(device_) == KernelBackend::cuda) {
-      return cuda_kernels()->write_letter_(scale, verdict.found_inf, verdict.sum_of_squares,
-                                           verdict.max_abs, host_values_, device_address_);
+      return cuda_kernels()->write_step_values_(scale, stats.found_inf, stats.norm_sq,
+                                                stats.max_abs, host_values_, device_address_);
     }
     const auto wide = device_.is_mps() ? at::kFloat : at::kDouble;
     std::vector<at::Tensor> all;
-    for (const at::Tensor& number :
-         {scale, verdict.found_inf, verdict.sum_of_squares, verdict.max_abs}) {
+    for (const at::Tensor& number : {scale, stats.found_inf, stats.norm_sq, stats.max_abs}) {
       all.push_back(number.defined() ? number.to(wide).reshape({})
                                      : at::zeros({}, scale.options().dtype(wide)));
     }
@@ -165,17 +164,17 @@ class DeviceStepFuturePool {
  public:
   /// Returns the result of a step: known on the CPU, where the values are read, and otherwise in a
   /// future from the scale's device.
-  StepResult make_result(const at::Tensor& scale, const Verdict& verdict, bool was_unscaled) {
+  StepResult make_result(const at::Tensor& scale, const GradStats& stats, bool was_unscaled) {
     if (scale.is_cpu()) {
       const auto read = [](const at::Tensor& number) {
         return number.defined() ? number.item<double>() : 0.0;
       };
-      return StepResult(make_outcome({read(scale), read(verdict.found_inf),
-                                      read(verdict.sum_of_squares), read(verdict.max_abs)},
-                                     verdict.sum_of_squares.defined(), was_unscaled));
+      return StepResult(make_outcome(
+          {read(scale), read(stats.found_inf), read(stats.norm_sq), read(stats.max_abs)},
+          stats.norm_sq.defined(), was_unscaled));
     }
     const std::shared_ptr<DeviceStepFuture> future = acquire(scale.device());
-    future->enqueue_copy(scale, verdict, was_unscaled);
+    future->enqueue_copy(scale, stats, was_unscaled);
     return StepResult(future);
   }
 
@@ -183,7 +182,7 @@ class DeviceStepFuturePool {
   std::shared_ptr<DeviceStepFuture> acquire(at::Device device) {
     for (const std::shared_ptr<DeviceStepFuture>& future : futures_) {
       const bool is_free = future.use_count() == 1 && future->device() == device && future->ready();
-      if (!is_free || capture_on(device) != 0) continue;
+      if (!is_free || current_capture_id(device) != 0) continue;
       std::atomic_thread_fence(std::memory_order_acquire);  // use_count alone is a relaxed read
       return future;
     }

@@ -4,7 +4,7 @@
 #include <mezzo/base/detail/float_bits.h>
 #include <mezzo/base/detail/inference_mode.h>
 #include <mezzo/base/detail/low_precision.h>
-#include <mezzo/kernels/gradient_passes.h>
+#include <mezzo/kernels/compute_grad_stats.h>
 #include <mezzo/kernels/graph_capture.h>
 #include <mezzo/optim/detail/gradients.h>
 #include <mezzo/optim/detail/optimizer_words.h>
@@ -158,7 +158,7 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
   const at::Tensor& inverse = scale_.inverse;
   auto row = plan.rows.begin();
   for (const at::Tensor& gradient : detail::dense_gradients(plan)) {  // before any write
-    TORCH_CHECK(detail::can_unscale(gradient, detail::on_device(inverse, gradient.device())),
+    TORCH_CHECK(detail::can_unscale(gradient, detail::to_device(inverse, gradient.device())),
                 "GradScaler: the gradient of ",
                 detail::describe_param(optimizer.optimizer(), *row->parameter),
                 " has elements that share memory, as an expanded tensor has, and cannot be "
@@ -168,10 +168,10 @@ MEZZO_INLINE void GradScaler::unscale_grads(AnyOptimizer optimizer, State& state
   detail::set_master_grads(optimizer.mezzos(), plan);
   state.found_inf = at::Tensor();
   detail::for_each_device(detail::dense_gradients(plan), [&](const auto& here) {
-    const at::Tensor inv_scale = detail::on_device(inverse, here.front().device());
+    const at::Tensor inv_scale = detail::to_device(inverse, here.front().device());
     at::Tensor found = at::zeros({}, inv_scale.options());
     detail::unscale_and_check_({here.begin(), here.end()}, found, inv_scale);
-    detail::add_flag(state.found_inf, detail::on_device(found, inverse.device()));
+    detail::add_flag(state.found_inf, detail::to_device(found, inverse.device()));
   });
   state.stage = OptState::unscaled;
   if (options_.mode != LossScaleMode::none) state.set_unscaled_grads(plan);
@@ -212,13 +212,13 @@ MEZZO_INLINE GradScaler::State& GradScaler::get_state_to_step(
 }
 
 /// Merges the found_inf of `unscale_` into that of this read. Afterwards
-/// `verdict.found_inf` decides the step, and `state.found_inf` counts for the next scale.
-MEZZO_INLINE void GradScaler::merge_found_inf(State& state, Verdict& verdict) const {
-  detail::add_flag(state.found_inf, detail::on_device(verdict.found_inf, scale_.scale.device()));
-  verdict.found_inf = detail::on_device(state.found_inf, verdict.inv_scale.device());
+/// `stats.found_inf` decides the step, and `state.found_inf` counts for the next scale.
+MEZZO_INLINE void GradScaler::merge_found_inf(State& state, GradStats& stats) const {
+  detail::add_flag(state.found_inf, detail::to_device(stats.found_inf, scale_.scale.device()));
+  stats.found_inf = detail::to_device(state.found_inf, stats.inv_scale.device());
 }
 
-/// Steps with an optimizer that takes a verdict: the device decides, and the host does not wait.
+/// Steps with an optimizer that takes GradStats: the device decides, and the host does not wait.
 MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
                                                const StepOptions& options) {
   State& state = get_state_to_step(fused.optimizer());
@@ -226,15 +226,15 @@ MEZZO_INLINE StepResult GradScaler::step_fused(optim::FusedOptimizer& fused,
   StepPlan plan = fused.plan();
   was_unscaled ? state.check_still_unscaled(fused.optimizer())
                : check_scaled(fused.optimizer(), plan);
-  Verdict verdict = fused.read(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
+  GradStats stats = fused.read(plan, was_unscaled ? at::ones_like(scale_.scale) : scale_.inverse);
   if (!was_unscaled) state.found_inf = at::Tensor();  // of a step that threw
   detail::check_has_gradients(was_unscaled ? state.found_inf.defined() : plan.has_rows(),
                               fused.optimizer());
-  merge_found_inf(state, verdict);
-  StepResult result = future_pool_.make_result(scale_.scale, verdict, was_unscaled);  // may throw
-  fused.apply(std::move(plan), verdict, options);
+  merge_found_inf(state, stats);
+  StepResult result = future_pool_.make_result(scale_.scale, stats, was_unscaled);  // may throw
+  fused.apply(std::move(plan), stats, options);
   state.stage = OptState::stepped;
-  const bool is_captured = detail::capture_on(scale_.scale.device()) != 0;
+  const bool is_captured = detail::current_capture_id(scale_.scale.device()) != 0;
   if (!is_captured) reporter_.observe(result);  // replays do not notify the host
   return result;
 }
@@ -248,15 +248,15 @@ MEZZO_INLINE StepResult GradScaler::step_with_host_sync(AnyOptimizer optimizer,
   const bool was_unscaled = state.stage == OptState::unscaled;
   if (!was_unscaled) unscale_grads(optimizer, state);
   detail::check_has_gradients(state.found_inf.defined(), optimizer.optimizer());
-  Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  GradStats stats{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
   std::vector<at::Tensor> gradients;
   if (was_unscaled || detail::has_max_norm(options)) {
     gradients = detail::dense_gradients(detail::plan_of(optimizer));
     if (was_unscaled) state.check_still_unscaled(optimizer.optimizer());
-    verdict = detail::read_gradients(gradients, at::ones_like(scale));
-    merge_found_inf(state, verdict);
+    stats = detail::read_gradients(gradients, at::ones_like(scale));
+    merge_found_inf(state, stats);
   }
-  const StepOutcome outcome = future_pool_.make_result(scale, verdict, was_unscaled).outcome();
+  const StepOutcome outcome = future_pool_.make_result(scale, stats, was_unscaled).outcome();
   const StepResult result = detail::maybe_opt_step(optimizer, gradients, outcome, options);
   state.stage = OptState::stepped;
   reporter_.observe(result);
@@ -270,20 +270,20 @@ MEZZO_INLINE StepResult GradScaler::step_disabled(AnyOptimizer optimizer,
   const bool wants_plan = fused != nullptr || detail::has_max_norm(options);
   StepPlan plan = wants_plan ? detail::plan_of(optimizer) : StepPlan();
   std::vector<at::Tensor> gradients;
-  Verdict verdict;
+  GradStats stats;
   StepResult result(StepOutcome{.ran = true, .value = at::Tensor()});
   if (detail::has_max_norm(options) && plan.has_rows()) {
     gradients = detail::dense_gradients(plan);
     const at::Device device = gradients.empty() ? at::kCPU : gradients.front().device();
     const at::Tensor one = at::ones({}, at::TensorOptions().device(device).dtype(at::kFloat));
-    verdict = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(gradients, one);
-    verdict.found_inf.zero_();
-    result = future_pool_.make_result(one, verdict, /*was_unscaled=*/false);
+    stats = fused != nullptr ? fused->read(plan, one) : detail::read_gradients(gradients, one);
+    stats.found_inf.zero_();
+    result = future_pool_.make_result(one, stats, /*was_unscaled=*/false);
   }
   if (fused == nullptr) {
     return detail::maybe_opt_step(optimizer, gradients, result.outcome(), options);
   }
-  fused->apply(std::move(plan), verdict, options);
+  fused->apply(std::move(plan), stats, options);
   return result;
 }
 
@@ -308,8 +308,8 @@ MEZZO_INLINE void GradScaler::add_found_inf(const State& state) {
   if (!state.found_inf.defined()) return;
   detail::add_flag(found_inf_, state.found_inf);
   if (state.stage != OptState::unscaled) return;
-  const Verdict verdict{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
-  reporter_.observe(future_pool_.make_result(scale_.scale, verdict, /*was_unscaled=*/false));
+  const GradStats stats{.inv_scale = scale_.inverse, .found_inf = state.found_inf};
+  reporter_.observe(future_pool_.make_result(scale_.scale, stats, /*was_unscaled=*/false));
 }
 
 MEZZO_INLINE bool GradScaler::can_set_scale() const {
@@ -367,13 +367,13 @@ MEZZO_INLINE void GradScaler::check_scale_initialized(const char* call) const {
 MEZZO_INLINE at::Tensor GradScaler::get_scale_on(at::Device device) {
   const std::lock_guard lock(*mutex_);
   if (!scale_.scale.defined()) lazy_init_scale(device);
-  reporter_.note_use(detail::capture_on(device) != 0);
-  return detail::on_device(scale_.scale, device);
+  reporter_.note_use(detail::current_capture_id(device) != 0);
+  return detail::to_device(scale_.scale, device);
 }
 
 MEZZO_INLINE void GradScaler::lazy_init_scale(at::Device device) {
-  detail::require_update_kernel(options_, device);
-  detail::check_is_warm(device, "the loss scale");
+  detail::check_update_kernel(options_, device);
+  detail::check_not_capturing(device, "the loss scale");
   const c10::InferenceMode no_inference(
       false);  // inference tensors cannot be written outside of it
   const auto number = at::TensorOptions().device(device).dtype(at::kFloat);
@@ -477,7 +477,7 @@ MEZZO_INLINE void GradScaler::load_state_dict(const StateDict& state) {
   next.growth_tracker = static_cast<int32_t>(count("_growth_tracker"));
   next.hysteresis_tracker =
       static_cast<int32_t>(count("_hysteresis_tracker", next.hysteresis_tracker));
-  if (scale_.scale.defined()) detail::require_update_kernel(options, scale_.scale.device());
+  if (scale_.scale.defined()) detail::check_update_kernel(options, scale_.scale.device());
   options_ = options;
   initial_state_ = next;
   if (!scale_.scale.defined()) return;

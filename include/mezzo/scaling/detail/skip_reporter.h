@@ -114,7 +114,7 @@ class SkipReporter {
   void finish_iteration(const GradScalerOptions& options, const at::Tensor& scale) {
     Results results = std::exchange(results_, {});
     is_used_ = false;
-    if (capture_on(scale.device()) != 0) return;  // no callback in a graph
+    if (current_capture_id(scale.device()) != 0) return;  // no callback in a graph
     if (!results.empty() || iterations_.empty()) iterations_.push_back(std::move(results));
     while (!iterations_.empty() && std::ranges::all_of(iterations_[0], &StepResult::ready)) {
       std::optional<float> skipped_scale, next_scale;

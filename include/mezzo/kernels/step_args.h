@@ -18,15 +18,15 @@ namespace detail {
 inline constexpr int kMaxMoments = 3;
 
 /// The update rules. Some have a second loop (amsgrad, momentum).
-enum class CudaRule : std::uint8_t { adam, sgd, lion };
+enum class OptimizerKind : std::uint8_t { adam, sgd, lion };
 
 /// Memory for a rule's own struct of numbers: the coefficients of one step of one parameter, or the
 /// constants of a group. It has one size for all rules.
-class StepNumbers {
+class FunctorArgs {
  public:
-  StepNumbers() = default;
+  FunctorArgs() = default;
   template <class Own>
-  requires std::is_trivially_copyable_v<Own> StepNumbers(const Own& own) {
+  requires std::is_trivially_copyable_v<Own> FunctorArgs(const Own& own) {
     static_assert(sizeof(Own) <= sizeof(bytes_));
     static_assert(alignof(Own) <= alignof(double));
     std::memcpy(bytes_, &own, sizeof(Own));
@@ -43,30 +43,32 @@ class StepNumbers {
 };
 
 /// A stretch of one parameter with its gradient and state, each of any alignment.
-struct StepSpan {
+struct ParamPointers {
   void* parameter = nullptr;
   void* gradient = nullptr;
   void* moments[kMaxMoments] = {};  ///< null beyond the rule's number of moments
-  int64_t count = 0;
-  /// SplitWeights: their lower halves. Masters: the weight of 16 bits.
-  void* low_half_or_copy = nullptr;
-  /// The number, in the parameter, of the first element; on the CPU a multiple of kStepPiece.
+  int64_t numel = 0;
+  /// SplitWeightFormat: their lower halves. Masters: the weight of 16 bits.
+  void* low_bits_or_model_param = nullptr;
+  /// The number, in the parameter, of the first element; on the CPU a multiple of
+  /// kMinChunkElements.
   int64_t first = 0;
 };
 
 /// One parameter's part of a step, as the CPU's loops and the CUDA kernels take it.
-struct StepRow {
-  StepSpan span{};
-  float* count = nullptr;    ///< number of steps applied so far, where a device counts them
-  std::uint32_t group = 0;   ///< number of the parameter's group
-  std::uint32_t number = 0;  ///< number of the parameter in the optimizer
-  bool variant = false;      ///< selects the second loop of a rule that has two (amsgrad, momentum)
-  bool copies_half = false;  ///< a copy of the parameter is half, not bfloat16
+struct ParamArgs {
+  ParamPointers pointers{};
+  float* state_step = nullptr;    ///< number of steps applied so far, where a device counts them
+  std::uint32_t group = 0;        ///< number of the parameter's group
+  std::uint32_t param_index = 0;  ///< number of the parameter in the optimizer
+  bool has_extra_moment =
+      false;  ///< selects the second loop of a rule that has two (amsgrad, momentum)
+  bool model_param_is_fp16 = false;  ///< a copy of the parameter is half, not bfloat16
   optim::WeightStorage storage = optim::WeightStorage::plain;
   at::ScalarType parameter_dtype = at::kFloat;  ///< of the trained values: float for a master
   at::ScalarType gradient_dtype = at::kFloat;
 
-  C10_HOST_DEVICE int64_t elements() const { return span.count; }
+  C10_HOST_DEVICE int64_t elements() const { return pointers.numel; }
 };
 
 /// The two factors of gradients in a step, applied one after the other.
@@ -85,25 +87,25 @@ C10_HOST_DEVICE inline GradMultipliers grad_multipliers(double inv_scale, double
 }
 
 /// Options of a step that are not part of the update rule.
-struct StepUse {
+struct StepArgs {
   GradMultipliers multipliers{};               ///< of gradients, before use
-  bool copies_half = false;                    ///< copies of floats are half's, not bfloat16's
+  bool model_param_is_fp16 = false;            ///< copies of floats are half's, not bfloat16's
   at::ScalarType gradient_dtype = at::kFloat;  ///< where no row has it
-  bool clears = false;                         ///< on the CPU: sets gradients to zero on the way
+  bool zeroes_grad = false;                    ///< on the CPU: sets gradients to zero on the way
   // Stochastic rounding only:
   uint64_t seed = 0;
-  uint64_t step = 1;       ///< 1 in the first step
-  uint64_t parameter = 0;  ///< its number in the optimizer
+  uint64_t step = 1;         ///< 1 in the first step
+  uint64_t param_index = 0;  ///< its number in the optimizer
 };
 
 /// A rule's loop for one way of keeping a parameter; null for a dtype that has none.
-using StepLoop = void (*)(const StepSpan&, const StepNumbers&, const StepUse&);
+using StepKernelFn = void (*)(const ParamPointers&, const FunctorArgs&, const StepArgs&);
 
 /// Returns the factor that clip_grad_norm_ applies to gradients with this sum of squares. A NaN
 /// gives NaN, as in clip_grad_norm_.
-C10_HOST_DEVICE inline double clip_coefficient(double sum_of_squares, double max_norm) {
+C10_HOST_DEVICE inline double clip_coefficient(double norm_sq, double max_norm) {
   if (max_norm == HUGE_VAL) return 1.0;
-  const double coefficient = max_norm / (::sqrt(sum_of_squares) + 1e-6);
+  const double coefficient = max_norm / (::sqrt(norm_sq) + 1e-6);
   return coefficient > 1.0 ? 1.0 : coefficient;
 }
 

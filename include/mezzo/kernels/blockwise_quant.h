@@ -1,9 +1,9 @@
 #pragma once
 
 #include <mezzo/base/version.h>
-#include <mezzo/kernels/adam_element.h>
+#include <mezzo/kernels/adam_functor.h>
 #include <mezzo/kernels/float_format.h>
-#include <mezzo/kernels/step_use.h>
+#include <mezzo/kernels/step_args.h>
 #include <mezzo/kernels/weight_formats.h>
 
 #include <c10/core/ScalarType.h>
@@ -27,26 +27,26 @@ namespace mezzo::inline MEZZO_ABI_NAMESPACE {
 namespace detail {
 
 /// Elements that share a scale. The blocks of a tensor begin at its first element in memory.
-inline constexpr int64_t kBlock8 = 256;
+inline constexpr int64_t kQuantBlockSize = 256;
 
-C10_HOST_DEVICE constexpr int64_t blocks8_of(int64_t elements) {
-  return (elements + kBlock8 - 1) / kBlock8;
+C10_HOST_DEVICE constexpr int64_t num_quant_blocks(int64_t elements) {
+  return (elements + kQuantBlockSize - 1) / kQuantBlockSize;
 }
 
 /// What values of a block are multiplied by before they are rounded. A scale below float's normal
 /// numbers is taken for 0; one of inf or NaN stays, and makes NaN of the whole block.
-C10_HOST_DEVICE inline float inverse_of_scale(float& scale) {
+C10_HOST_DEVICE inline float invert_absmax(float& scale) {
   if (scale < 0x1p-126F) scale = 0.0F;
   const bool has_inverse = scale > 0.0F && scale <= 0x1.FFFFFEp127F;
   return has_inverse ? 1.0F / scale : 0.0F;
 }
 
 /// The dtype of codes, for lanes that load and store them.
-struct Block8Code;
+struct QuantizedByte;
 
 template <>
-struct FloatFormat<Block8Code> {
-  using Value = float;
+struct FloatFormat<QuantizedByte> {
+  using opmath_t = float;
   using Bits = uint32_t;
   using Stored = uint8_t;
 };
@@ -58,8 +58,8 @@ struct FloatFormat<Block8Code> {
 ///   signed   n = 0  2^i values,     n = 2^i     to 2^(i+1) - 1   n = 128
 ///   unsigned n = 1  2^(i+1) values, n = 2^(i+1) to 2^(i+2) - 1   n = 256
 ///
-/// Tables for `look_up` hold their eight numbers twice.
-struct Block8Map {
+/// Tables for `lookup8` hold their eight numbers twice.
+struct DynamicMap {
   /// What is added to a value in [0, 1], so that the logarithm of the sum has an end.
   static constexpr float kShift = 0x1p-22F;
 
@@ -68,17 +68,17 @@ struct Block8Map {
   float slope[16];
   float offset[16];
   // From a value x + kShift to n with signs, to the code without: the whole part of
-  // it * steps + first, and at most `last`, of the stretch of x. Stretch 0 is zero and decade 0,
-  // and stretch 7 is one. `threshold` i is where i + 1 begins; between two lie more than 2.5
+  // it * steps + first, and at most `last`, of the segment of x. Segment 0 is zero and decade 0,
+  // and segment 7 is one. `threshold` i is where i + 1 begins; between two lie more than 2.5
   // binades.
   float threshold[16];
   float steps[16];
   float first[16];
   float last[16];
 
-  static constexpr Block8Map make(bool is_signed) {
+  static constexpr DynamicMap make(bool is_signed) {
     constexpr double kDecadeEnd[] = {1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0};
-    Block8Map map{};
+    DynamicMap map{};
     double below = 0;  // the largest value below the decade
     for (int i = 0; i < 7; ++i) {
       const double end = kDecadeEnd[i];
@@ -117,53 +117,53 @@ struct Block8Map {
 };
 
 /// Both maps, for a first moment and for others: what a kernel on a device takes as an argument.
-struct Block8Maps {
-  Block8Map of_signed = Block8Map::make(true);
-  Block8Map of_unsigned = Block8Map::make(false);
+struct DynamicMaps {
+  DynamicMap signed_map = DynamicMap::make(true);
+  DynamicMap unsigned_map = DynamicMap::make(false);
 
   template <bool kIsSigned>
-  C10_HOST_DEVICE constexpr const Block8Map& of() const {
-    return kIsSigned ? of_signed : of_unsigned;
+  C10_HOST_DEVICE constexpr const DynamicMap& of() const {
+    return kIsSigned ? signed_map : unsigned_map;
   }
 };
 
-inline constexpr Block8Maps kBlock8Maps;
+inline constexpr DynamicMaps kDynamicMaps;
 
-/// The value of codes in blocks of `scale`, by `Block8Map::make(kIsSigned)`.
-template <bool kIsSigned, class Lanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void widen_block8(const Block8Map& map,
-                                                    const typename Lanes::Bits& code,
-                                                    const typename Lanes::Value& scale,
-                                                    typename Lanes::Value& value) {
-  typename Lanes::Value position;
-  Lanes::from_count(code, position);
+/// The value of codes in blocks of `scale`, by `DynamicMap::make(kIsSigned)`.
+template <bool kIsSigned, class Vec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void dequantize_block(const DynamicMap& map,
+                                                        const typename Vec::Bits& code,
+                                                        const typename Vec::Value& scale,
+                                                        typename Vec::Value& value) {
+  typename Vec::Value position;
+  Vec::from_int(code, position);
   position = kIsSigned ? position * 4.0F - 508.0F : position + 1.0F;  // exact
-  typename Lanes::Bits bits;
+  typename Vec::Bits bits;
   reinterpret_bits(position, bits);
-  const typename Lanes::Bits exponent = bits >> 23;  // modulo 8
-  typename Lanes::Value slope;
-  Lanes::look_up(map.slope, exponent, slope);
-  Lanes::look_up(map.offset, exponent, value);
+  const typename Vec::Bits exponent = bits >> 23;  // modulo 8
+  typename Vec::Value slope;
+  Vec::lookup8(map.slope, exponent, slope);
+  Vec::lookup8(map.offset, exponent, value);
   if constexpr (kIsSigned) {
-    typename Lanes::Bits offset;
+    typename Vec::Bits offset;
     reinterpret_bits(value, offset);
     offset = offset ^ (bits & 0x80000000U);
     reinterpret_bits(offset, value);
   }
-  Lanes::fma(slope, position, value, value);
+  Vec::fma(slope, position, value, value);
   value = value * scale;
 }
 
 /// The codes nearest to values in blocks, `inverse` being 1 / scale. Values within a few units in
 /// the last place of the middle of two codes may take either. The signs of values whose map has
 /// none are not looked at.
-template <bool kIsSigned, class Lanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
-                                                     const typename Lanes::Value& value,
-                                                     const typename Lanes::Value& inverse,
-                                                     typename Lanes::Bits& code) {
-  using Bits = typename Lanes::Bits;
-  using Value = typename Lanes::Value;
+template <bool kIsSigned, class Vec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void quantize_block(const DynamicMap& map,
+                                                      const typename Vec::Value& value,
+                                                      const typename Vec::Value& inverse,
+                                                      typename Vec::Bits& code) {
+  using Bits = typename Vec::Bits;
+  using Value = typename Vec::Value;
   Bits bits;
   reinterpret_bits(value, bits);
   const Bits sign = bits & 0x80000000U;
@@ -171,68 +171,69 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void narrow_block8(const Block8Map& map,
   Value x;
   Value shift;
   reinterpret_bits(bits, x);
-  Lanes::broadcast(Block8Map::kShift, shift);
-  Lanes::fma(x, inverse, shift, x);
+  Vec::broadcast(DynamicMap::kShift, shift);
+  Vec::fma(x, inverse, shift, x);
   // As a number, the bits are a logarithm good enough to leave one threshold to be asked. The sum
   // is rounded to a whole number, in the last bits of a float between 2^23 and 2^24.
   reinterpret_bits(x, bits);
   Value logarithm;
   Value third;
   Value start;
-  Lanes::from_count(bits, logarithm);
-  Lanes::broadcast(0x1p-23F / 3.23F, third);
-  Lanes::broadcast(0x1.8p23F - 33.0F, start);
-  Lanes::fma(logarithm, third, start, logarithm);
-  Bits stretch;
-  reinterpret_bits(logarithm, stretch);  // modulo 8
+  Vec::from_int(bits, logarithm);
+  Vec::broadcast(0x1p-23F / 3.23F, third);
+  Vec::broadcast(0x1.8p23F - 33.0F, start);
+  Vec::fma(logarithm, third, start, logarithm);
+  Bits segment;
+  reinterpret_bits(logarithm, segment);  // modulo 8
   Value threshold;
-  Lanes::look_up(map.threshold, stretch, threshold);
-  Lanes::count_where(x >= threshold, stretch);
+  Vec::lookup8(map.threshold, segment, threshold);
+  Vec::increment_where(x >= threshold, segment);
   Value steps;
   Value first;
   Value last;
-  Lanes::look_up(map.steps, stretch, steps);
-  Lanes::look_up(map.first, stretch, first);
-  Lanes::look_up(map.last, stretch, last);
-  Lanes::fma(x, steps, first, x);
+  Vec::lookup8(map.steps, segment, steps);
+  Vec::lookup8(map.first, segment, first);
+  Vec::lookup8(map.last, segment, last);
+  Vec::fma(x, steps, first, x);
   Bits end;
   reinterpret_bits(x, bits);
   reinterpret_bits(last, end);
   bits = bits < end ? bits : end;  // the bits of floats of 0 or more have their order
   if constexpr (kIsSigned) bits = bits | sign;
   reinterpret_bits(bits, x);
-  Lanes::to_count(x, code);
+  Vec::to_int(x, code);
   if constexpr (kIsSigned) {
-    typename Lanes::Flags number;  // with a sign
+    typename Vec::Mask number;  // with a sign
     reinterpret_bits(code, number);
     number = number + 127;
     number =
-        number > 0 ? number : typename Lanes::Flags{};  // the nearest value to -1 is that of code 0
+        number > 0 ? number : typename Vec::Mask{};  // the nearest value to -1 is that of code 0
     reinterpret_bits(number, code);
   }
 }
 
 /// One parameter's part of AdamW8bit's step: a block's moments become floats, take the step of
 /// optimizer_step_body.h, and become codes under the block's new scale.
-struct AdamW8bitStep {
-  StepSpan span;                   ///< its moments are codes, or floats without scales
+struct AdamW8bitParamArgs {
+  ParamPointers pointers;          ///< its moments are codes, or floats without scales
   float* scales[2];                ///< a float for each block of a moment; null: moments are floats
   at::ScalarType parameter_dtype;  ///< float or bfloat16; gradients have it too, or are float
   AdamCoefficients coefficients;
-  StepUse use;
+  StepArgs use;
 
-  C10_HOST_DEVICE int64_t elements() const { return span.count; }
+  C10_HOST_DEVICE int64_t elements() const { return pointers.numel; }
 };
 
-/// Weights rounded stochastically, with moments that are floats while they are computed with.
-struct StochasticWeightsFloatMoments : StochasticWeights {
+/// WeightFormat rounded stochastically, with moments that are floats while they are computed with.
+struct StochasticFloatMomentsFormat : StochasticWeightFormat {
   using Moment = float;
 };
 
 /// The weights of an AdamW8bit: a parameter of bfloat16 is rounded stochastically.
 template <class Parameter>
-using AdamW8bitWeights = std::conditional_t<std::is_same_v<Parameter, float>, PlainWeights<float>,
-                                            StochasticWeightsFloatMoments>;
+using AdamW8bitWeightFormat =
+    std::conditional_t<std::is_same_v<Parameter, float>, PlainWeightFormat<float>,
+                       StochasticFloatMomentsFormat>;
 
 }  // namespace detail
 }  // namespace mezzo::inline MEZZO_ABI_NAMESPACE

@@ -20,106 +20,107 @@ namespace detail {
 
 #if defined(__GNUC__)
 
-/// Lanes for as many elements as `kBytes` of Value hold.
+/// Vec for as many elements as `kBytes` of Value hold.
 template <class Element, int kBytes>
-struct VectorLanes {
+struct SimdVec {
   using Format = FloatFormat<Element>;
   using Stored = typename Format::Stored;
-  static constexpr int64_t kWidth = kBytes / static_cast<int64_t>(sizeof(typename Format::Value));
-  static constexpr int kVectors = 2;
-  using Count = std::conditional_t<sizeof(typename Format::Bits) == 8, int64_t, int32_t>;
+  static constexpr int64_t kWidth =
+      kBytes / static_cast<int64_t>(sizeof(typename Format::opmath_t));
+  static constexpr int kUnroll = 2;
+  using Int = std::conditional_t<sizeof(typename Format::Bits) == 8, int64_t, int32_t>;
 
-  typedef typename Format::Value Value __attribute__((vector_size(kBytes)));
+  typedef typename Format::opmath_t Value __attribute__((vector_size(kBytes)));
   typedef typename Format::Bits Bits __attribute__((vector_size(kBytes)));
-  typedef Count Flags __attribute__((vector_size(kBytes)));
-  typedef Stored Memory __attribute__((vector_size(kWidth * sizeof(Stored))));
-  typedef uint16_t Halves __attribute__((vector_size(kWidth * sizeof(uint16_t))));
-  typedef uint16_t Words __attribute__((vector_size(kBytes)));
+  typedef Int Mask __attribute__((vector_size(kBytes)));
+  typedef Stored StoredVec __attribute__((vector_size(kWidth * sizeof(Stored))));
+  typedef uint16_t U16Vec __attribute__((vector_size(kWidth * sizeof(uint16_t))));
+  typedef uint16_t U16x2 __attribute__((vector_size(kBytes)));
 
   template <class Other>
-  using Like =
-      VectorLanes<Other, static_cast<int>(kWidth * sizeof(typename FloatFormat<Other>::Value))>;
+  using Rebind =
+      SimdVec<Other, static_cast<int>(kWidth * sizeof(typename FloatFormat<Other>::opmath_t))>;
 
   C10_ALWAYS_INLINE static void load(const Stored* from, Bits& bits) {
-    Memory memory;
-    std::memcpy(&memory, from, sizeof(Memory));
+    StoredVec stored;
+    std::memcpy(&stored, from, sizeof(StoredVec));
     if constexpr (sizeof(Stored) < sizeof(typename Format::Bits)) {
-      widen(memory, bits);
+      zero_extend(stored, bits);
     } else {
-      bits = memory;
+      bits = stored;
     }
   }
   C10_ALWAYS_INLINE static void store(const Bits& bits, Stored* to) {
-    Memory memory;
+    StoredVec stored;
     if constexpr (sizeof(Stored) < sizeof(typename Format::Bits)) {
-      keep_low(bits, memory);
+      truncate(bits, stored);
     } else {
-      memory = bits;
+      stored = bits;
     }
-    std::memcpy(to, &memory, sizeof(Memory));
+    std::memcpy(to, &stored, sizeof(StoredVec));
   }
 
   /// Loads a block of two vectors: its even elements and its odd ones, or its first half and its
   /// second. Even and odd ones of 16 bits take no shuffle; above an even one's bits lie the odd
-  /// one's. `store_block` expects nothing there.
-  template <bool kEvenOdd>
-  C10_ALWAYS_INLINE static void load_block(const Stored* from, Bits (&bits)[2]) {
-    if constexpr (kEvenOdd && kIsHalf) {
+  /// one's. `store_unrolled` expects nothing there.
+  template <bool kDeinterleave>
+  C10_ALWAYS_INLINE static void load_unrolled(const Stored* from, Bits (&bits)[2]) {
+    if constexpr (kDeinterleave && kIsHalf) {
       std::memcpy(&bits[0], from, sizeof(Bits));
       bits[1] = bits[0] >> 16;
       return;
     }
     load(from, bits[0]);
     load(from + kWidth, bits[1]);
-    if constexpr (kEvenOdd) {
+    if constexpr (kDeinterleave) {
       const Bits low = bits[0];
       shuffle(low, bits[1], bits[0], kLanes, [](int lane) { return 2 * lane; });
       shuffle(low, bits[1], bits[1], kLanes, [](int lane) { return 2 * lane + 1; });
     }
   }
-  template <bool kEvenOdd>
-  C10_ALWAYS_INLINE static void store_block(const Bits (&bits)[2], Stored* to) {
-    if constexpr (kEvenOdd && kIsHalf) {
+  template <bool kDeinterleave>
+  C10_ALWAYS_INLINE static void store_unrolled(const Bits (&bits)[2], Stored* to) {
+    if constexpr (kDeinterleave && kIsHalf) {
       const Bits both = (bits[1] << 16) | bits[0];
       std::memcpy(to, &both, sizeof(both));
     } else if constexpr (kIsHalf) {
-      Words words[2];
-      std::memcpy(words, bits, sizeof(words));
-      shuffle(words[0], words[1], words[0], std::make_integer_sequence<int, 2 * kWidth>{},
+      U16x2 u16s[2];
+      std::memcpy(u16s, bits, sizeof(u16s));
+      shuffle(u16s[0], u16s[1], u16s[0], std::make_integer_sequence<int, 2 * kWidth>{},
               [](int lane) { return 2 * lane; });
-      std::memcpy(to, words, sizeof(Words));
+      std::memcpy(to, u16s, sizeof(U16x2));
     } else {
       store(bits[0], to);
       store(bits[1], to + kWidth);
     }
   }
-  template <bool kEvenOdd>
-  C10_ALWAYS_INLINE static void enumerate(Bits (&numbers)[2]) {
+  template <bool kDeinterleave>
+  C10_ALWAYS_INLINE static void arange(Bits (&numbers)[2]) {
     for (int64_t lane = 0; lane < kWidth; ++lane) {
-      numbers[0][lane] = static_cast<typename Format::Bits>(kEvenOdd ? 2 * lane : lane);
-      numbers[1][lane] = numbers[0][lane] + (kEvenOdd ? 1U : static_cast<uint32_t>(kWidth));
+      numbers[0][lane] = static_cast<typename Format::Bits>(kDeinterleave ? 2 * lane : lane);
+      numbers[1][lane] = numbers[0][lane] + (kDeinterleave ? 1U : static_cast<uint32_t>(kWidth));
     }
   }
-  C10_ALWAYS_INLINE static void broadcast(typename Format::Value from, Value& to) {
+  C10_ALWAYS_INLINE static void broadcast(typename Format::opmath_t from, Value& to) {
     for (int64_t lane = 0; lane < kWidth; ++lane) to[lane] = from;
   }
-  C10_ALWAYS_INLINE static bool any(const Flags& flags) {
-    Count all = 0;
+  C10_ALWAYS_INLINE static bool any(const Mask& flags) {
+    Int all = 0;
     for (int64_t lane = 0; lane < kWidth; ++lane) all |= flags[lane];
     return all != 0;
   }
-  template <class Wide>
-  C10_ALWAYS_INLINE static void convert(const Value& value, Wide& wide) {
-    wide = __builtin_convertvector(value, Wide);
+  template <class To>
+  C10_ALWAYS_INLINE static void convert(const Value& value, To& converted) {
+    converted = __builtin_convertvector(value, To);
   }
-  C10_ALWAYS_INLINE static void from_count(const Bits& count, Value& value) {
-    value = __builtin_convertvector(reinterpret_cast<const Flags&>(count), Value);
+  C10_ALWAYS_INLINE static void from_int(const Bits& count, Value& value) {
+    value = __builtin_convertvector(reinterpret_cast<const Mask&>(count), Value);
   }
-  C10_ALWAYS_INLINE static void to_count(const Value& value, Bits& count) {
-    const Flags whole = __builtin_convertvector(value, Flags);
-    reinterpret_bits(whole, count);
+  C10_ALWAYS_INLINE static void to_int(const Value& value, Bits& count) {
+    const Mask integers = __builtin_convertvector(value, Mask);
+    reinterpret_bits(integers, count);
   }
-  C10_ALWAYS_INLINE static void count_where(const Flags& flags, Bits& count) {
+  C10_ALWAYS_INLINE static void increment_where(const Mask& flags, Bits& count) {
     if constexpr (kWidth == 16) {
       count = flags ? count + 1U : count;
       return;
@@ -128,7 +129,7 @@ struct VectorLanes {
     reinterpret_bits(flags, ones);  // all bits set for yes
     count -= ones;
   }
-  C10_ALWAYS_INLINE static void look_up(const typename Format::Value (&table)[16],
+  C10_ALWAYS_INLINE static void lookup8(const typename Format::opmath_t (&table)[16],
                                         const Bits& index, Value& value) {
 #if !defined(__clang__)
     if constexpr (kWidth == 8 || kWidth == 16) {  // one instruction
@@ -146,23 +147,23 @@ struct VectorLanes {
   C10_ALWAYS_INLINE static void fma(const Value& a, const Value& b, const Value& c, Value& result) {
     Value sum = c;
 #if defined(__x86_64__) && !defined(__clang__)
-    if constexpr (sizeof(typename Format::Value) == sizeof(float)) {
+    if constexpr (sizeof(typename Format::opmath_t) == sizeof(float)) {
       asm("vfmadd231ps {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
     } else {
       asm("vfmadd231pd {%2, %1, %0|%0, %1, %2}" : "+v"(sum) : "v"(a), "v"(b));
     }
 #else
     for (int64_t lane = 0; lane < kWidth; ++lane) {
-      typename Format::Value one;
-      ScalarLanes<Element>::fma(a[lane], b[lane], c[lane], one);
-      sum[lane] = one;
+      typename Format::opmath_t lane_sum;
+      ScalarVec<Element>::fma(a[lane], b[lane], c[lane], lane_sum);
+      sum[lane] = lane_sum;
     }
 #endif
     result = sum;
   }
   C10_ALWAYS_INLINE static void sqrt(const Value& x, Value& result) {
 #if defined(__x86_64__) && !defined(__clang__)
-    if constexpr (sizeof(typename Format::Value) == sizeof(float)) {
+    if constexpr (sizeof(typename Format::opmath_t) == sizeof(float)) {
       asm("vsqrtps {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
     } else {
       asm("vsqrtpd {%1, %0|%0, %1}" : "=v"(result) : "v"(x));
@@ -183,47 +184,47 @@ struct VectorLanes {
   }
 
   // For GCC, which takes bytes element by element, or makes four to nine instructions of one.
-  C10_ALWAYS_INLINE static void widen(const Memory& memory, Bits& bits) {
+  C10_ALWAYS_INLINE static void zero_extend(const StoredVec& stored, Bits& bits) {
 #if defined(__x86_64__) && !defined(__clang__)
     if constexpr (sizeof(Bits) >= 32 && sizeof(Stored) == 1) {
-      asm("vpmovzxbd {%1, %0|%0, %1}" : "=v"(bits) : "vm"(memory));
+      asm("vpmovzxbd {%1, %0|%0, %1}" : "=v"(bits) : "vm"(stored));
       return;
     } else if constexpr (sizeof(Bits) >= 32) {
-      asm("vpmovzxwd {%1, %0|%0, %1}" : "=v"(bits) : "vm"(memory));
+      asm("vpmovzxwd {%1, %0|%0, %1}" : "=v"(bits) : "vm"(stored));
       return;
     }
 #endif
-    bits = __builtin_convertvector(__builtin_convertvector(memory, Halves), Bits);
+    bits = __builtin_convertvector(__builtin_convertvector(stored, U16Vec), Bits);
   }
 
   /// Takes the lowest bits of each lane.
-  C10_ALWAYS_INLINE static void keep_low(const Bits& bits, Memory& memory) {
-    constexpr bool kTakesBytes = sizeof(Stored) == 1;
+  C10_ALWAYS_INLINE static void truncate(const Bits& bits, StoredVec& stored) {
+    constexpr bool kIsByte = sizeof(Stored) == 1;
 #if defined(__x86_64__) && !defined(__clang__)
-    if constexpr (sizeof(Bits) == 64 && kTakesBytes) {
-      asm("vpmovdb {%1, %0|%0, %1}" : "=v"(memory) : "v"(bits));
+    if constexpr (sizeof(Bits) == 64 && kIsByte) {
+      asm("vpmovdb {%1, %0|%0, %1}" : "=v"(stored) : "v"(bits));
       return;
     } else if constexpr (sizeof(Bits) == 64) {
-      asm("vpmovdw {%1, %0|%0, %1}" : "=v"(memory) : "v"(bits));
+      asm("vpmovdw {%1, %0|%0, %1}" : "=v"(stored) : "v"(bits));
       return;
-    } else if constexpr (sizeof(Bits) == 32 && kTakesBytes) {
-      typedef uint8_t Bytes __attribute__((vector_size(32)));
-      Bytes bytes;
+    } else if constexpr (sizeof(Bits) == 32 && kIsByte) {
+      typedef uint8_t U8Vec __attribute__((vector_size(32)));
+      U8Vec bytes;
       reinterpret_bits(bits, bytes);
       bytes = __builtin_shuffle(
-          bytes, Bytes{0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12,
+          bytes, U8Vec{0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12, 0,  4,  8,  12,
                        16, 20, 24, 28, 16, 20, 24, 28, 16, 20, 24, 28, 16, 20, 24, 28});
-      Bits words;
-      reinterpret_bits(bytes, words);
-      words = __builtin_shuffle(words, Bits{0, 4, 0, 4, 0, 4, 0, 4});
-      std::memcpy(&memory, &words, sizeof(memory));
+      Bits u16s;
+      reinterpret_bits(bytes, u16s);
+      u16s = __builtin_shuffle(u16s, Bits{0, 4, 0, 4, 0, 4, 0, 4});
+      std::memcpy(&stored, &u16s, sizeof(stored));
       return;
     }
 #endif
-    if constexpr (kTakesBytes) {
-      memory = __builtin_convertvector(__builtin_convertvector(bits, Halves), Memory);
+    if constexpr (kIsByte) {
+      stored = __builtin_convertvector(__builtin_convertvector(bits, U16Vec), StoredVec);
     } else {
-      memory = __builtin_convertvector(bits, Memory);
+      stored = __builtin_convertvector(bits, StoredVec);
     }
   }
 };

@@ -4,9 +4,9 @@
 #include <mezzo/base/detail/tensor_groups.h>
 #include <mezzo/base/version.h>
 #include <mezzo/kernels/dense_memory.h>
-#include <mezzo/kernels/devices.h>
-#include <mezzo/kernels/gradient_element.h>
-#include <mezzo/kernels/gradient_loops.h>
+#include <mezzo/kernels/grad_stats.h>
+#include <mezzo/kernels/grad_stats_cpu.h>
+#include <mezzo/kernels/grad_stats_partial.h>
 #include <mezzo/kernels/kernel_dispatch.h>
 #include <mezzo/kernels/work_chunks.h>
 
@@ -36,7 +36,7 @@ namespace detail {
 /// Summarises by ATen's kernels, on devices without kernels of mezzo (CUDA without the target
 /// mezzo::cuda). Reads the gradients twice: once for the norm, and once for the largest magnitude,
 /// which decides exactly whether a product overflows.
-inline Verdict summarize_with_aten(at::TensorList gradients, const at::Tensor& inv_scale) {
+inline GradStats compute_grad_stats_aten(at::TensorList gradients, const at::Tensor& inv_scale) {
   const at::ScalarType wide = inv_scale.is_mps() ? at::kFloat : at::kDouble;
   const at::Tensor factor = inv_scale.reshape({});
   const at::Tensor none = at::zeros({1}, factor.options().dtype(wide));
@@ -60,36 +60,37 @@ inline Verdict summarize_with_aten(at::TensorList gradients, const at::Tensor& i
 }
 
 /// Merges the partial results of chunks in the order of the chunks.
-inline void summarize_on_cpu(const std::vector<Stretch>& stretches, const Verdict& verdict) {
-  WorkChunks chunks(kSummaryChunk);
+inline void compute_grad_stats_cpu(const std::vector<ContiguousRange>& stretches,
+                                   const GradStats& stats) {
+  WorkChunks chunks(kGradStatsChunkElements);
   for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
-  std::vector<GradientPartial> of_chunk(chunks.size());
+  std::vector<PartialGradStats> of_chunk(chunks.size());
   chunks.for_each([&](std::size_t i, const WorkChunks::Chunk& chunk) {
-    const Stretch& stretch = stretches[chunk.item];
-    const SummaryLoop loop = summary_loop(stretch.dtype, best_isa());
+    const ContiguousRange& stretch = stretches[chunk.tensor_index];
+    const GradStatsKernelFn loop = get_grad_stats_kernel(stretch.dtype, best_isa());
     loop(stretch.at(chunk.begin), chunk.count, of_chunk[i]);
   });
-  GradientPartial total;
-  for (const GradientPartial& partial : of_chunk) total.merge(partial);
-  const FinishedSummary finished(total, *verdict.inv_scale.const_data_ptr<float>());
-  *verdict.found_inf.mutable_data_ptr<float>() = finished.found_inf ? 1.0F : 0.0F;
-  *verdict.sum_of_squares.mutable_data_ptr<double>() = finished.sum_of_squares;
-  *verdict.max_abs.mutable_data_ptr<double>() = finished.max_abs;
+  PartialGradStats total;
+  for (const PartialGradStats& partial : of_chunk) total.merge(partial);
+  const FinalGradStats finished(total, *stats.inv_scale.const_data_ptr<float>());
+  *stats.found_inf.mutable_data_ptr<float>() = finished.found_inf ? 1.0F : 0.0F;
+  *stats.norm_sq.mutable_data_ptr<double>() = finished.norm_sq;
+  *stats.max_abs.mutable_data_ptr<double>() = finished.max_abs;
 }
 
-/// Returns the summary of gradients whose memory is known; see summarize_gradients.
-inline Verdict summarize_stretches(const std::vector<Stretch>& stretches,
-                                   const at::Tensor& inv_scale) {
+/// Returns the summary of gradients whose memory is known; see compute_grad_stats.
+inline GradStats compute_grad_stats_of_ranges(const std::vector<ContiguousRange>& stretches,
+                                              const at::Tensor& inv_scale) {
   const auto options = at::TensorOptions().device(inv_scale.device());
   const auto wide = options.dtype(at::kDouble);
-  Verdict verdict{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
+  GradStats stats{inv_scale, at::empty({}, options.dtype(at::kFloat)), at::empty({}, wide),
                   at::empty({}, wide)};
   if (kernel_backend(inv_scale.device()) == KernelBackend::cuda) {
-    cuda_kernels()->summarize_(stretches, verdict);
+    cuda_kernels()->compute_grad_stats_(stretches, stats);
   } else {
-    summarize_on_cpu(stretches, verdict);
+    compute_grad_stats_cpu(stretches, stats);
   }
-  return verdict;
+  return stats;
 }
 
 /// Reads gradients of one device once, writes nothing to them, and does not wait. Returns their
@@ -101,11 +102,11 @@ inline Verdict summarize_stretches(const std::vector<Stretch>& stretches,
 /// set. CUDA's kernels add up to 32 squares of floats and halves in float first, with a relative
 /// error of at most 2e-6. A double gradient above 1e154 has a square beyond double: the sum is inf,
 /// and found_inf 0.
-inline Verdict summarize_gradients(at::TensorList gradients, const at::Tensor& inv_scale) {
+inline GradStats compute_grad_stats(at::TensorList gradients, const at::Tensor& inv_scale) {
   if (kernel_backend(inv_scale.device()) == KernelBackend::aten) {
-    return summarize_with_aten(gradients, inv_scale);
+    return compute_grad_stats_aten(gradients, inv_scale);
   }
-  Stretches memory;
+  ContiguousRanges memory;
   std::vector<at::Tensor> copies;  // of those that no loop can walk
   for (const at::Tensor& gradient : gradients) {
     const bool is_dense = is_dense_memory(gradient);
@@ -113,31 +114,31 @@ inline Verdict summarize_gradients(at::TensorList gradients, const at::Tensor& i
     const at::Tensor& dense = is_dense ? gradient : copies.back();
     memory.add(dense, const_cast<void*>(dense.const_data_ptr()));
   }
-  return summarize_stretches(memory.all(), inv_scale);
+  return compute_grad_stats_of_ranges(memory.all(), inv_scale);
 }
 
 /// Sets `found_inf`, a float of one element, to 1 if a gradient is inf or NaN, and leaves it
 /// otherwise. Only reads. All on one device.
-inline void check_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
-  const Verdict verdict = summarize_gradients(gradients, at::ones_like(found_inf));
-  found_inf.copy_(at::maximum(found_inf, verdict.found_inf.reshape_as(found_inf)));
+inline void check_nonfinite_(const std::vector<at::Tensor>& gradients, at::Tensor& found_inf) {
+  const GradStats stats = compute_grad_stats(gradients, at::ones_like(found_inf));
+  found_inf.copy_(at::maximum(found_inf, stats.found_inf.reshape_as(found_inf)));
 }
 
 /// Multiplies gradients by `inv_scale` in place. Returns whether a product is inf or NaN.
-inline bool unscale_on_cpu_(const std::vector<Stretch>& stretches, float inv_scale) {
+inline bool unscale_cpu_(const std::vector<ContiguousRange>& stretches, float inv_scale) {
   WorkChunks chunks(kThreadGrain);
   for (std::size_t i = 0; i < stretches.size(); ++i) chunks.add(i, stretches[i].count);
   return chunks.any([&](const WorkChunks::Chunk& chunk) {
-    const Stretch& stretch = stretches[chunk.item];
+    const ContiguousRange& stretch = stretches[chunk.tensor_index];
     void* const data = stretch.at(chunk.begin);
-    return unscale_loop(stretch.dtype, best_isa())(data, data, chunk.count, inv_scale);
+    return get_unscale_kernel(stretch.dtype, best_isa())(data, data, chunk.count, inv_scale);
   });
 }
 
 /// Unscales by ATen's kernel, which takes tensors of one dtype and tests values before it
 /// multiplies.
-inline void unscale_with_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
-                               const at::Tensor& inv_scale) {
+inline void unscale_aten_(const std::vector<at::Tensor>& gradients, at::Tensor found_inf,
+                          const at::Tensor& inv_scale) {
   for (const auto& [device, dtype, same] : group_tensors(gradients)) {
     at::_amp_foreach_non_finite_check_and_unscale_(same, found_inf, inv_scale);
   }
@@ -153,7 +154,7 @@ inline bool have_distinct_storages(const std::vector<at::Tensor>& tensors) {
 }
 
 /// Returns the tensors in their order, without repetitions.
-inline std::vector<at::Tensor> each_once(std::vector<at::Tensor> tensors) {
+inline std::vector<at::Tensor> unique_tensors(std::vector<at::Tensor> tensors) {
   std::unordered_set<const c10::TensorImpl*> known;
   std::erase_if(tensors, [&known](const at::Tensor& tensor) {
     return !known.insert(tensor.unsafeGetTensorImpl()).second;
@@ -186,19 +187,19 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   }
   const KernelBackend backend = kernel_backend(found_inf.device());
   const bool may_overlap = !have_distinct_storages(all);
-  const std::vector<at::Tensor> gradients = may_overlap ? each_once(all) : all;
-  if (may_overlap && gradients.size() > 1 && overlap_in(gradients)) {
+  const std::vector<at::Tensor> gradients = may_overlap ? unique_tensors(all) : all;
+  if (may_overlap && gradients.size() > 1 && find_overlap(gradients)) {
     for (const at::Tensor& gradient : gradients) {
       unscale_and_check_({gradient}, found_inf, inv_scale);
     }
     return;
   }
   if (backend == KernelBackend::aten) {
-    unscale_with_aten_(gradients, found_inf, inv_scale);
-    return check_(gradients, found_inf);  // of the products
+    unscale_aten_(gradients, found_inf, inv_scale);
+    return check_nonfinite_(gradients, found_inf);  // of the products
   }
-  if (is_one_on_cpu(inv_scale)) return check_(gradients, found_inf);
-  Stretches memory;
+  if (is_one_on_cpu(inv_scale)) return check_nonfinite_(gradients, found_inf);
+  ContiguousRanges memory;
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // (gradient that no loop can walk, its)
   for (const at::Tensor& gradient : gradients) {
     const bool is_dense = is_dense_memory(gradient);
@@ -208,7 +209,7 @@ inline void unscale_and_check_(const std::vector<at::Tensor>& all, at::Tensor& f
   }
   if (backend == KernelBackend::cuda) {
     cuda_kernels()->unscale_and_check_(memory.all(), found_inf, inv_scale);
-  } else if (unscale_on_cpu_(memory.all(), *inv_scale.const_data_ptr<float>())) {
+  } else if (unscale_cpu_(memory.all(), *inv_scale.const_data_ptr<float>())) {
     found_inf.fill_(1.0);
   }
   for (const at::Tensor& gradient : gradients) bump_version(gradient);  // of copies again, below

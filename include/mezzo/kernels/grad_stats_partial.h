@@ -16,46 +16,46 @@ namespace detail {
 
 /// The number of elements of a partial result on the CPU. It is fixed, so that a sum does not
 /// depend on the number of threads.
-inline constexpr int64_t kSummaryChunk = 65536;
+inline constexpr int64_t kGradStatsChunkElements = 65536;
 
 /// The partial result of a stretch of gradients, before any scale. Largest magnitudes are kept as
 /// bits, which sort like the values, with NaN above all. Those of doubles are kept apart, since
 /// overflow of a product depends on the dtype that it is computed in.
-struct GradientPartial {
-  double sum_of_squares = 0;
+struct PartialGradStats {
+  double norm_sq = 0;
   uint64_t max_double = 0;
   uint32_t max_float = 0;  ///< of float, half and bfloat16, widened to float
 
-  C10_HOST_DEVICE void merge(const GradientPartial& other) {
-    sum_of_squares += other.sum_of_squares;
+  C10_HOST_DEVICE void merge(const PartialGradStats& other) {
+    norm_sq += other.norm_sq;
     max_double = other.max_double > max_double ? other.max_double : max_double;
     max_float = other.max_float > max_float ? other.max_float : max_float;
   }
 };
 
-static_assert(std::is_trivially_copyable_v<GradientPartial>, "kernels write it");
+static_assert(std::is_trivially_copyable_v<PartialGradStats>, "kernels write it");
 
 /// The summary of gradients times `inv_scale`. Multiplication is monotonic: some product is inf or
 /// NaN if and only if that of the largest magnitude is (or that of 0, if the factor is inf or NaN).
-struct FinishedSummary {
-  double sum_of_squares;
+struct FinalGradStats {
+  double norm_sq;
   double max_abs;
   bool found_inf;
 
-  C10_HOST_DEVICE FinishedSummary(const GradientPartial& partial, float inv_scale) {
+  C10_HOST_DEVICE FinalGradStats(const PartialGradStats& partial, float inv_scale) {
     const double factor = static_cast<double>(inv_scale);
     double largest_double = 0;
     float largest_float = 0;
     reinterpret_bits(partial.max_double, largest_double);
     reinterpret_bits(partial.max_float, largest_float);
-    sum_of_squares = partial.sum_of_squares * factor * factor;
+    norm_sq = partial.norm_sq * factor * factor;
     const uint64_t bits = magnitude_bits(largest_double * factor);
     const uint64_t bits_of_float = magnitude_bits(static_cast<double>(largest_float * inv_scale));
     const uint64_t larger = bits > bits_of_float ? bits : bits_of_float;
     reinterpret_bits(larger, max_abs);
     found_inf = larger >= kInfinity;
     // A product that overflows in float has a square that does not in double.
-    if (found_inf && magnitude_bits(sum_of_squares) < kInfinity) sum_of_squares = max_abs;
+    if (found_inf && magnitude_bits(norm_sq) < kInfinity) norm_sq = max_abs;
   }
 
  private:
@@ -72,25 +72,25 @@ struct FinishedSummary {
 
 /// Computes gradient = gradient * inv_scale, and checks the value that will be stored: a product,
 /// or its rounding to half, may overflow when the factors do not.
-template <class Format, class ValueLanes>
-struct UnscaleElement {
-  ValueLanes inv_scale;
+template <class Format, class ValueVec>
+struct UnscaleFunctor {
+  ValueVec inv_scale;
 
-  template <class BitLanes, class Flags>
-  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(BitLanes& bits, Flags& nonfinite) const {
-    ValueLanes value;
-    Format::widen(bits, value);
+  template <class BitsVec, class Mask>
+  C10_HOST_DEVICE C10_ALWAYS_INLINE void operator()(BitsVec& bits, Mask& nonfinite) const {
+    ValueVec value;
+    Format::to_opmath(bits, value);
     value = value * inv_scale;
-    Format::narrow(value, bits);
+    Format::from_opmath(value, bits);
     nonfinite = nonfinite | ((bits & Format::kExponent) == Format::kExponent);
   }
 };
 
 /// largest = max(largest, |stored|), as bits: NaN lies above inf.
-template <class Format, class BitLanes>
-C10_HOST_DEVICE C10_ALWAYS_INLINE void keep_larger_magnitude(const BitLanes& bits,
-                                                             BitLanes& largest) {
-  const BitLanes magnitude = bits & (Format::kExponent | (Format::kExponent - 1U));  // no sign
+template <class Format, class BitsVec>
+C10_HOST_DEVICE C10_ALWAYS_INLINE void keep_larger_magnitude(const BitsVec& bits,
+                                                             BitsVec& largest) {
+  const BitsVec magnitude = bits & (Format::kExponent | (Format::kExponent - 1U));  // no sign
   largest = magnitude > largest ? magnitude : largest;
 }
 
@@ -105,9 +105,9 @@ C10_HOST_DEVICE C10_ALWAYS_INLINE void add_square(double value, double& sum) {
 
 template <class Format>
 C10_HOST_DEVICE C10_ALWAYS_INLINE void set_largest(typename Format::Bits magnitude,
-                                                   GradientPartial& partial) {
-  typename Format::Value value;
-  Format::widen(magnitude, value);
+                                                   PartialGradStats& partial) {
+  typename Format::opmath_t value;
+  Format::to_opmath(magnitude, value);
   if constexpr (sizeof(value) == sizeof(double)) {
     reinterpret_bits(value, partial.max_double);
   } else {
